@@ -1,0 +1,44 @@
+# What a person does with this project; `make help` lists it. Needs Python 3.10 or newer, make and a C compiler; no root.
+
+PYTHON ?= python3
+VENV   ?= .venv
+OUT    ?= results/sweep
+
+RUN    := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install sweep test lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.12   which Python makes the virtual environment (3.10 or newer)"
+	@echo "  OUT=results/sweep   where make sweep writes"
+
+install: $(STAMP) ## make .venv with everything in it; the other targets do so when needed
+
+$(STAMP): setup.cfg constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "$(PYTHON) is older than Python 3.10: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the table, draw tradeoff.png (minutes)
+	@if [ -e "$(OUT)/multirun.yaml" ]; then rm -rf "$(OUT)"; fi  # an earlier sweep, nothing else
+	$(RUN) experiments/train.py experiment=quick hydra.sweep.dir="$(OUT)"
+
+test: $(STAMP) ## run the tests
+	$(RUN) -m pytest
+
+lint: $(STAMP) ## check style, and types
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+format: $(STAMP) ## sort imports and fix what can be fixed
+	$(RUN) -m ruff check --fix .
+
+clean: ## remove the virtual environment, caches, and what runs wrote
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs multirun results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,111 @@
+"""The questions a sweep answers: which rows form one curve, and where its minimum (the stop point) is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pandas as pd
+
+
+class Workload(NamedTuple):
+    """What must be equal for step times to be comparable."""
+
+    model: str
+    world: int
+    emulated: bool
+
+    @property
+    def title(self) -> str:
+        ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        return " · ".join([self.model, ranks, *(["emulated link"] if self.emulated else [])])
+
+
+def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
+    """The sweep's rows by workload, the one with most rows first.
+
+    Runs that failed too early to know their workload go with the only one there is, or are left out.
+    """
+    known = frame[frame["model"].notna() & frame["world"].notna() & frame["emulated"].notna()]
+    groups = [
+        (Workload(str(model), int(world), bool(emulated)), rows)
+        for (model, world, emulated), rows in known.groupby(["model", "world", "emulated"])
+    ]
+    if len(groups) == 1:
+        return [(groups[0][0], frame)]
+    return sorted(groups, key=lambda group: -len(group[1]))
+
+
+def measured(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that can be drawn: complete, with a step time."""
+    return frame[(frame["status"] == "ok") & frame["step_s"].notna()]
+
+
+def not_measured(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[frame["status"] != "ok"]
+
+
+def label(row: pd.Series | dict) -> str:
+    """How the memory of a run was spent, in words: strategy · scheduler."""
+    strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in ("strategy", "scheduler"))
+    words = [strategy] if strategy == scheduler else [strategy, scheduler]
+    if pd.notna(row["cross_iteration"]) and not row["cross_iteration"]:
+        words.append("barrier")
+    return " · ".join(words)
+
+
+def series(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The rows by `label`, in alphabetical order."""
+    labels = frame.apply(label, axis=1) if len(frame) else pd.Series(dtype=str)
+    return {str(name): rows for name, rows in frame.groupby(labels)}
+
+
+def median_by(frame: pd.DataFrame, axis: str) -> pd.DataFrame:
+    """One row per value of `axis`, sorted: medians of all numbers, so that repeated runs are one point."""
+    return frame.groupby(axis).median(numeric_only=True).reset_index().sort_values(axis)
+
+
+def stop_point(frame: pd.DataFrame, time: str = "step_s") -> pd.Series:
+    """The row of least step time over schedule_share; the smaller share if two are equal.
+
+    `time` is step_s (measured) or predicted_step_s. Raises ValueError if no row has both a share and a time.
+    """
+    rows = frame[frame["schedule_share"].notna() & frame[time].notna()]
+    if time == "step_s":
+        rows = measured(rows)
+    if not len(rows):
+        raise ValueError(
+            f"no run has both schedule_share and {time}: there is no curve to find a stop point on"
+        )
+    points = median_by(rows, "schedule_share")
+    return points.loc[points[time].idxmin()]
+
+
+def share_curves(frame: pd.DataFrame) -> list[pd.DataFrame]:
+    """The sub-sweeps that are trade-off curves: one workload, one budget, two shares or more; most shares first."""
+    curves = []
+    for _, rows in workloads(frame):
+        with_share = rows[rows["schedule_share"].notna()]
+        for _, curve in with_share.groupby("budget_bytes", dropna=False):
+            if measured(curve)["schedule_share"].nunique() >= 2:
+                curves.append(curve)
+    return sorted(curves, key=lambda curve: -measured(curve)["schedule_share"].nunique())
+
+
+def has_budget_axis(frame: pd.DataFrame) -> bool:
+    """Whether runs of this sweep differ in their budget (no budget counts as one)."""
+    return measured(frame)["budget_bytes"].nunique(dropna=False) >= 2
+
+
+def best_run(frame: pd.DataFrame) -> pd.Series | None:
+    """The row of least measured step time, None if nothing was measured."""
+    rows = measured(frame)
+    return rows.loc[rows["step_s"].idxmin()] if len(rows) else None
+
+
+def gib(size: float) -> str:
+    """A size in words, in GiB or MiB."""
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
+
+
+def budget_words(budget_bytes: float) -> str:
+    return "no budget" if pd.isna(budget_bytes) else f"budget {gib(budget_bytes)}"

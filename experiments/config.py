@@ -1,0 +1,410 @@
+"""What can be configured: the only place of names, types, defaults and ranges.
+
+The dataclasses are Hydra's schema (`register`), so the YAML files in conf/ can only choose among what is
+declared here. Ranges stand beside their field, as its metadata; `check` applies them, and the few rules
+that span several fields. Every complaint is a `ConfigError`: one line that starts with the full key.
+
+A resolved config is written once, by the parent process (`save`), and read by every rank (`load`): ranks
+never compose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+SCHEMA_NAME = "mdcs_schema"
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run. `key` is the full key of the offending value, e.g. `budget.gib`."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}")
+        self.key = key
+
+
+def _option(default: T, about: str, **limits: Any) -> T:
+    """A field with its description and limits, which `check` applies.
+
+    at_least, above, at_most, below: limits of a number, or of each number of a list; length: of a list.
+    choices: the values allowed. used_by: names (of the same group) for which the field means something:
+    with any other it must keep its default. needed_by: names for which it must not be null.
+    """
+    metadata = {"about": about, **limits}
+    made = (
+        field(default_factory=lambda: list(default), metadata=metadata)
+        if isinstance(default, list)
+        else field(default=default, metadata=metadata)
+    )
+    return made  # type: ignore[return-value]  # dataclasses.field returns a Field and says it returns the default's type
+
+
+TRANSFORMERS = ("gpt2", "gpt2-tiny", "gpt2-small", "bert", "bert-tiny", "bert-base")
+RESNETS = ("resnet50", "resnet152", "resnet-tiny")
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and which of its numbers differ from that model's own (null: the model's own)."""
+
+    name: str = _option(
+        "gpt2-tiny", "a model of experiments/models.py", choices=(*TRANSFORMERS, *RESNETS, "mlp")
+    )
+    layers: int | None = _option(None, "transformer blocks", at_least=1, used_by=TRANSFORMERS)
+    width: int | None = _option(None, "hidden size", at_least=1, used_by=(*TRANSFORMERS, "mlp"))
+    heads: int | None = _option(None, "attention heads; divides width", at_least=1, used_by=TRANSFORMERS)
+    sequence: int | None = _option(None, "tokens in a sequence", at_least=1, used_by=TRANSFORMERS)
+    vocab: int | None = _option(None, "tokens in the vocabulary", at_least=2, used_by=TRANSFORMERS)
+    tie: bool | None = _option(None, "input and output embeddings are one parameter", used_by=TRANSFORMERS)
+    dropout: float | None = _option(None, "dropout everywhere", at_least=0, below=1, used_by=TRANSFORMERS)
+    checkpointing: bool | None = _option(None, "recompute activations in backward", used_by=TRANSFORMERS)
+    depths: list[int] | None = _option(None, "residual blocks per stage", at_least=1, used_by=RESNETS)
+    hidden_sizes: list[int] | None = _option(None, "channels per stage", at_least=1, used_by=RESNETS)
+    stem: int | None = _option(None, "channels of the stem", at_least=1, used_by=RESNETS)
+    width_divisor: int | None = _option(None, "divides all numbers of channels", at_least=1, used_by=RESNETS)
+    depth: int | None = _option(None, "linear layers", at_least=1, used_by=("mlp",))
+    image: int | None = _option(None, "pixels along an edge", at_least=1, used_by=(*RESNETS, "mlp"))
+    channels: int | None = _option(None, "channels of an image", at_least=1, used_by=(*RESNETS, "mlp"))
+    classes: int | None = _option(None, "classes of images", at_least=2, used_by=(*RESNETS, "mlp"))
+    wrap: str = _option("block", "what becomes a unit", choices=("block", "size", "leaf"))
+    wrap_min_params: int = _option(100_000, "wrap=size: the smallest unit, in parameters", at_least=1)
+    frozen: list[str] = _option([], "parameters that are not trained: patterns of their names (fnmatch)")
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments for `experiments.models.build`: what differs from the model's own numbers."""
+        own = ("name", "wrap", "wrap_min_params", "frozen")
+        values = {key: value for key, value in dataclasses.asdict(self).items() if key not in own}
+        return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if v is not None}
+
+
+@dataclass
+class DataConfig:
+    name: str = _option(
+        "stdlib_bytes", "a source of experiments/data.py", choices=("stdlib_bytes", "digits", "synthetic")
+    )
+    batch_size: int = _option(4, "samples per rank and micro-step", at_least=1)
+    seed: int = _option(0, "seed of the order of samples", at_least=0)
+    max_bytes: int | None = _option(
+        None, "cut the text after so many bytes", at_least=1, used_by=("stdlib_bytes",)
+    )
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = _option("adam", "the optimizer", choices=("sgd", "adam", "adamw"))
+    lr: float = _option(1e-3, "learning rate", at_least=0)
+    momentum: float = _option(0.0, "of SGD", at_least=0, below=1, used_by=("sgd",))
+    betas: list[float] = _option(
+        [0.9, 0.999], "of Adam", at_least=0, below=1, length=2, used_by=("adam", "adamw")
+    )
+    eps: float = _option(1e-8, "of Adam", above=0, used_by=("adam", "adamw"))
+    weight_decay: float = _option(0.0, "weight decay", at_least=0)
+    fused: bool | None = _option(None, "torch's fused update; null: torch decides")
+    foreach: bool | None = _option(None, "torch's foreach update; null: torch decides")
+    schedule: str = _option("constant", "of the learning rate", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = _option(0, "steps in which the learning rate rises linearly to lr", at_least=0)
+    clip_norm: float | None = _option(
+        None, "largest global norm of the gradient; a barrier before the update", above=0
+    )
+
+
+@dataclass
+class StrategyConfig:
+    """Who decides the strategy of each unit."""
+
+    name: str = _option("uniform", "the strategy planner", choices=("uniform", "random", "greedy"))
+    kind: str | None = _option(
+        None,
+        "the strategy of all units",
+        choices=("dp", "zero1", "sdp", "fsdp"),
+        used_by=("uniform",),
+        needed_by=("uniform",),
+    )
+    seed: int | None = _option(
+        None, "seed of the draw", at_least=0, used_by=("random",), needed_by=("random",)
+    )
+
+
+@dataclass
+class SchedulerConfig:
+    """Who decides when which message is sent."""
+
+    name: str = _option(
+        "wfbp",
+        "the scheduler",
+        choices=("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear", "random"),
+    )
+    bucket_mib: float | None = _option(
+        None,
+        "fused messages hold about so much",
+        above=0,
+        used_by=("fusion", "dear"),
+        needed_by=("fusion", "dear"),
+    )
+    block_mib: float | None = _option(
+        None,
+        "size of a block; null: the smallest that saturates the link",
+        above=0,
+        used_by=("partitioning", "priority"),
+    )
+    seed: int | None = _option(
+        None, "seed of the draw", at_least=0, used_by=("random",), needed_by=("random",)
+    )
+    cross_iteration: bool = _option(
+        True, "messages may cross from one iteration to the next; false: a barrier between"
+    )
+
+
+@dataclass
+class BudgetConfig:
+    """Tensor bytes per rank for everything; neither gib nor over_floor: unlimited."""
+
+    gib: float | None = _option(None, "the budget", above=0)
+    over_floor: float | None = _option(None, "the budget is the floor times 1 + over_floor", at_least=0)
+    schedule_share: float | None = _option(
+        None, "share of the slack kept for the schedule; null: no division", at_least=0, at_most=1
+    )
+    reserve_mib: float = _option(0.0, "part of the budget that is kept free", at_least=0)
+
+
+@dataclass
+class LinkConfig:
+    name: str = _option(
+        "real", "real: as it is; emulated: real collectives, paced", choices=("real", "emulated")
+    )
+    rate_gbit: float | None = _option(
+        None, "bandwidth of a rank", above=0, used_by=("emulated",), needed_by=("emulated",)
+    )
+    latency_us: float | None = _option(
+        None, "per message", at_least=0, used_by=("emulated",), needed_by=("emulated",)
+    )
+    depth: int = _option(2, "messages in flight", at_least=1)
+
+
+@dataclass
+class ClusterConfig:
+    ranks: int = _option(2, "processes", at_least=1)
+    threads: int | None = _option(None, "threads that compute, per rank; null: cores // ranks", at_least=1)
+    timeout_s: float = _option(60.0, "a job in which no rank moves for so long is ended", above=0)
+    startup_s: float = _option(
+        120.0, "granted on top of timeout_s until every rank has made a step", at_least=0
+    )
+    device: str = _option("cpu", "where the model is", choices=("cpu", "cuda"))
+    backend: str | None = _option(
+        None, "of torch.distributed; null: gloo on cpu, nccl on cuda", choices=("gloo", "nccl")
+    )
+    measure_memory: bool = _option(True, "count tensor bytes (on CPU: by a preloaded library)")
+
+    def resolved_threads(self) -> int:
+        """Threads per rank: as given, or an equal part of the cores this process may use."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
+
+    def resolved_backend(self) -> str:
+        return self.backend or ("nccl" if self.device == "cuda" else "gloo")
+
+
+@dataclass
+class TrackerConfig:
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    name: str = _option("none", "none or wandb", choices=("none", "wandb"))
+    project: str = _option("mdcs", "W&B project", used_by=("wandb",))
+    entity: str | None = _option(None, "W&B entity", used_by=("wandb",))
+    group: str | None = _option(None, "W&B group; null: the name of the sweep", used_by=("wandb",))
+    mode: str | None = _option(
+        None,
+        "null: online with a W&B account on this machine, else offline",
+        choices=("offline", "online", "disabled"),
+        used_by=("wandb",),
+    )
+
+
+@dataclass
+class RunConfig:
+    name: str | None = _option(None, "name in tables and plots; null: made of strategy and scheduler")
+    sweep: str | None = _option(None, "the sweep it belongs to; null: the sweep's folder, if any")
+    steps: int = _option(30, "training steps in all", at_least=1)
+    warmup_steps: int = _option(5, "the first of them, left out of the summary", at_least=0)
+    accumulation: int = _option(1, "micro-steps per step", at_least=1)
+    seed: int = _option(0, "seed of the weights", at_least=0)
+    precision: str = _option("fp32", "of parameters, gradients and messages", choices=("fp32", "fp64"))
+    eval_every: int | None = _option(None, "steps between evaluations; null: none", at_least=1)
+    profile_iterations: int = _option(5, "iterations the profile is measured with", at_least=1)
+
+
+@dataclass
+class Config:
+    """Everything about one job."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    profile: str | None = _option(None, "a profile.json to plan with; null: measure one")
+
+
+def register() -> None:
+    """Make the schema known to Hydra; conf/config.yaml starts from it."""
+    import hydra_plugins._mdcs_sweeper  # noqa: F401  # which conf/config.yaml chooses, registers its own schema
+
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=Config)
+
+
+def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
+    """Every leaf of the config, by its full key."""
+    return {f"{group}{leaf.name}": leaf for group, _, leaf in _leaves(Config())}
+
+
+def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    for leaf in dataclasses.fields(config):
+        value = getattr(config, leaf.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{leaf.name}.")
+        else:
+            yield prefix, config, leaf
+
+
+def from_composed(composed: DictConfig) -> Config:
+    """The typed, checked config of what Hydra composed. Raises ConfigError."""
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(error.full_key or "config", str(error).partition("\n")[0]) from error
+    if not isinstance(config, Config):
+        raise ConfigError("config", f"the primary config does not start from {SCHEMA_NAME}")
+    _check_keys(composed, config)
+    check(config)
+    return config
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the resolved config as YAML."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True), encoding="utf-8")
+
+
+def load(path: Path) -> Config:
+    """Read what `save` wrote. Raises ConfigError."""
+    schema = OmegaConf.structured(Config)
+    try:
+        merged = OmegaConf.merge(schema, OmegaConf.load(path))
+    except OmegaConfBaseException as error:
+        raise ConfigError(error.full_key or str(path), str(error).partition("\n")[0]) from error
+    assert isinstance(merged, DictConfig)
+    return from_composed(merged)
+
+
+# ---- checks
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first value out of its range, and for values that contradict each other."""
+    for prefix, group, leaf in _leaves(config):
+        _check_leaf(prefix, group, leaf)
+    _check_combinations(config)
+
+
+def _check_keys(composed: DictConfig, config: Any, prefix: str = "") -> None:
+    # Hydra's "+key=value" adds keys that no dataclass has; they would be ignored in silence.
+    declared = {leaf.name for leaf in dataclasses.fields(config)}
+    for name in map(str, composed):
+        if name not in declared:
+            raise ConfigError(f"{prefix}{name}", "no such key")
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            _check_keys(composed[name], value, f"{prefix}{name}.")
+
+
+def _check_leaf(prefix: str, group: Any, leaf: dataclasses.Field[Any]) -> None:
+    key, value, limits = prefix + leaf.name, getattr(group, leaf.name), leaf.metadata
+    name = getattr(group, "name", None)
+    if "used_by" in limits and name not in limits["used_by"] and value != _default(leaf):
+        raise ConfigError(key, f"has no effect with {prefix}name={name}, got {_shown(value)}")
+    if value is None:
+        if name in limits.get("needed_by", ()):
+            raise ConfigError(key, f"is needed with {prefix}name={name}, got null")
+        return
+    if "length" in limits and len(value) != limits["length"]:
+        raise ConfigError(key, f"must have {limits['length']} values, got {_shown(value)}")
+    for each in value if isinstance(value, list) else [value]:
+        _check_value(key, each, limits)
+
+
+def _check_value(key: str, value: Any, limits: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(key, f"must be a finite number, got {_shown(value)}")
+    if "choices" in limits and value not in limits["choices"]:
+        raise ConfigError(key, f"must be one of {', '.join(limits['choices'])}; got {_shown(value)}")
+    # Written as "not inside", so that a value that compares with nothing is outside.
+    if "above" in limits and not value > limits["above"]:
+        raise ConfigError(key, f"must be > {limits['above']}, got {_shown(value)}")
+    if "at_least" in limits and not value >= limits["at_least"]:
+        raise ConfigError(key, f"must be >= {limits['at_least']}, got {_shown(value)}")
+    if "at_most" in limits and not value <= limits["at_most"]:
+        raise ConfigError(key, f"must be <= {limits['at_most']}, got {_shown(value)}")
+    if "below" in limits and not value < limits["below"]:
+        raise ConfigError(key, f"must be < {limits['below']}, got {_shown(value)}")
+
+
+def _check_combinations(config: Config) -> None:
+    model, data, budget, run = config.model, config.data, config.budget, config.run
+    if budget.gib is not None and budget.over_floor is not None:
+        raise ConfigError("budget.over_floor", "and budget.gib exclude each other, got both")
+    if budget.schedule_share is not None and budget.gib is None and budget.over_floor is None:
+        raise ConfigError(
+            "budget.schedule_share", "needs a budget to divide: set budget.gib or budget.over_floor"
+        )
+    if budget.gib is not None and budget.reserve_mib >= budget.gib * 1024:
+        raise ConfigError(
+            "budget.reserve_mib", f"must be below the budget of {budget.gib} GiB, got {budget.reserve_mib}"
+        )
+    if run.warmup_steps >= run.steps:
+        raise ConfigError("run.warmup_steps", f"must be < run.steps={run.steps}, got {run.warmup_steps}")
+    if config.optimizer.fused and config.optimizer.foreach:
+        raise ConfigError("optimizer.foreach", "and optimizer.fused exclude each other, got both")
+    if config.cluster.backend == "nccl" and config.cluster.device != "cuda":
+        raise ConfigError("cluster.backend", f"nccl needs cluster.device=cuda, got {config.cluster.device}")
+    if model.width is not None and model.heads is not None and model.width % model.heads:
+        raise ConfigError("model.heads", f"must divide model.width={model.width}, got {model.heads}")
+    reads_text = model.name in TRANSFORMERS
+    if data.name == "digits" and reads_text:
+        raise ConfigError(
+            "data.name", f"digits are images and {model.name} reads tokens: use stdlib_bytes or synthetic"
+        )
+    if data.name == "stdlib_bytes" and not reads_text:
+        raise ConfigError(
+            "data.name", f"stdlib_bytes is text and {model.name} reads images: use digits or synthetic"
+        )
+    if data.name == "stdlib_bytes" and model.vocab is not None and model.vocab < 256:
+        raise ConfigError("model.vocab", f"must be >= 256 for data.name=stdlib_bytes, got {model.vocab}")
+    if data.name == "digits" and model.classes is not None and model.classes < 10:
+        raise ConfigError("model.classes", f"must be >= 10 for data.name=digits, got {model.classes}")
+    if config.profile is not None and not Path(config.profile).is_file():
+        raise ConfigError("profile", f"no such file: {config.profile}")
+
+
+def _default(leaf: dataclasses.Field[Any]) -> Any:
+    return leaf.default if leaf.default_factory is dataclasses.MISSING else leaf.default_factory()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "null" if value is None else str(value)

@@ -1,0 +1,90 @@
+"""What a person sees while a job runs: a progress bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from launch.status import Status
+
+_LINES = 6
+"""About how many lines of progress a job leaves in a log."""
+
+
+class JobProgress:
+    """Shows the phases of a job of `steps` steps before its first step, then its steps; a context manager."""
+
+    def __init__(self, console: Console, name: str, steps: int) -> None:
+        self._console, self._name, self._steps = console, name, steps
+        self._phase, self._step = "", 0
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[shown]}", markup=False),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(name, total=steps, shown="starting")
+
+    def __enter__(self) -> JobProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def statuses(self, statuses: Sequence[Status | None]) -> None:
+        """Show the phase of rank 0 while there are no steps."""
+        said = statuses[0]
+        if self._step or said is None or said.step or said.phase == self._phase:
+            return
+        self._phase = said.phase
+        if self._bar is not None:
+            self._bar.update(self._task, shown=self._phase)
+        else:
+            self._line(self._phase)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Show a step; other events are shown elsewhere."""
+        if event.get("event") != "step":
+            return
+        self._step = int(event["step"])
+        shown = describe(event)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._step, shown=shown)
+        elif self._step in (1, self._steps) or self._step % max(1, self._steps // _LINES) == 0:
+            self._line(f"step {self._step}/{self._steps} {shown}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(f"{self._name}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def describe(step: Mapping[str, Any]) -> str:
+    """A step event in a few words; values that are missing are left out."""
+    parts = []
+    if (loss := step.get("loss")) is not None:
+        parts.append(f"loss {loss:.4f}")
+    if (seconds := step.get("step_s")) is not None:
+        parts.append(f"{seconds * 1e3:.0f} ms")
+    if (exposed := step.get("exposed_s")) is not None:
+        parts.append(f"exposed {exposed * 1e3:.0f} ms")
+    if (ratio := step.get("overlap_ratio")) is not None:
+        parts.append(f"overlap {ratio:.0%}")
+    return ", ".join(parts)

@@ -1,0 +1,42 @@
+"""Plan and train: one job, or with -m a sweep of jobs.
+
+    python experiments/train.py strategy=greedy scheduler=fusion budget.gib=0.5
+    python experiments/train.py -m strategy=dp,fsdp scheduler=wfbp,fusion
+
+The options and their values: `python experiments/train.py --help`, and experiments/config.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from rich.console import Console
+
+import analysis
+from experiments import app, jobs, sweep
+from experiments.config import Config
+
+
+def main(worker: str = jobs.WORKER) -> int:
+    """Run what the command line asks for; returns the exit code. The ranks run the module `worker`."""
+    started, console, profiles = time.time(), Console(), jobs.Profiles()
+
+    def train(config: Config, folder: Path) -> str:
+        in_sweep = config.run.sweep is not None
+        outcome = jobs.run(config, folder, console, profiles=profiles if in_sweep else None, worker=worker)
+        if outcome.ok and not in_sweep:
+            print()
+            analysis.print_table(analysis.load_sweep(folder))
+            print(f"the run is in {folder}; python -m analysis {folder} draws it", flush=True)
+        return outcome.reason
+
+    return app.run(train, on_sweep_end=lambda session: sweep.report(session, started))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

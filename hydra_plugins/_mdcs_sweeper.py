@@ -1,0 +1,76 @@
+"""A Hydra sweeper in which one bad job does not cost the others.
+
+Hydra's own refuses the whole sweep when one job cannot be composed, after saying so in many lines. This one
+asks `judge` about each job before any of them starts, reports those it rejects, and launches the rest.
+`also` adds single jobs to the grid, each a string of overrides: baselines that need not be crossed with
+every axis.
+
+A plugin has to live in a package of this name. The underscore keeps Hydra from finding it by itself, which
+would execute this module a second time and make a second class: the application registers it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
+
+Plugins.instance()  # executes the modules of Hydra's own plugins, again if need be: earlier imports are stale
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
+
+
+@dataclass
+class MdcsSweeperConf:
+    _target_: str = "hydra_plugins._mdcs_sweeper.MdcsSweeper"
+    max_batch_size: int | None = None
+    params: dict[str, str] | None = None
+    also: list[str] = field(default_factory=list)
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="mdcs", node=MdcsSweeperConf, provider="mdcs")
+
+
+Judge = Callable[[Callable[[], DictConfig], Sequence[str]], bool]
+"""(compose one job, its overrides) → whether to run it."""
+
+
+class MdcsSweeper(BasicSweeper):
+    """`BasicSweeper` over the jobs that `judge` accepts."""
+
+    judge: ClassVar[Judge]
+    """Set by the application before Hydra starts."""
+
+    def __init__(
+        self,
+        max_batch_size: int | None = None,
+        params: dict[str, str] | None = None,
+        also: Sequence[str] = (),
+    ) -> None:
+        super().__init__(max_batch_size=max_batch_size, params=params)
+        self.also = [shlex.split(job) for job in also]
+
+    def get_job_batch(self) -> Sequence[Sequence[str]]:
+        batch = list(super().get_job_batch())
+        if self.is_done():
+            # What all jobs of the grid have in common holds for the others too, unless they choose.
+            common = [override for override in batch[0] if all(override in job for job in batch)]
+            for job in self.also:
+                keys = {override.partition("=")[0] for override in job}
+                single = [override for override in common if override.partition("=")[0] not in keys] + job
+                batch += [] if single in batch else [single]
+        judge = type(self).judge
+        return [job for job in batch if judge(partial(self._compose, job), job)]
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Each job was composed by `get_job_batch`."""
+
+    def _compose(self, overrides: Sequence[str]) -> DictConfig:
+        assert self.hydra_context is not None and self.config is not None
+        composed: Any = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        return composed

@@ -1,0 +1,251 @@
+"""Run a job's ranks on this machine to their end; a failure ends all of them quickly, and has a reason.
+
+    launcher (this process) → torch's elastic agent (`launch.agent`) → ranks (`launch.rank`)
+
+The agent starts the ranks and sees them die; this process watches both, since an agent only notices
+processes that end. It ends a job in which no rank moves, gives a failing job a moment to report, and kills
+whatever is left. Every rank leads a session of its own, so a rank's children go with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import orphans, status
+from launch.status import Status
+
+_POLL_SECONDS = 0.1
+_REPORT_SECONDS = 3.0
+"""What a failing job gets to end by itself, so that the first reason, not the last, is known."""
+_WATCHDOG_SECONDS = 1.0
+"""How much longer than a timeout the watchdog waits: a rank whose own timeout fires knows more."""
+
+_REASON_CHARACTERS = 600  # the whole of it is in the rank's log
+
+# Deaths that no other rank's failure causes. A lost connection can abort a process, and the agent
+# terminates the others.
+_FIRST_HAND = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGXCPU)
+_SECOND_HAND = (signal.SIGABRT, signal.SIGTERM)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How many ranks, and how long a job may stand still.
+
+    timeout_s: seconds without any rank's status changing after which the job is ended; startup_s: added to
+    it until every rank has reported a step. Raises ValueError when one is out of range.
+    """
+
+    ranks: int
+    timeout_s: float = 60.0
+    startup_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"ranks must be >= 1, got {self.ranks}")
+        if not self.timeout_s > 0 or not self.startup_s >= 0:
+            raise ValueError(
+                f"timeout_s must be > 0 and startup_s >= 0, got {self.timeout_s} and {self.startup_s}"
+            )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `rank` and `step` say where the first failure was, as far as known; `returncode` is
+    0 or 1.
+    """
+
+    ok: bool
+    reason: str = ""
+    rank: int | None = None
+    step: int | None = None
+
+    @property
+    def returncode(self) -> int:
+        return 0 if self.ok else 1
+
+
+def run(
+    run_dir: Path,
+    cluster: Cluster,
+    env: Mapping[str, str],
+    *,
+    module: str,
+    arguments: Sequence[str] = (),
+    on_tick: Callable[[Sequence[Status | None]], None] = lambda statuses: None,
+) -> Outcome:
+    """Run `module` in `cluster.ranks` processes on this machine, with `env` added to their environment, and
+    wait.
+
+    Each rank's output goes to `rank{r}.log` in `run_dir`, the agent's to `agent.log`. `on_tick` is called
+    about ten times a second with what each rank last said. Whatever ends this call, an exception from
+    `on_tick` and Ctrl-C included, has ended every rank too.
+    """
+    run_dir = run_dir.resolve()
+    _clear(run_dir)
+    orphans.adopt_orphans()  # ranks, once the agent is gone
+    job = {
+        "schema": 1,
+        "id": uuid.uuid4().hex,
+        "parent": os.getpid(),
+        "ranks": cluster.ranks,
+        "module": module,
+        "arguments": list(arguments),
+        "env": {"GLOO_SOCKET_IFNAME": "lo", **env},
+    }
+    (run_dir / "launch.json").write_text(json.dumps(job, indent=1), encoding="utf-8")
+    with (run_dir / "agent.log").open("wb") as log:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "launch.agent", str(run_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the others
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(
+                    os.pathsep
+                ),
+            },
+        )
+    stuck: str | None = None
+    try:
+        stuck = _watch(run_dir, cluster, agent, on_tick)
+    finally:
+        _end(run_dir, cluster, agent)
+    return _outcome(run_dir, cluster, agent.returncode, stuck)
+
+
+def _watch(
+    run_dir: Path,
+    cluster: Cluster,
+    agent: subprocess.Popen[bytes],
+    on_tick: Callable[[Sequence[Status | None]], None],
+) -> str | None:
+    """Wait until the agent ends or has to be ended; returns why when that is because nothing moves."""
+    last: list[Status | None] = [None] * cluster.ranks
+    moved, failed = time.monotonic(), None
+    while agent.poll() is None:
+        now = time.monotonic()
+        statuses = [status.read(run_dir, rank) for rank in range(cluster.ranks)]
+        if statuses != last:
+            last, moved = statuses, now
+        on_tick(statuses)
+        if any((run_dir / f"rank{rank}.error").exists() for rank in range(cluster.ranks)):
+            failed = failed or now
+            if now - failed > _REPORT_SECONDS:
+                return None
+        started = all(said is not None and said.step > 0 for said in statuses)
+        limit = cluster.timeout_s + (0 if started else cluster.startup_s)
+        if failed is None and now - moved > limit + _WATCHDOG_SECONDS:
+            where = ", ".join(_where(rank, said) for rank, said in enumerate(statuses))
+            return f"no rank has moved for {limit:g} s: {where}"
+        time.sleep(_POLL_SECONDS)
+    on_tick([status.read(run_dir, rank) for rank in range(cluster.ranks)])
+    return None
+
+
+def _end(run_dir: Path, cluster: Cluster, agent: subprocess.Popen[bytes]) -> None:
+    said = (status.read(run_dir, rank) for rank in range(cluster.ranks))
+    ranks = [each.pid for each in said if each is not None]
+    orphans.kill_groups([agent.pid, *ranks])  # the agent first: a rank it sees die it would report
+    agent.wait()
+    orphans.wait_until_gone(ranks, _REPORT_SECONDS)
+    orphans.reap(ranks)
+
+
+def _clear(run_dir: Path) -> None:
+    """Remove what an earlier job in the same folder said: pids in it may be others' by now."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent.json"):
+        for file in run_dir.glob(pattern):
+            file.unlink()
+
+
+# ---- what happened
+
+
+def _outcome(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | None) -> Outcome:
+    errors = sorted((_read(file) for file in run_dir.glob("rank*.error")), key=lambda error: error["time"])
+    report = _read(run_dir / "agent.json") if (run_dir / "agent.json").exists() else {"exit_codes": {}}
+    codes = {int(rank): code for rank, code in report["exit_codes"].items()}
+    explained = {error["rank"] for error in errors}
+    if agent_code == 0 and not errors:
+        return Outcome(ok=True)
+    for rank, code in sorted(codes.items()):
+        if -code in _FIRST_HAND or (code > 0 and rank not in explained):
+            return _died(run_dir, rank, code)
+    if errors:
+        first = errors[0]
+        where = _at(first["step"], first["phase"])
+        reason = f"rank {first['rank']} failed {where}: {_one_line(first['message'])}"
+        return Outcome(False, reason, first["rank"], first["step"])
+    if stuck is not None:
+        behind = min(range(cluster.ranks), key=lambda rank: _step(run_dir, rank))
+        return Outcome(False, stuck, behind, _step(run_dir, behind))
+    for signum in _SECOND_HAND:
+        for rank, code in sorted(codes.items()):
+            if -code == signum:
+                return _died(run_dir, rank, code)
+    for rank, code in sorted(codes.items()):
+        return _died(run_dir, rank, code)
+    return Outcome(
+        False, f"the launcher's agent ended with {agent_code}: {_last_line(run_dir / 'agent.log')}"
+    )
+
+
+def _died(run_dir: Path, rank: int, code: int) -> Outcome:
+    said = status.read(run_dir, rank)
+    where = _at(said.step, said.phase) if said else "before it started"
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
+    hint = f": {_last_line(run_dir / 'agent.log')}" if said is None and code > 0 else ""
+    return Outcome(False, f"rank {rank} {how} {where}{hint}", rank, said.step if said else None)
+
+
+def _at(step: int, phase: str) -> str:
+    return f"at step {step}" if step else f"before step 1 ({phase})"
+
+
+def _where(rank: int, said: Status | None) -> str:
+    return (
+        f"rank {rank} has not started" if said is None else f"rank {rank} at step {said.step} ({said.phase})"
+    )
+
+
+def _step(run_dir: Path, rank: int) -> int:
+    said = status.read(run_dir, rank)
+    return -1 if said is None else said.step
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _one_line(message: str) -> str:
+    words = " ".join(message.split())
+    return words if len(words) <= _REASON_CHARACTERS else words[:_REASON_CHARACTERS] + " …"
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else "it said nothing"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return data

@@ -1,0 +1,85 @@
+"""Where each rank is: one small record per rank in the run folder, rewritten in place.
+
+Writing one costs a few microseconds and no allocation of tensors, so a rank says where it is at every step
+and phase. A reader in another process sees either the old or the new record: each is one `pwrite` of the
+same length. It outlives a killed rank, which is how the launcher can say at which step that was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_BYTES = 192
+_PHASE_CHARACTERS = 64
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank last said of itself. `step` is 1-based, 0 before the first; `time` is unix time in
+    seconds.
+    """
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    time: float
+
+
+class StatusFile:
+    """The record of this rank. Raises OSError when the folder cannot be written."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.rank, self.step, self.phase = rank, 0, "starting"
+        self._pid = os.getpid()
+        self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
+        self.set()
+
+    def set(self, *, step: int | None = None, phase: str | None = None) -> None:
+        """Say that this rank is now at `step`, or in `phase`; what is left out stays as it is."""
+        self.step = self.step if step is None else step
+        self.phase = (
+            self.phase if phase is None else phase[:_PHASE_CHARACTERS].encode("ascii", "replace").decode()
+        )
+        record = json.dumps(asdict(Status(self.rank, self._pid, self.step, self.phase, time.time())))
+        os.pwrite(self._file, record.encode("ascii").ljust(_BYTES)[:_BYTES], 0)
+
+
+_current: StatusFile | None = None
+
+
+def open_for(folder: Path, rank: int) -> None:
+    """Make this process report as `rank` in `folder`; done by `launch.rank` before the worker's code runs."""
+    global _current
+    _current = StatusFile(folder, rank)
+
+
+def set(*, step: int | None = None, phase: str | None = None) -> None:
+    """Say where this rank is; does nothing in a process that is no rank of a launched job."""
+    if _current is not None:
+        _current.set(step=step, phase=phase)
+
+
+def current() -> Status | None:
+    """What this process last said, or None outside of a launched job."""
+    return (
+        None
+        if _current is None
+        else Status(_current.rank, os.getpid(), _current.step, _current.phase, time.time())
+    )
+
+
+def read(folder: Path, rank: int) -> Status | None:
+    """What `rank` last said, or None before it said anything."""
+    try:
+        return Status(**json.loads(_path(folder, rank).read_text("ascii")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.status"

@@ -1,0 +1,291 @@
+"""The memory ledger: what every slot and message of a plan holds, in integer bytes per rank.
+
+Sizes and lifetimes of design section 3. The runtime's byte account, the simulator and the planners all read
+them from here, so that what is admitted, predicted and measured is the same thing.
+
+Two views of one plan:
+
+* effects: what a message or slot allocates and what it frees when it ends (:class:`MessageBytes`,
+  :class:`SlotBytes`); the simulator and the runtime apply them in the order in which things happen;
+* :func:`peak`: the bytes that must be free for the plan to run *whatever the timing is*: compute may wait for
+  the messages issued so far, never for later ones. A plan whose peak fits its budget cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mdcs.link import Kind
+from mdcs.plan import Message, Op, Plan, PlanError, Strategy
+
+
+@dataclass(frozen=True)
+class MessageBytes:
+    """Effects of one message. ``full`` and ``gradients`` pair a unit with bytes.
+
+    At its start: full parameters of units it is the first to gather, staging, gradient shards. When it ends:
+    staging is freed, its blocks are updated (scratch), then shards and the gradients it was the last to need.
+    ``shards_freed`` differs from ``shards`` in barrier mode: the last reduction updates and frees all.
+    """
+
+    full: tuple[tuple[int, int], ...]
+    staging: int
+    shards: int
+    scratch: int
+    shards_freed: int
+    gradients_after_link: tuple[tuple[int, int], ...]  # freed once reduced (RS)
+    gradients_after_update: tuple[tuple[int, int], ...]  # freed once updated (AR)
+
+    @property
+    def shards_held(self) -> int:
+        """Of its gradient shards, what stays until the barrier."""
+        return self.shards - min(self.shards, self.shards_freed)
+
+    @property
+    def shards_of_others(self) -> int:
+        """Of the gradient shards it frees, what earlier messages left."""
+        return max(0, self.shards_freed - self.shards)
+
+    @property
+    def held(self) -> int:
+        """Bytes that stay after the message."""
+        return sum(b for _, b in self.full) + self.shards_held
+
+    @property
+    def transient(self) -> int:
+        """The most that lives only while the message is in flight, beside the gradients that it frees.
+
+        Staging and reduced gradients are freed before the update: scratch takes their place.
+        """
+        reduced = sum(b for _, b in self.gradients_after_link)
+        return self.shards - self.shards_held + max(self.staging, self.scratch - reduced)
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """Effects of one slot: gradients allocated when it starts, full parameters freed when it ends."""
+
+    gradients: tuple[tuple[int, int], ...]
+    released: tuple[tuple[int, int], ...]
+    live: int
+    peak: int
+
+
+def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:
+    """(start, length, segment) of the pieces of a block that ``rank`` updates, in flat elements.
+
+    dp updates all of the block, the others the rank's share of it; padding belongs to the last segment.
+    """
+    size, start = plan.blocks[unit][block], plan.offsets[unit][block]
+    if plan.strategies[unit] is not Strategy.dp:
+        size //= plan.world
+        start += rank * size
+    pieces, end = [], 0
+    segments = plan.profile.units[unit].segments
+    for s, length in enumerate(segments):
+        begin, end = end, end + length
+        if s == len(segments) - 1:
+            end = plan.padded(unit)
+        low, high = max(begin, start), min(end, start + size)
+        if low < high:
+            pieces.append((low, high - low, s))
+    return pieces
+
+
+class Ledger:
+    """All effects of a plan, and its bytes at rest by category (``rank`` decides how segments are cut)."""
+
+    def __init__(self, plan: Plan, rank: int = 0) -> None:
+        self.plan, self.rank = plan, rank
+        profile, opt = plan.profile, plan.profile.optimizer
+        w, g = profile.param_bytes, profile.grad_bytes
+        self.at_rest = {"parameters": 0, "optimizer": 0}
+        self._scratch: dict[tuple[int, int], int] = {}
+        for u, unit in enumerate(profile.units):
+            sharded = plan.strategies[u].sharded
+            self.at_rest["parameters"] += plan.padded(u) * w // (plan.world if sharded else 1)
+            if not unit.trainable:
+                continue
+            for b in range(len(plan.blocks[u])):
+                pieces = runs(plan, u, b, rank)
+                self.at_rest["optimizer"] += sum(n * w * opt.state_tensors + opt.state_fixed for _, n, _ in pieces)
+                self._scratch[u, b] = opt.scratch_tensors * w * max((n for _, n, _ in pieces), default=0)
+        self.rest_bytes = sum(self.at_rest.values())
+        self.full = [plan.padded(u) * w for u in range(len(profile.units))]
+        self.gradients = [plan.padded(u) * g for u in range(len(profile.units))]
+        self.slots = self._slots()
+        self.messages = self._messages()
+
+    def _slots(self) -> list[SlotBytes]:
+        plan, period = self.plan, self.plan.period
+        allocated: list[list[tuple[int, int]]] = [[] for _ in period.slots]
+        released: list[list[tuple[int, int]]] = [[] for _ in period.slots]
+        for u, (unit, strategy) in enumerate(zip(plan.profile.units, plan.strategies, strict=True)):
+            if unit.trainable:
+                span = period.backward(u, 0)
+                assert span is not None
+                allocated[span[0] % period.length].append((u, self.gradients[u]))
+            if strategy.sharded:
+                for kind in strategy.kinds(False, unit.backward is not None):
+                    for micro in range(plan.micro_steps):
+                        end = period.release(Op(kind, u, micro), strategy)
+                        released[end % period.length].append((u, self.full[u]))
+        slots = []
+        for q, s in enumerate(period.slots):
+            slot = plan.profile.slots[s.index]
+            slots.append(SlotBytes(tuple(allocated[q]), tuple(released[q]), slot.live, slot.peak))
+        return slots
+
+    def staging(self, message: Message) -> int:
+        """Bytes of the buffers of a message whose collective is not zero-copy.
+
+        One block is gathered and all-reduced in place; an all-to-all reduce-scatter receives into a buffer as
+        large as its input; a fused message is packed (a fused gather in place, in one buffer).
+        """
+        plan = self.plan
+        payload, fused = plan.payload(message), len(message.parts) > 1
+        if plan.world == 1:
+            return 0
+        if message.kind is Kind.RS and plan.profile.reduce_scatter == "all_to_all":
+            return 2 * payload if fused else payload
+        return payload if fused else 0
+
+    def _messages(self) -> list[MessageBytes]:
+        plan, g = self.plan, self.plan.profile.grad_bytes
+        barrier = not plan.cross_iteration
+        reductions = [i for i, m in enumerate(plan.messages) if m.kind in (Kind.AR, Kind.RS)]
+        last_reduction = reductions[-1] if reductions else None
+        last_of: dict[int, int] = {u: i for i in reductions for u, _ in plan.messages[i].parts}
+        seen: set[Op] = set()
+        held_shards = 0
+        all_scratch = max(self._scratch.values(), default=0)
+        effects = []
+        for i, m in enumerate(plan.messages):
+            full: list[tuple[int, int]] = []
+            if m.kind.is_gather:
+                for u in dict.fromkeys(u for u, _ in m.parts):
+                    op = Op(m.kind, u, m.micro)
+                    if op not in seen and plan.strategies[u].sharded:
+                        seen.add(op)
+                        full.append((u, self.full[u]))
+                effects.append(MessageBytes(tuple(full), self.staging(m), 0, 0, 0, (), ()))
+                continue
+            shards = plan.elements(m) // plan.world * g if m.kind is Kind.RS else 0
+            held_shards += shards
+            done = [u for u in dict.fromkeys(u for u, _ in m.parts) if last_of[u] == i]
+            grads = tuple((u, self.gradients[u]) for u in done)
+            if not barrier:
+                scratch, freed = max(self._scratch[p] for p in m.parts), shards
+                after_update = grads if m.kind is Kind.AR else ()
+            elif i == last_reduction:
+                scratch, freed = all_scratch, held_shards
+                after_update = tuple((u, self.gradients[u]) for u in last_of if plan.strategies[u] is Strategy.dp)
+            else:
+                scratch, freed, after_update = 0, 0, ()
+            after_link = grads if m.kind is Kind.RS else ()
+            effects.append(MessageBytes((), self.staging(m), shards, scratch, freed, after_link, after_update))
+        return effects
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that must fit at a slot: on arrival, while compute waits for messages, and in the slot."""
+
+    arrival: int
+    running: int
+
+    @property
+    def bytes(self) -> int:
+        return max(self.arrival, self.running)
+
+
+class SlotLimits:
+    """How many messages of the period are issued (``issued``) and surely done (``done``) at each slot.
+
+    Counts are unrolled: ``done`` may be negative, for messages of the period before. Messages end in FIFO
+    order, so a slot that waits for one waits for all before it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        n, length = len(plan.messages), plan.period.length
+        self.issued: list[int] = []
+        count = 0
+        for q in range(length):
+            while count < n and plan.messages[count].slot <= q:
+                count += 1
+            self.issued.append(count)
+        done_at = [-n] * length
+        for i, m in enumerate(plan.messages):
+            waits = m.slot if m.blocking else plan.need(m)
+            if waits is not None:
+                if not m.blocking:
+                    waits -= plan.unrolled(m) - m.slot  # from the scale of its window to its own period
+                done_at[waits % length] = max(done_at[waits % length], i + 1 - waits // length * n)
+        best = max((d - n for d in done_at), default=-n)
+        self.done: list[int] = []
+        for d in done_at:
+            best = max(best, d)
+            self.done.append(best)
+
+
+def most_in_flight(transient: Sequence[int], depth: int) -> int:
+    """The most bytes that ``depth`` neighbours among the messages not yet done can hold at once."""
+    if len(transient) <= depth:
+        return sum(transient)
+    return max(sum(transient[i : i + depth]) for i in range(len(transient) - depth + 1))
+
+
+def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
+    """Bytes needed at each slot of the steady period when every message issued before is done.
+
+    That is what compute can always wait for, so it is what must fit for admission never to deadlock.
+    """
+    ledger = ledger or Ledger(plan)
+    issued = SlotLimits(plan).issued
+    held = ledger.rest_bytes
+    gradients: dict[int, int] = {}
+    out: list[Need] = []
+    for round_ in range(3):  # the prologue, which only gathers; the first period; the steady state
+        out, sent = [], 0
+        for q in range(plan.period.turn if round_ == 0 else 0, plan.period.length):
+            slot, arrival = ledger.slots[q], 0
+            for i in range(sent, issued[q]):
+                if round_ == 0 and not plan.in_prologue(plan.messages[i]):
+                    continue
+                e = ledger.messages[i]
+                arrival = max(arrival, held + sum(b for _, b in e.full) + e.shards_held + e.transient + slot.live)
+                held += e.held - e.shards_of_others
+                for u, _ in e.gradients_after_link + e.gradients_after_update:
+                    held -= gradients.pop(u, 0)
+            sent = issued[q]
+            for u, b in slot.gradients:
+                gradients[u] = b
+                held += b
+            out.append(Need(arrival, held + slot.peak))
+            held -= sum(b for _, b in slot.released)
+    return out
+
+
+def peak(plan: Plan) -> int:
+    """Smallest budget under which the plan runs whatever the timing is, its reserve included."""
+    return max(need.bytes for need in needs(plan)) + plan.reserve
+
+
+def check(plan: Plan) -> None:
+    """Raise PlanError, naming the cycle, if admission under the plan's budget could deadlock."""
+    if plan.budget is None:
+        return
+    for q, need in enumerate(needs(plan)):
+        if need.bytes + plan.reserve > plan.budget:
+            blocking = [
+                f"{m.kind} of {', '.join(plan.profile.units[u].name for u, _ in m.parts)}"
+                for m in plan.messages
+                if m.slot <= q and (plan.need(m) or 0) > q
+            ]
+            raise PlanError(
+                f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of {plan.budget} bytes, "
+                f"and what holds them is freed only after it"
+                + (f" (gathered ahead: {'; '.join(blocking[:4])})" if blocking else "")
+            )
+

@@ -1,0 +1,97 @@
+"""The α–β link: message time = α(kind) + β(kind) · wire bytes, several messages in flight in FIFO order.
+
+The same model is replayed by the simulator in virtual time and, for an emulated link, imposed on real
+collectives in wall-clock time (``mdcs.runtime.pacing``), so the two cannot drift apart.
+
+Messages start in FIFO order, at most ``depth`` in flight. Their latencies overlap, their bytes do not: the link
+serves bytes one message after the other, so message i ends at max(start_i + α, end_{i-1}) + β · bytes_i.
+With ``depth`` 1 this is NCCL's one at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Kind(str, Enum):
+    """The collective kinds."""
+
+    AR = "AR"  # all-reduce (dp)
+    RS = "RS"  # reduce-scatter (zero1, sdp, fsdp)
+    AG_F = "AG_F"  # all-gather before forward (zero1, sdp, fsdp)
+    AG_B = "AG_B"  # all-gather before backward (fsdp)
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_gather(self) -> bool:
+        return self in (Kind.AG_F, Kind.AG_B)
+
+
+def wire_bytes(kind: Kind, size: int, world: int, reduce_scatter: str = "all_to_all") -> int:
+    """Bytes one rank sends for a message whose full (unsharded) payload is ``size`` bytes.
+
+    All-gather and all-to-all reduce-scatter send (N-1)/N of it; all-reduce, and gloo's own reduce-scatter,
+    which is an all-reduce, send twice that.
+    """
+    once = size * (world - 1) // world
+    twice = kind is Kind.AR or (kind is Kind.RS and reduce_scatter == "native")
+    return 2 * once if twice else once
+
+
+@dataclass(frozen=True)
+class Link:
+    """α (seconds per message) and β (seconds per wire byte) per kind, and the in-flight ``depth``.
+
+    ``alpha`` and ``beta`` are in the order of :class:`Kind`: AR, RS, AG_F, AG_B. ``block`` is the smallest
+    message (payload bytes) that saturates the link: partition size and schedule granularity.
+    """
+
+    alpha: tuple[float, float, float, float]
+    beta: tuple[float, float, float, float]
+    depth: int = 2
+    block: int = 1 << 20
+    emulated: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.alpha) < 0 or min(self.beta) < 0:
+            raise ValueError("link alpha and beta must be >= 0")
+        if self.depth < 1:
+            raise ValueError(f"link depth must be >= 1, got {self.depth}")
+        if self.block < 1:
+            raise ValueError(f"link block must be >= 1 byte, got {self.block}")
+
+    @classmethod
+    def uniform(cls, rate_gbit: float, latency_us: float, depth: int = 2, emulated: bool = False) -> Link:
+        """A link of one rate; an all-reduce, being two phases, pays the latency twice."""
+        if not rate_gbit > 0:
+            raise ValueError(f"rate_gbit must be > 0, got {rate_gbit}")
+        if latency_us < 0:
+            raise ValueError(f"latency_us must be >= 0, got {latency_us}")
+        a, b = latency_us * 1e-6, 8 / (rate_gbit * 1e9)
+        # 97 % of peak bandwidth: α <= 3 % of the whole, hence β·block = 0.97/0.03·α.
+        block = max(1 << 18, int(a / b * 0.97 / 0.03))
+        return cls((2 * a, a, a, a), (b, b, b, b), depth, block, emulated)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Link:
+        a, b = data["alpha"], data["beta"]
+        return cls(
+            (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), data["depth"], data["block"], data["emulated"]
+        )
+
+    def alpha_of(self, kind: Kind) -> float:
+        return self.alpha[_ORDER[kind]]
+
+    def beta_of(self, kind: Kind) -> float:
+        return self.beta[_ORDER[kind]]
+
+    def end(self, kind: Kind, wire: int, start: float, previous_end: float) -> float:
+        """When a message of ``wire`` bytes that starts at ``start`` ends, after one that ends at ``previous_end``."""
+        return max(start + self.alpha_of(kind), previous_end) + self.beta_of(kind) * wire
+
+
+_ORDER = {kind: i for i, kind in enumerate(Kind)}

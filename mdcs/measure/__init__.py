@@ -1,0 +1,1 @@
+"""Measuring one process: tensor memory and time intervals."""

@@ -1,0 +1,303 @@
+"""Tensor bytes of this process by category: live, at their peaks, and per window (one slot, say).
+
+On CPU a small C library (`shim.c`), preloaded into the process, counts the bytes requested from torch's
+allocator: exactly, across threads, including storages resized in place. Whether a process is measured is
+therefore decided when it starts: start it with `preload_env(os.environ)`, then call `current_meter` in it.
+
+Known buffers are labelled by category, at allocation (`Meter.tag`) or afterwards (`Meter.retag`). Everything
+unlabelled is "activations": activations, workspace, the batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mdcs.plan import CATEGORIES
+
+if TYPE_CHECKING:
+    from ctypes import _NamedFuncPointer as _Function
+
+    import torch  # a launcher that only preloads the shim must not wait for this import
+
+UNTAGGED = "activations"
+TOTAL = "total"
+
+Reading = Mapping[str, int | None]
+"""Bytes per category and of the "total"; None for what this kind of meter cannot tell."""
+
+_SOURCE = Path(__file__).with_name("shim.c")
+_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+_LIBRARIES = ("-ldl",)  # part of libc since glibc 2.34, a library of its own before
+_SHIM_TAGS = 16
+_TAGGED = [name for name in CATEGORIES if name != UNTAGGED]
+_TAGS = {UNTAGGED: 0} | {name: tag for tag, name in enumerate(_TAGGED, start=1)}
+assert len(_TAGS) <= _SHIM_TAGS, "the shim counts 16 tags"
+
+
+class Meter(Protocol):
+    """Counts tensor bytes of this process. Readings are None where nothing is measured."""
+
+    def tag(self, category: str) -> AbstractContextManager[object]:
+        """Labels what this thread allocates inside the `with` block; nests. KeyError: no such category."""
+
+    def retag(self, tensor: torch.Tensor, category: str) -> int:
+        """Moves the tensor's whole storage to another category; returns its bytes (0 if nothing is measured).
+
+        Raises ValueError for a storage that did not come from the measured allocator.
+        """
+
+    def live(self) -> Reading | None:
+        """Bytes allocated now."""
+
+    def peaks(self) -> Reading | None:
+        """The highest bytes since `reset`: each category at its own peak, and the total at its own."""
+
+    def at_peak(self) -> Reading | None:
+        """The bytes of each category at the instant of the total's peak: they add up to the total."""
+
+    def window(self) -> Reading | None:
+        """Like `peaks`, since the previous call of `window`; independent of `reset`."""
+
+    def reset(self) -> None:
+        """Peaks start again from what is live now."""
+
+
+class NullMeter:
+    """Measures nothing: a CPU process without the shim."""
+
+    def tag(self, category: str) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def retag(self, tensor: torch.Tensor, category: str) -> int:
+        return 0
+
+    def live(self) -> None:
+        return None
+
+    def peaks(self) -> None:
+        return None
+
+    def at_peak(self) -> None:
+        return None
+
+    def window(self) -> None:
+        return None
+
+    def reset(self) -> None:
+        pass
+
+
+class ShimMeter:
+    """Reads the preloaded shim: byte-exact for CPU tensors, in every thread.
+
+    All instances in a process read the same counters. Raises RuntimeError if the shim is not preloaded.
+    """
+
+    def __init__(self) -> None:
+        if not preloaded():
+            raise RuntimeError(
+                "the memory shim is not preloaded: start the process with preload_env(os.environ)"
+            )
+        # PyDLL keeps the interpreter lock: a call takes nanoseconds, releasing the lock would cost more.
+        shim = ctypes.PyDLL(None)
+        self._set_tag = _function(shim, "mdcs_set_tag", ctypes.c_int, ctypes.c_int)
+        self._retag = _function(shim, "mdcs_retag", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+        self._live = _function(shim, "mdcs_live", ctypes.c_int64, ctypes.c_int)
+        self._peak = _function(shim, "mdcs_peak", ctypes.c_int64, ctypes.c_int)
+        self._total_live = _function(shim, "mdcs_total_live", ctypes.c_int64)
+        self._total_peak = _function(shim, "mdcs_total_peak", ctypes.c_int64)
+        self._snapshot = _function(shim, "mdcs_snapshot", None, ctypes.POINTER(ctypes.c_int64))
+        self._window = _function(shim, "mdcs_window", None, ctypes.POINTER(ctypes.c_int64))
+        self._reset_peaks = _function(shim, "mdcs_reset_peaks", None)
+
+    def tag(self, category: str) -> AbstractContextManager[object]:
+        return _Tagged(self._set_tag, _TAGS[category])
+
+    def retag(self, tensor: torch.Tensor, category: str) -> int:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return 0
+        moved: int = self._retag(storage.data_ptr(), _TAGS[category])
+        if moved < 0:
+            raise ValueError(
+                f"cannot count a storage of {storage.nbytes()} bytes as {category}: "
+                "it did not come from torch's CPU allocator"
+            )
+        return moved
+
+    def live(self) -> dict[str, int]:
+        return {name: self._live(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_live()}
+
+    def peaks(self) -> dict[str, int]:
+        return {name: self._peak(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_peak()}
+
+    def at_peak(self) -> dict[str, int]:
+        out = (ctypes.c_int64 * _SHIM_TAGS)()
+        self._snapshot(out)
+        return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: sum(out)}
+
+    def window(self) -> dict[str, int]:
+        out = (ctypes.c_int64 * (_SHIM_TAGS + 1))()
+        self._window(out)
+        return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: out[_SHIM_TAGS]}
+
+    def reset(self) -> None:
+        self._reset_peaks()
+
+
+class CudaMeter:
+    """The caching allocator's requested bytes of one CUDA device: totals only, no categories."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._cuda = torch.cuda
+        self._peak = self._window_peak = 0
+        self._cuda.reset_peak_memory_stats(device)
+
+    def tag(self, category: str) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def retag(self, tensor: torch.Tensor, category: str) -> int:
+        return 0
+
+    def live(self) -> Reading:
+        return _only_total(self._requested("current"))
+
+    def peaks(self) -> Reading:
+        self._collect()
+        return _only_total(self._peak)
+
+    def at_peak(self) -> Reading:
+        return self.peaks()
+
+    def window(self) -> Reading:
+        self._collect()
+        highest, self._window_peak = self._window_peak, 0
+        return _only_total(highest)
+
+    def reset(self) -> None:
+        self._collect()
+        self._peak = 0
+
+    def _collect(self) -> None:
+        # torch keeps one peak: fold it into ours, of the run and of the window, and restart it. It restarts
+        # at what is live, so a fold always brings both up to at least that.
+        highest = self._requested("peak")
+        self._peak = max(self._peak, highest)
+        self._window_peak = max(self._window_peak, highest)
+        self._cuda.reset_peak_memory_stats(self._device)
+
+    def _requested(self, which: str) -> int:
+        return int(self._cuda.memory_stats(self._device).get(f"requested_bytes.all.{which}", 0))
+
+
+def current_meter(device: torch.device | str) -> Meter:
+    """The meter of what this process holds on `device`."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return CudaMeter(device)
+    return ShimMeter() if preloaded() else NullMeter()
+
+
+def preloaded() -> bool:
+    """Whether this process was started with the shim."""
+    return hasattr(ctypes.CDLL(None), "mdcs_set_tag")
+
+
+def preload_env(env: Mapping[str, str]) -> dict[str, str]:
+    """A copy of `env` in which a started process is measured: LD_PRELOAD extended by the shim.
+
+    Raises RuntimeError as `build` does, and for a cache path that LD_PRELOAD cannot express.
+    """
+    shim = str(build())
+    if " " in shim or ":" in shim:
+        raise RuntimeError(
+            f"LD_PRELOAD cannot name {shim!r}: set XDG_CACHE_HOME to a path without space or colon"
+        )
+    others = [path for path in env.get("LD_PRELOAD", "").replace(":", " ").split() if path != shim]
+    return {**env, "LD_PRELOAD": ":".join([shim, *others])}
+
+
+def build() -> Path:
+    """Compiles the shim with $CC, cc, gcc or clang, once per source and machine; returns the shared library.
+
+    Safe when several processes build at once. Raises RuntimeError off Linux, without a compiler, or when
+    compiling fails.
+    """
+    if sys.platform != "linux":
+        raise RuntimeError("memory on CPU is measured on Linux only: set the memory measurement off")
+    source = _SOURCE.read_bytes()
+    # The C library is part of the machine: a home directory may be shared by nodes of different releases.
+    machine = f"{platform.machine()}-{'-'.join(platform.libc_ver())}"
+    identity = b"\0".join([source, machine.encode(), *(flag.encode() for flag in _FLAGS)])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdcs"
+    library = cache / f"memory-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    cache.mkdir(parents=True, exist_ok=True)
+    compiler = _compiler()
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        unfinished = Path(folder) / library.name
+        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(unfinished), *_LIBRARIES]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{result.stderr.strip()}")
+        os.replace(unfinished, library)
+    return library
+
+
+def _compiler() -> list[str]:
+    candidates = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    for candidate in candidates:
+        if candidate and shutil.which(candidate[0]):
+            return candidate
+    raise RuntimeError(
+        "measuring memory on CPU needs a C compiler: "
+        "install gcc or clang (Debian: apt install gcc libc6-dev), or set CC"
+    )
+
+
+class _Tagged:
+    """`with` block of one tag; made per use, so that it nests and is safe in any thread."""
+
+    __slots__ = ("_previous", "_set_tag", "_tag")
+
+    def __init__(self, set_tag: _Function, tag: int) -> None:
+        self._set_tag = set_tag
+        self._tag = tag
+
+    def __enter__(self) -> None:
+        self._previous: int = self._set_tag(self._tag)
+
+    def __exit__(self, *error: object) -> None:
+        self._set_tag(self._previous)
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def _function(shim: ctypes.PyDLL, name: str, result: type | None, *arguments: type) -> _Function:
+    function: _Function = getattr(shim, name)
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+def _only_total(total: int) -> Reading:
+    return dict.fromkeys(CATEGORIES, None) | {TOTAL: total}

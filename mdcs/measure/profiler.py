@@ -1,0 +1,281 @@
+"""Measure a profile: slots, spans and activation bytes of the real model on the real device, by running it.
+
+The model runs alone (no communication), gradients are taken away as the runtime takes them, so that what is
+left is activations and workspace. All ranks of a machine should measure at the same time: computing
+side by side is what they do in training.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.hooks import Hooks
+from mdcs.link import Link
+from mdcs.measure.memory import UNTAGGED, Meter, current_meter
+from mdcs.profile import Optimizer, Profile, Slot, Unit
+from mdcs.units import ModelUnit, UnsupportedModel
+
+
+def measure_profile(
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    world: int,
+    link: Link,
+    iterations: int = 3,
+    warmup: int = 1,
+    reduce_scatter: str = "all_to_all",
+    about: dict[str, str] | None = None,
+) -> Profile:
+    """Run ``step`` (forward, returns the loss) and its backward ``warmup + iterations`` times.
+
+    Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
+    Raises UnsupportedModel when a parameter gets no gradient, or is used outside its module's forward.
+    """
+    device = units[0].parameters[0][1].device
+    meter = current_meter(device)
+    for unit in units:
+        for _, p in unit.parameters:
+            meter.retag(p.data, "parameters")
+    recorder = _Recorder(units, meter, device)
+    saved = {name: b.detach().clone() for name, b in model.named_buffers()}
+    random_state = torch.random.get_rng_state()
+    hooks = Hooks(units, recorder)
+    collected = gc.isenabled()
+    gc.disable()  # a collection inside a slot would be measured as compute
+    try:
+        for i in range(warmup + iterations):
+            recorder.begin(keep=i >= warmup)
+            step().backward()  # type: ignore[no-untyped-call]
+            recorder.check(model)
+    finally:
+        hooks.remove()
+        if collected:
+            gc.enable()
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(saved[name])
+    torch.random.set_rng_state(random_state)
+    groups = parameter_groups(optimizer)
+    weight = units[0].parameters[0][1]
+    return Profile(
+        units=recorder.units(groups),
+        slots=recorder.slots(),
+        world=world,
+        link=link,
+        optimizer=optimizer_costs(optimizer, weight),
+        param_bytes=weight.element_size(),
+        grad_bytes=weight.element_size(),
+        reduce_scatter=reduce_scatter,
+        copy_seconds_per_byte=_copy_seconds_per_byte(weight),
+        about=about or {},
+    )
+
+
+def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    """Parameter -> index of its optimizer group."""
+    return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def in_group_order(
+    unit: ModelUnit, groups: dict[nn.Parameter, int]
+) -> tuple[list[tuple[str, nn.Parameter]], tuple[int, ...]]:
+    """The unit's parameters in flat order, those of one group together, and the lengths of the groups' segments.
+
+    Raises UnsupportedModel for a trainable parameter that the optimizer does not have.
+    """
+    if not unit.trainable:
+        return list(unit.parameters), (unit.numel,)
+    for name, p in unit.parameters:
+        if p not in groups:
+            raise UnsupportedModel(f"{name}: is trainable but not in the optimizer")
+    ordered = sorted(unit.parameters, key=lambda item: groups[item[1]])
+    sizes: dict[int, int] = {}
+    for _, p in ordered:
+        sizes[groups[p]] = sizes.get(groups[p], 0) + p.numel()
+    return ordered, tuple(sizes.values())
+
+
+@dataclass
+class _Recorder:
+    """Listens to one micro-step after the other and keeps times and bytes per slot."""
+
+    model_units: Sequence[ModelUnit]
+    meter: Meter
+    device: torch.device
+    order: list[tuple[int, str]] = field(default_factory=list)
+    spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    seconds: list[list[float]] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    peak: list[int] = field(default_factory=list)
+
+    def begin(self, keep: bool) -> None:
+        self._keep = keep
+        self._now: list[tuple[int, str]] = []
+        self._times: list[float] = []
+        self._lives: list[int] = []
+        self._peaks: list[int] = []
+        self._gradients: list[Tensor] = []
+        self._arrived: set[tuple[int, int]] = set()
+        self._spans: dict[tuple[int, str], list[int]] = {}
+
+    def _boundary(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        window = self.meter.window() or {}
+        live = self.meter.live() or {}
+        self._peaks.append(window.get(UNTAGGED) or self._untagged(window))
+        self._lives.append(live.get(UNTAGGED) or self._untagged(live))
+        self._times.append(time.perf_counter())
+
+    def _untagged(self, reading: object) -> int:
+        """Where only a total is measured: what parameters and gradients leave of it."""
+        total = reading.get("total") if isinstance(reading, dict) else None
+        if total is None:
+            return 0
+        known = sum(p.numel() * p.element_size() for u in self.model_units for _, p in u.parameters)
+        return max(0, total - known - sum(g.numel() * g.element_size() for g in self._gradients))
+
+    def _slot(self, unit: int, phase: str) -> None:
+        self._boundary()
+        index = sum(p == phase for _, p in self._now)
+        self._now.append((unit, phase))
+        self._spans.setdefault((unit, phase), [index, index])[1] = index
+
+    def forward_begin(self, unit: int) -> None:
+        self._slot(unit, "F")
+
+    def forward_end(self, unit: int) -> None:
+        self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
+
+    def backward_begin(self, unit: int) -> None:
+        self._slot(unit, "B")
+
+    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
+        self._arrived.add((unit, index))
+        assert parameter.grad is not None
+        with self.meter.tag("gradients"):
+            kept = torch.empty_like(parameter.grad)
+        kept.copy_(parameter.grad)
+        self._gradients.append(kept)
+        parameter.grad = None
+        if (unit, "B") in self._spans:
+            self._spans[unit, "B"][1] = sum(p == "B" for _, p in self._now) - 1
+
+    def backward_end(self) -> None:
+        self._boundary()
+        self._gradients.clear()
+        if not self._keep:
+            return
+        if not self.order:
+            self.order, self.spans = self._now, self._spans
+            self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
+        if self._now != self.order:
+            raise UnsupportedModel("the model's units run in another order from step to step: not supported")
+        self.seconds.append([b - a for a, b in zip(self._times, self._times[1:], strict=False)])
+        self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
+        self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
+
+    def check(self, model: nn.Module) -> None:
+        for u, unit in enumerate(self.model_units):
+            if (u, "F") not in self._spans:
+                raise UnsupportedModel(
+                    f"{unit.parameters[0][0]}: is used without a call of its module's forward, or not at all; "
+                    f"wrap the module that uses it (unit {unit.name})"
+                )
+            for i, (name, _) in enumerate(unit.parameters):
+                if unit.trainable and (u, i) not in self._arrived:
+                    raise UnsupportedModel(f"{name}: gets no gradient in a step; freeze it (requires_grad_(False))")
+            if unit.trainable and (u, "B") not in self._spans:
+                raise UnsupportedModel(f"{unit.name}: no gradient reaches its output (reentrant checkpointing?)")
+
+    def units(self, groups: dict[nn.Parameter, int]) -> tuple[Unit, ...]:
+        inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
+        out = []
+        for u, unit in enumerate(self.model_units):
+            forward = self.spans[u, "F"]
+            backward = self.spans.get((u, "B"))
+            if backward is not None and not unit.trainable:
+                # No gradient tells when a frozen unit is done: it may be used until its inner units are.
+                nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
+                ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
+                backward = [backward[0], max([backward[1], *ends])]
+            _, segments = in_group_order(unit, groups)
+            span = None if backward is None else (backward[0], backward[1])
+            out.append(Unit(unit.name, segments, unit.trainable, (forward[0], forward[1]), span))
+        return tuple(out)
+
+    def slots(self) -> tuple[Slot, ...]:
+        medians = [statistics.median(s) for s in zip(*self.seconds, strict=True)]
+        return tuple(
+            Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)
+        )
+
+
+def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor) -> Optimizer:
+    """State, scratch and time of an update. Raises UnsupportedModel for an optimizer that cannot run on shards."""
+    kind = type(optimizer)
+    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedModel(
+            f"optimizer {kind.__name__}: only SGD, Adam and AdamW of torch.optim are supported (elementwise updates)"
+        )
+    groups = optimizer.param_groups
+    fused = any(g.get("fused") for g in groups)
+    decayed = any(g.get("weight_decay") for g in groups)
+    if kind is torch.optim.SGD:
+        momentum = any(g["momentum"] for g in groups)
+        nesterov = any(g["nesterov"] for g in groups)
+        state, fixed, scratch = int(momentum), 0, int(decayed) + int(nesterov)
+    else:
+        state, fixed = 2 + int(any(g["amsgrad"] for g in groups)), 4
+        scratch = 2 + int(decayed and kind is torch.optim.Adam)
+    per_element, per_run = _update_seconds(optimizer, like)
+    return Optimizer(kind.__name__.lower(), state, fixed, 0 if fused else scratch, per_element, per_run)
+
+
+def _update_seconds(optimizer: torch.optim.Optimizer, like: Tensor) -> tuple[float, float]:
+    times = []
+    sizes = (1 << 10, 1 << 20)
+    for n in sizes:
+        p = torch.zeros(n, dtype=like.dtype, device=like.device)
+        p.grad = torch.ones_like(p)
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "initial_lr")}
+        trial = type(optimizer)([{**options, "params": [p]}])
+        trial.step()
+        samples = []
+        for _ in range(5):
+            _sync(like)
+            begin = time.perf_counter()
+            trial.step()
+            _sync(like)
+            samples.append(time.perf_counter() - begin)
+        times.append(statistics.median(samples))
+    per_element = max(0.0, times[1] - times[0]) / (sizes[1] - sizes[0])
+    return per_element, times[0]
+
+
+def _copy_seconds_per_byte(like: Tensor) -> float:
+    a = torch.zeros(1 << 20, dtype=like.dtype, device=like.device)
+    b = torch.zeros_like(a)
+    samples = []
+    for _ in range(5):
+        _sync(like)
+        begin = time.perf_counter()
+        b.copy_(a)
+        _sync(like)
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples) / (a.numel() * a.element_size())
+
+
+def _sync(like: Tensor) -> None:
+    if like.device.type == "cuda":
+        torch.cuda.synchronize(like.device)

@@ -1,0 +1,348 @@
+"""Timelines: what ran when, on one clock, and the step times that follow from it.
+
+A timeline holds the intervals of one recorded period per rank. The runtime writes one from measurement
+(`timeline.json`), the simulator writes one from prediction (`predicted_timeline.json`, rank `PREDICTED_RANK`);
+both have the same format, so that they can be drawn, compared and opened in Perfetto by the same code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+SCHEMA = 1
+PREDICTED_RANK = -1
+
+Lane = Literal["compute", "message", "update"]
+LANES: tuple[Lane, ...] = get_args(Lane)
+
+Span = tuple[float, float]
+"""(start, end) in seconds."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One piece of work on one rank: a slot, a message or an update.
+
+    `start` and `end` are seconds on the rank's clock, `bytes` what a message moves (0 for the other lanes),
+    `kind` is F or B (compute), AR, RS, AG_F or AG_B (message), or update.
+
+    Raises ValueError for an unknown lane, a time that is not finite, an end before its start, negative bytes.
+    """
+
+    lane: Lane
+    name: str
+    kind: str
+    unit: str
+    start: float
+    end: float
+    bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lane not in LANES:
+            raise ValueError(
+                f"interval {self.name!r}: lane is {self.lane!r}, expected one of {', '.join(LANES)}"
+            )
+        if not (math.isfinite(self.start) and math.isfinite(self.end)):
+            raise ValueError(f"interval {self.name!r}: times must be finite, got {self.start} to {self.end}")
+        if self.end < self.start:
+            raise ValueError(f"interval {self.name!r} ends at {self.end}, before its start at {self.start}")
+        if self.bytes < 0:
+            raise ValueError(f"interval {self.name!r} has {self.bytes} bytes")
+
+    @property
+    def duration_s(self) -> float:
+        return self.end - self.start
+
+
+# --- interval arithmetic ---------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval | Span]) -> tuple[Span, ...]:
+    """The disjoint spans covered by `intervals`, in order. Touching spans are merged, empty ones dropped."""
+    spans = sorted((i.start, i.end) if isinstance(i, Interval) else i for i in intervals)
+    merged: list[Span] = []
+    for start, end in spans:
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def length(intervals: Iterable[Interval | Span]) -> float:
+    """Seconds covered by `intervals`; a moment covered twice counts once."""
+    return math.fsum(end - start for start, end in union(intervals))
+
+
+def intersection(a: Iterable[Interval | Span], b: Iterable[Interval | Span]) -> tuple[Span, ...]:
+    """The disjoint spans covered by both `a` and `b`."""
+    left, right = union(a), union(b)
+    common: list[Span] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            common.append((start, end))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(common)
+
+
+def intersection_length(a: Iterable[Interval | Span], b: Iterable[Interval | Span]) -> float:
+    """Seconds covered by both `a` and `b`."""
+    return length(intersection(a, b))
+
+
+def sublanes(intervals: Sequence[Interval]) -> tuple[int, ...]:
+    """For each interval the lowest row in which it overlaps nothing before it: messages in flight together
+    get different rows. Rows start at 0; the order of the result is the order of `intervals`."""
+    row_ends: list[float] = []
+    rows = [0] * len(intervals)
+    for index in sorted(range(len(intervals)), key=lambda i: (intervals[i].start, intervals[i].end)):
+        interval = intervals[index]
+        row = next((r for r, end in enumerate(row_ends) if end <= interval.start), len(row_ends))
+        if row == len(row_ends):
+            row_ends.append(interval.end)
+        else:
+            row_ends[row] = interval.end
+        rows[index] = row
+    return tuple(rows)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where one rank's step went, in seconds.
+
+    communication_s: time in which at least one message runs. overlap_s: time in which messages and compute both
+    run. exposed_s: step time less compute time, whatever fills it (messages, updates, waiting).
+    overlap_ratio: overlap_s / communication_s, 0 when there is no communication.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    overlap_s: float
+    exposed_s: float
+    overlap_ratio: float
+
+
+def step_times(intervals: Iterable[Interval], begin: float, end: float) -> StepTimes:
+    """Measure the step from `begin` to `end` (seconds); what lies outside of it belongs to its neighbours.
+
+    Raises ValueError when the step ends before it begins.
+    """
+    if end < begin:
+        raise ValueError(f"the step ends at {end}, before it begins at {begin}")
+    intervals = tuple(intervals)
+    step = ((begin, end),)
+    compute = intersection((i for i in intervals if i.lane == "compute"), step)
+    messages = intersection((i for i in intervals if i.lane == "message"), step)
+    compute_s, communication_s = length(compute), length(messages)
+    overlap_s = intersection_length(compute, messages)
+    return StepTimes(
+        step_s=end - begin,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        overlap_s=overlap_s,
+        # Sums of spans that fill the step exactly may differ from end - begin in the last bit.
+        exposed_s=max(0.0, end - begin - compute_s),
+        overlap_ratio=min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0,
+    )
+
+
+# --- the recorded period ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """The intervals of one rank; `rank` is `PREDICTED_RANK` for a simulated one."""
+
+    rank: int
+    intervals: tuple[Interval, ...]
+
+    def lane(self, lane: Lane) -> tuple[Interval, ...]:
+        """The intervals of one lane, by start."""
+        return tuple(sorted((i for i in self.intervals if i.lane == lane), key=lambda i: (i.start, i.end)))
+
+    @property
+    def label(self) -> str:
+        return "predicted" if self.rank == PREDICTED_RANK else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """Bytes by category in one slot, per rank, each at its highest; `measured` is None where not measured.
+
+    A key `total` is the highest sum in the slot: at most the sum of the categories, which need not peak together.
+    """
+
+    slot: str
+    predicted: Mapping[str, int]
+    measured: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One period: the intervals of every rank and the memory of every slot.
+
+    Times are seconds from the start of the first backward slot. `slots` are the slots' names in order.
+    """
+
+    period_s: float
+    slots: tuple[str, ...]
+    ranks: tuple[RankTimeline, ...]
+    memory: tuple[SlotMemory, ...] = ()
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"timeline has schema {self.schema}, this version reads schema {SCHEMA}")
+        if not (math.isfinite(self.period_s) and self.period_s >= 0):
+            raise ValueError(f"timeline has a period of {self.period_s} s")
+        ranks = [r.rank for r in self.ranks]
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"timeline names a rank twice: {ranks}")
+
+    def times_of(self, rank: int) -> StepTimes:
+        """Step times of one rank over the period. Raises KeyError for a rank that is not in the timeline."""
+        for entry in self.ranks:
+            if entry.rank == rank:
+                return step_times(entry.intervals, 0.0, self.period_s)
+        raise KeyError(f"rank {rank} is not in the timeline, which has {[r.rank for r in self.ranks]}")
+
+    def to_json(self) -> str:
+        """The text of timeline.json."""
+        return json.dumps(
+            {
+                "schema": self.schema,
+                "period_s": self.period_s,
+                "slots": list(self.slots),
+                "ranks": [
+                    {"rank": r.rank, "intervals": [asdict(i) for i in r.intervals]} for r in self.ranks
+                ],
+                "memory": [
+                    {
+                        "slot": m.slot,
+                        "predicted": dict(m.predicted),
+                        "measured": None if m.measured is None else dict(m.measured),
+                    }
+                    for m in self.memory
+                ],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Read the text of timeline.json. Raises ValueError for anything that is not a timeline of this schema."""
+        try:
+            data = json.loads(text)
+            return cls(
+                schema=data["schema"],
+                period_s=data["period_s"],
+                slots=tuple(data["slots"]),
+                ranks=tuple(
+                    RankTimeline(entry["rank"], tuple(Interval(**i) for i in entry["intervals"]))
+                    for entry in data["ranks"]
+                ),
+                memory=tuple(
+                    SlotMemory(entry["slot"], entry.get("predicted") or {}, entry.get("measured"))
+                    for entry in data.get("memory") or ()
+                ),
+            )
+        except KeyError as error:
+            raise ValueError(f"not a timeline: {error} is missing") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not a timeline: {error}") from error
+
+
+# --- Chrome and Perfetto ---------------------------------------------------------------------------------------
+
+_THREADS: dict[Lane, str] = {"compute": "compute", "message": "messages", "update": "updates"}
+_THREADS_PER_LANE = 100
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline in the trace event format of Chrome and Perfetto (https://ui.perfetto.dev opens it).
+
+    One process per rank; threads compute, messages and updates; complete ("X") events in microseconds; memory as
+    counter ("C") events of the first rank. Messages in flight together get threads "messages 2", "messages 3" …,
+    because complete events of one thread must nest.
+    """
+    events: list[dict[str, Any]] = []
+    for entry in timeline.ranks:
+        pid = _process(entry.rank)
+        events.append(_metadata("process_name", pid, 0, name=entry.label))
+        events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
+        for lane_index, lane in enumerate(LANES):
+            intervals = entry.lane(lane)
+            rows = sublanes(intervals)
+            first_tid = 1 + lane_index * _THREADS_PER_LANE
+            for row in range(max(rows, default=0) + 1):
+                name = _THREADS[lane] if row == 0 else f"{_THREADS[lane]} {row + 1}"
+                events.append(_metadata("thread_name", pid, first_tid + row, name=name))
+                events.append(
+                    _metadata("thread_sort_index", pid, first_tid + row, sort_index=first_tid + row)
+                )
+            for interval, row in zip(intervals, rows, strict=True):
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": interval.name,
+                        "cat": interval.kind,
+                        "pid": pid,
+                        "tid": first_tid + row,
+                        "ts": interval.start * 1e6,
+                        "dur": interval.duration_s * 1e6,
+                        "args": {"unit": interval.unit, "kind": interval.kind, "bytes": interval.bytes},
+                    }
+                )
+    events.extend(_memory_counters(timeline))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"period_s": timeline.period_s}}
+
+
+def _process(rank: int) -> int:
+    """Process ids start at 1 (the prediction): trace viewers give process 0 a meaning of their own."""
+    return rank - PREDICTED_RANK + 1
+
+
+def _metadata(event: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": args}
+
+
+def _memory_counters(timeline: Timeline) -> list[dict[str, Any]]:
+    events = []
+    for source in ("predicted", "measured"):
+        for slot, start in zip(timeline.memory, memory_times(timeline), strict=True):
+            by_category = slot.predicted if source == "predicted" else slot.measured
+            if by_category:
+                events.append(
+                    {
+                        "ph": "C",
+                        "name": f"memory, {source} (bytes)",
+                        "pid": _process(timeline.ranks[0].rank) if timeline.ranks else 1,
+                        "ts": start * 1e6,
+                        "args": {k: size for k, size in by_category.items() if k != "total"},
+                    }
+                )
+    return events
+
+
+def memory_times(timeline: Timeline) -> tuple[float, ...]:
+    """When each entry of `timeline.memory` begins, in seconds: with the first rank's compute interval of that
+    position, or of that name; evenly spread over the period if the two lists do not match."""
+    count = len(timeline.memory)
+    compute = timeline.ranks[0].lane("compute") if timeline.ranks else ()
+    if len(compute) == count:
+        return tuple(i.start for i in compute)
+    by_name = {i.name: i.start for i in reversed(compute)}
+    if all(m.slot in by_name for m in timeline.memory):
+        return tuple(by_name[m.slot] for m in timeline.memory)
+    return tuple(timeline.period_s * index / count for index in range(count))

@@ -1,0 +1,355 @@
+"""The plan: a strategy per unit and the ordered messages of one period. Immutable, JSON, hashed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from mdcs.link import Kind, wire_bytes
+from mdcs.profile import Profile
+
+SCHEMA = 1
+
+CATEGORIES = (
+    "parameters",  # at rest: whole (dp, zero1) or a shard (sdp, fsdp)
+    "full_parameters",  # gathered for use (sdp, fsdp)
+    "optimizer",
+    "gradients",  # full
+    "gradient_shards",
+    "staging",  # buffers of messages in flight whose collective is not zero-copy
+    "update_scratch",
+    "activations",  # and workspace, batch, buffers: all that is no registered buffer
+)
+
+
+class PlanError(ValueError):
+    """A plan that cannot be run: the message names the unit, the message or the slot."""
+
+
+class Strategy(str, Enum):
+    """How one unit is sharded (see README for what each costs)."""
+
+    dp = "dp"  # replicated, all-reduce, full update
+    zero1 = "zero1"  # parameters resident, reduce-scatter, shard update, all-gather
+    sdp = "sdp"  # sharded at rest, gathered before forward, kept until its backward ends
+    fsdp = "fsdp"  # gathered before forward, freed, gathered again before backward
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the parameters at rest are a shard."""
+        return self in (Strategy.sdp, Strategy.fsdp)
+
+    def kinds(self, trainable: bool, has_backward: bool) -> tuple[Kind, ...]:
+        """The collectives that a unit of this strategy needs in one period."""
+        reduce = {Strategy.dp: (Kind.AR,), Strategy.zero1: (Kind.RS, Kind.AG_F)}.get(self, (Kind.RS,))
+        if not trainable:
+            reduce = ()
+        gather = () if not self.sharded else (Kind.AG_F,)
+        again = (Kind.AG_B,) if self is Strategy.fsdp and has_backward else ()
+        return reduce + gather + again
+
+
+class Op(NamedTuple):
+    """One kind of communication of one unit, in one micro-step of a period."""
+
+    kind: Kind
+    unit: int
+    micro: int
+
+
+class PeriodSlot(NamedTuple):
+    unit: int
+    phase: str
+    micro: int
+    index: int  # into Profile.slots
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective on the wire: ``kind`` and its ``parts`` as (unit, block) pairs.
+
+    Several units make a fused message, a block of a unit a partitioned one. It may start once compute has
+    arrived at ``slot`` (an index into the period); with ``blocking`` compute waits there until it is done,
+    before anything else is issued.
+    ``micro`` is the micro-step whose slots the message serves.
+    """
+
+    kind: Kind
+    parts: tuple[tuple[int, int], ...]
+    slot: int
+    blocking: bool = False
+    micro: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the replay of a plan gives: seconds per period and bytes per rank, by category at its own peak."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    overlap_s: float
+    exposed_s: float
+    overlap_ratio: float
+    peak_bytes: int
+    memory: dict[str, int]
+
+
+class Period:
+    """The circle of slots of one iteration in steady state.
+
+    It starts at the first backward slot of the last micro-step; ``turn`` is the index of the first forward
+    slot. Indices of windows and releases are *unrolled*: they may pass ``length``, into the next period.
+    """
+
+    def __init__(self, profile: Profile, micro_steps: int) -> None:
+        nf, nb = profile.forward_slots, profile.backward_slots
+        self.profile, self.micro_steps = profile, micro_steps
+        self.turn, self.length = nb, micro_steps * (nf + nb)
+
+        def slot(index: int, micro: int) -> PeriodSlot:
+            s = profile.slots[index]
+            return PeriodSlot(s.unit, s.phase, micro, index)
+
+        last = micro_steps - 1
+        slots = [slot(nf + i, last) for i in range(nb)]
+        for m in range(micro_steps):
+            slots += [slot(i, m) for i in range(nf)]
+            if m < last:
+                slots += [slot(nf + i, m) for i in range(nb)]
+        self.slots: tuple[PeriodSlot, ...] = tuple(slots)
+
+    def forward(self, unit: int, micro: int) -> tuple[int, int]:
+        """First and last forward slot of the unit in a micro-step."""
+        start = self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
+        first, last = self.profile.units[unit].forward
+        return start + first, start + last
+
+    def backward(self, unit: int, micro: int) -> tuple[int, int] | None:
+        """First and last backward slot; unrolled, so that it follows :meth:`forward` of the same micro-step."""
+        span = self.profile.units[unit].backward
+        if span is None:
+            return None
+        start = self.forward_start(micro) + self.profile.forward_slots
+        return start + span[0], start + span[1]
+
+    def forward_start(self, micro: int) -> int:
+        return self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
+
+    def last_use(self, unit: int, micro: int) -> int:
+        span = self.backward(unit, micro)
+        return self.forward(unit, micro)[1] if span is None else span[1]
+
+    def window(self, op: Op) -> tuple[int, int]:
+        """First slot at which ``op`` can be issued and the slot that needs it (both unrolled)."""
+        kind, unit, micro = op
+        if kind is Kind.AG_B:
+            span = self.backward(unit, micro)
+            assert span is not None, "a unit without backward has no AG_B"
+            return self.forward(unit, micro)[1] + 1, span[0]
+        before = self.last_use(unit, micro - 1 if micro else self.micro_steps - 1) + 1
+        if micro == 0:  # the previous use was in the previous period
+            before = max(before - self.length, 0)
+        return before, self.forward(unit, micro)[0]
+
+    def release(self, op: Op, strategy: Strategy) -> int:
+        """The slot (unrolled) after which the buffer that a gather filled is freed."""
+        freed_after_forward = strategy is Strategy.fsdp and op.kind is Kind.AG_F
+        return self.forward(op.unit, op.micro)[1] if freed_after_forward else self.last_use(op.unit, op.micro)
+
+    def name(self, slot: int) -> str:
+        s = self.slots[slot % self.length]
+        micro = f"/{s.micro}" if self.micro_steps > 1 else ""
+        return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Strategy per unit, blocks per unit (elements, each a multiple of ``world``), messages in wire order.
+
+    ``budget`` (bytes, None for unlimited) is what admission enforces, ``reserve`` bytes of it kept free.
+    Without ``cross_iteration`` (or with clipping) all updates wait for all reductions of the iteration.
+    Raises PlanError when the messages do not carry every block of every unit exactly once per kind, when an
+    issue slot lies outside its window, or when the order lets a gather overtake the reduction it depends on.
+    """
+
+    profile: Profile
+    strategies: tuple[Strategy, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    messages: tuple[Message, ...]
+    micro_steps: int = 1
+    cross_iteration: bool = True
+    budget: int | None = None
+    reserve: int = 0
+    strategy: str = "?"
+    scheduler: str = "?"
+    prediction: Prediction | None = dataclasses.field(default=None, hash=False, compare=False)
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def world(self) -> int:
+        return self.profile.world
+
+    @cached_property
+    def period(self) -> Period:
+        return Period(self.profile, self.micro_steps)
+
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where each block begins in its unit's flat buffer, in elements."""
+        return tuple(tuple(sum(sizes[:i]) for i in range(len(sizes))) for sizes in self.blocks)
+
+    def padded(self, unit: int) -> int:
+        return sum(self.blocks[unit])
+
+    def elements(self, message: Message) -> int:
+        return sum(self.blocks[u][b] for u, b in message.parts)
+
+    def payload(self, message: Message) -> int:
+        """Bytes of the full (unsharded) payload."""
+        width = self.profile.param_bytes if message.kind.is_gather else self.profile.grad_bytes
+        return self.elements(message) * width
+
+    def wire(self, message: Message) -> int:
+        """Bytes that one rank sends."""
+        return wire_bytes(message.kind, self.payload(message), self.world, self.profile.reduce_scatter)
+
+    def need(self, message: Message) -> int | None:
+        """The slot (unrolled) that cannot start before the message is done; None if it is no gather."""
+        if message.kind is Kind.RS:
+            return None  # its AG_F follows it
+        return min(self.period.window(Op(message.kind, u, message.micro))[1] for u, _ in message.parts)
+
+    def unrolled(self, message: Message) -> int:
+        """The issue slot on the scale of the message's window (AG_B issued at the head of the next period)."""
+        first = max(self.period.window(Op(message.kind, u, message.micro))[0] for u, _ in message.parts)
+        return message.slot if message.slot >= first else message.slot + self.period.length
+
+    def in_prologue(self, message: Message) -> bool:
+        """Whether the message is sent before the first iteration, which starts at the first forward slot.
+
+        What a plan gathers for forward in backward slots is gathered then; nothing is reduced yet.
+        """
+        return message.kind is Kind.AG_F or (message.kind is Kind.AG_B and message.slot >= self.period.turn)
+
+    @property
+    def hash(self) -> str:
+        """Identity of what is executed: predictions and names do not count."""
+        data = dataclasses.asdict(self)
+        for key in ("prediction", "strategy", "scheduler"):
+            del data[key]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self) | {"hash": self.hash})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises PlanError if the text is no plan of this schema or was changed after it was written."""
+        try:
+            d: dict[str, Any] = json.loads(text)
+            if d.get("schema") != SCHEMA:
+                raise PlanError(f"plan schema {d.get('schema')} is not the supported {SCHEMA}")
+            plan = cls(
+                profile=Profile.from_dict(d["profile"]),
+                strategies=tuple(Strategy(s) for s in d["strategies"]),
+                blocks=tuple(tuple(b) for b in d["blocks"]),
+                messages=tuple(
+                    Message(Kind(m["kind"]), tuple((u, b) for u, b in m["parts"]), m["slot"], m["blocking"], m["micro"])
+                    for m in d["messages"]
+                ),
+                prediction=None if d["prediction"] is None else Prediction(**d["prediction"]),
+                **{
+                    k: d[k]
+                    for k in ("micro_steps", "cross_iteration", "budget", "reserve", "strategy", "scheduler")
+                },
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as e:
+            raise PlanError(f"not a plan: {e!r}") from e
+        if d.get("hash") != plan.hash:
+            raise PlanError(f"plan says hash {d.get('hash')} but its content has {plan.hash}")
+        return plan
+
+
+def pad(numel: int, world: int) -> int:
+    return -(-numel // world) * world
+
+
+def _validate(plan: Plan) -> None:
+    profile, units = plan.profile, plan.profile.units
+    if plan.micro_steps < 1:
+        raise PlanError(f"micro_steps must be >= 1, got {plan.micro_steps}")
+    if plan.reserve < 0 or (plan.budget is not None and plan.budget <= plan.reserve):
+        raise PlanError(f"budget {plan.budget} bytes leaves nothing beside the reserve of {plan.reserve}")
+    if not len(plan.strategies) == len(plan.blocks) == len(units):
+        raise PlanError(f"{len(units)} units but {len(plan.strategies)} strategies, {len(plan.blocks)} block lists")
+    for unit, sizes in zip(units, plan.blocks, strict=True):
+        if sum(sizes) != pad(unit.numel, plan.world) or any(b <= 0 or b % plan.world for b in sizes):
+            raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {plan.world}, "
+                            f"and sum to {pad(unit.numel, plan.world)}")  # fmt: skip
+
+    expected: Counter[tuple[Op, int]] = Counter()
+    for u, (unit, strategy) in enumerate(zip(units, plan.strategies, strict=True)):
+        for kind in strategy.kinds(unit.trainable, unit.backward is not None):
+            many = kind.is_gather and strategy.sharded
+            for micro in range(plan.micro_steps if many else 1):
+                expected.update((Op(kind, u, micro), b) for b in range(len(plan.blocks[u])))
+
+    carried: Counter[tuple[Op, int]] = Counter()
+    reduced: dict[tuple[int, int], int] = {}
+    previous = 0
+    for i, message in enumerate(plan.messages):
+        where = f"message {i} ({message.kind} of {', '.join(units[u].name for u, _ in message.parts)})"
+        if not message.parts:
+            raise PlanError(f"message {i} is empty")
+        if not 0 <= message.slot < plan.period.length:
+            raise PlanError(f"{where}: no slot {message.slot} in a period of {plan.period.length}")
+        if message.slot < previous:
+            raise PlanError(f"{where}: issue slot {message.slot} comes before {previous} of the message ahead of it")
+        previous = message.slot
+        for u, b in message.parts:
+            op = Op(message.kind, u, message.micro)
+            carried[op, b] += 1
+            if (op, b) not in expected:
+                raise PlanError(f"{where}: unit {units[u].name} is {plan.strategies[u]} and has no such block to send")
+            first, last = plan.period.window(op)
+            if not first <= plan.unrolled(message) <= last:
+                raise PlanError(f"{where}: issue slot {message.slot} is outside its window {first}..{last}")
+            if message.kind is Kind.RS:
+                reduced[u, b] = i
+            elif message.kind is Kind.AG_F and message.micro == 0 and units[u].trainable:
+                if (u, b) not in reduced:
+                    raise PlanError(f"{where}: gathers block {b} of {units[u].name} before its reduce-scatter")
+        if not plan.cross_iteration and message.slot < plan.period.turn:
+            if message.kind is Kind.AG_F and any(units[u].trainable for u, _ in message.parts):
+                raise PlanError(f"{where}: gathers before the barrier between backward and update")
+    if not plan.cross_iteration:
+        reductions = [i for i, m in enumerate(plan.messages) if m.kind in (Kind.AR, Kind.RS)]
+        gathers = [
+            i for i, m in enumerate(plan.messages)
+            if m.kind is Kind.AG_F and m.micro == 0 and any(units[u].trainable for u, _ in m.parts)
+        ]  # fmt: skip
+        if reductions and gathers and gathers[0] < reductions[-1]:
+            raise PlanError(f"message {gathers[0]} gathers before the barrier that message {reductions[-1]} ends")
+        late = [i for i in reductions if plan.messages[i].slot > plan.period.turn]
+        if late:
+            raise PlanError(f"message {late[0]} reduces after the turn, but cross_iteration is off")
+    for (op, b), n in carried.items():
+        if n != 1:
+            raise PlanError(f"block {b} of {units[op.unit].name} is sent {n} times as {op.kind}")
+    missing = set(expected) - set(carried)
+    if missing:
+        op, b = min(missing)
+        raise PlanError(f"block {b} of {units[op.unit].name} is never sent as {op.kind} (micro-step {op.micro})")

@@ -1,0 +1,170 @@
+"""What is known of a job before planning: its units, slots, optimizer and link.
+
+A :class:`Profile` is measured (``mdcs.measure.profiler``) or written down by hand (tests, clusters one does
+not have). Planners and the simulator read nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from mdcs.link import Link
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest group of parameters that is sharded, gathered, reduced and updated together.
+
+    ``segments`` are the lengths in elements, in flat order, of the parts that share one optimizer parameter
+    group; they sum to ``numel``. ``forward`` and ``backward`` are the first and the last slot, as indices into
+    the forward and the backward slots of one micro-step, in which the unit's parameters are used; ``backward``
+    is None when no gradient flows through the unit.
+    """
+
+    name: str
+    segments: tuple[int, ...]
+    trainable: bool
+    forward: tuple[int, int]
+    backward: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
+        if not self.segments or min(self.segments) < 1:
+            raise ValueError(f"unit {self.name}: segments must be positive, got {self.segments}")
+        if self.trainable and self.backward is None:
+            raise ValueError(f"unit {self.name}: is trainable but has no backward slot")
+
+    @property
+    def numel(self) -> int:
+        return sum(self.segments)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
+
+    ``live`` is what activations, workspace and everything else that is no registered buffer hold when the slot
+    begins; ``peak`` the most they hold during it (bytes).
+    """
+
+    unit: int
+    phase: str
+    seconds: float
+    live: int
+    peak: int
+
+    def __post_init__(self) -> None:
+        if self.phase not in ("F", "B"):
+            raise ValueError(f"slot phase must be 'F' or 'B', got {self.phase!r}")
+        if self.seconds < 0 or self.live < 0 or self.peak < 0:
+            raise ValueError("slot seconds and bytes must be >= 0")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes and time of an update.
+
+    A *run* is a contiguous piece of a shard with one parameter group: one tensor for the optimizer.
+    State is ``state_tensors`` copies of the run plus ``state_fixed`` bytes (Adam: its step counter); scratch
+    is ``scratch_tensors`` copies of the largest run (non-fused Adam: 2).
+    """
+
+    name: str = "sgd"
+    state_tensors: int = 0
+    state_fixed: int = 0
+    scratch_tensors: int = 0
+    seconds_per_element: float = 0.0
+    seconds_per_run: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of (model, batch, device, world).
+
+    ``slots`` are those of one micro-step in executed order: all forward slots, then all backward slots.
+    ``reduce_scatter`` names the algorithm on the wire: ``all_to_all`` (plus a local sum) or ``native``.
+    ``interference`` is how much slower computing is while a message is in flight (0.2 = 20 %).
+    ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
+    ``about`` says what was measured (model, device, versions): free text for people and for file names.
+    """
+
+    units: tuple[Unit, ...]
+    slots: tuple[Slot, ...]
+    world: int
+    link: Link
+    optimizer: Optimizer = Optimizer()
+    param_bytes: int = 4
+    grad_bytes: int = 4
+    reduce_scatter: str = "all_to_all"
+    interference: float = 0.0
+    copy_seconds_per_byte: float = 0.0
+    about: dict[str, str] = field(default_factory=dict, hash=False)
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"profile schema {self.schema} is not the supported {SCHEMA}")
+        if self.world < 1:
+            raise ValueError(f"world must be >= 1, got {self.world}")
+        if self.reduce_scatter not in ("all_to_all", "native"):
+            raise ValueError(f"reduce_scatter must be all_to_all or native, got {self.reduce_scatter!r}")
+        if self.interference < 0:
+            raise ValueError(f"interference must be >= 0, got {self.interference}")
+        phases = "".join(s.phase for s in self.slots)
+        if not self.slots or phases.lstrip("F").strip("B") or not phases.startswith("F") or "B" not in phases:
+            raise ValueError("slots must be all forward slots followed by all backward slots, at least one of each")
+        for u, unit in enumerate(self.units):
+            for span, count in ((unit.forward, self.forward_slots), (unit.backward, self.backward_slots)):
+                if span is not None and not 0 <= span[0] <= span[1] < count:
+                    raise ValueError(f"unit {u} ({unit.name}): span {span} is outside its {count} slots")
+        for s, slot in enumerate(self.slots):
+            if not 0 <= slot.unit < len(self.units):
+                raise ValueError(f"slot {s}: no unit {slot.unit}")
+
+    @property
+    def forward_slots(self) -> int:
+        return sum(s.phase == "F" for s in self.slots)
+
+    @property
+    def backward_slots(self) -> int:
+        return len(self.slots) - self.forward_slots
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Profile:
+        """Inverse of ``dataclasses.asdict``; raises ValueError on an unknown schema or a missing field."""
+        try:
+            return cls(
+                units=tuple(
+                    Unit(
+                        u["name"],
+                        tuple(u["segments"]),
+                        u["trainable"],
+                        (u["forward"][0], u["forward"][1]),
+                        None if u["backward"] is None else (u["backward"][0], u["backward"][1]),
+                    )
+                    for u in data["units"]
+                ),
+                slots=tuple(Slot(**s) for s in data["slots"]),
+                link=Link.from_dict(data["link"]),
+                optimizer=Optimizer(**data["optimizer"]),
+                **{
+                    k: data[k]
+                    for k in (
+                        "world", "param_bytes", "grad_bytes", "reduce_scatter", "interference",
+                        "copy_seconds_per_byte", "about", "schema",
+                    )
+                },
+            )  # fmt: skip
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a profile: {e}") from e
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        return cls.from_dict(json.loads(text))

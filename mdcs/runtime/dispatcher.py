@@ -1,0 +1,327 @@
+"""Puts the messages on the wire in the plan's order, several in flight, and finishes them in that order.
+
+Two threads: the *starter* launches a message when its turn has come, compute has issued it, its data is ready and
+fewer than ``depth`` are in flight; the *finisher* waits for the oldest, unpacks it, runs the updates that
+it completes and frees its buffers. Every count below is a FIFO index since the start of training: messages
+``[0, processed)`` are done, ``[processed, started)`` in flight, ``[started, issued)`` waiting for their turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mdcs.ledger import Ledger, most_in_flight
+from mdcs.link import Kind
+from mdcs.plan import Plan
+from mdcs.runtime.account import Account
+from mdcs.runtime.executor import Executor
+from mdcs.runtime.pacing import Pacer
+from mdcs.runtime.record import Recorder
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.updates import Updates
+from mdcs.runtime.wire import Transfer, Wire
+
+
+class RunError(RuntimeError):
+    """A failure while training: names rank, step, and the unit or message it happened in."""
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        plan: Plan,
+        ledger: Ledger,
+        storages: list[UnitStorage],
+        wire: Wire,
+        updates: Updates,
+        account: Account,
+        executor: Executor,
+        recorder: Recorder,
+        *,
+        control: dist.ProcessGroup | None,
+        pacer: Pacer | None,
+        clip_norm: float | None,
+        timeout_s: float,
+    ) -> None:
+        self.plan, self.ledger, self.storages = plan, ledger, storages
+        self.wire, self.updates, self.account = wire, updates, account
+        self.executor, self.recorder = executor, recorder
+        self.control, self.pacer, self.clip_norm, self.timeout_s = control, pacer, clip_norm, timeout_s
+        self.lock = account.lock
+        self.n = len(plan.messages)
+        self.issued = self.started = self.processed = 0
+        self.step = 0
+        self.error: BaseException | None = None
+        self._stop = False
+        self._skipped: set[int] = set()  # sent ahead of their turn by drain(), or not sent in the prologue
+        self._marks: dict[int, Any] = {}
+        self._in_flight: deque[tuple[int, Transfer, Any]] = deque()
+        self._shards: dict[tuple[int, int], Tensor] = {}  # reduced gradients that wait for the barrier
+        self._after = self._dependencies()
+        self._transient = [e.transient for e in ledger.messages]
+        reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
+        self.last_reduction = reductions[-1] if reductions else -1
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=f"mdcs-{name}", daemon=True)
+            for name, loop in (("starter", self._start_loop), ("finisher", self._finish_loop))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _dependencies(self) -> list[int]:
+        """For each message the one of the same period that must be processed first, or -1."""
+        reduced: dict[tuple[int, int], int] = {}
+        after = []
+        for i, m in enumerate(self.plan.messages):
+            if not m.kind.is_gather:
+                reduced |= {part: i for part in m.parts}
+            first = m.kind is Kind.AG_F and m.micro == 0
+            after.append(max((reduced.get(p, -1) for p in m.parts), default=-1) if first else -1)
+        return after
+
+    # -- called by the training thread --------------------------------------------------------------------------
+
+    def issue(self, index: int, rest: int, mark: Any) -> None:
+        """Reserve the message's bytes, waiting for those in flight if need be, and let it start."""
+        i = index % self.n
+        message, effect = self.plan.messages[i], self.ledger.messages[i]
+        with self.lock:
+            if index < self.n and not self.plan.in_prologue(message) or index in self._skipped:
+                self._skipped.add(index)
+            else:
+                self.wait(
+                    lambda: self.account.fits(effect.held + rest, self._pending(index)),
+                    f"bytes for {self.describe(i)}",
+                )
+                self.account.reserve((effect.held,))
+                self._marks[index] = mark
+            self.issued = index + 1
+            self.lock.notify_all()
+        if message.blocking:
+            with self.lock:
+                self.wait_for(index + 1, self.describe(i))
+
+    def _pending(self, upcoming: int | None = None) -> int:
+        """The most bytes that messages not yet done may take while in flight."""
+        transient = [self._transient[g % self.n] for g in range(self.processed, self.issued) if g not in self._skipped]
+        if upcoming is not None:
+            transient.append(self._transient[upcoming % self.n])
+        return most_in_flight(transient, self.plan.profile.link.depth)
+
+    def admit(self, size: int, what: str) -> None:
+        """Wait until ``size`` bytes of compute fit beside all that is held. Call with the lock held."""
+        self.wait(lambda: self.account.fits(size, self._pending()), f"bytes for {what}")
+
+    def wait_for(self, count: int, what: str) -> None:
+        """Wait until the first ``count`` messages are done. Call with the lock held."""
+        self.wait(lambda: self.processed >= count, what)
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not ready():
+            self.check()
+            if not self.lock.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                raise RunError(
+                    f"rank {self.wire.rank}, step {self.step}: waited {self.timeout_s:g} s for {what} "
+                    f"({self.processed} messages done, {self.started} started, {self.issued} issued)"
+                )
+        self.check()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def describe(self, i: int) -> str:
+        m = self.plan.messages[i]
+        parts = ", ".join(f"{self.storages[u].name}[{b}]" for u, b in m.parts)
+        return f"message {i} ({m.kind} of {parts})"
+
+    def finish_iteration(self, base: int) -> None:
+        """Finish what is issued, then the reductions of the period that starts at ``base`` which are not issued.
+
+        All ranks are at the same slot here and have issued the same messages, so the order stays the same on all.
+        """
+        with self.lock:
+            self.wait_for(self.issued, "the messages in flight")
+            first = self.issued
+        if base == 0:
+            return  # the prologue reduces nothing
+        for index in range(max(first, base), base + self.last_reduction + 1):
+            if self.plan.messages[index % self.n].kind.is_gather or index in self._skipped:
+                continue
+            transfer, begin = self._start(index)
+            self._finish(index, transfer, begin)
+            self._skipped.add(index)
+
+    def stop(self) -> None:
+        with self.lock:
+            self._stop = True
+            self.lock.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    # -- threads ------------------------------------------------------------------------------------------------
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except BaseException as e:
+            with self.lock:
+                if self.error is None:
+                    self.error = e if isinstance(e, RunError) else RunError(str(e))
+                self._stop = True
+                self.lock.notify_all()
+
+    def _start_loop(self) -> None:
+        depth = self.plan.profile.link.depth
+        while True:
+            with self.lock:
+                index = self.started
+                while not self._stop and not (
+                    index < self.issued
+                    and index - self.processed < depth
+                    and self.processed > self._required(index)
+                ):
+                    self.lock.wait()
+                if self._stop:
+                    return
+                if index in self._skipped:
+                    self.lock.wait_for(lambda: self._stop or self.processed == self.started)
+                    self._skipped.discard(index)
+                    self.started = self.processed = index + 1
+                    self.lock.notify_all()
+                    continue
+            transfer, begin = self._start(index)
+            with self.lock:
+                self._in_flight.append((index, transfer, begin))
+                self.started = index + 1
+                self.lock.notify_all()
+
+    def _required(self, index: int) -> int:
+        after = self._after[index % self.n]
+        return -1 if after < 0 or index < self.n else index - index % self.n + after
+
+    def _finish_loop(self) -> None:
+        while True:
+            with self.lock:
+                while not self._stop and not self._in_flight:
+                    self.lock.wait()
+                if self._stop and not self._in_flight:
+                    return
+                index, transfer, begin = self._in_flight[0]
+            self._finish(index, transfer, begin)
+            with self.lock:
+                self._in_flight.popleft()
+                self.processed = index + 1
+                self.lock.notify_all()
+
+    def _start(self, index: int) -> tuple[Transfer, Any]:
+        i = index % self.n
+        message, effect = self.plan.messages[i], self.ledger.messages[i]
+        try:
+            mark = self._marks.pop(index, None)
+            with self.executor.communicating():
+                if mark is not None:
+                    self.executor.after(mark)
+                with self.lock:
+                    for u, size in effect.full:
+                        self.storages[u].allocate_full()
+                        self.account.book("full_parameters", size)
+                    transfer = self.wire.allocate(message)
+                    self.account.book("staging", effect.staging)
+                    self.account.book("gradient_shards", effect.shards)
+                begin = self.executor.stamp()
+                if self.pacer is not None:
+                    self.pacer.started(index)
+                self.wire.launch(transfer)
+            return transfer, begin
+        except Exception as e:
+            raise self._failure(i, e) from e
+
+    def _finish(self, index: int, transfer: Transfer, begin: Any) -> None:
+        i = index % self.n
+        message, effect = self.plan.messages[i], self.ledger.messages[i]
+        try:
+            self.executor.finish(transfer.works)
+            if self.pacer is not None:
+                self.pacer.hold(index, message.kind, self.plan.wire(message))
+            with self.executor.communicating():
+                end = self.executor.stamp()
+                self.recorder.message(message, begin, end)
+                self.wire.land(transfer)
+                self.executor.finish([])
+                with self.lock:
+                    self.account.book("staging", -effect.staging)
+                    for u, size in effect.gradients_after_link:
+                        self.storages[u].free_gradient()
+                        self.account.book("gradients", -size)
+                if not message.kind.is_gather:
+                    self._update(i, transfer)
+                with self.lock:
+                    for u, size in effect.gradients_after_update:
+                        self.storages[u].free_gradient()
+                        self.account.book("gradients", -size)
+                    self.account.book("gradient_shards", -effect.shards_freed)
+                    freed = effect.gradients_after_link + effect.gradients_after_update
+                    self.account.release((effect.shards_of_others, *(size for _, size in freed)))
+        except Exception as e:
+            raise self._failure(i, e) from e
+
+    def _update(self, i: int, transfer: Transfer) -> None:
+        """Update the blocks that the message has reduced; in barrier mode all of them, with the last."""
+        message, effect = transfer.message, self.ledger.messages[i]
+        ready = {part: transfer.shards.get(part) for part in message.parts}
+        if not self.plan.cross_iteration:
+            self._shards |= {p: s for p, s in ready.items() if s is not None}
+            transfer.shards = {}
+            if i != self.last_reduction:
+                return
+            reduced = dict.fromkeys(p for m in self.plan.messages if not m.kind.is_gather for p in m.parts)
+            ready = {part: self._shards.get(part) for part in reduced}
+        gradients: dict[tuple[int, int], Tensor] = {}
+        for (u, b), shard in ready.items():
+            storage = self.storages[u]
+            gradients[u, b] = storage.gradient[storage.region(b)] if shard is None else shard
+        if self.clip_norm is not None:
+            self._clip(gradients)
+        with self.lock:
+            self.account.book("update_scratch", effect.scratch)
+        begin = self.executor.stamp()
+        for (u, b), gradient in gradients.items():
+            self.updates.step(u, b, gradient)
+        self.executor.finish([])
+        self.recorder.update(message, begin, self.executor.stamp())
+        self._shards.clear()
+        transfer.shards = {}
+        with self.lock:
+            self.account.book("update_scratch", -effect.scratch)
+
+    def _clip(self, gradients: dict[tuple[int, int], Tensor]) -> None:
+        """Scale all gradients to a global norm of at most ``clip_norm``, as torch's clip_grad_norm_ does.
+
+        Shards are counted by their owner, whole (dp) gradients by rank 0, in float64.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for (u, _), gradient in gradients.items():
+            whole = self.plan.strategies[u].value == "dp"
+            if not whole or self.wire.rank == 0:
+                total += torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu() ** 2
+        if self.plan.world > 1:
+            dist.all_reduce(total, group=self.control)
+        self.recorder.norm = float(total.sqrt())
+        scale = min(1.0, self.clip_norm / (self.recorder.norm + 1e-6)) if self.clip_norm is not None else 1.0
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+
+    def _failure(self, i: int, e: Exception) -> RunError:
+        if isinstance(e, RunError):
+            return e
+        return RunError(f"rank {self.wire.rank}, step {self.step}: {self.describe(i)}: {e}")

@@ -1,0 +1,48 @@
+"""An emulated link: real collectives whose end is held back to what an α–β link would give.
+
+The ranks share one machine and so one clock. Each writes when it started a message into shared memory; when the
+real collective has ended, every rank has started it, and all compute the same end from the same formula that
+the simulator uses (:meth:`mdcs.link.Link.end`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from pathlib import Path
+
+from mdcs.link import Kind, Link
+
+_RING = 4096  # messages remembered per rank
+_ENTRY = struct.Struct("<qd")
+
+
+class Pacer:
+    """``path`` names a file that all ranks map; rank 0 has created it with :meth:`create`."""
+
+    @staticmethod
+    def create(path: Path, world: int) -> None:
+        path.write_bytes(b"\xff" * (_ENTRY.size * _RING * world))
+
+    def __init__(self, path: Path, rank: int, world: int, link: Link) -> None:
+        self.rank, self.world, self.link = rank, world, link
+        with path.open("r+b") as f:
+            self._memory = mmap.mmap(f.fileno(), _ENTRY.size * _RING * world)
+        self._last_end = 0.0
+
+    def started(self, sequence: int) -> None:
+        where = (self.rank * _RING + sequence % _RING) * _ENTRY.size
+        _ENTRY.pack_into(self._memory, where, sequence, time.monotonic())
+
+    def hold(self, sequence: int, kind: Kind, wire: int) -> None:
+        """Block until the emulated link has carried the message; its real collective has ended."""
+        starts = []
+        for r in range(self.world):
+            seen, when = _ENTRY.unpack_from(self._memory, (r * _RING + sequence % _RING) * _ENTRY.size)
+            if seen == sequence:
+                starts.append(when)
+        self._last_end = self.link.end(kind, wire, max(starts), self._last_end)
+        remaining = self._last_end - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)

@@ -1,0 +1,106 @@
+"""What a run did: intervals of compute, messages and updates on one clock, and per-step records made of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from mdcs.measure.timeline import Interval, StepTimes, step_times
+from mdcs.plan import Message, Plan
+from mdcs.runtime.executor import Executor
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One iteration, from one ``step()`` to the next: times in seconds, wire bytes and messages by kind."""
+
+    step: int
+    times: StepTimes
+    bytes: dict[str, int]
+    messages: dict[str, int]
+    peak: dict[str, int] | None = None
+
+
+@dataclass
+class Recorder:
+    plan: Plan
+    executor: Executor
+    norm: float | None = None
+    _raw: list[tuple[str, str, str, str, Any, Any, int]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _intervals: list[Interval] = field(default_factory=list)
+    _steps: list[tuple[int, Any]] = field(default_factory=list)
+    _periods: list[Any] = field(default_factory=list)
+
+    def compute(self, slot: int, begin: Any, end: Any) -> None:
+        s = self.plan.period.slots[slot]
+        self._add("compute", self.plan.period.name(slot), s.phase, self.plan.profile.units[s.unit].name, begin, end, 0)
+
+    def message(self, message: Message, begin: Any, end: Any) -> None:
+        names = self._names(message)
+        wire = self.plan.wire(message)
+        self._add("message", f"{message.kind}:{names}", str(message.kind), names, begin, end, wire)
+
+    def update(self, message: Message, begin: Any, end: Any) -> None:
+        names = self._names(message)
+        self._add("update", f"update:{names}", "update", names, begin, end, 0)
+
+    def _names(self, message: Message) -> str:
+        return "+".join(dict.fromkeys(self.plan.profile.units[u].name for u, _ in message.parts))
+
+    def _add(self, lane: str, name: str, kind: str, unit: str, begin: Any, end: Any, size: int) -> None:
+        with self._lock:
+            self._raw.append((lane, name, kind, unit, begin, end, size))
+
+    def step(self, step: int, stamp: Any) -> None:
+        """The iteration ``step`` ends here."""
+        self._steps.append((step, stamp))
+
+    def period(self, stamp: Any) -> None:
+        """A period of the plan begins here."""
+        self._periods.append(stamp)
+        del self._periods[:-3]
+
+    def _resolve(self) -> None:
+        with self._lock:
+            raw, self._raw = self._raw, []
+        seconds = self.executor.seconds
+        for lane, name, kind, unit, begin, end, size in raw:
+            a, b = seconds(begin), seconds(end)
+            self._intervals.append(Interval(lane, name, kind, unit, a, max(a, b), size))  # type: ignore[arg-type]
+
+    def finished(self, upto: int) -> list[StepRecord]:
+        """Records of the iterations that ended with step ``upto`` or before; each is given once."""
+        self._resolve()
+        out = []
+        while len(self._steps) >= 2 and self._steps[1][0] <= upto:
+            (_, first), (step, last) = self._steps[0], self._steps[1]
+            begin, end = self.executor.seconds(first), self.executor.seconds(last)
+            inside = [i for i in self._intervals if i.end > begin and i.start < end]
+            ended = [i for i in inside if i.lane == "message" and begin < i.end <= end]
+            sent, count = Counter[str](), Counter[str]()
+            for i in ended:
+                sent[i.kind] += i.bytes
+                count[i.kind] += 1
+            out.append(StepRecord(step, step_times(inside, begin, end), dict(sent), dict(count)))
+            self._steps.pop(0)
+        if len(self._periods) == 3:
+            keep_from = min(
+                [self.executor.seconds(self._periods[0])] + [self.executor.seconds(s) for _, s in self._steps[:1]]
+            )
+            self._intervals = [i for i in self._intervals if i.end > keep_from]
+        return out
+
+    def last_period(self) -> tuple[float, list[Interval]]:
+        """(seconds, intervals from its start) of the last whole period; (0, []) before there is one."""
+        self._resolve()
+        if len(self._periods) < 2:
+            return 0.0, []
+        begin, end = (self.executor.seconds(p) for p in self._periods[-2:])
+        return end - begin, [
+            Interval(i.lane, i.name, i.kind, i.unit, max(i.start, begin) - begin, min(i.end, end) - begin, i.bytes)
+            for i in self._intervals
+            if i.end > begin and i.start < end
+        ]

@@ -1,0 +1,108 @@
+"""State dicts of a sharded model: whole, for the plain model, or one part per rank that merge into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.runtime.storage import UnitStorage
+
+SCHEMA = 1
+
+
+def _owners(storages: list[UnitStorage]) -> dict[nn.Parameter, tuple[int, int]]:
+    return {p: (u, i) for u, s in enumerate(storages) for i, p in enumerate(s.parameters)}
+
+
+def full_state(
+    model: nn.Module, storages: list[UnitStorage], gather: Callable[[int], None], ungather: Callable[[int], None]
+) -> dict[str, Tensor]:
+    """Gathers unit by unit, so that no more than one is whole beside the result."""
+    values: dict[nn.Parameter, Tensor] = {}
+    for u, storage in enumerate(storages):
+        gather(u)
+        for p in storage.parameters:
+            values[p] = p.detach().clone()
+        ungather(u)
+    named = model.state_dict(keep_vars=True)
+    return {name: values[v] if v in values else v.detach().clone() for name, v in named.items()}
+
+
+def sharded_state(model: nn.Module, storages: list[UnitStorage]) -> dict[str, Any]:
+    """Plain tensors and numbers only, so that ``torch.save`` and ``weights_only`` loading work."""
+    owners = _owners(storages)
+    named = model.state_dict(keep_vars=True)
+    first = storages[0]
+    return {
+        "schema": SCHEMA,
+        "rank": first.rank,
+        "world": first.plan.world,
+        "names": {name: list(owners[v]) for name, v in named.items() if v in owners},
+        "buffers": {name: v.detach().clone() for name, v in named.items() if v not in owners},
+        "units": [
+            {
+                "blocks": list(s.blocks),
+                "replicated": s.strategy.value == "dp",
+                "places": [[offset, n, *shape] for offset, n, shape in s.places],
+                "parts": [s.at_rest(b).detach().clone() for b in range(len(s.blocks))],
+            }
+            for s in storages
+        ],
+    }
+
+
+def merge_shards(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """The plain model's state dict from all ranks' :meth:`Parallel.sharded_state_dict`, in any order.
+
+    Raises ValueError when a rank is missing or the parts are of different jobs.
+    """
+    ranks = {p["rank"]: p for p in parts}
+    world = parts[0]["world"] if parts else 0
+    if sorted(ranks) != list(range(world)) or any(p["world"] != world or p["schema"] != SCHEMA for p in parts):
+        raise ValueError(f"need the parts of ranks 0 to {world - 1} of one job, got {sorted(ranks)}")
+    first = ranks[0]
+    flats = []
+    for u, unit in enumerate(first["units"]):
+        blocks = []
+        for b in range(len(unit["blocks"])):
+            pieces = [ranks[r]["units"][u]["parts"][b] for r in range(world)]
+            blocks.append(pieces[0] if unit["replicated"] else torch.cat(pieces))
+        flats.append(torch.cat(blocks))
+    out = dict(first["buffers"])
+    for name, (u, i) in first["names"].items():
+        offset, n, *shape = first["units"][u]["places"][i]
+        out[name] = flats[u][offset : offset + n].view(shape).clone()
+    return out
+
+
+def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Tensor]) -> None:
+    """Raises KeyError for a missing name, ValueError for a shape that differs."""
+    owners = _owners(storages)
+    named = model.state_dict(keep_vars=True)
+    missing = [name for name in named if name not in full]
+    if missing:
+        raise KeyError(f"state dict has no {missing[0]}")
+    by_unit: dict[int, list[tuple[int, str]]] = {}
+    for name, v in named.items():
+        if v.shape != full[name].shape:
+            raise ValueError(f"{name} is {tuple(v.shape)}, the state dict has {tuple(full[name].shape)}")
+        if v in owners:
+            u, i = owners[v]
+            by_unit.setdefault(u, []).append((i, name))
+        else:
+            v.copy_(full[name])
+    for u, members in by_unit.items():
+        storage = storages[u]
+        was_full = storage.is_full
+        if not was_full:
+            storage.allocate_full()
+        with torch.no_grad():
+            storage.full[storage.used :].zero_()
+            for i, name in members:
+                storage.parameters[i].copy_(full[name])
+        storage.reshard()
+        if not was_full:
+            storage.free_full()

@@ -1,0 +1,125 @@
+"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Released storage is really freed.
+
+Parameters are views of the flat buffer (``p.data = view``), which stay valid for autograd when the storage is
+resized to nothing and back. The order of elements is that of the model; rank r owns the r-th part of every
+*block*, so that a block is contiguous on the wire and a shard is the concatenation of its parts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.measure.memory import Meter
+from mdcs.plan import Plan, Strategy
+
+
+class UnitStorage:
+    """``full``, ``shard`` and ``gradient`` are flat; all live on the parameters' device."""
+
+    def __init__(
+        self, plan: Plan, unit: int, parameters: list[tuple[str, nn.Parameter]], rank: int, meter: Meter
+    ) -> None:
+        self.plan, self.unit, self.rank, self.meter = plan, unit, rank, meter
+        self.name = plan.profile.units[unit].name
+        self.names = [n for n, _ in parameters]
+        self.parameters = [p for _, p in parameters]
+        self.trainable = plan.profile.units[unit].trainable
+        self.strategy = plan.strategies[unit]
+        self.blocks, self.offsets = plan.blocks[unit], plan.offsets[unit]
+        first = self.parameters[0]
+        size = plan.padded(unit)
+        with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
+            self.full = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.places: list[tuple[int, int, torch.Size]] = []  # offset, length, shape
+        offset = 0
+        with torch.no_grad():
+            for p in self.parameters:
+                n = p.numel()
+                self.places.append((offset, n, p.shape))
+                self.full[offset : offset + n].copy_(p.detach().reshape(-1))
+                p.data = self.full[offset : offset + n].view(p.shape)
+                offset += n
+        self.used = offset
+        self.shard: Tensor | None = None
+        if self.strategy.sharded:
+            with meter.tag("parameters"):
+                self.shard = torch.empty(size // plan.world, dtype=first.dtype, device=first.device)
+            self.reshard()
+            self.free_full()
+        self.gradient: Tensor = torch.empty(0, dtype=first.dtype, device=first.device)
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def own(self, block: int) -> slice:
+        """This rank's part of a block, in the full buffer."""
+        part = self.blocks[block] // self.plan.world
+        start = self.offsets[block] + self.rank * part
+        return slice(start, start + part)
+
+    def in_shard(self, block: int) -> slice:
+        """The same part in the shard."""
+        world = self.plan.world
+        return slice(self.offsets[block] // world, (self.offsets[block] + self.blocks[block]) // world)
+
+    def region(self, block: int) -> slice:
+        return slice(self.offsets[block], self.offsets[block] + self.blocks[block])
+
+    def at_rest(self, block: int) -> Tensor:
+        """The parameters of a block that this rank updates."""
+        if self.strategy is Strategy.dp:
+            return self.full[self.region(block)]
+        if self.shard is None:
+            return self.full[self.own(block)]
+        return self.shard[self.in_shard(block)]
+
+    def allocate_full(self) -> None:
+        with self.meter.tag("full_parameters"):
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+
+    def free_full(self) -> None:
+        self.full.untyped_storage().resize_(0)
+
+    @property
+    def is_full(self) -> bool:
+        return self.full.untyped_storage().nbytes() > 0
+
+    def place_own(self, block: int) -> None:
+        """Put this rank's part of a block where the gather expects it."""
+        if self.shard is not None:
+            self.full[self.own(block)].copy_(self.shard[self.in_shard(block)])
+
+    def reshard(self) -> None:
+        """Take the shard from full parameters."""
+        if self.shard is not None:
+            for b in range(len(self.blocks)):
+                self.shard[self.in_shard(b)].copy_(self.full[self.own(b)])
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def allocate_gradient(self) -> None:
+        with self.meter.tag("gradients"):
+            self.gradient = torch.empty_like(self.full, memory_format=torch.contiguous_format)
+        self.gradient[self.used :].zero_()
+
+    def free_gradient(self) -> None:
+        self.gradient = self.gradient.new_empty(0)
+
+    def take_gradient(self, index: int, first: bool, scale: float | None) -> None:
+        """Move ``parameter.grad`` into the flat buffer: set by the first micro-step, added by later ones.
+
+        ``scale`` (1/world, on the last micro-step) averages over ranks before the reduction, as DDP does.
+        """
+        p = self.parameters[index]
+        offset, n, shape = self.places[index]
+        view = self.gradient[offset : offset + n].view(shape)
+        assert p.grad is not None
+        if first and scale is not None:
+            torch.mul(p.grad, scale, out=view)
+        elif first:
+            view.copy_(p.grad)
+        else:
+            view.add_(p.grad)
+            if scale is not None:
+                view.mul_(scale)
+        p.grad = None

@@ -1,0 +1,73 @@
+"""The optimizer on shards: one torch.optim instance per block, so that a block is updated as soon as it is reduced.
+
+A block's run (:func:`mdcs.ledger.runs`) is a view of the rank's parameters with one parameter group's options.
+Elementwise optimizers give the same bits on any cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdcs.ledger import runs
+from mdcs.measure.memory import Meter
+from mdcs.plan import Plan
+from mdcs.runtime.storage import UnitStorage
+
+
+class Updates:
+    """``group_of[unit]`` maps a unit's segments to the optimizer's parameter groups."""
+
+    def __init__(
+        self, plan: Plan, storages: list[UnitStorage], optimizer: torch.optim.Optimizer,
+        group_of: list[list[int]], rank: int, meter: Meter,
+    ) -> None:  # fmt: skip
+        self.optimizer, self.meter = optimizer, meter
+        self.blocks: dict[tuple[int, int], tuple[torch.optim.Optimizer, list[slice]]] = {}
+        self._tagged: set[tuple[int, int]] = set()
+        for u, storage in enumerate(storages):
+            if not storage.trainable:
+                continue
+            for b in range(len(storage.blocks)):
+                pieces = runs(plan, u, b, rank)
+                local, groups, slices = storage.at_rest(b), [], []
+                start = pieces[0][0] if pieces else 0
+                for begin, length, segment in pieces:
+                    part = slice(begin - start, begin - start + length)
+                    slices.append(part)
+                    index = group_of[u][segment]
+                    groups.append({**self._options(index), "params": [local[part]], "mdcs_group": index})
+                if groups:
+                    self.blocks[u, b] = type(optimizer)(groups), slices
+        self.snapshot()
+
+    def _options(self, index: int) -> dict[str, Any]:
+        return {k: v for k, v in self.optimizer.param_groups[index].items() if k not in ("params", "param_names")}
+
+    def snapshot(self) -> None:
+        """Fix learning rate and other options for the updates of this iteration (schedules change them later)."""
+        self._now = [self._options(i) for i in range(len(self.optimizer.param_groups))]
+
+    def gradients(self, unit: int, block: int, gradient: Tensor) -> list[Tensor]:
+        return [gradient[s] for s in self.blocks[unit, block][1]] if (unit, block) in self.blocks else []
+
+    def step(self, unit: int, block: int, gradient: Tensor) -> None:
+        """Update a block with this rank's reduced gradient of it (flat, as long as the rank's part)."""
+        if (unit, block) not in self.blocks:
+            return
+        optimizer, slices = self.blocks[unit, block]
+        for group, part in zip(optimizer.param_groups, slices, strict=True):
+            group.update(self._now[group["mdcs_group"]])
+            group["params"][0].grad = gradient[part]
+        with self.meter.tag("update_scratch"):
+            optimizer.step()
+        for group in optimizer.param_groups:
+            group["params"][0].grad = None
+        if (unit, block) not in self._tagged:  # torch allocates optimizer state in the first step
+            self._tagged.add((unit, block))
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        self.meter.retag(value, "optimizer")

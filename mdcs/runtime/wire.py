@@ -1,0 +1,187 @@
+"""One message on the wire: pack, launch the collective, unpack. Zero-copy for a message of one block.
+
+Layout of a staged (fused) buffer: rank by rank, and within a rank's part the message's parts in order, so that
+one collective serves all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mdcs.link import Kind
+from mdcs.measure.memory import Meter
+from mdcs.plan import Message, Plan
+from mdcs.runtime.storage import UnitStorage
+
+
+@dataclass
+class Transfer:
+    """Buffers and works of a message in flight. ``shards`` are the reduced gradients, per part."""
+
+    message: Message
+    sent: Tensor | None = None
+    received: Tensor | None = None
+    shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    works: list[dist.Work] = field(default_factory=list)
+
+
+class Wire:
+    def __init__(
+        self, plan: Plan, storages: list[UnitStorage], group: dist.ProcessGroup | None, meter: Meter
+    ) -> None:
+        self.plan, self.storages, self.group, self.meter = plan, storages, group, meter
+        self.world = plan.world
+        self.rank = storages[0].rank
+        self.native = plan.profile.reduce_scatter == "native"
+        self.gloo = self.world > 1 and dist.get_backend(group) == "gloo"
+
+    def allocate(self, message: Message) -> Transfer:
+        """Staging and gradient shards."""
+        transfer = Transfer(message)
+        first = self.storages[message.parts[0][0]].full
+        elements = self.plan.elements(message)
+        fused = len(message.parts) > 1
+        with self.meter.tag("staging"):
+            if self.world > 1:
+                if fused:
+                    transfer.sent = torch.empty(elements, dtype=first.dtype, device=first.device)
+                if message.kind is Kind.RS and not self.native:
+                    transfer.received = torch.empty(elements, dtype=first.dtype, device=first.device)
+        if message.kind is Kind.RS:
+            with self.meter.tag("gradient_shards"):
+                for part in message.parts:
+                    n = self._size(part) // self.world
+                    transfer.shards[part] = torch.empty(n, dtype=first.dtype, device=first.device)
+        return transfer
+
+    def launch(self, transfer: Transfer) -> None:
+        """Pack and start the collectives, without waiting for them."""
+        message = transfer.message
+        if message.kind.is_gather:
+            for u, b in message.parts:
+                self.storages[u].place_own(b)
+        if self.world == 1:
+            return
+        if message.kind.is_gather:
+            buffer = transfer.sent if transfer.sent is not None else self._only(message, "full")
+            if transfer.sent is not None:
+                for u, b, _, where in self._pieces(message, only=self.rank):
+                    buffer[where].copy_(self.storages[u].full[self.storages[u].own(b)])
+            self._gather(buffer, transfer)
+        elif message.kind is Kind.AR:
+            buffer = transfer.sent if transfer.sent is not None else self._only(message, "gradient")
+            if transfer.sent is not None:
+                start = 0
+                for u, b in message.parts:
+                    n = self._size((u, b))
+                    buffer[start : start + n].copy_(self.storages[u].gradient[self.storages[u].region(b)])
+                    start += n
+            transfer.works = [self._work(dist.all_reduce(buffer, group=self.group, async_op=True))]
+        else:
+            buffer = transfer.sent if transfer.sent is not None else self._only(message, "gradient")
+            if transfer.sent is not None:
+                for u, b, r, where in self._pieces(message):
+                    storage = self.storages[u]
+                    n = storage.blocks[b] // self.world
+                    start = storage.offsets[b] + r * n
+                    buffer[where].copy_(storage.gradient[start : start + n])
+            if self.native:
+                out = self._native_output(transfer)
+                work = dist.reduce_scatter_tensor(out, buffer, group=self.group, async_op=True)
+            else:
+                assert transfer.received is not None
+                work = dist.all_to_all_single(transfer.received, buffer, group=self.group, async_op=True)
+            transfer.works = [self._work(work)]
+
+    def land(self, transfer: Transfer) -> None:
+        """Unpack or sum what has arrived, and drop the staging buffers."""
+        message = transfer.message
+        if self.world == 1:
+            for (u, b), shard in transfer.shards.items():
+                shard.copy_(self.storages[u].gradient[self.storages[u].region(b)])
+        elif message.kind is Kind.RS and not self.native:
+            assert transfer.received is not None
+            by_rank = transfer.received.view(self.world, -1)
+            start = 0
+            for part, shard in transfer.shards.items():
+                n = shard.numel()
+                # Summed in rank order on every rank: the result does not depend on who arrives first.
+                torch.sum(by_rank[:, start : start + n], dim=0, out=shard)
+                start += n
+        elif transfer.sent is not None and message.kind is Kind.RS:
+            start = 0
+            out = self._native_output(transfer)
+            for shard in transfer.shards.values():
+                shard.copy_(out[start : start + shard.numel()])
+                start += shard.numel()
+        elif transfer.sent is not None and message.kind is Kind.AR:
+            start = 0
+            for u, b in message.parts:
+                n = self._size((u, b))
+                self.storages[u].gradient[self.storages[u].region(b)].copy_(transfer.sent[start : start + n])
+                start += n
+        elif transfer.sent is not None:
+            for u, b, r, where in self._pieces(message):
+                storage = self.storages[u]
+                n = storage.blocks[b] // self.world
+                start = storage.offsets[b] + r * n
+                storage.full[start : start + n].copy_(transfer.sent[where])
+        transfer.works = []
+        transfer.sent = transfer.received = None
+
+    def gather_now(self, unit: int) -> list[dist.Work]:
+        """Gather a whole unit in place, outside the plan; its full buffer must be allocated."""
+        storage = self.storages[unit]
+        transfer = Transfer(Message(Kind.AG_F, ((unit, 0),), 0))
+        for b in range(len(storage.blocks)):
+            storage.place_own(b)
+            if self.world > 1:
+                self._gather(storage.full[storage.region(b)], transfer)
+        return transfer.works
+
+    def _gather(self, buffer: Tensor, transfer: Transfer) -> None:
+        parts = list(buffer.chunk(self.world))
+        if self.gloo:
+            # gloo's all-gather copies through buffers of its own, as large as the output; broadcasts do not.
+            for r, part in enumerate(parts):
+                transfer.works.append(self._work(dist.broadcast(part, group_src=r, group=self.group, async_op=True)))
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # renamed in torch 2.13; the old name serves all versions
+            work = dist.all_gather_into_tensor(buffer, parts[self.rank], group=self.group, async_op=True)
+        transfer.works.append(self._work(work))
+
+    def _native_output(self, transfer: Transfer) -> Tensor:
+        """Reduce-scatter's output: the shard itself, or this rank's part of the packed buffer, in place."""
+        if transfer.sent is None:
+            return next(iter(transfer.shards.values()))
+        return transfer.sent.chunk(self.world)[self.rank]
+
+    def _size(self, part: tuple[int, int]) -> int:
+        return self.storages[part[0]].blocks[part[1]]
+
+    def _only(self, message: Message, buffer: str) -> Tensor:
+        (u, b), storage = message.parts[0], self.storages[message.parts[0][0]]
+        flat: Tensor = getattr(storage, buffer)
+        return flat[storage.region(b)]
+
+    def _pieces(self, message: Message, only: int | None = None) -> list[tuple[int, int, int, slice]]:
+        """(unit, block, rank, place in the staged buffer) of every piece."""
+        out, start = [], 0
+        for r in range(self.world):
+            for u, b in message.parts:
+                n = self._size((u, b)) // self.world
+                if only is None or r == only:
+                    out.append((u, b, r, slice(start, start + n)))
+                start += n
+        return out
+
+    @staticmethod
+    def _work(work: dist.Work | None) -> dist.Work:
+        assert work is not None, "asynchronous collectives return their work"
+        return work

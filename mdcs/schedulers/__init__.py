@@ -1,0 +1,38 @@
+"""Communication schedulers: a strategy mix in, an ordered list of messages out.
+
+A scheduler proposes; :func:`mdcs.schedulers.admission.fit` then delays or splits what does not fit the bytes
+that the schedule may use. Add one by writing a frozen dataclass with ``schedule(mix) -> Plan`` and naming it here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mdcs.plan import Plan
+from mdcs.schedulers.dear import Dear
+from mdcs.schedulers.fusion import Fusion, MgWfbp
+from mdcs.schedulers.mix import Mix
+from mdcs.schedulers.priority import Priority
+from mdcs.schedulers.random_order import RandomOrder
+from mdcs.schedulers.sequential import Sequential
+from mdcs.schedulers.wfbp import Partitioning, Wfbp
+
+
+class Scheduler(Protocol):
+    def schedule(self, mix: Mix) -> Plan:
+        """Messages for the mix, memory not considered."""
+        ...
+
+
+SCHEDULERS: dict[str, type[Scheduler]] = {
+    "sequential": Sequential,
+    "wfbp": Wfbp,
+    "fusion": Fusion,
+    "mg_wfbp": MgWfbp,
+    "partitioning": Partitioning,
+    "priority": Priority,
+    "dear": Dear,
+    "random": RandomOrder,
+}
+
+__all__ = ["SCHEDULERS", "Mix", "Scheduler"]

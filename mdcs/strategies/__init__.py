@@ -1,0 +1,26 @@
+"""Strategy planners: a profile and bytes in, a strategy per unit out, judged with the sequential schedule.
+
+Add one by writing a frozen dataclass with ``choose(profile, budget, ...)`` and naming it here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mdcs.plan import Strategy
+from mdcs.profile import Profile
+from mdcs.strategies.base import InfeasibleBudget, Judge
+from mdcs.strategies.greedy import Greedy
+from mdcs.strategies.random_mix import RandomMix
+from mdcs.strategies.uniform import Uniform
+
+
+class StrategyPlanner(Protocol):
+    def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
+        """A strategy per unit that fits; raises InfeasibleBudget."""
+        ...
+
+
+STRATEGIES: dict[str, type[StrategyPlanner]] = {"uniform": Uniform, "random": RandomMix, "greedy": Greedy}
+
+__all__ = ["STRATEGIES", "InfeasibleBudget", "Judge", "StrategyPlanner"]

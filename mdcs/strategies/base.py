@@ -1,0 +1,54 @@
+"""What strategy planners share: the sequential peak of a mix and the error for a budget that nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mdcs.ledger import peak
+from mdcs.plan import Plan, Strategy
+from mdcs.profile import Profile
+from mdcs.schedulers.mix import Mix
+from mdcs.schedulers.sequential import Sequential
+
+
+class InfeasibleBudget(ValueError):
+    """``smallest`` is the smallest feasible budget in bytes."""
+
+    def __init__(self, budget: int, smallest: int, what: str) -> None:
+        super().__init__(f"{what} does not fit {budget} bytes: the smallest feasible budget is {smallest} bytes")
+        self.budget, self.smallest = budget, smallest
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges mixes of one job by their peak with the sequential schedule. ``budget`` None is unlimited."""
+
+    profile: Profile
+    budget: int | None
+    micro_steps: int = 1
+    cross_iteration: bool = True
+    reserve: int = 0
+
+    def mix(self, strategies: Sequence[Strategy]) -> Mix:
+        return Mix(self.profile, tuple(strategies), self.micro_steps, self.cross_iteration)
+
+    def sequential(self, strategies: Sequence[Strategy]) -> Plan:
+        return Sequential().schedule(self.mix(strategies))
+
+    def peak(self, strategies: Sequence[Strategy]) -> int:
+        """Bytes, reserve included."""
+        return peak(self.sequential(strategies)) + self.reserve
+
+    @property
+    def floor(self) -> int:
+        """Smallest feasible peak: all fsdp, sequential schedule."""
+        return self.peak([Strategy.fsdp] * len(self.profile.units))
+
+    def fits(self, strategies: Sequence[Strategy]) -> bool:
+        return self.budget is None or self.peak(strategies) <= self.budget
+
+    def require(self, strategies: Sequence[Strategy], what: str) -> None:
+        """Raise InfeasibleBudget unless the mix fits; the error names what ``what`` itself would need."""
+        if self.budget is not None and not self.fits(strategies):
+            raise InfeasibleBudget(self.budget, self.peak(strategies), what)

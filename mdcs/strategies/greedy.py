@@ -1,0 +1,65 @@
+"""Greedy: from all fsdp, take again and again the change that saves most time per byte, while it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mdcs.link import Kind, wire_bytes
+from mdcs.plan import Strategy, pad
+from mdcs.profile import Profile
+from mdcs.strategies.base import Judge
+
+
+@dataclass(frozen=True)
+class Greedy:
+    def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
+        """Time is communication plus update, unit by unit; bytes are the growth of the sequential peak.
+
+        A change that costs no bytes is free and taken first. Ties go to the strategy named first.
+        """
+        mix = [Strategy.fsdp] * len(profile.units)
+        judge.require(mix, "even all fsdp")
+        changes = sorted(
+            (
+                (-saved / max(1, size), u, k)
+                for u in range(len(mix))
+                for k in (Strategy.sdp, Strategy.zero1, Strategy.dp)
+                if (saved := seconds(profile, u, Strategy.fsdp) - seconds(profile, u, k)) > 0
+                for size in [extra_bytes(profile, u, k)]
+            ),
+            key=lambda c: c[:2],
+        )
+        # One ranking serves all rounds (costs are per unit); a unit may later improve on an earlier choice.
+        for _, u, k in changes:
+            if seconds(profile, u, k) >= seconds(profile, u, mix[u]) and mix[u] is not Strategy.fsdp:
+                continue
+            before, mix[u] = mix[u], k
+            if not judge.fits(mix):
+                mix[u] = before
+        return tuple(mix)
+
+
+def seconds(profile: Profile, unit: int, strategy: Strategy) -> float:
+    """Communication and update time of a unit in one period, none of it hidden."""
+    u, link, opt = profile.units[unit], profile.link, profile.optimizer
+    total = pad(u.numel, profile.world)
+    time = 0.0
+    for kind in strategy.kinds(u.trainable, u.backward is not None):
+        size = total * (profile.param_bytes if kind.is_gather else profile.grad_bytes)
+        wire = wire_bytes(kind, size, profile.world, profile.reduce_scatter)
+        time += link.alpha_of(kind) + link.beta_of(kind) * wire
+        if kind in (Kind.AR, Kind.RS):
+            share = 1 if kind is Kind.AR else profile.world
+            time += total / share * opt.seconds_per_element + opt.seconds_per_run
+    return time
+
+
+def extra_bytes(profile: Profile, unit: int, strategy: Strategy) -> int:
+    """Bytes a unit holds at the end of the forward pass beyond fsdp: the usual place of the peak."""
+    total = pad(profile.units[unit].numel, profile.world)
+    w, world = profile.param_bytes, profile.world
+    shard = total * w // world
+    whole = total * w
+    state = profile.optimizer.state_tensors * whole if profile.units[unit].trainable else 0
+    more = {Strategy.sdp: whole, Strategy.zero1: whole - shard, Strategy.dp: whole - shard + state - state // world}
+    return more.get(strategy, 0)

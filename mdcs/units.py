@@ -1,0 +1,168 @@
+"""Units of a live model: which parameters are sharded, gathered, reduced and updated together.
+
+A wrap policy names the modules that become units; what they leave over is one unit per module that owns
+parameters directly. Parameters shared between modules (tied weights) form a unit of their own whose uses are the
+forwards of all modules that own them. Frozen parameters are split off: they are gathered, never reduced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class UnsupportedModel(ValueError):
+    """A model that mdcs refuses: the message names the parameter or module."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelUnit:
+    """``modules`` are those whose forward uses the parameters; ``parameters`` are (name, parameter) pairs."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for _, p in self.parameters)
+
+
+class WrapPolicy(Protocol):
+    def roots(self, model: nn.Module) -> set[str]:
+        """Names of the modules that become units; where they nest, the innermost owns its parameters."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByClass:
+    """Every instance of a block class, by class name (``GPT2Block``, ``BertLayer`` …)."""
+
+    classes: tuple[str, ...]
+
+    def roots(self, model: nn.Module) -> set[str]:
+        found = {name for name, m in model.named_modules() if type(m).__name__ in self.classes}
+        if not found:
+            raise UnsupportedModel(f"no module of class {' or '.join(self.classes)} in {type(model).__name__}")
+        return found
+
+
+@dataclass(frozen=True)
+class BySize:
+    """fairscale's auto_wrap: the smallest modules with at least ``min_params`` parameters not yet wrapped."""
+
+    min_params: int = 1_000_000
+
+    def roots(self, model: nn.Module) -> set[str]:
+        from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
+
+        # auto_wrap works in place: let it mark a copy whose parameters take no memory.
+        meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+        marked: nn.Module = copy.deepcopy(model, meta)
+
+        def policy(module: nn.Module, recurse: bool, unwrapped_params: int, **_: object) -> bool:
+            return default_auto_wrap_policy(module, recurse, unwrapped_params, min_num_params=self.min_params)
+
+        with enable_wrap(auto_wrap_policy=policy, wrapper_cls=_Marker):
+            marked = auto_wrap(marked)
+        names = set()
+        for name, module in marked.named_modules():
+            if isinstance(module, _Marker):
+                path = f"{name}.module".split(".")
+                names.add(".".join(p for i, p in enumerate(path) if not _inside_marker(marked, path[: i + 1])))
+        return names
+
+
+class _Marker(nn.Module):
+    def __init__(self, module: nn.Module, **_: object) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _inside_marker(root: nn.Module, path: Sequence[str]) -> bool:
+    """Whether the last step of ``path`` goes from a marker to the module it marks."""
+    parent = root
+    for step in path[:-1]:
+        if step:
+            parent = getattr(parent, step)
+    return isinstance(parent, _Marker) or not path[-1]
+
+
+@dataclass(frozen=True)
+class ByLeaf:
+    """Every module that owns parameters directly."""
+
+    def roots(self, model: nn.Module) -> set[str]:
+        return set()
+
+
+def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
+    """Units in the order in which the model registers their first module.
+
+    Raises UnsupportedModel for a parameter that no unit can hold.
+    """
+    roots = policy.roots(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners: dict[nn.Parameter, list[tuple[str, str]]] = {}  # parameter -> (module name, parameter name)
+    for module_name, module in modules.items():
+        for local, p in module._parameters.items():
+            if p is not None:
+                full = f"{module_name}.{local}" if module_name else local
+                owners.setdefault(p, []).append((module_name, full))
+
+    groups: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
+    for p, places in owners.items():
+        _refuse(places[0][1], p)
+        distinct = {id(modules[m]): m for m, _ in reversed(places)}  # one module under two names is no tie
+        if len(distinct) > 1:
+            key = tuple(sorted(distinct.values(), key=list(modules).index))
+        else:
+            key = (_root_of(places[0][0], roots),)
+        groups.setdefault(key, []).append((places[0][1], p))
+
+    units = []
+    for key, members in groups.items():
+        name = "+".join(m or "model" for m in key)
+        for trainable in (True, False):
+            chosen = tuple((n, p) for n, p in members if p.requires_grad is trainable)
+            if chosen:
+                _same_type(name, (p for _, p in chosen))
+                suffix = "" if trainable or len(chosen) == len(members) else "[frozen]"
+                units.append(ModelUnit(name + suffix, tuple(modules[m] for m in key), chosen, trainable))
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding) and module.sparse:
+            raise UnsupportedModel(f"{name}.weight: sparse gradients are not supported")
+    if not any(u.trainable for u in units):
+        raise UnsupportedModel("the model has no trainable parameter")
+    return units
+
+
+def _root_of(module: str, roots: Iterable[str]) -> str:
+    """The innermost unit root that contains the module, or the module itself."""
+    parts = module.split(".") if module else []
+    for end in range(len(parts), -1, -1):
+        name = ".".join(parts[:end])
+        if name in roots:
+            return name
+    return module
+
+
+def _refuse(name: str, p: nn.Parameter) -> None:
+    if not p.is_floating_point():
+        raise UnsupportedModel(f"{name}: {p.dtype} parameters are not supported")
+    if p.layout is not torch.strided:
+        raise UnsupportedModel(f"{name}: {p.layout} parameters are not supported")
+    if p.is_meta:
+        raise UnsupportedModel(f"{name}: is on the meta device; materialise the model first")
+
+
+def _same_type(unit: str, parameters: Iterable[nn.Parameter]) -> None:
+    kinds = {(p.dtype, p.device) for p in parameters}
+    if len(kinds) > 1:
+        raise UnsupportedModel(f"unit {unit} mixes parameters of {sorted(map(str, kinds))}: wrap them apart")

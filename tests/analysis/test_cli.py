@@ -1,0 +1,74 @@
+"""python -m analysis."""
+
+import json
+
+import pytest
+
+from analysis.__main__ import main
+
+
+def test_a_sweep_becomes_a_table_pictures_and_a_trace(sweep, tmp_path, capsys):
+    assert main([str(sweep), "--out", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "table.csv",
+        "tradeoff.png",
+        "curve-budget-640-mib.png",
+        "step_time.png",
+        "timeline.png",
+        "memory.png",
+        "trace.json",
+    }
+    assert "memory_aware" in capsys.readouterr().out
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    processes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert processes == {"predicted", "rank 0", "rank 1"}
+
+
+def test_everything_goes_to_the_sweep_s_folder_by_default(sweep):
+    assert main([str(sweep)]) == 0
+    assert (sweep / "tradeoff.png").is_file()
+
+
+def test_several_models_get_pictures_of_their_own(run_writer):
+    for model in ("a", "b"):
+        for budget in (480, 640):
+            run_writer(f"{model}{budget}", model=model, budget_mib=budget, share=None)
+    assert main([str(run_writer.sweep)]) == 0
+    names = {path.name for path in run_writer.sweep.glob("*.png")}
+    assert "tradeoff.png" in names
+    assert "tradeoff-b-2-ranks-emulated-link.png" in names
+
+
+def test_a_sweep_in_which_all_failed_still_has_its_table(run_writer, capsys):
+    run_writer("0", ending="infeasible")
+    assert main([str(run_writer.sweep)]) == 0
+    assert "infeasible" in capsys.readouterr().out
+    assert {path.name for path in run_writer.sweep.iterdir()} == {"0", "table.csv"}
+
+
+def test_the_trace_of_one_run(run_writer, tmp_path):
+    folder = run_writer("0", timelines=True)
+    assert main(["trace", str(folder), "-o", str(tmp_path / "t.json")]) == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    timeline = json.loads((folder / "timeline.json").read_text())
+    first = timeline["ranks"][0]["intervals"][0]
+    traced = next(e for e in events if e["name"] == first["name"] and e["pid"] == 2)
+    assert traced["dur"] == pytest.approx((first["end"] - first["start"]) * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{empty}"], "has no runs"),
+        (["{empty}/nowhere"], "is not a folder"),
+        (["trace", "{empty}"], "is not a run"),
+        (["trace", "{run}"], "neither timeline.json nor predicted_timeline.json"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_on_stderr(arguments, complaint, tmp_path, run_writer, capsys):
+    (tmp_path / "empty").mkdir()
+    places = {"empty": tmp_path / "empty", "run": run_writer("0")}
+    assert main([argument.format(**places) for argument in arguments]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1

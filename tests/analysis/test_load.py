@@ -1,0 +1,143 @@
+"""A run's folder becomes a row, whatever state the run was left in."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from analysis.load import COLUMNS, load_run, load_sweep
+
+MIB = 2**20
+
+
+def row_of(folder):
+    frame = load_sweep(folder)
+    assert len(frame) == 1
+    return frame.iloc[0]
+
+
+def test_a_finished_run_is_a_row_with_the_numbers_of_its_summary(run_writer):
+    folder = run_writer("0", strategy="fsdp", scheduler="dear", budget_mib=512, share=0.25)
+    summary = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    row = row_of(folder)
+    assert (row["name"], row["model"], row["strategy"], row["scheduler"]) == (
+        "0",
+        "gpt-small",
+        "fsdp",
+        "dear",
+    )
+    assert (row["budget_bytes"], row["budget_gib"], row["schedule_share"]) == (512 * MIB, 0.5, 0.25)
+    assert (row["world"], row["emulated"], row["cross_iteration"], row["status"]) == (2, True, True, "ok")
+    assert row["step_s"] == summary["step_s"]["median"]
+    assert row["step_s_p90"] == summary["step_s"]["p90"]
+    assert row["extra_communication_s"] == summary["extra_communication_s"]
+    assert row["predicted_step_s"] == start["predicted"]["step_s"]
+    assert row["measured_memory_optimizer"] == summary["memory"]["measured"]["optimizer"]
+    assert row["predicted_memory_activations"] == summary["memory"]["predicted"]["activations"]
+    assert row["peak_bytes"] == summary["memory"]["measured"]["total"]
+    assert (row["bytes_RS"], row["bytes_AR"], row["bytes_total"]) == (76 * MIB, 0, 222 * MIB)
+    assert row["messages_total"] == 222
+    assert row["loss"] == pytest.approx(5 / 12)
+
+
+def test_columns_are_always_the_same(run_writer):
+    run_writer("0", ending="infeasible")
+    assert tuple(load_sweep(run_writer.sweep).columns) == COLUMNS
+
+
+def test_runs_are_found_at_any_depth_in_natural_order(run_writer):
+    for name in ("10", "2", "nested/deeper/1"):
+        run_writer(name)
+    assert list(load_sweep(run_writer.sweep)["name"]) == ["2", "10", "1"]
+
+
+def test_a_failed_run_has_its_reason_and_the_steps_it_made(run_writer):
+    row = row_of(run_writer("0", ending="failed"))
+    assert row["status"] == "failed"
+    assert row["reason"] == "peer closed the connection (rank 1, step 7)"
+    assert row["steps"] == 12
+    assert row["step_s"] > 0
+
+
+def test_a_run_that_never_started_is_a_failed_row_without_times(run_writer):
+    row = row_of(run_writer("0", ending="infeasible"))
+    assert row["status"] == "failed"
+    assert row["reason"].startswith("infeasible")
+    assert pd.isna(row["step_s"])
+
+
+def test_half_a_last_line_is_what_a_killed_run_leaves(run_writer):
+    row = row_of(run_writer("0", ending="killed", steps=9))
+    assert (row["status"], row["steps"]) == ("incomplete", 9)
+    assert "9 steps" in row["reason"]
+    steps = load_run(run_writer.sweep / "0").steps
+    assert row["step_s"] == steps[~steps["warmup"]]["step_s"].median()
+
+
+def test_a_failure_appended_to_half_a_line_is_found(run_writer):
+    folder = run_writer("0", ending="killed")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "failure", "status": "failed", "reason": "killed", "rank": 0, "step": 13}\n')
+    assert row_of(folder)["reason"] == "killed (rank 0, step 13)"
+
+
+def test_a_corrupt_middle_line_fails_that_row_only(run_writer):
+    folder = run_writer("0")
+    run_writer("1")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[3] = lines[3][:20]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="line 4"):
+        load_run(folder)
+    frame = load_sweep(run_writer.sweep)
+    assert list(frame["status"]) == ["failed", "ok"]
+    assert "line 4" in frame["reason"][0]
+
+
+def test_only_the_last_attempt_in_a_folder_counts(run_writer):
+    folder = run_writer("0", ending="failed", steps=5)
+    failed = (folder / "metrics.jsonl").read_text()
+    run_writer("0", ending="ok", steps=8)
+    (folder / "metrics.jsonl").write_text(failed + "\n" + (folder / "metrics.jsonl").read_text())
+    row = row_of(folder)
+    assert (row["status"], row["steps"]) == ("ok", 8)
+
+
+def test_without_a_start_line_config_and_plan_say_what_was_to_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"event":"failure","status":"failed","reason":"no port"}\n')
+    (tmp_path / "config.yaml").write_text(
+        "model: {name: mlp}\nstrategy: {name: uniform, kind: fsdp}\nscheduler: {name: wfbp, cross_iteration: false}\n"
+        "budget: {gib: 0.5, schedule_share: 0.25}\ncluster: {ranks: 4}\nlink: {name: emulated}\nrun: {name: null}\n"
+    )
+    row = row_of(tmp_path)
+    assert (row["model"], row["strategy"], row["scheduler"], row["world"]) == ("mlp", "fsdp", "wfbp", 4)
+    assert (row["budget_gib"], row["schedule_share"], row["emulated"]) == (0.5, 0.25, True)
+    assert not row["cross_iteration"]
+    (tmp_path / "plan.json").write_text('{"strategy": "greedy", "scheduler": "dear", "budget": 1024}')
+    assert (row_of(tmp_path)["strategy"], row_of(tmp_path)["budget_bytes"]) == ("greedy", 1024)
+
+
+def test_no_memory_measurement_is_no_number(run_writer):
+    row = row_of(run_writer("0", peak=False, budget_mib=None, share=None))
+    assert pd.isna(row["peak_bytes"]) and pd.isna(row["measured_memory_optimizer"])
+    assert pd.isna(row["budget_gib"]) and pd.isna(row["schedule_share"])
+
+
+def test_timelines_are_read_where_they_exist(run_writer):
+    with_timelines = load_run(run_writer("0", timelines=True))
+    assert [r.rank for r in with_timelines.timeline().ranks] == [0, 1]
+    assert [r.rank for r in with_timelines.predicted_timeline().ranks] == [-1]
+    assert load_run(run_writer("1")).timeline() is None
+    (run_writer.sweep / "0" / "timeline.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"timeline\.json: not a timeline"):
+        with_timelines.timeline()
+
+
+def test_a_folder_without_runs_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="has no runs"):
+        load_sweep(tmp_path)
+    with pytest.raises(FileNotFoundError, match="not a folder"):
+        load_sweep(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="not a run"):
+        load_run(tmp_path)

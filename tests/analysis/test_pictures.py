@@ -1,0 +1,216 @@
+"""The pictures show the numbers of the sweep, name their workload, and fit their figure."""
+
+import io
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from analysis.load import load_sweep
+from analysis.pictures import gantt, memory_over_period, overview, step_time_over_budget, tradeoff_curve
+from analysis.pictures.style import shortened
+from mdcs.measure.timeline import SlotMemory, Timeline
+
+
+@pytest.fixture
+def frame(sweep):
+    return load_sweep(sweep)
+
+
+def drawn(figure):
+    """Draw the figure; a layout that does not fit is a warning, and here an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.savefig(io.BytesIO(), format="png", dpi=60)
+    return figure
+
+
+def legend_of(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def lines_of(axes, style="-"):
+    return [line for line in axes.get_lines() if line.get_linestyle() == style and len(line.get_xdata()) > 1]
+
+
+def test_the_trade_off_curve_has_three_panels_with_the_sweep_s_numbers(frame):
+    figure = drawn(tradeoff_curve(frame))
+    assert [axes.get_title("left") for axes in figure.axes] == [
+        "time per iteration",
+        "overlap duration",
+        "extra communication",
+    ]
+    assert figure.get_suptitle() == "gpt-small · budget 640 MiB · 2 ranks · emulated link"
+    rows = frame[(frame["budget_bytes"] == 640 * 2**20) & (frame["scheduler"] == "memory_aware")]
+    for axes, column in zip(figure.axes, ("step_s", "overlap_s", "extra_communication_s"), strict=True):
+        solid, dashed = lines_of(axes)[0], lines_of(axes, "--")[0]
+        assert list(solid.get_xdata()) == [0, 0.25, 0.5, 0.75, 1]
+        assert np.allclose(solid.get_ydata(), rows[column] * 1e3)
+        assert np.allclose(dashed.get_ydata(), rows[f"predicted_{column}"] * 1e3)
+    assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", "predicted", "stop point"]
+
+
+def test_the_stop_point_is_a_star_on_each_curve_and_in_words(frame):
+    axes = tradeoff_curve(frame).axes[0]
+    best = frame[frame["budget_bytes"] == 640 * 2**20].sort_values("step_s").iloc[0]
+    stars = [line for line in axes.get_lines() if line.get_marker() == "*"]
+    assert len(stars) == 2
+    assert (best["schedule_share"], best["step_s"] * 1e3) in [
+        (s.get_xdata()[0], s.get_ydata()[0]) for s in stars
+    ]
+    assert (
+        axes.get_title("right") == f"stop point {best['schedule_share']:.3g}: {best['step_s'] * 1e3:.0f} ms"
+    )
+
+
+def test_a_real_link_is_not_called_emulated(run_writer):
+    for share in (0.0, 0.5, 1.0):
+        run_writer(f"{share}", share=share, emulated=False)
+    assert "emulated" not in tradeoff_curve(load_sweep(run_writer.sweep)).get_suptitle()
+
+
+def test_a_share_that_failed_is_marked_but_not_drawn(run_writer):
+    for share in (0.0, 0.5, 1.0):
+        run_writer(f"{share}", share=share, ending="failed" if share == 0.5 else "ok")
+    figure = drawn(tradeoff_curve(load_sweep(run_writer.sweep)))
+    assert list(lines_of(figure.axes[0])[0].get_xdata()) == [0.0, 1.0]
+    crosses = [line for line in figure.axes[0].get_lines() if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in crosses] == [[0.5]]
+    assert "not measured" in legend_of(figure)
+
+
+def test_a_sweep_without_shares_has_no_curve(run_writer):
+    run_writer("0", share=None)
+    with pytest.raises(ValueError, match="two schedule shares"):
+        tradeoff_curve(load_sweep(run_writer.sweep))
+
+
+def test_step_time_over_budget_draws_the_best_share_of_each_budget(frame):
+    figure = drawn(step_time_over_budget(frame))
+    axes = figure.axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["480", "640", "800"]
+    rows = frame[(frame["scheduler"] == "memory_aware") & (frame["status"] == "ok")]
+    best = rows.groupby("budget_bytes")["step_s"].min() * 1e3
+    assert np.allclose(lines_of(axes)[0].get_ydata(), best)
+    assert "each at its stop point" in axes.get_xlabel()
+    dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
+    assert dotted[0].get_ydata()[0] == frame["compute_s"].min() * 1e3
+
+
+def test_predictions_are_hollow_and_bars_reach_from_p10_to_p90(frame):
+    axes = step_time_over_budget(frame).axes[0]
+    hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
+    row = frame[(frame["scheduler"] == "memory_aware") & (frame["budget_gib"] == 480 / 1024)].iloc[0]
+    assert hollow[0].get_ydata()[0] == row["predicted_step_s"] * 1e3
+    bar = axes.containers[0].lines[2][0].get_segments()[0]
+    assert np.allclose(bar[:, 1], [row["step_s_p10"] * 1e3, row["step_s_p90"] * 1e3])
+
+
+def test_what_failed_is_named_below_the_picture(frame):
+    note = step_time_over_budget(frame).legends[0].get_title().get_text()
+    assert note.startswith("not shown: ilp · priority, budget 384 MiB, share 0.5: infeasible")
+
+
+def test_runs_without_a_budget_stand_beside_the_axis(run_writer):
+    for name, budget in enumerate((480, 640, None)):
+        run_writer(f"{name}", budget_mib=budget, share=None)
+    axes = drawn(step_time_over_budget(load_sweep(run_writer.sweep))).axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["480", "640", "no limit"]
+
+
+@pytest.mark.parametrize("budget", [640, None])
+def test_a_single_run_can_be_drawn(run_writer, budget):
+    run_writer("0", budget_mib=budget, share=None)
+    drawn(overview(load_sweep(run_writer.sweep)))
+
+
+def test_the_overview_has_both_axes_or_the_one_that_varies(frame):
+    assert len(drawn(overview(frame)).axes) == 4
+    assert len(overview(frame[frame["budget_bytes"] == 640 * 2**20]).axes) == 3
+    assert len(overview(frame[frame["schedule_share"] == 0.5]).axes) == 1
+
+
+def test_nothing_measured_is_said_so(run_writer):
+    run_writer("0", ending="infeasible")
+    with pytest.raises(ValueError, match="no run was measured"):
+        overview(load_sweep(run_writer.sweep))
+
+
+def test_many_series_still_fit(run_writer):
+    for name, strategy in enumerate(("dp", "zero1", "sdp", "fsdp", "greedy", "random")):
+        for other, scheduler in enumerate(("sequential", "wfbp", "partitioning")):
+            for share in (0.0, 1.0):
+                run_writer(f"{name}-{other}-{share}", strategy=strategy, scheduler=scheduler, share=share)
+    frame = load_sweep(run_writer.sweep)
+    assert len(legend_of(drawn(tradeoff_curve(frame)))) == 20
+    drawn(step_time_over_budget(frame))
+
+
+def test_memory_stacks_what_was_measured_and_outlines_the_prediction(timelines):
+    measured, _ = timelines
+    figure = drawn(memory_over_period(measured, 640 * 2**20, "memory"))
+    assert legend_of(figure)[-3:] == ["measured", "predicted", "budget 640 MiB"]
+    assert "update scratch" not in legend_of(figure)
+    totals = [sum(m.measured.values()) / 2**20 for m in measured.memory]
+    expected = [sum(m.predicted.values()) / 2**20 for m in measured.memory]
+    assert (
+        figure.axes[0].get_title("left")
+        == f"peak {max(totals):.0f} MiB measured, {max(expected):.0f} predicted"
+    )
+    top_of_stack, outline, dashed = figure.axes[0].patches[-3:]
+    assert np.allclose(top_of_stack.get_data().values, totals)
+    assert np.allclose(outline.get_data().values, totals)
+    assert np.allclose(dashed.get_data().values, expected)
+
+
+def test_without_measured_memory_the_prediction_is_stacked(timelines):
+    _, predicted = timelines
+    figure = drawn(memory_over_period(predicted))
+    assert "measured" not in legend_of(figure)
+    assert figure.axes[0].get_title("left").endswith("predicted")
+
+
+def test_a_total_is_a_line_and_no_category():
+    memory = (SlotMemory("B", {"parameters": 2 * 2**20, "gradients": 2 * 2**20, "total": 3 * 2**20}),)
+    figure = drawn(memory_over_period(Timeline(1.0, ("B",), (), memory)))
+    assert legend_of(figure) == ["gradients", "parameters"]
+    assert figure.axes[0].get_title("left") == "peak 3 MiB predicted"
+
+
+def test_a_timeline_without_memory_or_ranks_is_refused():
+    empty = Timeline(1.0, (), ())
+    with pytest.raises(ValueError, match="no memory"):
+        memory_over_period(empty)
+    with pytest.raises(ValueError, match="no ranks"):
+        gantt(empty)
+
+
+def test_the_gantt_has_the_prediction_above_the_ranks(timelines):
+    measured, predicted = timelines
+    figure = drawn(gantt(measured, predicted))
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert [title.split(":")[0] for title in titles] == ["predicted", "rank 0", "rank 1"]
+    times = measured.times_of(0)
+    assert f"overlap ratio {times.overlap_ratio:.2f}" in titles[1]
+    bars = [patch for patch in figure.axes[1].patches if patch.get_width() > 0]
+    assert sorted(bar.get_width() for bar in bars) == pytest.approx(
+        sorted(i.duration_s * 1e3 for i in measured.ranks[0].intervals)
+    )
+    assert legend_of(figure)[:3] == ["forward", "backward", "AR"]
+
+
+def test_slots_are_named_only_when_few(timelines):
+    measured, _ = timelines
+    assert "B6" in [text.get_text() for text in gantt(measured).axes[0].texts]
+    assert not gantt(replace(measured, slots=measured.slots * 4)).axes[0].texts
+
+
+def test_names_are_cut_to_what_tells_them_apart():
+    assert shortened(["B:transformer.h.1", "B:transformer.h.2", "F:wte"]) == {
+        "B:transformer.h.1": "B:1",
+        "B:transformer.h.2": "B:2",
+        "F:wte": "F:wte",
+    }
+    assert shortened(["layer1.0", "layer2.0"]) == {"layer1.0": "layer1.0", "layer2.0": "layer2.0"}
+    assert shortened([]) == {}

@@ -1,0 +1,166 @@
+"""Every config composes, and every wrong value is one line with its full key."""
+
+import dataclasses
+import inspect
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments import config as schema
+from experiments import errors, models
+from experiments.config import Config, ConfigError
+
+
+def composed(*overrides: str) -> Config:
+    schema.register()
+    with initialize_config_dir(str(errors.CONF), version_base="1.3"):
+        try:
+            return schema.from_composed(compose("config", overrides=list(overrides)))
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            raise errors.explain(error, overrides) from error
+
+
+OPTIONS = [(group, option) for group, options in errors.groups().items() for option in options]
+NEEDED = {"digits": ["model=mlp"], "mlp": ["data=digits"], "over_floor": []}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
+def test_every_option_of_every_group_composes(group, option):
+    images = option.startswith(("resnet", "mlp"))
+    needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
+    made = composed(f"{group}={option}", *needed)
+    assert isinstance(made, Config)
+
+
+def test_every_model_of_the_schema_is_a_model_with_its_options():
+    """The schema names models and options without importing torch; here both sides are compared."""
+    declared = {leaf.name: leaf for leaf in dataclasses.fields(schema.ModelConfig)}
+    assert set(declared["name"].metadata["choices"]) == set(models.NAMES)
+    for name in models.NAMES:
+        used = {key for key, leaf in declared.items() if name in leaf.metadata.get("used_by", ())}
+        assert used == set(models.defaults(name)), name
+
+
+def test_only_what_differs_from_the_model_is_passed_on():
+    assert composed("model=gpt2-tiny").model.options() == {}
+    made = composed("model=resnet-tiny", "data=digits", "model.depths=[1,2]", "model.hidden_sizes=[64,128]")
+    assert made.model.options() == {"depths": (1, 2), "hidden_sizes": (64, 128)}
+
+
+WRONG = {
+    "budget.gib=-5": "budget.gib: must be > 0, got -5",
+    "budget.gib=0": "budget.gib: must be > 0, got 0",
+    "budget.gib=nan": "budget.gib: must be a finite number, got nan",
+    "budget.gib=inf": "budget.gib: must be a finite number, got inf",
+    "budget.gib=-inf": "budget.gib: must be a finite number, got -inf",
+    "budget.gib=abc": "budget.gib: must be a number or null, got abc",
+    "budget.gib=": "budget.gib: must be a number or null, got nothing",
+    "budget.gib={a:1}": "budget.gib: must be a number or null, got {a:1}",
+    "budget.gib=1,2": "budget.gib: is one value, got 1,2: to run one job for each, add -m",
+    "budget.gb=5": "budget.gb: no such key; did you mean budget.gib?",
+    "+budget.gb=5": "budget.gb: no such key",
+    "+anything=5": "anything: no such key",
+    "~budget.gib": "budget.gib: cannot be deleted; set it to null where that is allowed",
+    "budget=5": "budget: no such option 5; options: over_floor, unlimited",
+    "budget.reserve_mib=-1": "budget.reserve_mib: must be >= 0, got -1",
+    "budget.gib=1 budget.reserve_mib=1024": (
+        "budget.reserve_mib: must be below the budget of 1.0 GiB, got 1024.0"
+    ),
+    "budget.gib=1 budget.over_floor=0.5": "budget.over_floor: and budget.gib exclude each other, got both",
+    "budget.gib=1 budget.schedule_share=1.5": "budget.schedule_share: must be <= 1, got 1.5",
+    "budget.gib=1 budget.schedule_share=-0.1": "budget.schedule_share: must be >= 0, got -0.1",
+    "budget.schedule_share=0.5": (
+        "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
+    ),
+    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, random, sdp, zero1",
+    "stratgy=dp": "stratgy: no such key; did you mean strategy?",
+    "strategy.kind=zero2": "strategy.kind: must be one of dp, zero1, sdp, fsdp; got zero2",
+    "strategy.kind=null": "strategy.kind: is needed with strategy.name=uniform, got null",
+    "strategy.seed=3": "strategy.seed: has no effect with strategy.name=uniform, got 3",
+    "scheduler=fusion scheduler.bucket_mib=0": "scheduler.bucket_mib: must be > 0, got 0",
+    "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",
+    "link=emulated link.latency_us=-1": "link.latency_us: must be >= 0, got -1",
+    "link.depth=0": "link.depth: must be >= 1, got 0",
+    "cluster.ranks=0": "cluster.ranks: must be >= 1, got 0",
+    "cluster.threads=0": "cluster.threads: must be >= 1, got 0",
+    "cluster.timeout_s=0": "cluster.timeout_s: must be > 0, got 0",
+    "cluster.backend=nccl": "cluster.backend: nccl needs cluster.device=cuda, got cpu",
+    "run.steps=0": "run.steps: must be >= 1, got 0",
+    "run.steps=2.5": "run.steps: must be an integer, got 2.5",
+    "run.steps=true": "run.steps: must be an integer, got true",
+    "run.steps=null": "run.steps: must be an integer, got null",
+    "run.steps=5": "run.warmup_steps: must be < run.steps=5, got 5",
+    "run=null": "run: must hold keys and values",
+    "steps=3": "steps: no such key; did you mean run.steps?",
+    "optimizer.fused=maybe": "optimizer.fused: must be true or false or null, got maybe",
+    "optimizer.betas=[a,1]": "optimizer.betas: must be a list, each value a number, got [a,1]",
+    "optimizer.betas=[0.9]": "optimizer.betas: must have 2 values, got [0.9]",
+    "optimizer.betas=[0.9,1]": "optimizer.betas: must be < 1, got 1",
+    "optimizer.momentum=0.9": "optimizer.momentum: has no effect with optimizer.name=adam, got 0.9",
+    "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
+    "model.layers=0": "model.layers: must be >= 1, got 0",
+    "model.depth=2": "model.depth: has no effect with model.name=gpt2-tiny, got 2",
+    "model.width=10 model.heads=3": "model.heads: must divide model.width=10, got 3",
+    "model.vocab=100": "model.vocab: must be >= 256 for data.name=stdlib_bytes, got 100",
+    "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
+    "model=mlp": "data.name: stdlib_bytes is text and mlp reads images: use digits or synthetic",
+    "data=digits": ("data.name: digits are images and gpt2-tiny reads tokens: use stdlib_bytes or synthetic"),
+    "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
+    "tracker.project=x": "tracker.project: has no effect with tracker.name=none, got x",
+    "profile=/no/such/file": "profile: no such file: /no/such/file",
+    "nothing": "nothing: is not key=value (missing EQUAL at '<EOF>'), got nothing",
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG.items(), ids=WRONG)
+def test_a_wrong_value_is_one_line_with_its_key(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        composed(*overrides.split())
+    assert str(caught.value) == message
+    assert caught.value.key == message.partition(":")[0]
+
+
+def test_no_limit_is_left_unchecked():
+    """A misspelt limit in a field's metadata would be ignored in silence."""
+    known = {"about", "choices", "above", "at_least", "at_most", "below", "length", "used_by", "needed_by"}
+    for key, leaf in schema.fields_by_key().items():
+        assert set(leaf.metadata) <= known, key
+        assert leaf.metadata["about"], key
+    checked = inspect.getsource(schema)
+    for limit in known - {"about"}:
+        assert f'"{limit}"' in checked
+
+
+def test_a_saved_config_is_loaded_unchanged(tmp_path):
+    made = composed("strategy=greedy", "scheduler=fusion", "budget.gib=0.5", "optimizer.betas=[0.8,0.9]")
+    schema.save(made, tmp_path / "config.yaml")
+    assert schema.load(tmp_path / "config.yaml") == made
+
+
+def test_a_saved_config_that_was_edited_is_checked(tmp_path):
+    path = tmp_path / "config.yaml"
+    schema.save(composed(), path)
+    path.write_text(path.read_text().replace("steps: 30", "steps: -1"))
+    with pytest.raises(ConfigError, match=r"^run\.steps: must be >= 1, got -1$"):
+        schema.load(path)
+
+
+def test_threads_are_the_cores_divided_by_ranks(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    for (ranks, threads), wanted in zip(product([1, 3, 16], [None, 5]), [8, 5, 2, 5, 1, 5], strict=True):
+        assert schema.ClusterConfig(ranks=ranks, threads=threads).resolved_threads() == wanted
+
+
+def test_the_files_only_choose():
+    """Keys in conf/ exist in the schema; what they set differs from its default, or names the option."""
+    declared = schema.fields_by_key()
+    for group, option in OPTIONS:
+        if group == "experiment":
+            continue
+        text = (Path(errors.CONF) / group / f"{option}.yaml").read_text()
+        for line in text.splitlines():
+            assert f"{group}.{line.partition(':')[0]}" in declared, f"{group}/{option}: {line}"

@@ -1,0 +1,148 @@
+"""`train.py` from a user's side: exit codes, what is said, what is left in the folder. The ranks run a
+stub.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.tracking import read_events
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import train; "
+STUB += "sys.exit(train.main('tests.experiments.stub_worker'))"
+QUICK = ("run.steps=3", "run.warmup_steps=1")
+
+
+def start(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", STUB, *overrides]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, text=True, **pipes)
+
+
+def train(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
+    process = start(folder, *overrides)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def test_a_job_that_ends_well(tmp_path):
+    done = train(tmp_path, *QUICK, "hydra.run.dir=out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "dp wfbp: step 3/3 loss 0.3333" in done.stdout
+    assert f"the run is in {tmp_path / 'out'}" in done.stdout
+    assert [e["event"] for e in read_events(tmp_path / "out/metrics.jsonl")] == [
+        "start",
+        *["step"] * 3,
+        "summary",
+    ]
+    assert "threads: null" not in (tmp_path / "out/config.yaml").read_text()
+
+
+def test_a_job_is_mirrored_to_wandb_with_its_pictures(tmp_path):
+    done = train(tmp_path, *QUICK, "tracker=wandb", "tracker.mode=offline", "hydra.run.dir=out")
+    assert (done.returncode, done.stderr) == (0, "")
+    [run] = (tmp_path / "out/wandb").glob("offline-run-*")
+    assert list(run.glob("files/media/images/tradeoff_*.png"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raise", "rank 1 failed before step 1 (planning): RuntimeError: the stub fails as told"),
+        ("kill", "rank 1 was killed by SIGKILL at step 2"),
+        ("nothing", "all ranks ended well, but wrote no summary"),
+    ],
+)
+def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
+    done = train(tmp_path, *QUICK, f"run.name={name}", "hydra.run.dir=out")
+    assert done.returncode == 1
+    assert done.stderr == f"failed: {reason} (its logs are in {tmp_path / 'out'})\n"
+    last = read_events(tmp_path / "out/metrics.jsonl")[-1]
+    assert (last["event"], last["status"], last["reason"]) == ("failure", "failed", reason)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["budget.gib=-5"], "budget.gib: must be > 0, got -5"),
+        (["budget.gib=abc"], "budget.gib: must be a number or null, got abc"),
+        (["-m", "budget.gib=-5"], "budget.gib: must be > 0, got -5 (job budget.gib=-5)"),
+        (
+            ["-m", "strategy=foo"],
+            "strategy: no such option foo; options: dp, fsdp, greedy, random, sdp, zero1",
+        ),
+        (["stratgy=dp"], "stratgy: no such key; did you mean strategy?"),
+        (["experiment=none"], "experiment: no such option none; options: quick"),
+    ],
+)
+def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line):
+    done = train(tmp_path, *overrides, "hydra.run.dir=out", "hydra.sweep.dir=out")
+    assert (done.returncode, done.stderr) == (2, line + "\n")
+    assert not list(tmp_path.rglob("launch.json"))
+
+
+def test_a_sweep_goes_on_after_bad_jobs_and_ends_with_the_table(tmp_path):
+    grid = ("-m", "budget.gib=-1,1", "run.name=fine,raise", "hydra.sweep.dir=out")
+    done = train(tmp_path, *QUICK, *grid)
+    assert done.returncode == 1
+    first, second, last = done.stderr.splitlines()
+    assert first.startswith("budget.gib: must be > 0, got -1 (job ")
+    assert second.startswith("failed: rank 1 failed before step 1 (planning)")
+    assert last.startswith("3 of 4 jobs failed: ")
+    assert "budget.gib=1 run.name=raise" in last
+    sweep = json.loads((tmp_path / "out/sweep.json").read_text())
+    assert [job["status"] for job in sweep["jobs"]] == ["invalid", "invalid", "ok", "failed"]
+    assert [job["folder"] for job in sweep["jobs"]] == [None, None, "0", "1"]
+    assert (tmp_path / "out/table.csv").read_text().count("\n") == 3
+    assert (tmp_path / "out/tradeoff.png").stat().st_size > 1000
+    assert "sweep: out" in (tmp_path / "out/0/config.yaml").read_text()
+    # The second job plans with the profile that the first has measured.
+    assert f"profile: {tmp_path / 'out/0/profile.json'}" in (tmp_path / "out/1/config.yaml").read_text()
+
+
+def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
+    also = "hydra.sweeper.also=['strategy=fsdp scheduler=sequential','strategy=dp scheduler=wfbp']"
+    grid = ("-m", "strategy=dp", "scheduler=wfbp", also, "hydra.sweep.dir=out")
+    assert train(tmp_path, *QUICK, *grid).returncode == 0
+    jobs = [job["overrides"] for job in json.loads((tmp_path / "out/sweep.json").read_text())["jobs"]]
+    common = ["run.steps=3", "run.warmup_steps=1"]
+    assert jobs == [
+        [*common, "strategy=dp", "scheduler=wfbp"],
+        [*common, "strategy=fsdp", "scheduler=sequential"],
+    ]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("multirun", [(), ("-m",)])
+def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
+    process = start(tmp_path, *multirun, "run.name=slow", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
+    metrics = tmp_path / "out/0/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and len(read_events(metrics)) > 1):
+        time.sleep(0.05)
+    pids = [json.loads((tmp_path / f"out/0/rank{rank}.status").read_text())["pid"] for rank in (0, 1)]
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "interrupted: all ranks were ended\n")
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert read_events(metrics)[-1]["reason"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "command", [[str(ROOT / "experiments/train.py")], [str(ROOT / "experiments/plan.py")]]
+)
+def test_the_scripts_work_from_any_folder(tmp_path, command):
+    done = subprocess.run(
+        [sys.executable, *command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert "strategy:\n  name: uniform\n  kind: dp\n" in done.stdout

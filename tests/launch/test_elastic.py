@@ -1,0 +1,172 @@
+"""Jobs that succeed and jobs that fail in each way a rank can fail: the reason, in time, and nothing left
+running.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import elastic, orphans, status
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 4.0
+CLUSTER = elastic.Cluster(ranks=2, timeout_s=TIMEOUT_S, startup_s=60.0)
+
+
+def fail(folder: Path, what: str, **kwargs) -> elastic.Outcome:
+    return elastic.run(
+        folder, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=[what, str(folder)], **kwargs
+    )
+
+
+def processes(folder: Path) -> list[int]:
+    return [int(file.read_text()) for pattern in ("pid*", "child*") for file in folder.glob(pattern)]
+
+
+def assert_nothing_left(folder: Path, count: int = 4) -> None:
+    pids = processes(folder)
+    assert len(pids) == count
+    assert orphans.wait_until_gone(pids, 2.0) == []
+    orphans.reap(pids)
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()  # no zombie either
+
+
+def test_a_job_that_ends_well(tmp_path):
+    seen = []
+    env = {"MDCS_SAYS": "hello"}
+    outcome = elastic.run(tmp_path, CLUSTER, env, module="tests.launch.ranks.succeed", on_tick=seen.append)
+    assert outcome == elastic.Outcome(ok=True)
+    assert outcome.returncode == 0
+    for rank in (0, 1):
+        assert f"the end of rank {rank}, hello" in (tmp_path / f"rank{rank}.log").read_text()
+    assert [said.step for said in seen[-1]] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("killed", "rank 1 was killed by SIGKILL at step 3"),
+        ("raised", "rank 1 failed at step 3: ValueError: no such luck"),
+        ("exited", "rank 1 exited with 3 at step 3"),
+    ],
+)
+def test_the_reason_is_the_first_failure_and_not_what_it_caused(tmp_path, what, reason):
+    moved = []
+    outcome = fail(tmp_path, what, on_tick=lambda said: moved.append(time.monotonic()) if any(said) else None)
+    assert (outcome.reason, outcome.rank, outcome.step, outcome.returncode) == (reason, 1, 3, 1)
+    assert (
+        time.monotonic() - moved[0] < TIMEOUT_S + 5 + 5
+    )  # startup of torch in the ranks, which is not the failure's
+    assert_nothing_left(tmp_path)
+
+
+def test_a_job_that_hangs_is_ended_in_time_and_names_who_was_where(tmp_path):
+    hung = []
+    outcome = fail(
+        tmp_path,
+        "hung",
+        on_tick=lambda said: hung or not (tmp_path / "ready").exists() or hung.append(time.monotonic()),
+    )
+    assert time.monotonic() - hung[0] < TIMEOUT_S + 5
+    assert (
+        outcome.reason
+        == "no rank has moved for 4 s: rank 0 at step 3 (all-reduce), rank 1 at step 3 (all-reduce)"
+    )
+    assert_nothing_left(tmp_path)
+
+
+def test_a_worker_that_cannot_be_imported(tmp_path):
+    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.missing")
+    assert not outcome.ok
+    assert "failed before step 1 (starting): ImportError" in outcome.reason
+
+
+def test_an_agent_that_cannot_start_leaves_its_last_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.succeed")
+    assert outcome.reason.startswith("the launcher's agent ended with 1: ")
+    assert "it said nothing" not in outcome.reason
+
+
+def test_an_exception_of_the_caller_ends_the_ranks(tmp_path):
+    def stop(said):
+        if (tmp_path / "ready").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail(tmp_path, "hung", on_tick=stop)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_dies_takes_the_ranks_along(tmp_path, signum):
+    code = (
+        "import pathlib, sys; from launch import elastic; folder = pathlib.Path(sys.argv[1]);"
+        "arguments = ['hung', str(folder)];"
+        "elastic.run(folder, elastic.Cluster(2), {}, module='tests.launch.ranks.fail', arguments=arguments)"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = [int(file.read_text()) for file in tmp_path.glob("child*")]
+    launcher.send_signal(signum)
+    assert launcher.wait(10) != 0
+    try:
+        ranks = [int(file.read_text()) for file in tmp_path.glob("pid*")]
+        assert orphans.wait_until_gone(ranks, 5.0) == []
+        if signum == signal.SIGINT:  # the launcher lived to end the ranks' children as well
+            assert orphans.wait_until_gone(children, 5.0) == []
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_of_an_earlier_job_does_not_confuse_the_next(tmp_path):
+    assert not fail(tmp_path, "raised").ok
+    assert elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.succeed").ok
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "word"), [({"ranks": 0}, "ranks"), ({"ranks": 1, "timeout_s": 0}, "timeout_s")]
+)
+def test_a_cluster_out_of_range_is_refused(kwargs, word):
+    with pytest.raises(ValueError, match=word):
+        elastic.Cluster(**kwargs)
+
+
+# ---- how a reason is chosen, from what the ranks and the agent left
+
+
+def leave(folder: Path, codes: dict[int, int], errors: list[tuple[int, float, str]] = ()) -> None:
+    (folder / "agent.json").write_text(json.dumps({"schema": 1, "exit_codes": codes}))
+    for rank, when, message in errors:
+        reason = {"schema": 1, "time": when, "rank": rank, "step": 7, "phase": "backward", "message": message}
+        (folder / f"rank{rank}.error").write_text(json.dumps(reason))
+
+
+def test_the_earliest_error_wins(tmp_path):
+    leave(tmp_path, {0: 1, 1: 1}, [(0, 2.0, "Connection closed by peer"), (1, 1.0, "out of memory")])
+    assert elastic._outcome(tmp_path, CLUSTER, 1, None).reason == "rank 1 failed at step 7: out of memory"
+
+
+def test_a_rank_that_aborts_after_anothers_error_is_not_the_cause(tmp_path):
+    leave(tmp_path, {0: -signal.SIGABRT, 1: 1}, [(1, 1.0, "out of memory")])
+    assert elastic._outcome(tmp_path, CLUSTER, 1, None).rank == 1
+
+
+def test_a_rank_that_aborts_alone_is_the_cause(tmp_path):
+    status.StatusFile(tmp_path, 0).set(step=5)
+    leave(tmp_path, {0: -signal.SIGABRT, 1: -signal.SIGTERM})
+    assert elastic._outcome(tmp_path, CLUSTER, 1, None).reason == "rank 0 was killed by SIGABRT at step 5"

@@ -1,0 +1,49 @@
+"""The record of where a rank is."""
+
+import os
+import time
+
+from launch import status
+
+
+def test_what_is_set_is_read(tmp_path):
+    file = status.StatusFile(tmp_path, 3)
+    assert status.read(tmp_path, 3).phase == "starting"
+    file.set(step=7, phase="backward")
+    file.set(phase="update")
+    said = status.read(tmp_path, 3)
+    assert (said.rank, said.pid, said.step, said.phase) == (3, os.getpid(), 7, "update")
+    assert abs(said.time - time.time()) < 60
+
+
+def test_nothing_is_read_before_something_was_said(tmp_path):
+    assert status.read(tmp_path, 0) is None
+    (tmp_path / "rank0.status").write_text("")
+    assert status.read(tmp_path, 0) is None
+
+
+def test_a_shorter_record_leaves_nothing_of_a_longer_one(tmp_path):
+    file = status.StatusFile(tmp_path, 0)
+    file.set(step=10**9, phase="x" * 1000)
+    assert len(status.read(tmp_path, 0).phase) == 64
+    file.set(step=1, phase="y")
+    assert (status.read(tmp_path, 0).step, status.read(tmp_path, 0).phase) == (1, "y")
+
+
+def test_text_that_is_not_ascii_fits(tmp_path):
+    file = status.StatusFile(tmp_path, 0)
+    file.set(phase="é" * 100)
+    assert status.read(tmp_path, 0) is not None
+
+
+def test_saying_where_one_is_costs_little(tmp_path):
+    file = status.StatusFile(tmp_path, 0)
+    start = time.perf_counter()
+    for step in range(1000):
+        file.set(step=step)
+    assert time.perf_counter() - start < 1.0  # about 0.01 s; a shared machine is slow at times
+
+
+def test_outside_of_a_job_nothing_happens():
+    status.set(step=1, phase="alone")
+    assert status.current() is None

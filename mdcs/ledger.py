@@ -157,19 +157,24 @@ class Ledger:
         reductions = [i for i, m in enumerate(plan.messages) if m.kind in (Kind.AR, Kind.RS)]
         last_reduction = reductions[-1] if reductions else None
         last_of: dict[int, int] = {u: i for i in reductions for u, _ in plan.messages[i].parts}
-        seen: set[Op] = set()
         held_shards = 0
         all_scratch = max(self._scratch.values(), default=0)
+        # The first to gather a unit, in time: blocks of one AG_B may come before and after the end of the period.
+        first_of: dict[Op, int] = {}
+        for i in sorted(range(len(plan.messages)), key=lambda i: (plan.unrolled(plan.messages[i]), i)):
+            m = plan.messages[i]
+            if m.kind.is_gather:
+                for u, _ in m.parts:
+                    first_of.setdefault(Op(m.kind, u, m.micro), i)
         effects = []
         for i, m in enumerate(plan.messages):
-            full: list[tuple[int, int]] = []
             if m.kind.is_gather:
-                for u in dict.fromkeys(u for u, _ in m.parts):
-                    op = Op(m.kind, u, m.micro)
-                    if op not in seen and plan.strategies[u].sharded:
-                        seen.add(op)
-                        full.append((u, self.full[u]))
-                effects.append(MessageBytes(tuple(full), self.staging(m), 0, 0, 0, (), ()))
+                full = tuple(
+                    (u, self.full[u])
+                    for u in dict.fromkeys(u for u, _ in m.parts)
+                    if plan.strategies[u].sharded and first_of[Op(m.kind, u, m.micro)] == i
+                )
+                effects.append(MessageBytes(full, self.staging(m), 0, 0, 0, (), ()))
                 continue
             shards = plan.elements(m) // plan.world * g if m.kind is Kind.RS else 0
             held_shards += shards

@@ -237,6 +237,23 @@ class Plan:
         first = max(self.period.window(Op(message.kind, u, message.micro))[0] for u, _ in message.parts)
         return message.slot if message.slot >= first else message.slot + self.period.length
 
+    @cached_property
+    def waits_for(self) -> tuple[int, ...]:
+        """For each message the one ahead of it in the same period that must be done first (its update too), or -1.
+
+        A gather after the update waits for the reduction of its blocks; in barrier mode for the last of all.
+        """
+        reduced: dict[tuple[int, int], int] = {}
+        for i, m in enumerate(self.messages):
+            if not m.kind.is_gather:
+                reduced |= {part: i for part in m.parts}
+        last = max(reduced.values(), default=-1)
+        out = []
+        for m in self.messages:
+            own = [reduced[p] for p in m.parts if p in reduced] if m.kind is Kind.AG_F and m.micro == 0 else []
+            out.append(-1 if not own else max(own) if self.cross_iteration else last)
+        return tuple(out)
+
     def in_prologue(self, message: Message) -> bool:
         """Whether the message is sent before the first iteration, which starts at the first forward slot.
 

@@ -56,9 +56,7 @@ class _Costs:
         self.transfer = [link.beta_of(m.kind) * plan.wire(m) for m in plan.messages]
         self.copy: list[float] = []
         self.update: list[float] = []
-        # Global index of the message that must be done first (gathers of what was just reduced), or -1.
-        self.after: list[int] = []
-        reduced: dict[tuple[int, int], int] = {}
+        self.after = plan.waits_for
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
         barrier_update = 0.0
         for i, m in enumerate(plan.messages):
@@ -69,16 +67,10 @@ class _Costs:
             if not m.kind.is_gather:
                 share = 1 if m.kind is Kind.AR else plan.world
                 seconds = plan.elements(m) / share * opt.seconds_per_element + len(m.parts) * opt.seconds_per_run
-                for part in m.parts:
-                    reduced[part] = i
                 if not plan.cross_iteration:
                     barrier_update += seconds
                     seconds = barrier_update if i == reductions[-1] else 0.0
             self.update.append(seconds)
-            after = -1
-            if m.kind is Kind.AG_F and m.micro == 0:
-                after = max((reduced.get(p, -1) for p in m.parts), default=-1)
-            self.after.append(after)
 
 
 def replay(plan: Plan, *, detail: bool = True, ledger: Ledger | None = None) -> Replay:

@@ -65,7 +65,6 @@ class Dispatcher:
         self._marks: dict[int, Any] = {}
         self._in_flight: deque[tuple[int, Transfer, Any]] = deque()
         self._shards: dict[tuple[int, int], Tensor] = {}  # reduced gradients that wait for the barrier
-        self._after = self._dependencies()
         self._transient = [e.transient for e in ledger.messages]
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
         self.last_reduction = reductions[-1] if reductions else -1
@@ -75,17 +74,6 @@ class Dispatcher:
         ]
         for thread in self._threads:
             thread.start()
-
-    def _dependencies(self) -> list[int]:
-        """For each message the one of the same period that must be processed first, or -1."""
-        reduced: dict[tuple[int, int], int] = {}
-        after = []
-        for i, m in enumerate(self.plan.messages):
-            if not m.kind.is_gather:
-                reduced |= {part: i for part in m.parts}
-            first = m.kind is Kind.AG_F and m.micro == 0
-            after.append(max((reduced.get(p, -1) for p in m.parts), default=-1) if first else -1)
-        return after
 
     # -- called by the training thread --------------------------------------------------------------------------
 
@@ -206,7 +194,7 @@ class Dispatcher:
                 self.lock.notify_all()
 
     def _required(self, index: int) -> int:
-        after = self._after[index % self.n]
+        after = self.plan.waits_for[index % self.n]
         return -1 if after < 0 or index < self.n else index - index % self.n + after
 
     def _finish_loop(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from mdcs.ledger import check, peak
-from mdcs.plan import Plan
+from mdcs.ledger import check
+from mdcs.link import Kind, wire_bytes
+from mdcs.plan import Plan, pad
 from mdcs.profile import Profile
 from mdcs.schedulers import Scheduler
 from mdcs.schedulers.admission import fit
@@ -67,9 +68,25 @@ def make_plan(
     return with_prediction(plan)
 
 
+def extra_communication_s(profile: Profile, sent: dict[str, int]) -> float:
+    """(bytes sent - bytes of all-dp) · β of one iteration; ``sent`` is wire bytes by kind."""
+    all_dp = sum(
+        wire_bytes(Kind.AR, pad(u.numel, profile.world) * profile.grad_bytes, profile.world)
+        for u in profile.units
+        if u.trainable
+    )
+    time = sum(profile.link.beta_of(Kind(kind)) * size for kind, size in sent.items())
+    return time - profile.link.beta_of(Kind.AR) * all_dp
+
+
+def sent_bytes(plan: Plan) -> dict[str, int]:
+    """Wire bytes by kind of one iteration."""
+    out: dict[str, int] = {}
+    for m in plan.messages:
+        out[str(m.kind)] = out.get(str(m.kind), 0) + plan.wire(m)
+    return out
+
+
 def with_prediction(plan: Plan) -> Plan:
     """The plan with what its replay gives: a planner's own arithmetic is never reported."""
     return dataclasses.replace(plan, prediction=replay(plan).prediction())
-
-
-__all__ = ["floor_bytes", "make_plan", "peak", "with_prediction"]

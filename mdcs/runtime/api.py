@@ -231,8 +231,11 @@ class Parallel:
         """Global gradient norm of the last clipped iteration."""
         return self._recorder.norm
 
-    def last_period(self) -> tuple[float, list[Interval]]:
-        """(seconds, intervals) of the last whole period, which begins at its first backward slot."""
+    def last_period(self) -> tuple[float, float, list[Interval]]:
+        """(begin, end, intervals) of the last whole period, from first backward slot to first backward slot.
+
+        Seconds on the machine's monotonic clock: ranks of one machine can be compared.
+        """
         return self._recorder.last_period()
 
     def memory(self) -> dict[str, Any]:

@@ -93,14 +93,14 @@ class Recorder:
             self._intervals = [i for i in self._intervals if i.end > keep_from]
         return out
 
-    def last_period(self) -> tuple[float, list[Interval]]:
-        """(seconds, intervals from its start) of the last whole period; (0, []) before there is one."""
+    def last_period(self) -> tuple[float, float, list[Interval]]:
+        """(begin, end, intervals) of the last whole period, on the rank's clock; all zero before there is one."""
         self._resolve()
         if len(self._periods) < 2:
-            return 0.0, []
+            return 0.0, 0.0, []
         begin, end = (self.executor.seconds(p) for p in self._periods[-2:])
-        return end - begin, [
-            Interval(i.lane, i.name, i.kind, i.unit, max(i.start, begin) - begin, min(i.end, end) - begin, i.bytes)
+        return begin, end, [
+            Interval(i.lane, i.name, i.kind, i.unit, max(i.start, begin), min(i.end, end), i.bytes)
             for i in self._intervals
             if i.end > begin and i.start < end
         ]

@@ -1,0 +1,386 @@
+"""What every rank of a job runs: `python -m experiments.worker RUN_DIR [--plan-only]` under torch's elastic agent.
+
+Builds model and data from the resolved config, measures a profile (or reads one), plans on rank 0, and trains
+with `mdcs.parallelize` like any other user of it. Rank 0 writes the files of the run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fnmatch
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mdcs
+from experiments import data, models
+from experiments.config import Config, load
+from experiments.tracking import METRICS, JsonLines
+from launch import status
+from mdcs.autoplan import agree, on_rank_zero
+from mdcs.measure.link import measure_link
+from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
+from mdcs.planner import extra_communication_s, sent_bytes
+from mdcs.runtime.record import StepRecord
+from mdcs.schedulers import SCHEDULERS, Scheduler
+from mdcs.strategies import STRATEGIES, StrategyPlanner
+
+MIB, GIB = 2**20, 2**30
+EVAL_BATCHES = 8
+
+
+def main(folder: Path, plan_only: bool) -> None:
+    """Run this rank to its end; whatever goes wrong is raised, for `launch.rank` to report."""
+    config = load(folder / "config.yaml")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    status.set(phase="starting")
+    device = start(config)
+    job = Job(config, rank, world, device)
+    status.set(phase="profiling")
+    profile = job.profile(config)
+    status.set(phase="planning")
+    floor = mdcs.floor_bytes(profile, **job.planning)
+    plan = on_rank_zero(lambda: make_plan(config, profile, floor, job.planning))
+    if rank == 0:
+        (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+        (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+        write_prediction(folder, plan)
+    if not plan_only:
+        train(folder, config, job, plan, floor)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(config: Config) -> torch.device:
+    """Threads, device and process group of this rank."""
+    torch.set_num_threads(config.cluster.resolved_threads())
+    timeout = datetime.timedelta(seconds=config.cluster.timeout_s)
+    if config.cluster.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group(config.cluster.resolved_backend(), timeout=timeout)
+    return device
+
+
+class Job:
+    """The user's side of a training run: model, units, optimizer, data."""
+
+    def __init__(self, config: Config, rank: int, world: int, device: torch.device) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self.dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
+        self.task = models.build(config.model.name, seed=config.run.seed, **config.model.options())
+        self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
+        freeze(self.model, config.model.frozen)
+        self.units = mdcs.partition(self.model, wrap_policy(config, self.task.block_classes))
+        self.optimizer = make_optimizer(config, self.model)
+        self.schedule = make_schedule(config, self.optimizer)
+        self.config = config
+        self.samples_per_step = config.data.batch_size * config.run.accumulation * world
+        self.planning: dict[str, Any] = {
+            "micro_steps": config.run.accumulation,
+            "cross_iteration": config.scheduler.cross_iteration and config.optimizer.clip_norm is None,
+            "reserve": int(config.budget.reserve_mib * MIB),
+        }
+
+    def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
+        d = self.config.data
+        made = data.batches(
+            d.name, self.task.inputs, rank=self.rank, world=self.world, batch_size=d.batch_size, seed=d.seed,
+            max_bytes=d.max_bytes, **options,
+        )  # fmt: skip
+        for batch in made:
+            yield {
+                key: value.to(self.device, self.dtype if value.is_floating_point() else None)
+                for key, value in batch.items()
+            }
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.task.loss(self.model, batch)
+
+    def profile(self, config: Config) -> mdcs.Profile:
+        """The profile named by the config, or one measured now on all ranks at once."""
+        if config.profile is not None:
+            return mdcs.Profile.from_json(Path(config.profile).read_text(encoding="utf-8"))
+        depth = config.link.depth
+        if config.link.name == "emulated":
+            assert config.link.rate_gbit is not None and config.link.latency_us is not None
+            link = mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, depth, emulated=True)
+        else:
+            link = measure_link(self.device, depth=depth)
+        batches = self.batches()
+        dist.barrier()
+        profile = mdcs.measure_profile(
+            self.model, self.units, lambda: self.loss(next(batches)), self.optimizer, world=self.world, link=link,
+            iterations=config.run.profile_iterations,
+            reduce_scatter="native" if config.cluster.resolved_backend() == "nccl" else "all_to_all",
+            about=about(config),
+        )  # fmt: skip
+        return agree(profile)
+
+
+def about(config: Config) -> dict[str, str]:
+    return {
+        "model": config.model.name,
+        "options": json.dumps(config.model.options(), sort_keys=True),
+        "batch": str(config.data.batch_size),
+        "precision": config.run.precision,
+        "ranks": str(config.cluster.ranks),
+        "threads": str(config.cluster.threads),
+        "device": torch.cuda.get_device_name() if config.cluster.device == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Raises ValueError for a pattern that matches no parameter."""
+    for pattern in patterns:
+        matched = [p for name, p in model.named_parameters() if fnmatch.fnmatch(name, pattern)]
+        if not matched:
+            raise ValueError(f"model.frozen: {pattern!r} matches no parameter")
+        for p in matched:
+            p.requires_grad_(False)
+
+
+def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass | mdcs.BySize | mdcs.ByLeaf:
+    if config.model.wrap == "size":
+        return mdcs.BySize(config.model.wrap_min_params)
+    return mdcs.ByLeaf() if config.model.wrap == "leaf" else mdcs.ByClass(block_classes)
+
+
+def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    o = config.optimizer
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    common: dict[str, Any] = {
+        "lr": o.lr, "weight_decay": o.weight_decay, "fused": o.fused, "foreach": o.foreach,
+    }  # fmt: skip
+    if o.name == "sgd":
+        return torch.optim.SGD(parameters, momentum=o.momentum, **common)
+    kind = torch.optim.Adam if o.name == "adam" else torch.optim.AdamW
+    return kind(parameters, betas=(o.betas[0], o.betas[1]), eps=o.eps, **common)
+
+
+def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Linear warm-up to lr, then constant, or down to 0 at the last step."""
+    import math
+
+    warmup, total, name = config.optimizer.warmup_steps, config.run.steps, config.optimizer.schedule
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / max(1, total - warmup)
+        if name == "linear":
+            return 1 - progress
+        return (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[str, Any]) -> mdcs.Plan:
+    s, c, b = config.strategy, config.scheduler, config.budget
+    strategy: StrategyPlanner
+    if s.name == "uniform":
+        strategy = STRATEGIES["uniform"](kind=s.kind)  # type: ignore[call-arg]
+    else:
+        strategy = STRATEGIES[s.name](**({} if s.seed is None else {"seed": s.seed}))
+    options: dict[str, Any] = {}
+    if c.seed is not None:
+        options["seed"] = c.seed
+    if c.bucket_mib is not None:
+        options["bucket_bytes"] = int(c.bucket_mib * MIB)
+    if c.block_mib is not None:
+        options["block_bytes"] = int(c.block_mib * MIB)
+    scheduler: Scheduler = SCHEDULERS[c.name](**options)
+    return mdcs.make_plan(
+        profile, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share,
+        name=s.kind or s.name, **planning,
+    )  # fmt: skip
+
+
+def budget_bytes(config: Config, floor: int) -> int | None:
+    if config.budget.gib is not None:
+        return int(config.budget.gib * GIB)
+    return None if config.budget.over_floor is None else int(floor * (1 + config.budget.over_floor))
+
+
+def write_prediction(folder: Path, plan: mdcs.Plan) -> None:
+    """The replay of one period, in the format of a measured timeline."""
+    replay = mdcs.replay(plan)
+    names = tuple(plan.period.name(q) for q in range(plan.period.length))
+    memory = tuple(SlotMemory(name, curve) for name, curve in zip(names, replay.curve, strict=True))
+    timeline = Timeline(
+        replay.period_s, names, (RankTimeline(PREDICTED_RANK, tuple(replay.intervals)),), memory
+    )
+    (folder / "predicted_timeline.json").write_text(timeline.to_json(), encoding="utf-8")
+
+
+# ---- training
+
+
+def train(folder: Path, config: Config, job: Job, plan: mdcs.Plan, floor: int) -> None:
+    metrics = JsonLines(folder / METRICS) if job.rank == 0 else None
+    if metrics:
+        metrics.write(start_event(config, plan, floor))
+    batches = job.batches()
+    losses: dict[int, float] = {}
+    kept: list[StepRecord] = []
+    warmup = config.run.warmup_steps
+    gc.collect()
+    gc.disable()  # a collection in the middle of a slot would be measured as compute
+    with mdcs.parallelize(
+        job.model, job.optimizer, plan, job.units, clip_norm=config.optimizer.clip_norm,
+        timeout_s=config.cluster.timeout_s,
+    ) as parallel:  # fmt: skip
+        for step in range(1, config.run.steps + 1):
+            status.set(step=step, phase="training")
+            losses[step] = train_step(config, job, batches)
+            parallel.step()
+            job.schedule.step()
+            if step == warmup:
+                parallel.reset_memory()
+            kept += report(metrics, config, job, parallel, losses, flush=False)
+            if config.run.eval_every and step % config.run.eval_every == 0:
+                evaluate(metrics, job, parallel, step)
+            if step % 50 == 0:
+                gc.collect()
+        parallel.drain()
+        status.set(phase="finishing")
+        kept += report(metrics, config, job, parallel, losses, flush=True)
+        memory = parallel.memory()
+        write_timeline(folder, job, plan, parallel)
+    gc.enable()
+    if metrics:
+        measured = [r for r in kept if r.step > warmup]
+        metrics.write(summary_event(config, job, plan, measured, losses, memory))
+        metrics.close()
+
+
+def train_step(config: Config, job: Job, batches: Iterator[dict[str, Tensor]]) -> float:
+    """Forward and backward of all micro-steps; the rank's mean loss."""
+    total = 0.0
+    for _ in range(config.run.accumulation):
+        loss = job.loss(next(batches)) / config.run.accumulation
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
+
+
+def evaluate(metrics: JsonLines | None, job: Job, parallel: mdcs.Parallel, step: int) -> None:
+    """Mean loss over the first held-out batches of all ranks."""
+    status.set(phase="evaluating")
+    job.model.eval()
+    total = torch.zeros(2, dtype=torch.float64)
+    with parallel.evaluate(), torch.no_grad():
+        for _, batch in zip(range(EVAL_BATCHES), job.batches(held_out=True, epochs=1), strict=False):
+            total += torch.tensor([job.loss(batch).item(), 1.0], dtype=torch.float64)
+    job.model.train()
+    total = total.to(job.device)
+    dist.all_reduce(total)
+    if metrics and total[1] > 0:
+        metrics.write({"event": "eval", "step": step, "loss": float(total[0] / total[1])})
+
+
+def report(
+    metrics: JsonLines | None, config: Config, job: Job, parallel: mdcs.Parallel, losses: dict[int, float], *,
+    flush: bool,
+) -> list[StepRecord]:  # fmt: skip
+    """Write the steps that have ended, messages included: one step later than compute."""
+    records = parallel.records(flush=flush)
+    if metrics:
+        measured = parallel.memory()["measured"]
+        for r in records:
+            metrics.write(
+                {
+                    "event": "step", "step": r.step, "warmup": r.step <= config.run.warmup_steps,
+                    "loss": losses[r.step], **dataclasses.asdict(r.times), "bytes": r.bytes, "messages": r.messages,
+                    "throughput_samples_s": job.samples_per_step / r.times.step_s,
+                    "peak_bytes": measured["total"] if measured else None,
+                    **({} if parallel.grad_norm is None else {"grad_norm": parallel.grad_norm}),
+                }
+            )  # fmt: skip
+    return records
+
+
+def start_event(config: Config, plan: mdcs.Plan, floor: int) -> dict[str, Any]:
+    assert plan.prediction is not None
+    predicted = dataclasses.asdict(plan.prediction)
+    predicted["extra_communication_s"] = extra_communication_s(plan.profile, sent_bytes(plan))
+    return {
+        "event": "start", "time": time.time(), "emulated": plan.profile.link.emulated, "plan_hash": plan.hash,
+        "sweep": config.run.sweep, "name": config.run.name, "world": plan.world, "strategy": plan.strategy,
+        "scheduler": plan.scheduler, "model": config.model.name, "budget_bytes": budget_bytes(config, floor),
+        "admission_bytes": plan.budget, "schedule_share": config.budget.schedule_share, "floor_bytes": floor,
+        "cross_iteration": plan.cross_iteration, "predicted": predicted,
+    }  # fmt: skip
+
+
+def summary_event(
+    config: Config, job: Job, plan: mdcs.Plan, records: list[StepRecord], losses: dict[int, float],
+    memory: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Medians over the steps after warm-up; bytes and messages of one step are the mean, as they must not vary."""
+    times = [r.times for r in records]
+    steps = sorted(t.step_s for t in times)
+
+    def median(name: str) -> float:
+        return statistics.median(getattr(t, name) for t in times)
+
+    def mean(name: str) -> dict[str, float]:
+        kinds = {k for r in records for k in getattr(r, name)}
+        return {k: sum(getattr(r, name).get(k, 0) for r in records) / len(records) for k in sorted(kinds)}
+
+    assert plan.prediction is not None
+    sent = mean("bytes")
+    return {
+        "event": "summary", "status": "ok", "steps": config.run.steps,
+        "step_s": {"median": statistics.median(steps), "p10": quantile(steps, 0.1), "p90": quantile(steps, 0.9)},
+        **{n: median(n) for n in ("compute_s", "communication_s", "overlap_s", "exposed_s", "overlap_ratio")},
+        "loss": losses[config.run.steps], "throughput_samples_s": job.samples_per_step / statistics.median(steps),
+        "bytes": sent, "messages": mean("messages"),
+        "extra_communication_s": extra_communication_s(plan.profile, {k: round(v) for k, v in sent.items()}),
+        "memory": {"predicted": plan.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
+    }  # fmt: skip
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Of sorted values, by linear interpolation."""
+    where = q * (len(values) - 1)
+    low = int(where)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (where - low) * (values[high] - values[low])
+
+
+def write_timeline(folder: Path, job: Job, plan: mdcs.Plan, parallel: mdcs.Parallel) -> None:
+    """The last whole period of every rank, on the clock that starts with rank 0's."""
+    begin, end, intervals = parallel.last_period()
+    own = (begin, end, intervals, parallel.memory_by_slot())
+    gathered: list[Any] = [None] * job.world
+    dist.all_gather_object(gathered, own)
+    if job.rank != 0 or not intervals:
+        return
+    ranks = tuple(
+        RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - begin, end=i.end - begin) for i in theirs))
+        for r, (_, _, theirs, _) in enumerate(gathered)
+    )
+    names = tuple(plan.period.name(q) for q in range(plan.period.length))
+    timeline = Timeline(end - begin, names, ranks, tuple(gathered[0][3]))
+    (folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--plan-only" in sys.argv[2:])

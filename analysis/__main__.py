@@ -44,7 +44,7 @@ def _report(arguments: Sequence[str]) -> int:
 def _trace(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m analysis trace",
-        description="Write a run's period, predicted and measured, as a Chrome trace; https://ui.perfetto.dev opens it.",
+        description="Write a run's period, predicted and measured, as a trace for https://ui.perfetto.dev.",
     )
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("-o", "--output", type=Path, help="the file to write (default: RUN/trace.json)")

@@ -275,7 +275,7 @@ def train_step(config: Config, job: Job, batches: Iterator[dict[str, Tensor]]) -
     total = 0.0
     for _ in range(config.run.accumulation):
         loss = job.loss(next(batches)) / config.run.accumulation
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += loss.item()
     return total
 

@@ -133,7 +133,7 @@ class Ledger:
                         released[end % period.length].append((u, self.full[u]))
         slots = []
         for q, s in enumerate(period.slots):
-            slot = plan.profile.slots[s.index]
+            slot = plan.profile.slots[s.place]
             slots.append(SlotBytes(tuple(allocated[q]), tuple(released[q]), slot.live, slot.peak))
         return slots
 

@@ -70,7 +70,7 @@ class PeriodSlot(NamedTuple):
     unit: int
     phase: str
     micro: int
-    index: int  # into Profile.slots
+    place: int  # its index in Profile.slots
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def pad(numel: int, world: int) -> int:
 
 
 def _validate(plan: Plan) -> None:
-    profile, units = plan.profile, plan.profile.units
+    units = plan.profile.units
     if plan.micro_steps < 1:
         raise PlanError(f"micro_steps must be >= 1, got {plan.micro_steps}")
     if plan.reserve < 0 or (plan.budget is not None and plan.budget <= plan.reserve):
@@ -317,15 +317,26 @@ def _validate(plan: Plan) -> None:
             raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {plan.world}, "
                             f"and sum to {pad(unit.numel, plan.world)}")  # fmt: skip
 
-    expected: Counter[tuple[Op, int]] = Counter()
-    for u, (unit, strategy) in enumerate(zip(units, plan.strategies, strict=True)):
+    _check_messages(plan, _expected(plan))
+    if not plan.cross_iteration:
+        _check_barrier(plan)
+
+
+def _expected(plan: Plan) -> set[tuple[Op, int]]:
+    """Every (operation, block) that the strategies ask for."""
+    out = set()
+    for u, (unit, strategy) in enumerate(zip(plan.profile.units, plan.strategies, strict=True)):
         for kind in strategy.kinds(unit.trainable, unit.backward is not None):
             many = kind.is_gather and strategy.sharded
             for micro in range(plan.micro_steps if many else 1):
-                expected.update((Op(kind, u, micro), b) for b in range(len(plan.blocks[u])))
+                out |= {(Op(kind, u, micro), b) for b in range(len(plan.blocks[u]))}
+    return out
 
+
+def _check_messages(plan: Plan, expected: set[tuple[Op, int]]) -> None:
+    units = plan.profile.units
     carried: Counter[tuple[Op, int]] = Counter()
-    reduced: dict[tuple[int, int], int] = {}
+    reduced: set[tuple[int, int]] = set()
     previous = 0
     for i, message in enumerate(plan.messages):
         where = f"message {i} ({message.kind} of {', '.join(units[u].name for u, _ in message.parts)})"
@@ -345,28 +356,25 @@ def _validate(plan: Plan) -> None:
             if not first <= plan.unrolled(message) <= last:
                 raise PlanError(f"{where}: issue slot {message.slot} is outside its window {first}..{last}")
             if message.kind is Kind.RS:
-                reduced[u, b] = i
-            elif message.kind is Kind.AG_F and message.micro == 0 and units[u].trainable:
-                if (u, b) not in reduced:
-                    raise PlanError(f"{where}: gathers block {b} of {units[u].name} before its reduce-scatter")
-        if not plan.cross_iteration and message.slot < plan.period.turn:
-            if message.kind is Kind.AG_F and any(units[u].trainable for u, _ in message.parts):
-                raise PlanError(f"{where}: gathers before the barrier between backward and update")
-    if not plan.cross_iteration:
-        reductions = [i for i, m in enumerate(plan.messages) if m.kind in (Kind.AR, Kind.RS)]
-        gathers = [
-            i for i, m in enumerate(plan.messages)
-            if m.kind is Kind.AG_F and m.micro == 0 and any(units[u].trainable for u, _ in m.parts)
-        ]  # fmt: skip
-        if reductions and gathers and gathers[0] < reductions[-1]:
-            raise PlanError(f"message {gathers[0]} gathers before the barrier that message {reductions[-1]} ends")
-        late = [i for i in reductions if plan.messages[i].slot > plan.period.turn]
-        if late:
-            raise PlanError(f"message {late[0]} reduces after the turn, but cross_iteration is off")
+                reduced.add((u, b))
+            early = message.kind is Kind.AG_F and message.micro == 0 and (u, b) not in reduced
+            if early and units[u].trainable:
+                raise PlanError(f"{where}: gathers block {b} of {units[u].name} before its reduce-scatter")
     for (op, b), n in carried.items():
         if n != 1:
             raise PlanError(f"block {b} of {units[op.unit].name} is sent {n} times as {op.kind}")
-    missing = set(expected) - set(carried)
+    missing = expected - set(carried)
     if missing:
         op, b = min(missing)
         raise PlanError(f"block {b} of {units[op.unit].name} is never sent as {op.kind} (micro-step {op.micro})")
+
+
+def _check_barrier(plan: Plan) -> None:
+    reductions = [i for i, m in enumerate(plan.messages) if m.kind in (Kind.AR, Kind.RS)]
+    late = [i for i in reductions if plan.messages[i].slot > plan.period.turn]
+    if late:
+        raise PlanError(f"message {late[0]} reduces after the turn, but cross_iteration is off")
+    for i, m in enumerate(plan.messages[: reductions[-1] if reductions else 0]):
+        updated = any(plan.profile.units[u].trainable for u, _ in m.parts)
+        if m.kind is Kind.AG_F and m.micro == 0 and updated:
+            raise PlanError(f"message {i} gathers before the barrier that message {reductions[-1]} ends")

@@ -81,7 +81,7 @@ def replay(plan: Plan, *, detail: bool = True, ledger: Ledger | None = None) -> 
     ledger = ledger or Ledger(plan)
     limits, costs, period = SlotLimits(plan), _Costs(plan), plan.period
     n, length, turn, depth = len(plan.messages), period.length, period.turn, plan.profile.link.depth
-    seconds = [plan.profile.slots[s.index].seconds for s in period.slots]
+    seconds = [plan.profile.slots[s.place].seconds for s in period.slots]
     slowdown = 1 + plan.profile.interference
     cap = None if plan.budget is None else plan.budget - plan.reserve
 

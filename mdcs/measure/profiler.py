@@ -55,7 +55,7 @@ def measure_profile(
     try:
         for i in range(warmup + iterations):
             recorder.begin(keep=i >= warmup)
-            step().backward()  # type: ignore[no-untyped-call]
+            step().backward()
             recorder.check(model)
     finally:
         hooks.remove()
@@ -249,7 +249,7 @@ def _update_seconds(optimizer: torch.optim.Optimizer, like: Tensor) -> tuple[flo
         p = torch.zeros(n, dtype=like.dtype, device=like.device)
         p.grad = torch.ones_like(p)
         options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "initial_lr")}
-        trial = type(optimizer)([{**options, "params": [p]}])
+        trial = type(optimizer)([{**options, "params": [p]}])  # type: ignore[call-arg]  # every optimizer has defaults
         trial.step()
         samples = []
         for _ in range(5):

@@ -293,7 +293,8 @@ def _match(
                 f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}"
             )
         if ordered[0][1].element_size() != plan.profile.param_bytes:
-            raise ValueError(f"unit {unit.name} is {ordered[0][1].dtype}; the plan is for {plan.profile.param_bytes} bytes")
+            width = plan.profile.param_bytes
+            raise ValueError(f"unit {unit.name} is {ordered[0][1].dtype}; the plan is for {width} bytes per element")
         out.append(ordered)
     return out
 

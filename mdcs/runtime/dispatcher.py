@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.ledger import Ledger, most_in_flight
-from mdcs.link import Kind
 from mdcs.plan import Plan
 from mdcs.runtime.account import Account
 from mdcs.runtime.executor import Executor

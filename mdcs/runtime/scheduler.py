@@ -136,7 +136,8 @@ class SlotWalker:
     def _window(self, ended: int) -> None:
         """Keep the peaks of the slot that ended: those of the last ``length`` slots are one period."""
         name, predicted = self.period.name(ended), self.account.window()
-        self.memory[ended] = SlotMemory(name, predicted, self.meter.window())
+        measured = {k: v for k, v in (self.meter.window() or {}).items() if v is not None}
+        self.memory[ended] = SlotMemory(name, predicted, measured or None)
 
     def _enter(self) -> None:
         """Wait for what the slot at ``position`` needs, then compute."""

@@ -40,7 +40,7 @@ class Updates:
                     index = group_of[u][segment]
                     groups.append({**self._options(index), "params": [local[part]], "mdcs_group": index})
                 if groups:
-                    self.blocks[u, b] = type(optimizer)(groups), slices
+                    self.blocks[u, b] = (type(optimizer)(groups), slices)  # type: ignore[call-arg]  # all have defaults
         self.snapshot()
 
     def _options(self, index: int) -> dict[str, Any]:

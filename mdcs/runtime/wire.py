@@ -108,7 +108,7 @@ class Wire:
             assert transfer.received is not None
             by_rank = transfer.received.view(self.world, -1)
             start = 0
-            for part, shard in transfer.shards.items():
+            for shard in transfer.shards.values():
                 n = shard.numel()
                 # Summed in rank order on every rank: the result does not depend on who arrives first.
                 torch.sum(by_rank[:, start : start + n], dim=0, out=shard)
@@ -166,9 +166,9 @@ class Wire:
         return self.storages[part[0]].blocks[part[1]]
 
     def _only(self, message: Message, buffer: str) -> Tensor:
-        (u, b), storage = message.parts[0], self.storages[message.parts[0][0]]
-        flat: Tensor = getattr(storage, buffer)
-        return flat[storage.region(b)]
+        unit, block = message.parts[0]
+        flat: Tensor = getattr(self.storages[unit], buffer)
+        return flat[self.storages[unit].region(block)]
 
     def _pieces(self, message: Message, only: int | None = None) -> list[tuple[int, int, int, slice]]:
         """(unit, block, rank, place in the staged buffer) of every piece."""

@@ -85,7 +85,7 @@ class MgWfbp:
 
 
 def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
-    """Minimise the end of the last message over all ways to cut the stream: end[j] = min_i max(ready, end[i]) + α + β·b.
+    """Minimise the end of the last message: end[j] = min over i of max(ready, end[i]) + α + β·bytes(i..j).
 
     A gather stream is the same problem in reversed time: deadlines are ready times, the first message last.
     """
@@ -94,7 +94,7 @@ def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
     kind, link, length = stream[0].kind, mix.profile.link, mix.period.length
     clock = [0.0]
     for k in range(2 * length):
-        clock.append(clock[-1] + mix.profile.slots[mix.period.slots[k % length].index].seconds)
+        clock.append(clock[-1] + mix.profile.slots[mix.period.slots[k % length].place].seconds)
     ops = stream[::-1] if kind.is_gather else stream
     ready = [-clock[mix.window(op)[1]] if kind.is_gather else clock[mix.window(op)[0]] for op in ops]
     wire = [wire_bytes(kind, mix.size(op.unit), mix.profile.world, mix.profile.reduce_scatter) for op in ops]

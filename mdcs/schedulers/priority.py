@@ -99,7 +99,7 @@ def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> lis
                     if not send(q, float("inf")):
                         raise AssertionError(f"{op} of period {p} cannot be sent by slot {q}")
                 now = max(now, done[op, b, p])
-        end = now + profile.slots[period.slots[q % length].index].seconds
+        end = now + profile.slots[period.slots[q % length].place].seconds
         while send(q, end):
             pass
         now = end

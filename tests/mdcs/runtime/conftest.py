@@ -1,0 +1,33 @@
+"""Ranks shared by all tests of the runtime: starting a process costs seconds, a call to it milliseconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from mdcs.measure.memory import preload_env
+from tests.mdcs.runtime.ranks import Ranks
+
+
+def _pool(world: int, environment: dict[str, str] | None = None) -> Iterator[Ranks]:
+    ranks = Ranks(world, environment)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Ranks]:
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def three() -> Iterator[Ranks]:
+    yield from _pool(3)
+
+
+@pytest.fixture(scope="session")
+def measured() -> Iterator[Ranks]:
+    """Two ranks whose tensor memory is counted."""
+    yield from _pool(2, preload_env(os.environ))

@@ -1,0 +1,166 @@
+"""Real ranks for tests: N processes that stay alive and run one function after the other, each in a fresh process group.
+
+A function runs on every rank as ``function(*arguments)`` between ``init_process_group`` and
+``destroy_process_group``; it must be importable by name and take and return what pickle can carry. Every call has a
+hard deadline: ranks that miss it say where they are, are killed, and the next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+NAME = "tests.mdcs.runtime.ranks"
+
+
+@dataclass
+class Outcome:
+    """What one rank's call came to: a value, an error, or the exit code of a process that is gone."""
+
+    value: Any = None
+    kind: str = ""  # class of the exception
+    message: str = ""
+    trace: str = ""
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.kind and self.exit_code is None
+
+
+class Ranks:
+    """``preload`` is the environment that the processes start with (the memory shim's, say)."""
+
+    def __init__(self, world: int, environment: dict[str, str] | None = None) -> None:
+        self.world, self.environment = world, environment
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="mdcs-test-ranks-")
+        self._calls = 0
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+        """The values by rank. Raises AssertionError with every rank's error if there is one."""
+        outcomes = self.outcomes(function, *arguments, timeout_s=timeout_s)
+        failed = [
+            f"--- rank {r}: exit {o.exit_code} {o.kind}: {o.message}\n{o.trace}" for r, o in enumerate(outcomes) if not o.ok
+        ]
+        if failed:
+            self.stop()  # what a failed call left behind must not be another's problem
+            raise AssertionError(f"{function.__name__}{arguments}\n" + "\n".join(failed))
+        return [o.value for o in outcomes]
+
+    def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Outcome]:
+        """What became of every rank. Raises AssertionError with all stacks when the deadline passes."""
+        self._start()
+        self._calls += 1
+        store = Path(self._folder.name) / f"store{self._calls}"
+        begin = time.monotonic()
+        for rank, pipe in enumerate(self._pipes):
+            pipe.send((rank, self.world, str(store), function.__module__, function.__qualname__, arguments))
+        outcomes = []
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if not pipe.poll(max(0.0, begin + timeout_s - time.monotonic())):
+                stacks = self._stacks()
+                self.stop()
+                raise AssertionError(f"{function.__name__}{arguments}: not done in {timeout_s} s\n{stacks}")
+            try:
+                outcomes.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                outcomes.append(Outcome(exit_code=process.wait(10)))
+            outcomes[-1].seconds = time.monotonic() - begin
+        if any(o.exit_code is not None for o in outcomes):
+            self.stop()
+        return outcomes
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        environment = {**(self.environment or os.environ), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        for rank in range(self.world):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-m", NAME, str(theirs.fileno())]
+            with self._stderr(rank).open("wb") as err:
+                self._processes.append(
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdout=err, stderr=err,
+                        start_new_session=True,
+                    )  # fmt: skip
+                )
+            theirs.close()
+            self._pipes.append(ours)
+
+    def _stderr(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}.err"
+
+    def _stacks(self) -> str:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(
+            f"--- rank {r}:\n{self._stderr(r).read_text(errors='replace')[-6000:]}" for r in range(self.world)
+        )
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._pipes, self._processes = [], []
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            rank, world, store, module, name, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_call(rank, world, store, module, name, arguments))
+
+
+def _call(rank: int, world: int, store: str, module: str, name: str, arguments: tuple[Any, ...]) -> Outcome:
+    import gc
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    gc.collect()
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        outcome = Outcome(getattr(import_module(module), name)(*arguments))
+    except Exception as e:
+        outcome = Outcome(kind=type(e).__name__, message=str(e), trace=traceback.format_exc())
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    return outcome
+
+
+def main(descriptor: int) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _serve(Connection(descriptor))
+    sys.stdout.flush()
+    os._exit(0)  # a rank whose test left a thread blocked must still end
+
+
+if __name__ == "__main__":
+    import_module(NAME).main(int(sys.argv[1]))  # by its name, so that pickle finds Outcome there

@@ -1,0 +1,317 @@
+"""What a rank does in the tests: build a small model, train it with torch's DDP and with a plan, compare.
+
+Every model is a function of its name, every batch of (step, micro-step, rank), so a reference run is made once per
+process and serves all plans.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mdcs
+from experiments import models
+from mdcs.autoplan import agree, on_rank_zero
+from mdcs.measure.profiler import measure_profile
+from mdcs.profile import Profile
+from mdcs.schedulers import SCHEDULERS, Scheduler
+from mdcs.strategies import STRATEGIES, StrategyPlanner
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+class Tied(nn.Module):
+    """A language model of a few hundred numbers whose head is its embedding; its second block has frozen weights."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6)) for _ in range(blocks)
+        )
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[1][0].weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """``batch`` gives the inputs of (step, micro-step, rank)."""
+
+    model: nn.Module
+    loss: Loss
+    policy: Any
+    batch: Callable[[int, int, int], Batch]
+
+
+def tied(blocks: int = 3) -> Setup:
+    torch.manual_seed(0)
+    model = Tied(blocks)
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
+        return {"tokens": torch.randint(0, 11, (3, 5), generator=generator)}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten())
+
+    return Setup(model, loss, mdcs.ByClass(("Sequential",)), batch)
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "gpt2": {"name": "gpt2-tiny", "width": 16, "heads": 2, "sequence": 8, "vocab": 31},
+    "bert": {"name": "bert-tiny", "width": 16, "heads": 2, "sequence": 8, "vocab": 31},
+    "resnet": {"name": "resnet-tiny", "image": 16, "depths": (1, 1), "hidden_sizes": (64, 128)},
+}
+
+
+def tiny(name: str, samples: int = 2, **options: Any) -> Setup:
+    """A model of :mod:`experiments.models` in miniature; "frozen" is a gpt2 whose first block is frozen."""
+    shape = dict(TINY["gpt2" if name == "frozen" else name], **options)
+    task = models.build(shape.pop("name"), **shape)
+    if name == "frozen":
+        for parameter in task.model.transformer.h[0].parameters():  # type: ignore[union-attr]
+            parameter.requires_grad_(False)
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        return task.example_batch(samples, seed=step * 1000 + micro * 100 + rank)
+
+    return Setup(task.model, task.loss, mdcs.ByClass(task.block_classes), batch)
+
+
+def setup(name: str, double: bool = False, **options: Any) -> Setup:
+    made = tied(**options) if name == "tied" else tiny(name, **options)
+    if not double:
+        return made
+    one = made.batch
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        return {k: v.double() if v.is_floating_point() else v for k, v in one(step, micro, rank).items()}
+
+    return Setup(made.model.double(), made.loss, made.policy, batch)
+
+
+def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """"adam", "sgd" (momentum, not fused) or "adamw" with two groups: matrices decay, the rest does not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    if name == "adamw":
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0, "lr": 2e-3},
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2)
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained. ``schedule`` halves the learning rate in the middle."""
+
+    model: str
+    micro_steps: int = 1
+    optimizer: str = "adam"
+    clip_norm: float | None = None
+    double: bool = False
+    steps: int = 20
+    halve_at: int | None = None
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 0.5 if self.halve_at is not None and step >= self.halve_at else 1 / (1 + step / 50)
+        )
+
+
+@dataclass(frozen=True)
+class How:
+    """How it is planned. ``budget`` counts floors; None is unlimited."""
+
+    strategy: str = "dp"
+    scheduler: str = "wfbp"
+    cross_iteration: bool = True
+    budget: float | None = None
+    seed: int = 0
+    emulated: bool = False
+    depth: int = 2
+    native: bool = False
+
+
+def strategy_for(how: How) -> StrategyPlanner:
+    if how.strategy == "random":
+        return STRATEGIES["random"](seed=how.seed)  # type: ignore[call-arg]
+    return STRATEGIES[how.strategy]() if how.strategy in STRATEGIES else STRATEGIES["uniform"](kind=how.strategy)  # type: ignore[call-arg]
+
+
+# Small enough to fuse some and cut some of the tiny models' units.
+_SIZES: dict[str, dict[str, Any]] = {
+    "fusion": {"bucket_bytes": 3000},
+    "partitioning": {"block_bytes": 1500},
+    "priority": {"block_bytes": 1500},
+}
+
+
+def scheduler_for(how: How) -> Scheduler:
+    options = {"seed": how.seed} if how.scheduler == "random" else _SIZES.get(how.scheduler, {})
+    return SCHEDULERS[how.scheduler](**options)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """DDP's run: the rank's loss of every micro-step, and the state dict afterwards."""
+
+    losses: tuple[float, ...]
+    state: dict[str, Tensor]
+
+
+@lru_cache(maxsize=64)
+def reference(job: Job) -> Reference:
+    made = setup(job.model, job.double)
+    rank = dist.get_rank()
+    # Its own process group: its collectives must not come between those of a plan.
+    group = dist.new_group()
+    ddp = nn.parallel.DistributedDataParallel(made.model, process_group=group)
+    optimizer = optimizer_for(job.optimizer, made.model)
+    scheduler = job.scheduler(optimizer)
+    losses = []
+    for step in range(job.steps):
+        for micro in range(job.micro_steps):
+            with ddp.no_sync() if micro < job.micro_steps - 1 else nullcontext():
+                loss = made.loss(ddp, made.batch(step, micro, rank)) / job.micro_steps
+                loss.backward()
+            losses.append(loss.item())
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(made.model.parameters(), job.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    # DDP broadcasts rank 0's buffers at the next forward; what rank 0 has now is what the model is.
+    state = {name: value.detach().clone() for name, value in made.model.state_dict().items()}
+    for name, _ in made.model.named_buffers():
+        if name in state:
+            dist.broadcast(state[name], src=0, group=group)
+    # DDP's reducer must not be the last to hold the group: it would wait for gloo's threads with the GIL.
+    del ddp
+    gc.collect()
+    dist.destroy_process_group(group)
+    return Reference(tuple(losses), state)
+
+
+_PROFILES: dict[tuple[Any, ...], Profile] = {}
+
+
+def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], model_optimizer: Any) -> Profile:
+    """Measured once per kind of job and process; the link is made up."""
+    key = (job.model, job.optimizer, job.double)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if key not in _PROFILES:
+        _PROFILES[key] = agree(
+            measure_profile(
+                made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), model_optimizer,
+                world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
+            )
+        )  # fmt: skip
+    import dataclasses
+
+    link = mdcs.Link.uniform(1.0, 50.0, how.depth, how.emulated)
+    reduce_scatter = "native" if how.native else "all_to_all"
+    return dataclasses.replace(_PROFILES[key], link=link, reduce_scatter=reduce_scatter)
+
+
+def plan_for(job: Job, how: How, profile: Profile) -> mdcs.Plan:
+    options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(profile, **options))
+    return on_rank_zero(
+        lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how), budget=budget, **options)
+    )
+
+
+@contextmanager
+def parallel_for(
+    job: Job, how: How, made: Setup | None = None, *, plan: mdcs.Plan | None = None, timeout_s: float = 20.0
+) -> Iterator[tuple[Setup, mdcs.Parallel, torch.optim.Optimizer]]:
+    made = made or setup(job.model, job.double)
+    optimizer = optimizer_for(job.optimizer, made.model)
+    units = mdcs.partition(made.model, made.policy)
+    if plan is None:
+        plan = plan_for(job, how, profile_of(job, how, made, units, optimizer))
+    with mdcs.parallelize(
+        made.model, optimizer, plan, units, clip_norm=job.clip_norm, timeout_s=timeout_s
+    ) as parallel:
+        yield made, parallel, optimizer
+
+
+def train(job: Job, made: Setup, parallel: mdcs.Parallel, optimizer: Any, steps: int | None = None) -> list[float]:
+    rank, losses = dist.get_rank(), []
+    scheduler = job.scheduler(optimizer)
+    for step in range(job.steps if steps is None else steps):
+        for micro in range(job.micro_steps):
+            loss = made.loss(made.model, made.batch(step, micro, rank)) / job.micro_steps
+            loss.backward()
+            losses.append(loss.item())
+        parallel.step()
+        scheduler.step()
+    return losses
+
+
+def compare(job: Job, how: How) -> dict[str, Any]:
+    """Train with the plan, compare with DDP: bitwise, or in float64 by loss and relative distance of the weights."""
+    wanted = reference(job)
+    with parallel_for(job, how) as (made, parallel, optimizer):
+        losses = train(job, made, parallel, optimizer)
+        state = parallel.state_dict()
+        kinds = {str(m.kind) for m in parallel.plan.messages}
+        count = len(parallel.plan.messages)
+    return {
+        "losses": max(abs(a - b) for a, b in zip(losses, wanted.losses, strict=True)),
+        "weights": distance(state, wanted.state),
+        "bitwise": losses == list(wanted.losses) and not differing(state, wanted.state),
+        "kinds": sorted(kinds),
+        "messages": count,
+    }
+
+
+def compare_all(cases: list[tuple[Job, How]]) -> list[dict[str, Any]]:
+    out = []
+    for job, how in cases:
+        try:
+            out.append(compare(job, how))
+        except Exception as e:
+            raise RuntimeError(f"{job} {how}: {e}") from e
+    return out
+
+
+def differing(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """Names of what is not bitwise equal."""
+    assert state.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(state[name], wanted[name])]
+
+
+def distance(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """‖Δw‖₂ / ‖w‖₂ over everything that is a float."""
+    floats = [name for name, value in wanted.items() if value.is_floating_point()]
+    change = sum(((state[n].double() - wanted[n].double()) ** 2).sum() for n in floats)
+    whole = sum((wanted[n].double() ** 2).sum() for n in floats)
+    return float((change / whole) ** 0.5)
+
+
+def clone(made: Setup) -> nn.Module:
+    return copy.deepcopy(made.model)

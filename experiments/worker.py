@@ -333,26 +333,22 @@ def summary_event(
     config: Config, job: Job, plan: mdcs.Plan, records: list[StepRecord], losses: dict[int, float],
     memory: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Medians over the steps after warm-up; bytes and messages of one step are the mean, as they must not vary."""
+    """Medians over the steps after warm-up; bytes and messages of a whole period, as every one sends the same."""
     times = [r.times for r in records]
     steps = sorted(t.step_s for t in times)
 
     def median(name: str) -> float:
         return statistics.median(getattr(t, name) for t in times)
 
-    def mean(name: str) -> dict[str, float]:
-        kinds = {k for r in records for k in getattr(r, name)}
-        return {k: sum(getattr(r, name).get(k, 0) for r in records) / len(records) for k in sorted(kinds)}
-
     assert plan.prediction is not None
-    sent = mean("bytes")
+    whole = records[-2] if len(records) > 1 else records[-1]  # the last is cut short by drain()
     return {
         "event": "summary", "status": "ok", "steps": config.run.steps,
         "step_s": {"median": statistics.median(steps), "p10": quantile(steps, 0.1), "p90": quantile(steps, 0.9)},
         **{n: median(n) for n in ("compute_s", "communication_s", "overlap_s", "exposed_s", "overlap_ratio")},
         "loss": losses[config.run.steps], "throughput_samples_s": job.samples_per_step / statistics.median(steps),
-        "bytes": sent, "messages": mean("messages"),
-        "extra_communication_s": extra_communication_s(plan.profile, {k: round(v) for k, v in sent.items()}),
+        "bytes": whole.bytes, "messages": whole.messages,
+        "extra_communication_s": extra_communication_s(plan.profile, whole.bytes),
         "memory": {"predicted": plan.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
     }  # fmt: skip
 

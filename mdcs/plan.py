@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from mdcs.link import Kind, wire_bytes
 from mdcs.profile import Profile
@@ -127,10 +128,21 @@ class Period:
             if m < last:
                 slots += [slot(nf + i, m) for i in range(nb)]
         self.slots: tuple[PeriodSlot, ...] = tuple(slots)
+        self._windows: dict[Op, tuple[int, int]] = {}
+
+    @classmethod
+    def of(cls, profile: Profile, micro_steps: int) -> Period:
+        """The one period of all plans that are made of a profile."""
+        # A period keeps its profile alive, so an id in this dictionary belongs to no other profile.
+        key = id(profile), micro_steps
+        period = _periods.get(key)
+        if period is None:
+            period = _periods[key] = cls(profile, micro_steps)
+        return period
 
     def forward(self, unit: int, micro: int) -> tuple[int, int]:
         """First and last forward slot of the unit in a micro-step."""
-        start = self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
+        start = self.forward_start(micro)
         first, last = self.profile.units[unit].forward
         return start + first, start + last
 
@@ -151,6 +163,12 @@ class Period:
 
     def window(self, op: Op) -> tuple[int, int]:
         """First slot at which ``op`` can be issued and the slot that needs it (both unrolled)."""
+        found = self._windows.get(op)
+        if found is None:
+            found = self._windows[op] = self._window(op)
+        return found
+
+    def _window(self, op: Op) -> tuple[int, int]:
         kind, unit, micro = op
         if kind is Kind.AG_B:
             span = self.backward(unit, micro)
@@ -170,6 +188,9 @@ class Period:
         s = self.slots[slot % self.length]
         micro = f"/{s.micro}" if self.micro_steps > 1 else ""
         return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"
+
+
+_periods: WeakValueDictionary[tuple[int, int], Period] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -204,7 +225,7 @@ class Plan:
 
     @cached_property
     def period(self) -> Period:
-        return Period(self.profile, self.micro_steps)
+        return Period.of(self.profile, self.micro_steps)
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:

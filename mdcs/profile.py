@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mdcs.link import Link
@@ -125,11 +126,11 @@ class Profile:
             if not 0 <= slot.unit < len(self.units):
                 raise ValueError(f"slot {s}: no unit {slot.unit}")
 
-    @property
+    @cached_property
     def forward_slots(self) -> int:
         return sum(s.phase == "F" for s in self.slots)
 
-    @property
+    @cached_property
     def backward_slots(self) -> int:
         return len(self.slots) - self.forward_slots
 

@@ -195,7 +195,6 @@ class Parallel:
                 with self._account.lock:
                     storage.allocate_full()
             self._executor.finish(self._wire.gather_now(unit))
-        self._executor.fence()
 
     def _ungather(self, unit: int) -> None:
         storage = self._storages[unit]

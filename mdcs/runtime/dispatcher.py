@@ -242,7 +242,7 @@ class Dispatcher:
                 self.pacer.hold(index, message.kind, self.plan.wire(message))
             with self.executor.communicating():
                 end = self.executor.stamp()
-                self.recorder.message(message, begin, end)
+                self.recorder.message(message, index // self.n, begin, end)
                 self.wire.land(transfer)
                 self.executor.finish([])
                 with self.lock:

@@ -3,7 +3,8 @@
 On both, a message is *done* when its bytes have really arrived and its update has really run, on the host's
 clock: buffers are freed then and not before, so no allocation depends on ``record_stream``. On CUDA messages
 run on one communication stream; it waits for compute by events, and the dispatcher thread, not the training
-thread, waits for it.
+thread, waits for it. Compute needs no event of that stream: waiting for the stream would mean waiting for
+messages queued behind the one it needs.
 """
 
 from __future__ import annotations
@@ -33,10 +34,6 @@ class Executor(Protocol):
         """Block this thread until the collectives, and all queued on the communication stream, are done."""
         ...
 
-    def fence(self) -> None:
-        """Make compute see what has been finished."""
-        ...
-
     def stamp(self) -> Any:
         """Now, on the stream of the caller."""
         ...
@@ -59,9 +56,6 @@ class CpuExecutor:
     def finish(self, works: list[dist.Work]) -> None:
         for work in works:
             work.wait()
-
-    def fence(self) -> None:
-        pass
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -97,10 +91,6 @@ class CudaExecutor:
             event = torch.cuda.Event()
             event.record(self.stream)
         event.synchronize()
-
-    def fence(self) -> None:
-        # finish() has waited on the host; the event orders the streams for the allocator and the caches.
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

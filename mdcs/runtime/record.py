@@ -14,7 +14,11 @@ from mdcs.runtime.executor import Executor
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One iteration, from one ``step()`` to the next: times in seconds, wire bytes and messages by kind."""
+    """One iteration, from one ``step()`` to the next: times in seconds.
+
+    ``bytes`` on the wire and ``messages`` by kind are those of the period that begins with its backward: what the last
+    iteration before :meth:`Parallel.drain` would have sent in the next forward is not in them.
+    """
 
     step: int
     times: StepTimes
@@ -32,15 +36,21 @@ class Recorder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _intervals: list[Interval] = field(default_factory=list)
     _steps: list[tuple[int, Any]] = field(default_factory=list)
+    _sent: dict[int, Counter[str]] = field(default_factory=dict)
+    _count: dict[int, Counter[str]] = field(default_factory=dict)
     _periods: list[Any] = field(default_factory=list)
 
     def compute(self, slot: int, begin: Any, end: Any) -> None:
         s = self.plan.period.slots[slot]
         self._add("compute", self.plan.period.name(slot), s.phase, self.plan.profile.units[s.unit].name, begin, end, 0)
 
-    def message(self, message: Message, begin: Any, end: Any) -> None:
+    def message(self, message: Message, round_: int, begin: Any, end: Any) -> None:
+        """``round_`` is the period it belongs to; 0 is the prologue."""
         names = self._names(message)
         wire = self.plan.wire(message)
+        with self._lock:
+            self._sent.setdefault(round_, Counter())[str(message.kind)] += wire
+            self._count.setdefault(round_, Counter())[str(message.kind)] += 1
         self._add("message", f"{message.kind}:{names}", str(message.kind), names, begin, end, wire)
 
     def update(self, message: Message, begin: Any, end: Any) -> None:
@@ -79,11 +89,8 @@ class Recorder:
             (_, first), (step, last) = self._steps[0], self._steps[1]
             begin, end = self.executor.seconds(first), self.executor.seconds(last)
             inside = [i for i in self._intervals if i.end > begin and i.start < end]
-            ended = [i for i in inside if i.lane == "message" and begin < i.end <= end]
-            sent, count = Counter[str](), Counter[str]()
-            for i in ended:
-                sent[i.kind] += i.bytes
-                count[i.kind] += 1
+            with self._lock:
+                sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
             out.append(StepRecord(step, step_times(inside, begin, end), dict(sent), dict(count)))
             self._steps.pop(0)
         if len(self._periods) == 3:

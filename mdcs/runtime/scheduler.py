@@ -152,7 +152,6 @@ class SlotWalker:
                 self.account.book("gradients", b)
             self.account.reserve(b for _, b in slot.gradients)
             self.account.enter(slot.peak)
-        self.executor.fence()
         self._entered = self.executor.stamp()
         self.arrived = False
         self.position = (q + 1) % self.period.length

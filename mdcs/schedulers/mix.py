@@ -50,7 +50,7 @@ class Mix:
 
     @cached_property
     def period(self) -> Period:
-        return Period(self.profile, self.micro_steps)
+        return Period.of(self.profile, self.micro_steps)
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:

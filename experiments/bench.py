@@ -1,0 +1,73 @@
+"""How much faster than `sequential` the overlapping schedulers are, in paired and interleaved runs.
+
+    python experiments/bench.py [--rounds 3] [override …]        # make bench
+
+Machines are shared and noisy, so every round runs all candidates, one after the other, with one profile, and the
+figure is the median over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from rich.table import Table
+
+from analysis import load_run
+from experiments import config, jobs
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+BASELINE = "sequential"
+CANDIDATES = (BASELINE, "wfbp", "partitioning", "dear", "priority")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python experiments/bench.py", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="how often every candidate runs")
+    parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. link.rate_gbit=0.5")
+    arguments = parser.parse_args()
+    console = Console(stderr=True)
+    profiles = jobs.Profiles()
+    steps: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    overlap: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    config.register()
+    with tempfile.TemporaryDirectory(prefix="mdcs-bench-") as folder, initialize_config_dir(str(CONF), version_base=None):
+        for round_ in range(arguments.rounds):
+            for name in CANDIDATES:
+                composed = compose("config", ["experiment=bench", f"scheduler={name}", *arguments.overrides])
+                run = Path(folder) / f"{round_}-{name}"
+                outcome = jobs.run(config.from_composed(composed), run, console, profiles=profiles)
+                if not outcome.ok:
+                    console.print(f"{name}: {outcome.reason}", markup=False)
+                    return 1
+                row = load_run(run).row()
+                steps[name].append(row["step_s"])
+                overlap[name].append(row["overlap_ratio"])
+                facts = f"{row['strategy']}, communication {row['communication_s'] * 1e3:.0f} ms, compute {row['compute_s'] * 1e3:.0f} ms"
+    show(steps, overlap, facts, arguments.rounds)
+    return 0
+
+
+def show(steps: dict[str, list[float]], overlap: dict[str, list[float]], facts: str, rounds: int) -> None:
+    table = Table(title=f"emulated link, {facts}; medians of {rounds} rounds")
+    for heading in ("scheduler", "step ms", "overlap ratio", f"{BASELINE} / it"):
+        table.add_column(heading, justify="left" if heading == "scheduler" else "right")
+    for name in CANDIDATES:
+        ratios = [base / own for base, own in zip(steps[BASELINE], steps[name], strict=True)]
+        table.add_row(
+            name, f"{statistics.median(steps[name]) * 1e3:.1f}", f"{statistics.median(overlap[name]):.2f}",
+            f"{statistics.median(ratios):.2f} ×",
+        )  # fmt: skip
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

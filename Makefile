@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install sweep test lint format clean
+.PHONY: help install sweep bench test lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ $(STAMP): setup.cfg constraints.txt pyproject.toml
 sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the table, draw tradeoff.png (minutes)
 	@if [ -e "$(OUT)/multirun.yaml" ]; then rm -rf "$(OUT)"; fi  # an earlier sweep, nothing else
 	$(RUN) experiments/train.py experiment=quick hydra.sweep.dir="$(OUT)"
+
+bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
+	$(RUN) experiments/bench.py
 
 test: $(STAMP) ## run the tests
 	$(RUN) -m pytest

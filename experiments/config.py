@@ -124,7 +124,7 @@ class OptimizerConfig:
 class StrategyConfig:
     """Who decides the strategy of each unit."""
 
-    name: str = _option("uniform", "the strategy planner", choices=("uniform", "random", "greedy"))
+    name: str = _option("uniform", "the strategy planner", choices=("uniform", "random", "greedy", "ilp"))
     kind: str | None = _option(
         None,
         "the strategy of all units",

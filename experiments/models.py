@@ -20,14 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ResNetConfig,
-    ResNetForImageClassification,
-)
 
 from experiments.data import IGNORED, Images, Inputs, Tokens, batches
 
@@ -82,7 +74,8 @@ class Mlp(nn.Module):
         return hidden
 
 
-# ---- families: keyword arguments are the options, their defaults the family's best known shape
+# ---- families: keyword arguments are the options, their defaults the family's best known shape.
+# transformers takes seconds to import: each family does so itself, and the MLP does without.
 
 
 def _gpt2(
@@ -95,6 +88,8 @@ def _gpt2(
     dropout: float = 0.0,
     checkpointing: bool = False,
 ) -> Task:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     _check_transformer(layers, width, heads, dropout)
     inputs = Tokens(sequence, vocab)
     config = GPT2Config(
@@ -126,6 +121,8 @@ def _bert(
     dropout: float = 0.0,
     checkpointing: bool = False,
 ) -> Task:
+    from transformers import BertConfig, BertForMaskedLM
+
     _check_transformer(layers, width, heads, dropout)
     inputs = Tokens(sequence, vocab, masked=True)
     config = BertConfig(
@@ -158,6 +155,8 @@ def _resnet(
     channels: int = 3,
     classes: int = 1000,
 ) -> Task:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
     _check_positive(stem=stem, width_divisor=width_divisor)
     if not depths or len(depths) != len(hidden_sizes):
         raise ValueError(f"depths and hidden_sizes must be of one length, got {depths} and {hidden_sizes}")

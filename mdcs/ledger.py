@@ -13,8 +13,11 @@ Two views of one plan:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from mdcs.link import Kind
 from mdcs.plan import Message, Op, Plan, PlanError, Strategy
@@ -37,22 +40,27 @@ class MessageBytes:
     gradients_after_link: tuple[tuple[int, int], ...]  # freed once reduced (RS)
     gradients_after_update: tuple[tuple[int, int], ...]  # freed once updated (AR)
 
-    @property
+    @cached_property
     def shards_held(self) -> int:
         """Of its gradient shards, what stays until the barrier."""
         return self.shards - min(self.shards, self.shards_freed)
 
-    @property
+    @cached_property
     def shards_of_others(self) -> int:
         """Of the gradient shards it frees, what earlier messages left."""
         return max(0, self.shards_freed - self.shards)
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Bytes that stay after the message."""
         return sum(b for _, b in self.full) + self.shards_held
 
-    @property
+    @cached_property
+    def freed(self) -> int:
+        """Of the bytes that slots and earlier messages left, what is freed when it ends."""
+        return self.shards_of_others + sum(b for _, b in self.gradients_after_link + self.gradients_after_update)
+
+    @cached_property
     def transient(self) -> int:
         """The most that lives only while the message is in flight, beside the gradients that it frees.
 
@@ -70,6 +78,14 @@ class SlotBytes:
     released: tuple[tuple[int, int], ...]
     live: int
     peak: int
+
+    @cached_property
+    def allocated(self) -> int:
+        return sum(b for _, b in self.gradients)
+
+    @cached_property
+    def freed(self) -> int:
+        return sum(b for _, b in self.released)
 
 
 def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:
@@ -249,7 +265,6 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     ledger = ledger or Ledger(plan)
     issued = SlotLimits(plan).issued
     held = ledger.rest_bytes
-    gradients: dict[int, int] = {}
     out: list[Need] = []
     for round_ in range(3):  # the prologue, which only gathers; the first period; the steady state
         out, sent = [], 0
@@ -259,16 +274,12 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
                 if round_ == 0 and not plan.in_prologue(plan.messages[i]):
                     continue
                 e = ledger.messages[i]
-                arrival = max(arrival, held + sum(b for _, b in e.full) + e.shards_held + e.transient + slot.live)
-                held += e.held - e.shards_of_others
-                for u, _ in e.gradients_after_link + e.gradients_after_update:
-                    held -= gradients.pop(u, 0)
+                arrival = max(arrival, held + e.held + e.transient + slot.live)
+                held += e.held - e.freed
             sent = issued[q]
-            for u, b in slot.gradients:
-                gradients[u] = b
-                held += b
+            held += slot.allocated
             out.append(Need(arrival, held + slot.peak))
-            held -= sum(b for _, b in slot.released)
+            held -= slot.freed
     return out
 
 

@@ -11,6 +11,7 @@ from mdcs.plan import Strategy
 from mdcs.profile import Profile
 from mdcs.strategies.base import InfeasibleBudget, Judge
 from mdcs.strategies.greedy import Greedy
+from mdcs.strategies.ilp import Ilp
 from mdcs.strategies.random_mix import RandomMix
 from mdcs.strategies.uniform import Uniform
 
@@ -21,6 +22,6 @@ class StrategyPlanner(Protocol):
         ...
 
 
-STRATEGIES: dict[str, type[StrategyPlanner]] = {"uniform": Uniform, "random": RandomMix, "greedy": Greedy}
+STRATEGIES: dict[str, type[StrategyPlanner]] = {"uniform": Uniform, "random": RandomMix, "greedy": Greedy, "ilp": Ilp}
 
 __all__ = ["STRATEGIES", "InfeasibleBudget", "Judge", "StrategyPlanner"]

@@ -63,8 +63,8 @@ def how(strategy: str, scheduler: str, cross: bool, seed: int) -> How:
 
 
 TWO = pairwise((STRATEGIES, SCHEDULERS, (True, False), (1, 2, 3), MODELS))
-CLIPPED = pairwise((STRATEGIES, (1, 2), MODELS, SCHEDULERS[::2]), seed=1)
-THREE = pairwise((STRATEGIES, (1, 2), (None, 0.1), MODELS, SCHEDULERS[1::2]), seed=2)
+CLIPPED = pairwise((STRATEGIES, (1, 2), ("gpt2", "resnet")), seed=1)
+THREE = pairwise((STRATEGIES, (1, 2), (None, 0.1), ("tied", "resnet")), seed=2)
 
 
 @pytest.mark.parametrize(("strategy", "scheduler", "cross", "micro_steps", "model"), TWO)
@@ -74,16 +74,18 @@ def test_two_ranks_are_bitwise_equal(two: Ranks, strategy, scheduler, cross, mic
     assert [r["bitwise"] for r in results] == [True, True], results
 
 
-@pytest.mark.parametrize(("strategy", "micro_steps", "model", "scheduler"), CLIPPED)
-def test_clipped_gradients(two: Ranks, strategy, micro_steps, model, scheduler):
+@pytest.mark.parametrize(("strategy", "micro_steps", "model"), CLIPPED)
+def test_clipped_gradients(two: Ranks, strategy, micro_steps, model):
     job = Job(model, micro_steps, clip_norm=0.1, double=True)
+    scheduler = SCHEDULERS[CLIPPED.index((strategy, micro_steps, model)) % 8]
     for result in two.run(compare, job, how(strategy, scheduler, False, 0)):
         assert result["losses"] <= ROUNDING and result["weights"] <= ROUNDING
 
 
-@pytest.mark.parametrize(("strategy", "micro_steps", "clip", "model", "scheduler"), THREE)
-def test_three_ranks_with_padding(three: Ranks, strategy, micro_steps, clip, model, scheduler):
+@pytest.mark.parametrize(("strategy", "micro_steps", "clip", "model"), THREE)
+def test_three_ranks_with_padding(three: Ranks, strategy, micro_steps, clip, model):
     job = Job(model, micro_steps, clip_norm=clip, double=True)
+    scheduler = SCHEDULERS[THREE.index((strategy, micro_steps, clip, model)) % 8]
     for result in three.run(compare, job, how(strategy, scheduler, clip is None, 0)):
         assert result["losses"] <= ROUNDING and result["weights"] <= ROUNDING
 

@@ -13,6 +13,7 @@ Two views of one plan:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,24 +110,70 @@ def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, i
     return pieces
 
 
-class Ledger:
-    """All effects of a plan, and its bytes at rest by category (``rank`` decides how segments are cut)."""
+class _Cuts(NamedTuple):
+    """Where segment boundaries cut what ranks update of a unit, beyond one run per block.
 
-    def __init__(self, plan: Plan, rank: int = 0) -> None:
+    ``everywhere`` is how many cuts every rank has, ``on_rank`` how many more some have; ``largest`` is, per block,
+    the longest run of any rank.
+    """
+
+    everywhere: int
+    on_rank: tuple[tuple[int, int], ...]
+    largest: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _cuts(segments: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cuts:
+    """``parts`` is the world, or 1 for a unit that every rank updates whole."""
+    ends = list(itertools.accumulate(segments))[:-1]  # padding belongs to the last segment
+    counts: Counter[int] = Counter()
+    largest = []
+    start = 0
+    for size in blocks:
+        part = size // parts
+        inside = {end - start for end in ends if start < end < start + size and (end - start) % part}
+        counts.update(offset // part for offset in inside)
+        cut_ranks = {offset // part for offset in inside}
+        if len(cut_ranks) < parts:
+            largest.append(part)
+        else:
+            edges = sorted({*inside, *range(0, size + 1, part)})
+            largest.append(max(b - a for a, b in itertools.pairwise(edges)))
+        start += size
+    if parts == 1:
+        return _Cuts(counts[0], (), tuple(largest))
+    return _Cuts(0, tuple(sorted(counts.items())), tuple(largest))
+
+
+class Ledger:
+    """All effects of a plan, and its bytes at rest by category.
+
+    Segment boundaries cut the ranks' shards differently, which costs optimizer state and scratch: the ledger is
+    that of ``rank``, or, for planning, the most that any rank needs (None).
+    """
+
+    def __init__(self, plan: Plan, rank: int | None = None) -> None:
         self.plan, self.rank = plan, rank
         profile, opt = plan.profile, plan.profile.optimizer
         w, g = profile.param_bytes, profile.grad_bytes
         self.at_rest = {"parameters": 0, "optimizer": 0}
         self._scratch: dict[tuple[int, int], int] = {}
-        for u, unit in enumerate(profile.units):
-            sharded = plan.strategies[u].sharded
-            self.at_rest["parameters"] += plan.padded(u) * w // (plan.world if sharded else 1)
+        pieces, more = 0, Counter[int]()
+        for u, (unit, strategy) in enumerate(zip(profile.units, plan.strategies, strict=True)):
+            total, blocks = plan.padded(u), plan.blocks[u]
+            self.at_rest["parameters"] += total * w // (plan.world if strategy.sharded else 1)
             if not unit.trainable:
                 continue
-            for b in range(len(plan.blocks[u])):
-                pieces = runs(plan, u, b, rank)
-                self.at_rest["optimizer"] += sum(n * w * opt.state_tensors + opt.state_fixed for _, n, _ in pieces)
-                self._scratch[u, b] = opt.scratch_tensors * w * max((n for _, n, _ in pieces), default=0)
+            parts = 1 if strategy is Strategy.dp else plan.world
+            cuts = _cuts(unit.segments, blocks, parts)
+            self.at_rest["optimizer"] += total // parts * w * opt.state_tensors
+            pieces += len(blocks) + cuts.everywhere
+            more.update(dict(cuts.on_rank))
+            for b in range(len(blocks)):
+                largest = cuts.largest[b] if rank is None else max(n for _, n, _ in runs(plan, u, b, rank))
+                self._scratch[u, b] = opt.scratch_tensors * w * largest
+        pieces += max(more.values(), default=0) if rank is None else more[rank]
+        self.at_rest["optimizer"] += pieces * opt.state_fixed
         self.rest_bytes = sum(self.at_rest.values())
         self.full = [plan.padded(u) * w for u in range(len(profile.units))]
         self.gradients = [plan.padded(u) * g for u in range(len(profile.units))]

@@ -57,7 +57,7 @@ class Dispatcher:
         self.lock = account.lock
         self.n = len(plan.messages)
         self.issued = self.started = self.processed = 0
-        self.step = 0
+        self.step = 1
         self.error: BaseException | None = None
         self._stop = False
         self._skipped: set[int] = set()  # sent ahead of their turn by drain(), or not sent in the prologue
@@ -139,11 +139,13 @@ class Dispatcher:
         with self.lock:
             self.wait_for(self.issued, "the messages in flight")
             first = self.issued
+        mark = self.executor.mark()
         if base == 0:
             return  # the prologue reduces nothing
         for index in range(max(first, base), base + self.last_reduction + 1):
             if self.plan.messages[index % self.n].kind.is_gather or index in self._skipped:
                 continue
+            self._marks[index] = mark
             transfer, begin = self._start(index)
             self._finish(index, transfer, begin)
             self._skipped.add(index)
@@ -246,13 +248,15 @@ class Dispatcher:
                 self.wire.land(transfer)
                 self.executor.finish([])
                 with self.lock:
+                    transfer.free_staging()
                     self.account.book("staging", -effect.staging)
                     for u, size in effect.gradients_after_link:
                         self.storages[u].free_gradient()
                         self.account.book("gradients", -size)
-                if not message.kind.is_gather:
-                    self._update(i, transfer)
+                shards = [] if message.kind.is_gather else self._update(i, transfer)
                 with self.lock:
+                    for shard in shards:
+                        shard.untyped_storage().resize_(0)
                     for u, size in effect.gradients_after_update:
                         self.storages[u].free_gradient()
                         self.account.book("gradients", -size)
@@ -262,15 +266,17 @@ class Dispatcher:
         except Exception as e:
             raise self._failure(i, e) from e
 
-    def _update(self, i: int, transfer: Transfer) -> None:
-        """Update the blocks that the message has reduced; in barrier mode all of them, with the last."""
+    def _update(self, i: int, transfer: Transfer) -> list[Tensor]:
+        """Update the blocks that the message has reduced; in barrier mode all of them, with the last.
+
+        Returns the gradient shards that are done with.
+        """
         message, effect = transfer.message, self.ledger.messages[i]
         ready = {part: transfer.shards.get(part) for part in message.parts}
         if not self.plan.cross_iteration:
             self._shards |= {p: s for p, s in ready.items() if s is not None}
-            transfer.shards = {}
             if i != self.last_reduction:
-                return
+                return []
             reduced = dict.fromkeys(p for m in self.plan.messages if not m.kind.is_gather for p in m.parts)
             ready = {part: self._shards.get(part) for part in reduced}
         gradients: dict[tuple[int, int], Tensor] = {}
@@ -287,20 +293,21 @@ class Dispatcher:
         self.executor.finish([])
         self.recorder.update(message, begin, self.executor.stamp())
         self._shards.clear()
-        transfer.shards = {}
         with self.lock:
             self.account.book("update_scratch", -effect.scratch)
+        return [shard for shard in ready.values() if shard is not None]
 
     def _clip(self, gradients: dict[tuple[int, int], Tensor]) -> None:
         """Scale all gradients to a global norm of at most ``clip_norm``, as torch's clip_grad_norm_ does.
 
-        Shards are counted by their owner, whole (dp) gradients by rank 0, in float64.
+        Shards are counted by their owner, whole (dp) gradients by rank 0; their squares are summed in float64.
         """
         total = torch.zeros((), dtype=torch.float64)
         for (u, _), gradient in gradients.items():
             whole = self.plan.strategies[u].value == "dp"
             if not whole or self.wire.rank == 0:
-                total += torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu() ** 2
+                # In the gradient's own precision: in another one torch would make a whole copy of it first.
+                total += torch.linalg.vector_norm(gradient).double().cpu() ** 2
         if self.plan.world > 1:
             dist.all_reduce(total, group=self.control)
         self.recorder.norm = float(total.sqrt())

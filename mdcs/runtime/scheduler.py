@@ -116,8 +116,9 @@ class SlotWalker:
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
         if self.rounds or q > self.period.turn:
+            here = self.executor.mark()
             with self.executor.communicating():
-                self.executor.after(self.executor.mark())
+                self.executor.after(here)
                 with lock:
                     for u, size in previous.released:
                         self.storages[u].free_full()

@@ -103,6 +103,8 @@ class UnitStorage:
         self.gradient[self.used :].zero_()
 
     def free_gradient(self) -> None:
+        # Now, and not when the last reference goes: a backend's thread may hold one a little longer.
+        self.gradient.untyped_storage().resize_(0)
         self.gradient = self.gradient.new_empty(0)
 
     def take_gradient(self, index: int, first: bool, scale: float | None) -> None:

@@ -29,6 +29,12 @@ class Transfer:
     shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     works: list[dist.Work] = field(default_factory=list)
 
+    def free_staging(self) -> None:
+        for buffer in (self.sent, self.received):
+            if buffer is not None:
+                buffer.untyped_storage().resize_(0)
+        self.sent = self.received = None
+
 
 class Wire:
     def __init__(
@@ -99,7 +105,7 @@ class Wire:
             transfer.works = [self._work(work)]
 
     def land(self, transfer: Transfer) -> None:
-        """Unpack or sum what has arrived, and drop the staging buffers."""
+        """Unpack or sum what has arrived; the staging buffers are then done with."""
         message = transfer.message
         if self.world == 1:
             for (u, b), shard in transfer.shards.items():
@@ -132,7 +138,6 @@ class Wire:
                 start = storage.offsets[b] + r * n
                 storage.full[start : start + n].copy_(transfer.sent[where])
         transfer.works = []
-        transfer.sent = transfer.received = None
 
     def gather_now(self, unit: int) -> list[dist.Work]:
         """Gather a whole unit in place, outside the plan; its full buffer must be allocated."""

@@ -42,6 +42,10 @@ class Ilp:
     solver: str = "HIGHS"
     seconds: float = 20.0
 
+    def __post_init__(self) -> None:
+        if self.solver not in ("HIGHS", "CBC"):  # python-mip takes another one in silence
+            raise ValueError(f"solver must be HIGHS or CBC, got {self.solver!r}")
+
     def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
         """The better of the solver's mix and greedy's. Raises InfeasibleBudget."""
         return self.solve(profile, judge)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,22 @@ from rich.text import Text
 from analysis import tradeoff as ask
 
 WIDTH = 120
+_HEADINGS = {
+    "strategy": "strategy",
+    "scheduler": "scheduler",
+    "budget": "budget\nMiB",
+    "share": "share",
+    "step": "step ms\n[p10–p90]",
+    "range": "",  # in the same column
+    "predicted": "pred.\nms",
+    "overlap": "overlap\nratio",
+    "exposed": "exposed\nms",
+    "sent": "sent\nMB",
+    "peak": "peak MiB\nmeas. / pred.",
+    "status": "status",
+}
+_LEFT_OUT_FIRST = ("range", "sent", "exposed", "predicted", "overlap")
+"""On a terminal that is too narrow; table.csv has them all."""
 _STATUS_STYLES = {"ok": "green", "failed": "bold red", "incomplete": "yellow"}
 
 
@@ -45,7 +62,25 @@ def write_csv(frame: pd.DataFrame, path: str | Path) -> Path:
 
 
 def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
-    plain = not console.is_terminal
+    table = _table(title, rows, plain=not console.is_terminal)
+    if console.is_terminal:  # where rich would squeeze columns, down to nothing
+        for count in range(1, len(_LEFT_OUT_FIRST) + 1):
+            if console.measure(table, options=console.options.update(width=10 * WIDTH)).maximum <= console.width:
+                break
+            table = _table(title, rows, plain=False, without=_LEFT_OUT_FIRST[:count])
+    console.print(table)
+    for number, row in enumerate((row for _, row in _sorted(rows).iterrows() if row["status"] != "ok"), start=1):
+        reason = f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}"
+        console.print(Padding(Text(reason), (0, 0, 0, 1)))
+    console.print()
+
+
+def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
+    order = ["strategy", "scheduler", "budget_bytes", "schedule_share"]
+    return rows.sort_values(order, na_position="last", kind="stable")
+
+
+def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str] = ()) -> Table:
     table = Table(
         title=title,
         title_justify="left",
@@ -57,56 +92,49 @@ def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
         collapse_padding=True,
         pad_edge=False,
     )
-    for heading in ("strategy", "scheduler"):
-        table.add_column(heading, min_width=12 if heading == "scheduler" else 8, overflow="fold")
-    for heading in (
-        "budget\nMiB",
-        "share",
-        "step ms\n[p10–p90]",
-        "pred.\nms",
-        "overlap\nratio",
-        "exposed\nms",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("comm\nMB", "peak MiB\nmeas. / pred."):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("status", no_wrap=True)
+    headings = {name: heading for name, heading in _HEADINGS.items() if name not in without}
+    if "range" in without:
+        headings["step"] = "step\nms"
+    for name, heading in headings.items():
+        if name in ("strategy", "scheduler"):
+            table.add_column(heading, min_width=8, overflow="fold")
+        elif name != "range":
+            table.add_column(heading, justify="left" if name == "status" else "right", no_wrap=True)
 
-    best = ask.best_run(rows)
-    reasons: list[str] = []
-    order = ["strategy", "scheduler", "budget_bytes", "schedule_share"]
-    for index, row in rows.sort_values(order, na_position="last", kind="stable").iterrows():
+    best = ask.best_run(rows) if len(rows) > 1 else None
+    failed = 0
+    for index, row in _sorted(rows).iterrows():
         status = str(row["status"])
         words = status
         if status != "ok":
-            reasons.append(f"[{len(reasons) + 1}] {row['name']}: {row['reason'] or 'no reason given'}")
-            words = f"{status} [{len(reasons)}]"
+            failed += 1
+            words = f"{status} [{failed}]"
         elif best is not None and index == best.name:
             words = "ok, fastest"
-        table.add_row(*_cells(row), Text(words, style=_STATUS_STYLES.get(status, "")))
-    console.print(table)
-    for reason in reasons:
-        console.print(Padding(Text(reason), (0, 0, 0, 1)))
-    console.print()
+        cells: dict[str, str | Text] = dict(_cells(row))
+        if "range" in headings and cells["range"]:
+            cells["step"] = f"{cells['step']} {cells['range']}"
+        cells["status"] = Text(words, style=_STATUS_STYLES.get(status, ""))
+        table.add_row(*(cells[name] for name in headings if name != "range"))
+    return table
 
 
-def _cells(row: pd.Series) -> list[str]:
+def _cells(row: pd.Series) -> dict[str, str]:
     barrier = pd.notna(row["cross_iteration"]) and not row["cross_iteration"]
-    step = _ms(row["step_s"])
-    if step and pd.notna(row["step_s_p10"]) and pd.notna(row["step_s_p90"]):
-        step += f" [{_ms(row['step_s_p10'])}–{_ms(row['step_s_p90'])}]"
-    return [
-        str(row["strategy"] if pd.notna(row["strategy"]) else "?"),
-        str(row["scheduler"] if pd.notna(row["scheduler"]) else "?") + (" (barrier)" if barrier else ""),
-        "none" if pd.isna(row["budget_bytes"]) else _number(row["budget_bytes"] / 2**20, "{:.0f}"),
-        _number(row["schedule_share"], "{:.2f}"),
-        step,
-        _ms(row["predicted_step_s"]),
-        _number(row["overlap_ratio"], "{:.2f}"),
-        _ms(row["exposed_s"]),
-        _number(row["bytes_total"] / 1e6, "{:.1f}"),
-        f"{_mib(row['peak_bytes'])} / {_mib(row['predicted_peak_bytes'])}",
-    ]
+    spread = pd.notna(row["step_s_p10"]) and pd.notna(row["step_s_p90"])
+    return {
+        "strategy": str(row["strategy"] if pd.notna(row["strategy"]) else "?"),
+        "scheduler": str(row["scheduler"] if pd.notna(row["scheduler"]) else "?") + (" (barrier)" if barrier else ""),
+        "budget": "none" if pd.isna(row["budget_bytes"]) else _mib(row["budget_bytes"]),
+        "share": _number(row["schedule_share"], "{:.2f}"),
+        "step": _ms(row["step_s"]),
+        "range": f"[{_ms(row['step_s_p10'])}–{_ms(row['step_s_p90'])}]" if spread else "",
+        "predicted": _ms(row["predicted_step_s"]),
+        "overlap": _number(row["overlap_ratio"], "{:.2f}"),
+        "exposed": _ms(row["exposed_s"]),
+        "sent": _number(row["bytes_total"] / 1e6, "{:.1f}"),
+        "peak": f"{_mib(row['peak_bytes'])} / {_mib(row['predicted_peak_bytes'])}",
+    }
 
 
 def _number(value: float, form: str) -> str:

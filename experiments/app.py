@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments import help
 from experiments.config import Config, ConfigError, from_composed, register
 from experiments.errors import CONF, explain
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
@@ -73,9 +74,14 @@ def run(job: Job, *, on_sweep_end: Callable[[Session], None] | None = None) -> i
 
     # Hydra takes flags before or after all overrides, but not between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+    asks_for_help = bool({"-h", "--help"} & set(sys.argv))
     wants_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises what it would print over many lines
     try:
+        if asks_for_help:
+            given = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+            print(help.text(sys.modules["__main__"].__doc__ or "", given))
+            return 0
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except KeyboardInterrupt:
         print("interrupted: all ranks were ended", file=sys.stderr)

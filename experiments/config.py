@@ -11,6 +11,7 @@ never compose.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from typing import Any, TypeVar
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from mdcs.profile import Profile
 
 SCHEMA_NAME = "mdcs_schema"
 
@@ -396,8 +399,41 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("model.vocab", f"must be >= 256 for data.name=stdlib_bytes, got {model.vocab}")
     if data.name == "digits" and model.classes is not None and model.classes < 10:
         raise ConfigError("model.classes", f"must be >= 10 for data.name=digits, got {model.classes}")
-    if config.profile is not None and not Path(config.profile).is_file():
-        raise ConfigError("profile", f"no such file: {config.profile}")
+    if config.profile is not None:
+        _check_profile(config, Path(config.profile))
+
+
+def measured_for(config: Config) -> dict[str, str]:
+    """What a profile's units, slots and bytes depend on; times depend on the machine too."""
+    model, optimizer = config.model, config.optimizer
+    used = {"momentum": optimizer.momentum, "weight_decay": optimizer.weight_decay, "fused": optimizer.fused}
+    size = f" {model.wrap_min_params}" if model.wrap == "size" else ""
+    return {
+        "model": model.name,
+        "options": json.dumps(model.options(), sort_keys=True),
+        "wrap": f"{model.wrap}{size}",
+        "frozen": " ".join(model.frozen),
+        "optimizer": " ".join([optimizer.name, *(name for name, value in used.items() if value)]),
+        "batch": str(config.data.batch_size),
+        "precision": config.run.precision,
+        "ranks": str(config.cluster.ranks),
+    }
+
+
+def _check_profile(config: Config, path: Path) -> None:
+    if not path.is_file():
+        raise ConfigError("profile", f"no such file: {path}")
+    try:
+        profile = Profile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError("profile", f"{path} is not a profile.json: {error}") from error
+    about = {"ranks": str(profile.world), **profile.about}  # one written by hand may say nothing of itself
+    for key, value in measured_for(config).items():
+        if about.get(key, value) != value:
+            was = f"{path} was measured with {key} {about[key] or 'none'}"
+            raise ConfigError("profile", f"{was}; this job has {value or 'none'}")
+    if profile.link.emulated and config.link.name == "real":
+        raise ConfigError("profile", f"{path} has not measured the link: it was emulated; add link=emulated")
 
 
 def _default(leaf: dataclasses.Field[Any]) -> Any:

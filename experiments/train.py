@@ -2,8 +2,6 @@
 
     python experiments/train.py strategy=greedy scheduler=fusion budget.gib=0.5
     python experiments/train.py -m strategy=dp,fsdp scheduler=wfbp,fusion
-
-The options and their values: `python experiments/train.py --help`, and experiments/config.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import fnmatch
 import gc
-import json
 import os
 import platform
 import statistics
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 import mdcs
 from experiments import data, models
-from experiments.config import Config, load
+from experiments.config import Config, load, measured_for
 from experiments.tracking import METRICS, JsonLines
 from launch import status
 from mdcs.autoplan import agree, on_rank_zero
@@ -68,7 +67,9 @@ def start(config: Config) -> torch.device:
     torch.set_num_threads(config.cluster.resolved_threads())
     timeout = datetime.timedelta(seconds=config.cluster.timeout_s)
     if config.cluster.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count()))
+        if not torch.cuda.is_available():
+            raise ValueError("cluster.device=cuda: torch finds no GPU here")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -113,14 +114,15 @@ class Job:
 
     def profile(self, config: Config) -> mdcs.Profile:
         """The profile named by the config, or one measured now on all ranks at once."""
-        if config.profile is not None:
-            return mdcs.Profile.from_json(Path(config.profile).read_text(encoding="utf-8"))
-        depth = config.link.depth
+        depth, emulated = config.link.depth, None
         if config.link.name == "emulated":
             assert config.link.rate_gbit is not None and config.link.latency_us is not None
-            link = mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, depth, emulated=True)
-        else:
-            link = measure_link(self.device, depth=depth)
+            emulated = mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, depth, emulated=True)
+        if config.profile is not None:
+            known = mdcs.Profile.from_json(Path(config.profile).read_text(encoding="utf-8"))
+            link = emulated or dataclasses.replace(known.link, depth=depth)  # an emulated link is what the config says
+            return dataclasses.replace(known, link=link)
+        link = emulated or measure_link(self.device, depth=depth)
         batches = self.batches()
         dist.barrier()
         profile = mdcs.measure_profile(
@@ -134,11 +136,7 @@ class Job:
 
 def about(config: Config) -> dict[str, str]:
     return {
-        "model": config.model.name,
-        "options": json.dumps(config.model.options(), sort_keys=True),
-        "batch": str(config.data.batch_size),
-        "precision": config.run.precision,
-        "ranks": str(config.cluster.ranks),
+        **measured_for(config),
         "threads": str(config.cluster.threads),
         "device": torch.cuda.get_device_name() if config.cluster.device == "cuda" else platform.machine(),
         "torch": torch.__version__,

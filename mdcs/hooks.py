@@ -47,9 +47,16 @@ class Hooks:
             handle.remove()
         self._handles.clear()
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way. One that raised has not said that it ended."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._in_backward = False
+        return self._in_backward
+
     def _skip(self) -> bool:
         # A forward inside backward is activation checkpointing: its slot is the backward slot it runs in.
-        return self._in_backward or not torch.is_grad_enabled()
+        return self.in_backward or not torch.is_grad_enabled()
 
     def _before(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:

@@ -206,44 +206,31 @@ class Ledger:
         One block is gathered and all-reduced in place; an all-to-all reduce-scatter receives into a buffer as
         large as its input; a fused message is packed (a fused gather in place, in one buffer).
         """
-        plan = self.plan
-        payload, fused = plan.payload(message), len(message.parts) > 1
-        if plan.world == 1:
+        plan, fused = self.plan, len(message.parts) > 1
+        exchanged = message.kind is Kind.RS and plan.profile.reduce_scatter == "all_to_all"
+        if plan.world == 1 or not (fused or exchanged):
             return 0
-        if message.kind is Kind.RS and plan.profile.reduce_scatter == "all_to_all":
-            return 2 * payload if fused else payload
-        return payload if fused else 0
+        return plan.payload(message) * (int(fused) + int(exchanged))
 
     def _messages(self) -> list[MessageBytes]:
         plan, g = self.plan, self.plan.profile.grad_bytes
-        barrier = not plan.cross_iteration
-        reductions = [i for i, m in enumerate(plan.messages) if m.kind in (Kind.AR, Kind.RS)]
+        first_of = self._first_gathers()
+        reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
         last_reduction = reductions[-1] if reductions else None
         last_of: dict[int, int] = {u: i for i in reductions for u, _ in plan.messages[i].parts}
         held_shards = 0
         all_scratch = max(self._scratch.values(), default=0)
-        # The first to gather a unit, in time: blocks of one AG_B may come before and after the end of the period.
-        first_of: dict[Op, int] = {}
-        for i in sorted(range(len(plan.messages)), key=lambda i: (plan.unrolled(plan.messages[i]), i)):
-            m = plan.messages[i]
-            if m.kind.is_gather:
-                for u, _ in m.parts:
-                    first_of.setdefault(Op(m.kind, u, m.micro), i)
         effects = []
         for i, m in enumerate(plan.messages):
+            units = dict.fromkeys(u for u, _ in m.parts)
             if m.kind.is_gather:
-                full = tuple(
-                    (u, self.full[u])
-                    for u in dict.fromkeys(u for u, _ in m.parts)
-                    if plan.strategies[u].sharded and first_of[Op(m.kind, u, m.micro)] == i
-                )
+                full = tuple((u, self.full[u]) for u in units if first_of.get(Op(m.kind, u, m.micro)) == i)
                 effects.append(MessageBytes(full, self.staging(m), 0, 0, 0, (), ()))
                 continue
             shards = plan.elements(m) // plan.world * g if m.kind is Kind.RS else 0
             held_shards += shards
-            done = [u for u in dict.fromkeys(u for u, _ in m.parts) if last_of[u] == i]
-            grads = tuple((u, self.gradients[u]) for u in done)
-            if not barrier:
+            grads = tuple((u, self.gradients[u]) for u in units if last_of[u] == i)
+            if plan.cross_iteration:
                 scratch, freed = max(self._scratch[p] for p in m.parts), shards
                 after_update = grads if m.kind is Kind.AR else ()
             elif i == last_reduction:
@@ -254,6 +241,23 @@ class Ledger:
             after_link = grads if m.kind is Kind.RS else ()
             effects.append(MessageBytes((), self.staging(m), shards, scratch, freed, after_link, after_update))
         return effects
+
+    def _first_gathers(self) -> dict[Op, int]:
+        """The message that is the first, in time, to gather a sharded unit, and so allocates its buffer.
+
+        Blocks of one AG_B may be sent before and after the end of the period, so time is not the list's order.
+        """
+        plan = self.plan
+        first: dict[Op, tuple[int, int]] = {}
+        for i, m in enumerate(plan.messages):
+            if not m.kind.is_gather:
+                continue
+            order = plan.unrolled(m), i
+            for u, _ in m.parts:
+                op = Op(m.kind, u, m.micro)
+                if plan.strategies[u].sharded and order < first.get(op, (order[0] + 1, i)):
+                    first[op] = order
+        return {op: i for op, (_, i) in first.items()}
 
 
 @dataclass(frozen=True)
@@ -290,6 +294,13 @@ class SlotLimits:
                 if not m.blocking:
                     waits -= plan.unrolled(m) - m.slot  # from the scale of its window to its own period
                 done_at[waits % length] = max(done_at[waits % length], i + 1 - waits // length * n)
+        if not plan.cross_iteration:
+            # The last reduction updates every unit: no dp unit has its parameters before.
+            last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
+            for u, unit in enumerate(plan.profile.units):
+                if unit.trainable and plan.strategies[u] is Strategy.dp:
+                    first = plan.period.forward(u, 0)[0]
+                    done_at[first] = max(done_at[first], last + 1)
         best = max((d - n for d in done_at), default=-n)
         self.done: list[int] = []
         for d in done_at:
@@ -351,4 +362,3 @@ def check(plan: Plan) -> None:
                 f"and what holds them is freed only after it"
                 + (f" (gathered ahead: {'; '.join(blocking[:4])})" if blocking else "")
             )
-

@@ -41,13 +41,13 @@ class Strategy(str, Enum):
     sdp = "sdp"  # sharded at rest, gathered before forward, kept until its backward ends
     fsdp = "fsdp"  # gathered before forward, freed, gathered again before backward
 
+    __hash__ = str.__hash__
+
+    def __init__(self, value: str) -> None:
+        self.sharded = value in ("sdp", "fsdp")  # whether the parameters at rest are a shard
+
     def __str__(self) -> str:
         return self.value
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the parameters at rest are a shard."""
-        return self in (Strategy.sdp, Strategy.fsdp)
 
     def kinds(self, trainable: bool, has_backward: bool) -> tuple[Kind, ...]:
         """The collectives that a unit of this strategy needs in one period."""
@@ -236,7 +236,7 @@ class Plan:
         return sum(self.blocks[unit])
 
     def elements(self, message: Message) -> int:
-        return sum(self.blocks[u][b] for u, b in message.parts)
+        return sum([self.blocks[u][b] for u, b in message.parts])
 
     def payload(self, message: Message) -> int:
         """Bytes of the full (unsharded) payload."""
@@ -255,7 +255,8 @@ class Plan:
 
     def unrolled(self, message: Message) -> int:
         """The issue slot on the scale of the message's window (AG_B issued at the head of the next period)."""
-        first = max(self.period.window(Op(message.kind, u, message.micro))[0] for u, _ in message.parts)
+        kind, micro, window = message.kind, message.micro, self.period.window
+        first = max([window(Op(kind, u, micro))[0] for u, _ in message.parts])
         return message.slot if message.slot >= first else message.slot + self.period.length
 
     @cached_property
@@ -295,11 +296,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises PlanError if the text is no plan of this schema or was changed after it was written."""
+        """Raises PlanError if the text is no plan of this schema, or what is executed was changed in it."""
         try:
             d: dict[str, Any] = json.loads(text)
-            if d.get("schema") != SCHEMA:
-                raise PlanError(f"plan schema {d.get('schema')} is not the supported {SCHEMA}")
+            if d["schema"] != SCHEMA:
+                raise PlanError(f"plan schema {d['schema']} is not the supported {SCHEMA}")
             plan = cls(
                 profile=Profile.from_dict(d["profile"]),
                 strategies=tuple(Strategy(s) for s in d["strategies"]),
@@ -314,7 +315,9 @@ class Plan:
                     for k in ("micro_steps", "cross_iteration", "budget", "reserve", "strategy", "scheduler")
                 },
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as e:
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError) as e:
             raise PlanError(f"not a plan: {e!r}") from e
         if d.get("hash") != plan.hash:
             raise PlanError(f"plan says hash {d.get('hash')} but its content has {plan.hash}")
@@ -360,27 +363,31 @@ def _check_messages(plan: Plan, expected: set[tuple[Op, int]]) -> None:
     reduced: set[tuple[int, int]] = set()
     previous = 0
     for i, message in enumerate(plan.messages):
-        where = f"message {i} ({message.kind} of {', '.join(units[u].name for u, _ in message.parts)})"
+        kind, micro = message.kind, message.micro
         if not message.parts:
             raise PlanError(f"message {i} is empty")
         if not 0 <= message.slot < plan.period.length:
-            raise PlanError(f"{where}: no slot {message.slot} in a period of {plan.period.length}")
+            raise PlanError(f"{_where(plan, i)}: no slot {message.slot} in a period of {plan.period.length}")
         if message.slot < previous:
-            raise PlanError(f"{where}: issue slot {message.slot} comes before {previous} of the message ahead of it")
+            raise PlanError(
+                f"{_where(plan, i)}: issue slot {message.slot} comes before {previous} of the message ahead of it"
+            )
         previous = message.slot
         for u, b in message.parts:
-            op = Op(message.kind, u, message.micro)
+            if (Op(kind, u, micro), b) not in expected:
+                raise PlanError(f"{_where(plan, i)}: the strategies have no block {b} of unit {u} to send")
+        slot = plan.unrolled(message)
+        for u, b in message.parts:
+            op = Op(kind, u, micro)
             carried[op, b] += 1
-            if (op, b) not in expected:
-                raise PlanError(f"{where}: unit {units[u].name} is {plan.strategies[u]} and has no such block to send")
             first, last = plan.period.window(op)
-            if not first <= plan.unrolled(message) <= last:
-                raise PlanError(f"{where}: issue slot {message.slot} is outside its window {first}..{last}")
-            if message.kind is Kind.RS:
+            if not first <= slot <= last:
+                raise PlanError(f"{_where(plan, i)}: issue slot {message.slot} is outside its window {first}..{last}")
+            if kind is Kind.RS:
                 reduced.add((u, b))
-            early = message.kind is Kind.AG_F and message.micro == 0 and (u, b) not in reduced
+            early = kind is Kind.AG_F and micro == 0 and (u, b) not in reduced
             if early and units[u].trainable:
-                raise PlanError(f"{where}: gathers block {b} of {units[u].name} before its reduce-scatter")
+                raise PlanError(f"{_where(plan, i)}: gathers block {b} of {units[u].name} before its reduce-scatter")
     for (op, b), n in carried.items():
         if n != 1:
             raise PlanError(f"block {b} of {units[op.unit].name} is sent {n} times as {op.kind}")
@@ -388,6 +395,13 @@ def _check_messages(plan: Plan, expected: set[tuple[Op, int]]) -> None:
     if missing:
         op, b = min(missing)
         raise PlanError(f"block {b} of {units[op.unit].name} is never sent as {op.kind} (micro-step {op.micro})")
+
+
+def _where(plan: Plan, i: int) -> str:
+    """The message in words; its units need not exist."""
+    message, units = plan.messages[i], plan.profile.units
+    names = (units[u].name if 0 <= u < len(units) else f"unit {u}" for u, _ in message.parts)
+    return f"message {i} ({message.kind} of {', '.join(names)})"
 
 
 def _check_barrier(plan: Plan) -> None:

@@ -11,16 +11,15 @@ Periods are replayed from the prologue (iteration 1 starts at the first forward 
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 
 from mdcs.ledger import Ledger, SlotLimits, most_in_flight
 from mdcs.link import Kind
-from mdcs.measure.timeline import Interval, StepTimes, step_times
+from mdcs.measure.timeline import Interval, Span, StepTimes, intersection_length, length
 from mdcs.plan import CATEGORIES, Plan, PlanError, Prediction
 
 _MAX_PERIODS = 12
-_REPEATS = 1e-9  # relative change of the period at which the replay has converged
+_REPEATS = 1e-9  # of a period: two periods that differ by less are the same
 
 
 @dataclass
@@ -34,6 +33,9 @@ class Replay:
     curve: list[dict[str, int]] = field(default_factory=list)  # per slot, by category, and "total"
 
     def prediction(self) -> Prediction:
+        """Raises ValueError for a replay without ``detail``, which knows no memory."""
+        if not self.peak:
+            raise ValueError("a prediction needs a replay with detail")
         t = self.times
         return Prediction(
             step_s=self.period_s,
@@ -47,255 +49,329 @@ class Replay:
         )
 
 
-class _Costs:
-    """What the replay needs of a plan, looked up once."""
-
-    def __init__(self, plan: Plan) -> None:
-        link, profile, opt = plan.profile.link, plan.profile, plan.profile.optimizer
-        self.alpha = [link.alpha_of(m.kind) for m in plan.messages]
-        self.transfer = [link.beta_of(m.kind) * plan.wire(m) for m in plan.messages]
-        self.copy: list[float] = []
-        self.update: list[float] = []
-        self.after = plan.waits_for
-        reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
-        barrier_update = 0.0
-        for i, m in enumerate(plan.messages):
-            summed = m.kind is Kind.RS and profile.reduce_scatter == "all_to_all"
-            packed = len(m.parts) > 1
-            self.copy.append(profile.copy_seconds_per_byte * plan.payload(m) * (int(summed) + 2 * int(packed)))
-            seconds = 0.0
-            if not m.kind.is_gather:
-                share = 1 if m.kind is Kind.AR else plan.world
-                seconds = plan.elements(m) / share * opt.seconds_per_element + len(m.parts) * opt.seconds_per_run
-                if not plan.cross_iteration:
-                    barrier_update += seconds
-                    seconds = barrier_update if i == reductions[-1] else 0.0
-            self.update.append(seconds)
-
-
 def replay(plan: Plan, *, detail: bool = True, ledger: Ledger | None = None) -> Replay:
-    """Replay until the period repeats. ``detail`` adds intervals and the memory curve of the last period.
+    """Replay until the period repeats. ``detail`` adds intervals and the memory of the last period.
 
     Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
     """
     ledger = ledger or Ledger(plan)
-    limits, costs, period = SlotLimits(plan), _Costs(plan), plan.period
-    n, length, turn, depth = len(plan.messages), period.length, period.turn, plan.profile.link.depth
-    seconds = [plan.profile.slots[s.place].seconds for s in period.slots]
-    slowdown = 1 + plan.profile.interference
-    cap = None if plan.budget is None else plan.budget - plan.reserve
-
-    start: dict[int, float] = {}
-    finish: dict[int, float] = {}
-    processed: dict[int, float] = {}
-    last_start = last_finish = last_processed = 0.0
-    freed: list[tuple[float, int]] = []  # (time, bytes) of releases by messages
-    held = ledger.rest_bytes
-    gradients: dict[int, int] = {}
-    slot_starts: list[float] = []
-    slot_ends: list[float] = []
-    slot_arrivals: list[float] = []
-    busy_from = 0  # first message that may still be in flight, for interference
-    issued = unprocessed = 0
-    turns: list[float] = []
-    now = 0.0
-    transient = [e.transient for e in ledger.messages]
-
-    def admit(t: float, more: int, q: int, upcoming: int | None = None) -> float:
-        """When ``more`` bytes fit beside what is held and what messages in flight may take."""
-        nonlocal held, unprocessed
-        while True:
-            while freed and freed[0][0] <= t:
-                held -= heapq.heappop(freed)[1]
-            if cap is None:
-                return t
-            while unprocessed < issued and processed[unprocessed] <= t:
-                unprocessed += 1
-            pending = [transient[g % n] for g in range(unprocessed, issued)]
-            if upcoming is not None:
-                pending.append(transient[upcoming % n])
-            need = held + more + most_in_flight(pending, depth)
-            if need <= cap:
-                return t
-            events = [freed[0][0]] if freed else []
-            if unprocessed < issued:
-                events.append(processed[unprocessed])
-            if not events:
-                raise PlanError(f"deadlock at slot {q} ({period.name(q)}): needs {need} of {cap} bytes")
-            t = min(events)
-
-    for p in range(_MAX_PERIODS):
-        base = p * n
-        for q in range(turn if p == 0 else 0, length):
-            arrival = now
-            slot_arrivals.append(arrival)
-            slot = ledger.slots[q]
-            for g in range(issued, base + limits.issued[q]):
-                i = g % n
-                e = ledger.messages[i]
-                if p == 0 and not plan.in_prologue(plan.messages[i]):
-                    start[g] = finish[g] = processed[g] = last_processed
-                    issued = g + 1
-                    continue
-                now = admit(now, e.held + slot.live, q, g)
-                held += e.held
-                issued = g + 1
-                begin = max(now, last_start)
-                if g >= depth:
-                    begin = max(begin, processed[g - depth])
-                if costs.after[i] >= 0 and p:
-                    begin = max(begin, processed[base + costs.after[i]])
-                last_start = start[g] = begin
-                last_finish = finish[g] = max(begin + costs.alpha[i], last_finish) + costs.transfer[i]
-                summed = max(last_finish, last_processed) + costs.copy[i]
-                last_processed = processed[g] = summed + costs.update[i]
-                done_with = e.gradients_after_link + e.gradients_after_update
-                late = e.shards_of_others + sum(gradients.pop(u, 0) for u, _ in done_with)
-                if late:
-                    heapq.heappush(freed, (last_processed, late))
-                if plan.messages[i].blocking:
-                    now = last_processed
-            done = base + limits.done[q] - 1
-            if done >= 0:
-                now = max(now, processed[done])
-            now = admit(now, sum(b for _, b in slot.gradients) + slot.peak, q)
-            for u, b in slot.gradients:
-                gradients[u] = b
-                held += b
-            slot_starts.append(now)
-            work = seconds[q]
-            if slowdown > 1:
-                while busy_from < issued and finish[busy_from] <= now:
-                    busy_from += 1
-                g = busy_from
-                while g < issued and work > 0:
-                    gap = max(0.0, start[g] - now)
-                    if gap >= work:
-                        break
-                    work, now = work - gap, now + gap
-                    inside = max(0.0, finish[g] - now)
-                    if work * slowdown <= inside:
-                        now, work = now + work * slowdown, 0.0
-                    else:
-                        now, work = now + inside, work - inside / slowdown
-                    g += 1
-            now += work
-            slot_ends.append(now)
-            held -= sum(b for _, b in slot.released)
-            if q == turn - 1:
-                turns.append(now)
-        if len(turns) >= 3 and p >= 3:
-            one, two = turns[-1] - turns[-2], turns[-2] - turns[-3]
-            if abs(one - two) <= _REPEATS * max(one, 1e-30):
-                break
-
-    first = len(slot_starts) - length  # index of the last period's first slot
-    began, ended = slot_arrivals[first], now
-    last_base = p * n
-    intervals = []
-    for k in range(length):
-        s = period.slots[k]
-        name = plan.profile.units[s.unit].name
-        intervals.append(
-            Interval("compute", period.name(k), s.phase, name, slot_starts[first + k] - began,
-                     slot_ends[first + k] - began)
-        )  # fmt: skip
-    for g in range(max(0, last_base - n), issued):
-        if finish[g] <= began or start[g] >= ended:
-            continue
-        m = plan.messages[g % n]
-        names = "+".join(dict.fromkeys(plan.profile.units[u].name for u, _ in m.parts))
-        a, b = max(start[g], began) - began, min(finish[g], ended) - began
-        intervals.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, a, b, plan.wire(m)))
-        up = costs.update[g % n]
-        if up and processed[g] - up < ended:
-            a, b = max(processed[g] - up, began) - began, min(processed[g], ended) - began
-            intervals.append(Interval("update", f"update:{names}", "update", names, a, b))
-    result = Replay(ended - began, step_times(intervals, 0.0, ended - began), intervals)
+    costs = _Costs(plan)
+    trace = _run(plan, ledger, costs)
+    result = Replay(trace.ended - trace.began, _times(trace))
     if detail:
-        _memory(plan, ledger, costs, result, p, start, finish, processed, slot_arrivals, slot_starts, slot_ends)
+        result.intervals = _intervals(plan, costs, trace)
+        result.peak, result.curve = _memory(plan, ledger, costs, trace)
     return result
 
 
-def _memory(
-    plan: Plan, ledger: Ledger, costs: _Costs, result: Replay, last: int, start: dict[int, float],
-    finish: dict[int, float], processed: dict[int, float], arrivals: list[float], starts: list[float],
-    ends: list[float],
-) -> None:  # fmt: skip
-    """Fill peak and curve: every allocation and release of the replay, in time order, over the last period."""
-    n, period = len(plan.messages), plan.period
-    events: list[tuple[float, int, str, int]] = []  # time, frees first, category, bytes
+class _Costs:
+    """Seconds of every message of a plan, looked up once."""
+
+    def __init__(self, plan: Plan) -> None:
+        profile, opt = plan.profile, plan.profile.optimizer
+        alpha = dict(zip(Kind, profile.link.alpha, strict=True))
+        beta = dict(zip(Kind, profile.link.beta, strict=True))
+        self.alpha = [alpha[m.kind] for m in plan.messages]
+        self.transfer = [beta[m.kind] * plan.wire(m) for m in plan.messages]
+        self.copy: list[float] = []
+        self.update: list[float] = []
+        summed = profile.reduce_scatter == "all_to_all"
+        at_barrier, last_reduction = 0.0, -1
+        for i, m in enumerate(plan.messages):
+            passes = int(summed and m.kind is Kind.RS) + 2 * int(len(m.parts) > 1)
+            self.copy.append(profile.copy_seconds_per_byte * plan.payload(m) * passes if passes else 0.0)
+            seconds = 0.0
+            if not m.kind.is_gather:
+                share = 1 if m.kind is Kind.AR else plan.world
+                seconds = plan.elements(m) / share * opt.seconds_per_element + len(m.parts) * opt.seconds_per_run
+                at_barrier, last_reduction = at_barrier + seconds, i
+            self.update.append(seconds if plan.cross_iteration else 0.0)
+        if not plan.cross_iteration and last_reduction >= 0:
+            self.update[last_reduction] = at_barrier
+
+
+@dataclass
+class _Trace:
+    """When everything happened, in seconds since the prologue began.
+
+    Messages are counted in FIFO order and slots in executed order, both from the prologue; the last ``slots``
+    slots and the last ``messages`` messages are the last period.
+    """
+
+    slots: int
+    messages: int
+    starts: list[float] = field(default_factory=list)  # of messages
+    finishes: list[float] = field(default_factory=list)  # off the link
+    processed: list[float] = field(default_factory=list)  # and summed, unpacked, updated
+    arrivals: list[float] = field(default_factory=list)  # of compute at slots
+    begins: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+
+    @property
+    def began(self) -> float:
+        return self.arrivals[-self.slots]
+
+    @property
+    def ended(self) -> float:
+        return self.ends[-1]
+
+    def in_flight(self, since: int, now: float) -> list[tuple[float, float, float]]:
+        """Times, from ``now`` on, of what is not done yet of the messages from ``since`` on."""
+        return [
+            (s - now, f - now, p - now)
+            for s, f, p in zip(self.starts[since:], self.finishes[since:], self.processed[since:], strict=True)
+            if p > now
+        ]
+
+
+def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
+    n, period, depth = len(plan.messages), plan.period, plan.profile.link.depth
+    alpha, transfer, copy, update, after = costs.alpha, costs.transfer, costs.copy, costs.update, plan.waits_for
+    blocking = [m.blocking for m in plan.messages]
+    seconds = [plan.profile.slots[s.place].seconds for s in period.slots]
+    slowdown = 1 + plan.profile.interference
+    limits = SlotLimits(plan)
+    trace = _Trace(period.length, n)
+    starts, finishes, processed = trace.starts, trace.finishes, trace.processed
+    admission = None if plan.budget is None else _Admission(plan, ledger, trace)
+    now = last_start = last_finish = last_processed = 0.0
+    busy_from = 0  # first message that may still be in flight, for interference
+    turn_s = 0.0
+    before: list[tuple[float, float, float]] | None = None  # what was in flight at the last turn
+    repeats = False
+
+    for p in range(_MAX_PERIODS):
+        base = p * n
+        issued = 0
+        for q in range(period.turn if p == 0 else 0, period.length):
+            trace.arrivals.append(now)
+            for i in range(issued, limits.issued[q]):
+                g = base + i
+                if p == 0 and not plan.in_prologue(plan.messages[i]):
+                    for times in (starts, finishes, processed):
+                        times.append(last_processed)
+                    continue
+                if admission is not None:
+                    now = admission.message(now, q, i)
+                begin = now if now > last_start else last_start
+                if g >= depth and processed[g - depth] > begin:
+                    begin = processed[g - depth]
+                if p and after[i] >= 0 and processed[base + after[i]] > begin:
+                    begin = processed[base + after[i]]
+                last_start = begin
+                last_finish = max(begin + alpha[i], last_finish) + transfer[i]
+                last_processed = max(last_finish, last_processed) + copy[i] + update[i]
+                starts.append(begin)
+                finishes.append(last_finish)
+                processed.append(last_processed)
+                if blocking[i]:
+                    now = last_processed
+            issued = limits.issued[q]
+            done = base + limits.done[q] - 1
+            if done >= 0 and processed[done] > now:
+                now = processed[done]
+            if admission is not None:
+                now = admission.slot(now, q)
+            trace.begins.append(now)
+            if slowdown == 1:
+                now += seconds[q]
+            else:
+                while busy_from < len(finishes) and finishes[busy_from] <= now:
+                    busy_from += 1
+                now = _slowed(trace, now, seconds[q], slowdown, busy_from)
+            trace.ends.append(now)
+            if admission is not None:
+                admission.leave(q)
+            if q == period.turn - 1:
+                in_flight = trace.in_flight(base, now)
+                repeats = before is not None and _same(before, in_flight, _REPEATS * (now - turn_s))
+                before, turn_s = in_flight, now
+        if repeats:
+            break
+    return trace
+
+
+def _same(a: list[tuple[float, float, float]], b: list[tuple[float, float, float]], tolerance: float) -> bool:
+    return len(a) == len(b) and all(
+        abs(x - y) <= tolerance for one, two in zip(a, b, strict=True) for x, y in zip(one, two, strict=True)
+    )
+
+
+def _slowed(trace: _Trace, now: float, work: float, slowdown: float, first: int) -> float:
+    """When ``work`` seconds of computing are done: they take ``slowdown`` times as long beside a message."""
+    for start, finish in zip(trace.starts[first:], trace.finishes[first:], strict=True):
+        alone = max(0.0, start - now)
+        if alone >= work:
+            break
+        now, work = now + alone, work - alone
+        beside = max(0.0, finish - now)
+        if work * slowdown <= beside:
+            return now + work * slowdown
+        now, work = now + beside, work - beside / slowdown
+    return now + work
+
+
+class _Admission:
+    """The byte account: messages and slots start when their bytes fit beside all that is held."""
+
+    def __init__(self, plan: Plan, ledger: Ledger, trace: _Trace) -> None:
+        assert plan.budget is not None
+        self._plan, self._ledger, self._trace = plan, ledger, trace
+        self._cap = plan.budget - plan.reserve
+        self._held = ledger.rest_bytes
+        self._done = 0  # messages whose bytes have been freed
+        self._n, self._depth = len(plan.messages), plan.profile.link.depth
+        self._transient = [e.transient for e in ledger.messages]
+        self._freed = [e.freed for e in ledger.messages]
+        # Beside these bytes in flight anything fits: most questions are answered without looking closer.
+        self._most = most_in_flight(self._transient * (1 + -(-self._depth // max(1, self._n))), self._depth)
+
+    def message(self, now: float, q: int, i: int) -> float:
+        """When message ``i`` of the period, issued at slot ``q``, is admitted."""
+        held = self._ledger.messages[i].held
+        now = self._wait(now, held + self._ledger.slots[q].live, q, (self._transient[i],))
+        self._held += held
+        return now
+
+    def slot(self, now: float, q: int) -> float:
+        """When slot ``q`` is admitted."""
+        slot = self._ledger.slots[q]
+        now = self._wait(now, slot.allocated + slot.peak, q, ())
+        self._held += slot.allocated
+        return now
+
+    def leave(self, q: int) -> None:
+        self._held -= self._ledger.slots[q].freed
+
+    def _wait(self, now: float, more: int, q: int, upcoming: tuple[int, ...]) -> float:
+        processed, n = self._trace.processed, self._n
+        while True:
+            while self._done < len(processed) and processed[self._done] <= now:
+                if self._done >= n:  # the prologue only gathers, which frees nothing
+                    self._held -= self._freed[self._done % n]
+                self._done += 1
+            if self._held + more + self._most <= self._cap:
+                return now
+            pending = [self._transient[g % n] for g in range(self._done, len(processed))]
+            need = self._held + more + most_in_flight((*pending, *upcoming), self._depth)
+            if need <= self._cap:
+                return now
+            if self._done == len(processed):
+                name = self._plan.period.name(q)
+                raise PlanError(f"deadlock at slot {q} ({name}): needs {need} of {self._cap} bytes")
+            now = processed[self._done]
+
+
+def _spans(trace: _Trace) -> tuple[list[Span], dict[int, Span]]:
+    """Slots, and messages by index, of the last period, from its start; messages are cut off at its ends."""
+    began, ended = trace.began, trace.ended
+    last = trace.slots
+    compute = [(a - began, b - began) for a, b in zip(trace.begins[-last:], trace.ends[-last:], strict=True)]
+    messages = {}
+    # Messages of the period before may still be in flight; none is older.
+    for g in range(max(0, len(trace.starts) - 2 * trace.messages), len(trace.starts)):
+        start, finish = trace.starts[g], trace.finishes[g]
+        if finish > began and start < ended:
+            messages[g] = max(start, began) - began, min(finish, ended) - began
+    return compute, messages
+
+
+def _times(trace: _Trace) -> StepTimes:
+    """As :func:`mdcs.measure.timeline.step_times`, without making intervals."""
+    compute, messages = _spans(trace)
+    step_s, compute_s, communication_s = trace.ended - trace.began, length(compute), length(messages.values())
+    overlap_s = intersection_length(compute, messages.values())
+    return StepTimes(
+        step_s=step_s,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        overlap_s=overlap_s,
+        exposed_s=max(0.0, step_s - compute_s),
+        overlap_ratio=min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0,
+    )
+
+
+def _intervals(plan: Plan, costs: _Costs, trace: _Trace) -> list[Interval]:
+    compute, messages = _spans(trace)
+    began, ended, units = trace.began, trace.ended, plan.profile.units
+    out = [
+        Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
+        for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, compute, strict=True))
+    ]
+    for g, (start, finish) in messages.items():
+        m, update = plan.messages[g % trace.messages], costs.update[g % trace.messages]
+        names = "+".join(dict.fromkeys(units[u].name for u, _ in m.parts))
+        out.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, start, finish, plan.wire(m)))
+        end = trace.processed[g]
+        if update and end - update < ended:
+            a, b = max(end - update, began) - began, min(end, ended) - began
+            out.append(Interval("update", f"update:{names}", "update", names, a, b))
+    return out
+
+
+_Event = tuple[float, int, str, int]  # time, frees first, category, bytes
+
+
+def _memory(plan: Plan, ledger: Ledger, costs: _Costs, trace: _Trace) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """Peak by category, and by slot and category, of the last period."""
+    events = iter(sorted(_events(plan, ledger, costs, trace), key=lambda e: e[:2]))
+    live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
+    known = ledger.rest_bytes
+    upcoming = next(events, None)
+
+    def advance(time: float, inclusive: bool, window: dict[str, int], rest: int) -> None:
+        """Apply events up to ``time`` to what is live, and to the peaks in ``window``."""
+        nonlocal known, upcoming
+        while upcoming is not None and (upcoming[0] < time or (inclusive and upcoming[0] == time)):
+            _, _, category, size = upcoming
+            live[category] += size
+            known += size
+            window[category] = max(window[category], live[category])
+            window["total"] = max(window["total"], known + rest)
+            upcoming = next(events, None)
+
+    curve = []
+    for q, slot in enumerate(ledger.slots):
+        i = q - trace.slots
+        advance(trace.arrivals[i], True, dict(live, total=0), 0)
+        window = dict(live, activations=slot.live, total=known + slot.live)
+        advance(trace.begins[i], True, window, slot.live)
+        window["activations"] = max(slot.live, slot.peak)
+        window["total"] = max(window["total"], known + slot.peak)
+        advance(trace.ends[i], False, window, slot.peak)
+        curve.append(window)
+    return {key: max(window[key] for window in curve) for key in (*CATEGORIES, "total")}, curve
+
+
+def _events(plan: Plan, ledger: Ledger, costs: _Costs, trace: _Trace) -> list[_Event]:
+    """Every allocation and release of a registered buffer since the prologue."""
+    out: list[_Event] = []
 
     def add(time: float, category: str, size: int) -> None:
         if size:
-            events.append((time, 0 if size < 0 else 1, category, size))
+            out.append((time, 0 if size < 0 else 1, category, size))
 
-    gradients: dict[int, int] = {}
-    index = 0
-    by_slot: dict[int, list[int]] = {}
-    for g in sorted(start):
-        by_slot.setdefault((g // n) * period.length + plan.messages[g % n].slot, []).append(g)
-    for p in range(last + 1):
-        for q in range(period.turn if p == 0 else 0, period.length):
-            for g in by_slot.get(p * period.length + q, ()):
-                e = ledger.messages[g % n]
-                if p == 0 and not plan.in_prologue(plan.messages[g % n]):
-                    continue
-                update = costs.update[g % n]
-                summed = processed[g] - update
-                for _, b in e.full:
-                    add(start[g], "full_parameters", b)
-                add(start[g], "staging", e.staging)
-                add(summed, "staging", -e.staging)
-                add(start[g], "gradient_shards", e.shards)
-                add(processed[g], "gradient_shards", -e.shards_freed)
-                add(summed, "update_scratch", e.scratch)
-                add(processed[g], "update_scratch", -e.scratch)
-                for u, _ in e.gradients_after_link:
-                    add(summed, "gradients", -gradients.pop(u, 0))
-                for u, _ in e.gradients_after_update:
-                    add(processed[g], "gradients", -gradients.pop(u, 0))
-            slot = ledger.slots[q]
-            for u, b in slot.gradients:
-                gradients[u] = b
-                add(starts[index], "gradients", b)
-            for _, b in slot.released:
-                add(ends[index], "full_parameters", -b)
-            index += 1
-    events.sort(key=lambda e: (e[0], e[1]))
-
-    live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
-    known = sum(live.values())
-    first = len(starts) - period.length
-    peak: dict[str, int] = dict.fromkeys((*CATEGORIES, "total"), 0)
-    curve = []
-    k = 0
-
-    def apply_until(time: float, inclusive: bool) -> None:
-        nonlocal k, known
-        while k < len(events) and (events[k][0] < time or (inclusive and events[k][0] == time)):
-            _, _, category, size = events[k]
-            live[category] += size
-            known += size
-            k += 1
-            if window is not None:
-                window[category] = max(window[category], live[category])
-                window["total"] = max(window["total"], known + rest)
-
-    window: dict[str, int] | None = None
-    rest = 0
-    for i in range(first, len(starts)):
-        slot = ledger.slots[(i - first) % period.length]
-        apply_until(arrivals[i], inclusive=True)
-        rest = slot.live
-        window = dict(live, activations=rest, total=known + rest)
-        apply_until(starts[i], inclusive=True)
-        rest = slot.peak
-        window["activations"] = max(window["activations"], rest)
-        window["total"] = max(window["total"], known + rest)
-        apply_until(ends[i], inclusive=False)
-        curve.append(window)
-        for key in peak:
-            peak[key] = max(peak[key], window[key])
-        window = None
-    result.peak, result.curve = peak, curve
+    for g, (start, done) in enumerate(zip(trace.starts, trace.processed, strict=True)):
+        i = g % trace.messages
+        e = ledger.messages[i]
+        if g < trace.messages and not plan.in_prologue(plan.messages[i]):
+            continue
+        summed = done - costs.update[i]
+        for _, b in e.full:
+            add(start, "full_parameters", b)
+        add(start, "staging", e.staging)
+        add(summed, "staging", -e.staging)
+        add(start, "gradient_shards", e.shards)
+        add(done, "gradient_shards", -e.shards_freed)
+        add(summed, "update_scratch", e.scratch)
+        add(done, "update_scratch", -e.scratch)
+        for _, b in e.gradients_after_link:
+            add(summed, "gradients", -b)
+        for _, b in e.gradients_after_update:
+            add(done, "gradients", -b)
+    first = plan.period.turn
+    for i, (begin, end) in enumerate(zip(trace.begins, trace.ends, strict=True), first):
+        slot = ledger.slots[i % trace.slots]
+        add(begin, "gradients", slot.allocated)
+        add(end, "full_parameters", -slot.freed)
+    return out

@@ -34,8 +34,8 @@ def measure_link(device: torch.device, *, group: dist.ProcessGroup | None = None
             points.append((wire, seconds))
         fits[kind] = _fit(points)
     table = [fits[Kind.AR], fits[Kind.RS], fits[Kind.AG_F], fits[Kind.AG_F]]
-    agreed = torch.tensor(table, dtype=torch.float64)
-    dist.broadcast(agreed.to(device), group_src=0, group=group)
+    agreed = torch.tensor(table, dtype=torch.float64, device=device)
+    dist.broadcast(agreed, group_src=0, group=group)
     alpha, beta = zip(*agreed.tolist(), strict=True)
     block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else 1 << 20
     return Link(tuple(alpha), tuple(beta), depth, min(max(block, 1 << 18), 1 << 22))

@@ -223,6 +223,15 @@ class _Recorder:
 
 def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor) -> Optimizer:
     """State, scratch and time of an update. Raises UnsupportedModel for an optimizer that cannot run on shards."""
+    name = type(optimizer).__name__.lower()
+    return Optimizer(name, *optimizer_bytes(optimizer), *_update_seconds(optimizer, like))
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
+    """State tensors, fixed state bytes and scratch tensors per run (:class:`mdcs.profile.Optimizer`).
+
+    Raises UnsupportedModel for an optimizer that cannot run on shards.
+    """
     kind = type(optimizer)
     if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise UnsupportedModel(
@@ -238,8 +247,7 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor) -> Optimizer
     else:
         state, fixed = 2 + int(any(g["amsgrad"] for g in groups)), 4
         scratch = 2 + int(decayed and kind is torch.optim.Adam)
-    per_element, per_run = _update_seconds(optimizer, like)
-    return Optimizer(kind.__name__.lower(), state, fixed, 0 if fused else scratch, per_element, per_run)
+    return state, fixed, 0 if fused else scratch
 
 
 def _update_seconds(optimizer: torch.optim.Optimizer, like: Tensor) -> tuple[float, float]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from mdcs.hooks import Hooks
 from mdcs.ledger import Ledger, check
 from mdcs.measure.memory import current_meter
-from mdcs.measure.profiler import in_group_order, parameter_groups
+from mdcs.measure.profiler import in_group_order, optimizer_bytes, parameter_groups
 from mdcs.measure.timeline import Interval
 from mdcs.plan import Plan, PlanError
 from mdcs.runtime import state
@@ -47,7 +49,9 @@ def parallelize(
 
     Call it on every rank after ``init_process_group``, with the same plan (its hash is checked) and the ``units`` the
     plan was made for. Parameters are broadcast from rank 0. ``optimizer`` (SGD, Adam or AdamW) keeps its options
-    and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. Then::
+    and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. On gloo the
+    messages have a process group of their own, so the loop may use ``group`` for its collectives; on NCCL it may
+    only after :meth:`Parallel.drain`. Then::
 
         for batch in loader:
             loss = model(**batch).loss
@@ -71,19 +75,28 @@ class Parallel:
         self.model, self.optimizer, self.plan, self.units = model, optimizer, plan, units
         world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
-        if world != plan.world:
-            raise PlanError(f"the plan is for {plan.world} ranks, the process group has {world}")
-        control = dist.new_group(backend="gloo") if world > 1 and dist.get_backend(group) != "gloo" else group
-        _same_plan(plan, self.rank, world, control)
-        check(plan)
-        if clip_norm is not None and plan.cross_iteration:
-            raise PlanError("clipping the global norm needs all gradients first: plan with cross_iteration=False")
-        if clip_norm is not None and clip_norm <= 0:
-            raise ValueError(f"clip_norm must be > 0, got {clip_norm}")
-        if world > 1 and (clip_norm is not None) and control is group:
-            control = dist.new_group(backend="gloo")  # its reductions must not mix with the plan's messages
         groups = parameter_groups(optimizer)
-        ordered = _match(plan, units, groups)
+        ordered: list[list[tuple[str, nn.Parameter]]] = []
+        problem: ValueError | None = None
+        try:
+            _fits_job(plan, world, clip_norm, optimizer)
+            check(plan)
+            ordered = _match(plan, units, groups)
+        except ValueError as e:
+            problem = e
+        # Every rank learns of every rank's problem: one that raised alone would leave the others waiting.
+        self._own_groups: list[dist.ProcessGroup] = []
+        control = group
+        if world > 1:
+            if dist.get_backend(group) == "gloo":
+                group = control = self._new_group(group, timeout_s)
+            if clip_norm is not None or dist.get_backend(group) != "gloo":
+                control = self._new_group(group, timeout_s)  # its reductions must not mix with the plan's messages
+        try:
+            _same_plan(plan, problem, self.rank, world, control)
+        except ValueError:
+            self._destroy_groups()
+            raise
         device = units[0].parameters[0][1].device
         self._meter, self._executor = current_meter(device), executor_for(device)
         if world > 1:
@@ -108,16 +121,49 @@ class Parallel:
             plan, ledger, self._storages, self._dispatcher, self._updates, self._account, self._executor,
             self._recorder, self._meter,
         )  # fmt: skip
-        self._hooks = Hooks(units, self._walker)
+        in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, ordered, strict=True)]
+        self._hooks = Hooks(in_flat_order, self._walker)
         self._guards = [m.register_forward_pre_hook(self._guard) for u in units for m in u.modules]
-        self._evaluating = False
+        self._evaluating = self._closed = False
+        self._kept: set[int] = set()  # what the plan has gathered already when an evaluation begins
         self._recorder.step(0, self._executor.stamp())
 
     def __enter__(self) -> Parallel:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None and self._walker.at_turn:
+                self.drain()
+        finally:
+            self.close()
+
+    def _new_group(self, group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+        """A gloo group of the same ranks whose collectives give up after ``timeout_s``."""
+        timeout = timedelta(seconds=timeout_s)
+        if dist.get_world_size(group) == dist.get_world_size():
+            new = dist.new_group(timeout=timeout, backend="gloo")
+            self._own_groups.append(new)
+        else:
+            # Other ranks do not take part. Such a group is named after its ranks: once destroyed, the next one would
+            # find its addresses in the store and connect to nobody. So it is left.
+            ranks = dist.get_process_group_ranks(group)
+            new = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        return new
+
+    def _destroy_groups(self) -> None:
+        while self._own_groups:
+            dist.destroy_process_group(self._own_groups.pop())
+
+    @contextlib.contextmanager
+    def _during(self, what: str) -> Iterator[None]:
+        """Name rank and step in errors of collectives that are no messages of the plan."""
+        try:
+            yield
+        except RunError:
+            raise
+        except RuntimeError as e:
+            raise RunError(f"rank {self.rank}, step {self._walker.step}: {what}: {e}") from e
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -136,13 +182,15 @@ class Parallel:
 
     def drain(self) -> None:
         """Finish all that is in flight and every update: before evaluation, state dicts and exit."""
+        self._dispatcher.check()
         if not self._walker.at_turn:
             raise RunError(f"rank {self.rank}, step {self._walker.step}: drain() inside an iteration")
         self._dispatcher.finish_iteration(self._walker.rounds * self._dispatcher.n)
         if self.plan.world > 1:
             # As DDP with broadcast_buffers: rank 0's buffers (BatchNorm's statistics) are the model's.
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, group_src=0, group=self._group)
+            for name, buffer in self.model.named_buffers():
+                with self._during(f"broadcast of buffer {name}"):
+                    dist.broadcast(buffer, group_src=0, group=self._group)
 
     @contextlib.contextmanager
     def evaluate(self) -> Iterator[None]:
@@ -170,7 +218,7 @@ class Parallel:
             return hook
 
         self._evaluating = True
-        self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
+        self._keep_gathered()
         for u, unit in enumerate(self.units):
             for module in unit.modules:
                 handles.append(module.register_forward_pre_hook(before(u), prepend=True))
@@ -181,32 +229,45 @@ class Parallel:
             self._evaluating = False
             for handle in handles:
                 handle.remove()
+            for unit_index, uses in gathered.items():
+                if uses > 0:  # its forward raised
+                    self._ungather(unit_index)
 
     def _guard(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() and not self._evaluating and not self._hooks._in_backward:
+        if not torch.is_grad_enabled() and not self._evaluating and not self._hooks.in_backward:
             raise RunError(f"rank {self.rank}: run forward passes without gradients inside parallel.evaluate()")
+
+    def _keep_gathered(self) -> None:
+        """What the plan has gathered by now stays so through an evaluation: the next forward counts on it."""
+        self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
 
     def _gather(self, unit: int) -> None:
         storage = self._storages[unit]
         if storage.strategy.value == "dp":
             return
+        here = self._executor.mark()
         with self._executor.communicating(), torch.no_grad():
+            self._executor.after(here)  # compute may still read what the unit before it left
             if not storage.is_full:
                 with self._account.lock:
                     storage.allocate_full()
-            self._executor.finish(self._wire.gather_now(unit))
+                    self._account.book("full_parameters", storage.full_bytes)
+            with self._during(f"gather of {storage.name}"):
+                self._executor.finish(self._wire.gather_now(unit))
 
     def _ungather(self, unit: int) -> None:
         storage = self._storages[unit]
         if storage.strategy.sharded and unit not in self._kept:
-            storage.free_full()
+            with self._account.lock:
+                storage.free_full()
+                self._account.book("full_parameters", -storage.full_bytes)
 
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank, for the plain model; :meth:`drain` included."""
         self.drain()
-        self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
+        self._keep_gathered()
         return state.full_state(self.model, self._storages, self._gather, self._ungather)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -253,18 +314,65 @@ class Parallel:
             self._meter.reset()
 
     def close(self) -> None:
-        """Stop the threads and take the hooks off. Does not drain."""
+        """Stop the threads and take the hooks off. Does not drain; leaving a ``with`` block without an error does.
+
+        The model is then only good for what is whole on every rank: a forward of anything else raises RunError.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._dispatcher.stop()
         self._hooks.remove()
         for handle in self._guards:
             handle.remove()
+        if self.plan.world > 1 or any(not s.is_full for s in self._storages):
+            for u, unit in enumerate(self.units):
+                if self.plan.strategies[u].value != "dp":
+                    for module in unit.modules:
+                        module.register_forward_pre_hook(_refuse_closed)
+        self._destroy_groups()
 
 
-def _same_plan(plan: Plan, rank: int, world: int, control: dist.ProcessGroup | None) -> None:
+def _refuse_closed(module: nn.Module, args: Any) -> None:
+    raise RunError(
+        "parallel is closed and this model is in pieces: load parallel.state_dict(), taken before, into a plain model"
+    )
+
+
+def _fits_job(plan: Plan, world: int, clip_norm: float | None, optimizer: torch.optim.Optimizer) -> None:
+    if world != plan.world:
+        raise PlanError(f"the plan is for {plan.world} ranks, the process group has {world}")
+    if clip_norm is not None and plan.cross_iteration:
+        raise PlanError("clipping the global norm needs all gradients first: plan with cross_iteration=False")
+    if clip_norm is not None and clip_norm <= 0:
+        raise ValueError(f"clip_norm must be > 0, got {clip_norm}")
+    state, fixed, scratch = optimizer_bytes(optimizer)
+    planned = plan.profile.optimizer
+    if (state, fixed, scratch) != (planned.state_tensors, planned.state_fixed, planned.scratch_tensors):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {state} state and {scratch} scratch tensors per parameter; the plan was "
+            f"made for {planned.name} with {planned.state_tensors} and {planned.scratch_tensors}"
+        )
+    if optimizer.state:
+        raise ValueError(f"{type(optimizer).__name__} has state already, from earlier steps or a checkpoint: it would be lost")
+
+
+def _same_plan(
+    plan: Plan, problem: ValueError | None, rank: int, world: int, control: dist.ProcessGroup | None
+) -> None:
+    """Raise this rank's problem, or name the ranks that have one or have another plan."""
+    if problem is not None and world == 1:
+        raise problem
     if world == 1:
         return
-    hashes: list[Any] = [None] * world
-    dist.all_gather_object(hashes, plan.hash, group=control)
+    answers: list[Any] = [None] * world
+    dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem)), group=control)
+    if problem is not None:
+        raise problem
+    for r, (_, theirs) in enumerate(answers):
+        if theirs is not None:
+            raise PlanError(f"rank {rank}, before step 1: rank {r} cannot run: {theirs}")
+    hashes = [h for h, _ in answers]
     common = Counter(hashes).most_common(1)[0][0]
     other = [r for r, h in enumerate(hashes) if h != common]
     if len(set(hashes)) == len(hashes) > 1:
@@ -302,21 +410,26 @@ def _broadcast(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Rank 0's parameters and buffers to all, as DDP does when it is built."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, group_src=0, group=group)
+            whole = tensor.data.contiguous()  # the tensor itself unless its layout is another one
+            dist.broadcast(whole, group_src=0, group=group)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
 
 
 def _pacer(plan: Plan, rank: int, group: dist.ProcessGroup | None) -> Pacer | None:
     if not plan.profile.link.emulated or plan.world == 1:
         return None
     name: list[Any] = [None]
-    if rank == 0:
-        folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-        with tempfile.NamedTemporaryFile(prefix="mdcs-link-", dir=folder, delete=False) as f:
-            name[0] = f.name
-        Pacer.create(Path(f.name), plan.world)
-    dist.broadcast_object_list(name, group_src=0, group=group)
-    pacer = Pacer(Path(name[0]), rank, plan.world, plan.profile.link)
-    dist.barrier(group=group)
-    if rank == 0:
-        Path(name[0]).unlink()
+    try:
+        if rank == 0:
+            folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+            with tempfile.NamedTemporaryFile(prefix="mdcs-link-", dir=folder, delete=False) as f:
+                name[0] = f.name
+            Pacer.create(Path(f.name), plan.world)
+        dist.broadcast_object_list(name, group_src=0, group=group)
+        pacer = Pacer(Path(name[0]), rank, plan.world, plan.profile.link)
+        dist.barrier(group=group)
+    finally:  # once all have mapped it, or one never will
+        if rank == 0 and name[0] is not None:
+            Path(name[0]).unlink()
     return pacer

@@ -11,6 +11,8 @@ from mdcs.measure.timeline import Interval, StepTimes, step_times
 from mdcs.plan import Message, Plan
 from mdcs.runtime.executor import Executor
 
+_UNREAD = 64  # iterations remembered for :meth:`Recorder.finished`; a loop that never asks must not fill memory
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -32,13 +34,14 @@ class Recorder:
     plan: Plan
     executor: Executor
     norm: float | None = None
-    _raw: list[tuple[str, str, str, str, Any, Any, int]] = field(default_factory=list)
+    _raw: list[tuple[int, str, str, str, str, Any, Any, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _intervals: list[Interval] = field(default_factory=list)
     _steps: list[tuple[int, Any]] = field(default_factory=list)
     _sent: dict[int, Counter[str]] = field(default_factory=dict)
     _count: dict[int, Counter[str]] = field(default_factory=dict)
     _periods: list[Any] = field(default_factory=list)
+    _under_way: int = 0  # the iteration
 
     def compute(self, slot: int, begin: Any, end: Any) -> None:
         s = self.plan.period.slots[slot]
@@ -62,28 +65,50 @@ class Recorder:
 
     def _add(self, lane: str, name: str, kind: str, unit: str, begin: Any, end: Any, size: int) -> None:
         with self._lock:
-            self._raw.append((lane, name, kind, unit, begin, end, size))
+            self._raw.append((self._under_way, lane, name, kind, unit, begin, end, size))
 
     def step(self, step: int, stamp: Any) -> None:
         """The iteration ``step`` ends here."""
         self._steps.append((step, stamp))
+        self._under_way = step + 1
+        if len(self._steps) > 2 * _UNREAD:
+            self._forget(step - _UNREAD)
 
     def period(self, stamp: Any) -> None:
         """A period of the plan begins here."""
         self._periods.append(stamp)
         del self._periods[:-3]
 
-    def _resolve(self) -> None:
+    def _forget(self, before: int) -> None:
+        self._resolve(before)
+        self._steps = [s for s in self._steps if s[0] >= before]
+        with self._lock:
+            for old in [k for k in self._sent if k <= before]:
+                del self._sent[old], self._count[old]
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop intervals that neither an unread iteration nor the last period needs."""
+        if len(self._periods) == 3:
+            stamps = [self._periods[0], *(s for _, s in self._steps[:1])]
+            keep_from = min(self.executor.seconds(s) for s in stamps)
+            self._intervals = [i for i in self._intervals if i.end > keep_from]
+
+    def _resolve(self, upto: int | None = None) -> None:
+        """Stamps to seconds. Compute of iterations after ``upto`` is left: on CUDA, asking would wait for it."""
         with self._lock:
             raw, self._raw = self._raw, []
+            if upto is not None:
+                self._raw = [r for r in raw if r[1] == "compute" and r[0] > upto]
+                raw = [r for r in raw if r[1] != "compute" or r[0] <= upto]
         seconds = self.executor.seconds
-        for lane, name, kind, unit, begin, end, size in raw:
+        for _, lane, name, kind, unit, begin, end, size in raw:
             a, b = seconds(begin), seconds(end)
             self._intervals.append(Interval(lane, name, kind, unit, a, max(a, b), size))  # type: ignore[arg-type]
 
     def finished(self, upto: int) -> list[StepRecord]:
         """Records of the iterations that ended with step ``upto`` or before; each is given once."""
-        self._resolve()
+        self._resolve(upto)
         out = []
         while len(self._steps) >= 2 and self._steps[1][0] <= upto:
             (_, first), (step, last) = self._steps[0], self._steps[1]
@@ -93,11 +118,7 @@ class Recorder:
                 sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
             out.append(StepRecord(step, step_times(inside, begin, end), dict(sent), dict(count)))
             self._steps.pop(0)
-        if len(self._periods) == 3:
-            keep_from = min(
-                [self.executor.seconds(self._periods[0])] + [self.executor.seconds(s) for _, s in self._steps[:1]]
-            )
-            self._intervals = [i for i in self._intervals if i.end > keep_from]
+        self._trim()
         return out
 
     def last_period(self) -> tuple[float, float, list[Interval]]:

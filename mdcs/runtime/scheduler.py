@@ -62,6 +62,13 @@ class SlotWalker:
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         storage = self.storages[unit]
         micro = self.period.slots[self.position - 1].micro
+        span = self.period.backward(unit, micro)
+        assert span is not None, "a trainable unit has backward slots"
+        if not span[0] % self.period.length < self.position <= span[1] % self.period.length + 1:
+            raise self._error(
+                f"the gradient of {storage.names[index]} came in slot {self.period.name(self.position - 1)}, not where "
+                f"it did when it was profiled"
+            )
         if index in self._gradients[unit]:
             raise self._error(f"{storage.names[index]} got two gradients in one backward pass")
         self._gradients[unit].add(index)
@@ -92,6 +99,7 @@ class SlotWalker:
     # -- slots --------------------------------------------------------------------------------------------------
 
     def _slot(self, unit: int, phase: str) -> None:
+        self.dispatcher.check()
         expected = self.period.slots[self.position]
         if (expected.unit, expected.phase) != (unit, phase):
             raise self._error(

@@ -75,10 +75,14 @@ class UnitStorage:
 
     def allocate_full(self) -> None:
         with self.meter.tag("full_parameters"):
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self.full.untyped_storage().resize_(self.full_bytes)
 
     def free_full(self) -> None:
         self.full.untyped_storage().resize_(0)
+
+    @property
+    def full_bytes(self) -> int:
+        return self.full.numel() * self.full.element_size()
 
     @property
     def is_full(self) -> bool:

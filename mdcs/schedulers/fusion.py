@@ -72,7 +72,7 @@ def buckets(mix: Mix, stream: list[Op], bucket_bytes: int) -> list[list[Op]]:
             groups.append([])
             size = 0
         groups[-1].append(op)
-        size += mix.size(op.unit)
+        size += mix.payload(op)
     return groups
 
 
@@ -97,7 +97,7 @@ def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
         clock.append(clock[-1] + mix.profile.slots[mix.period.slots[k % length].place].seconds)
     ops = stream[::-1] if kind.is_gather else stream
     ready = [-clock[mix.window(op)[1]] if kind.is_gather else clock[mix.window(op)[0]] for op in ops]
-    wire = [wire_bytes(kind, mix.size(op.unit), mix.profile.world, mix.profile.reduce_scatter) for op in ops]
+    wire = [wire_bytes(kind, mix.payload(op), mix.profile.world, mix.profile.reduce_scatter) for op in ops]
     best: list[tuple[float, int]] = [(min(ready), 0)]
     for j in range(1, len(ops) + 1):
         choices = []

@@ -36,6 +36,8 @@ class Mix:
     cross_iteration: bool = True
 
     def __post_init__(self) -> None:
+        if self.micro_steps < 1:
+            raise PlanError(f"micro_steps must be >= 1, got {self.micro_steps}")
         if len(self.strategies) != len(self.profile.units):
             raise PlanError(f"{len(self.strategies)} strategies for {len(self.profile.units)} units")
         object.__setattr__(self, "strategies", tuple(map(self._effective, range(len(self.strategies)))))
@@ -72,9 +74,10 @@ class Mix:
                 first = max(first, self.period.turn)
         return first, last
 
-    def size(self, unit: int) -> int:
-        """Padded payload bytes of a unit."""
-        return pad(self.profile.units[unit].numel, self.profile.world) * self.profile.param_bytes
+    def payload(self, op: Op) -> int:
+        """Bytes of a whole unit, padded: of its parameters for a gather, of its gradients for a reduction."""
+        width = self.profile.param_bytes if op.kind.is_gather else self.profile.grad_bytes
+        return pad(self.profile.units[op.unit].numel, self.profile.world) * width
 
     def whole(self) -> tuple[tuple[int, ...], ...]:
         """One block per unit."""

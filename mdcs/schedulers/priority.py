@@ -41,8 +41,9 @@ def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> lis
             first, last = mix.window(op)
             for b in range(len(blocks[op.unit])):
                 needed.setdefault(p * length + last, []).append((op, b, p))
-                if op.kind is Kind.AG_F and op.micro == 0 and profile.units[op.unit].trainable:
-                    continue  # opened by its reduce-scatter
+                updated = op.kind is Kind.AG_F and op.micro == 0 and profile.units[op.unit].trainable
+                if updated and mix.cross_iteration:
+                    continue  # opened by its reduce-scatter; without cross_iteration by the barrier
                 opens.setdefault(p * length + first, []).append((p, op, b))
 
     ready: list[tuple[int, bool, int, int, Op, int, int]] = []  # heap by deadline; reductions first
@@ -79,7 +80,7 @@ def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> lis
         order += 1
         done[op, block, p] = free
         sent[op, block, p] = slot - p * length, order
-        if op.kind is Kind.RS:
+        if op.kind is Kind.RS and mix.cross_iteration:
             gather = Op(Kind.AG_F, op.unit, 0)
             update = elements / profile.world * opt.seconds_per_element + opt.seconds_per_run
             heapq.heappush(waiting, (free + update, order, gather, block, p))

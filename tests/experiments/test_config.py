@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 from itertools import product
 from pathlib import Path
 
@@ -76,7 +77,7 @@ WRONG = {
     "budget.schedule_share=0.5": (
         "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
     ),
-    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, random, sdp, zero1",
+    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, ilp, random, sdp, zero1",
     "stratgy=dp": "stratgy: no such key; did you mean strategy?",
     "strategy.kind=zero2": "strategy.kind: must be one of dp, zero1, sdp, fsdp; got zero2",
     "strategy.kind=null": "strategy.kind: is needed with strategy.name=uniform, got null",
@@ -162,5 +163,58 @@ def test_the_files_only_choose():
         if group == "experiment":
             continue
         text = (Path(errors.CONF) / group / f"{option}.yaml").read_text()
-        for line in text.splitlines():
+        for line in (line for line in text.splitlines() if not line.startswith("#")):
             assert f"{group}.{line.partition(':')[0]}" in declared, f"{group}/{option}: {line}"
+
+
+PROFILE = Path(__file__).with_name("profile.json")
+
+
+def profile_of(tmp_path: Path, *overrides: str, emulated: bool = False) -> str:
+    """A profile as a job with these overrides would have measured it."""
+    text = json.loads(PROFILE.read_text())
+    text["about"] = schema.measured_for(composed(*overrides))
+    text["link"]["emulated"] = emulated
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(text))
+    return f"profile={path}"
+
+
+def test_a_profile_is_taken_for_the_job_it_was_measured_with(tmp_path):
+    profile = profile_of(tmp_path, "strategy=dp", "run.steps=7")
+    other_plan = ("strategy=fsdp", "scheduler=dear", "budget.gib=1", "run.accumulation=2")
+    assert composed(profile, *other_plan).profile == profile.partition("=")[2]
+    assert composed(profile, "link=emulated", "link.rate_gbit=10").link.rate_gbit == 10
+
+
+def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
+    assert composed(f"profile={PROFILE}", "model.layers=3").profile == str(PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.layers=3", 'options {}; this job has {"layers": 3}'),
+        ("data.batch_size=8", "batch 4; this job has 8"),
+        ("model.wrap=leaf", "wrap block; this job has leaf"),
+        ("model.frozen=[*.bias]", "frozen none; this job has *.bias"),
+        ("optimizer=adamw", "optimizer adam; this job has adamw weight_decay"),
+        ("cluster.ranks=3", "ranks 2; this job has 3"),
+        ("run.precision=fp64", "precision fp32; this job has fp64"),
+    ],
+)
+def test_a_profile_of_another_job_is_refused(tmp_path, override, reason):
+    profile = profile_of(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        composed(profile, override)
+    assert str(error.value) == f"profile: {profile.partition('=')[2]} was measured with {reason}"
+
+
+def test_a_profile_without_the_link_does_not_plan_for_a_real_one(tmp_path):
+    with pytest.raises(ConfigError, match="profile: .* has not measured the link: it was emulated"):
+        composed(profile_of(tmp_path, emulated=True))
+
+
+def test_what_is_no_profile_is_refused():
+    with pytest.raises(ConfigError, match="profile: .*setup.cfg is not a profile.json: Expecting value"):
+        composed("profile=setup.cfg")

@@ -4,6 +4,7 @@ stub.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.config import fields_by_key
 from experiments.tracking import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,10 +78,10 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
         (["-m", "budget.gib=-5"], "budget.gib: must be > 0, got -5 (job budget.gib=-5)"),
         (
             ["-m", "strategy=foo"],
-            "strategy: no such option foo; options: dp, fsdp, greedy, random, sdp, zero1",
+            "strategy: no such option foo; options: dp, fsdp, greedy, ilp, random, sdp, zero1",
         ),
         (["stratgy=dp"], "stratgy: no such key; did you mean strategy?"),
-        (["experiment=none"], "experiment: no such option none; options: quick"),
+        (["experiment=none"], "experiment: no such option none; options: bench, quick"),
     ],
 )
 def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line):
@@ -146,3 +148,16 @@ def test_the_scripts_work_from_any_folder(tmp_path, command):
     )
     assert done.returncode == 0
     assert "strategy:\n  name: uniform\n  kind: dp\n" in done.stdout
+
+
+def test_help_explains_every_key_and_shows_what_is_chosen(tmp_path):
+    command = [sys.executable, str(ROOT / "experiments/train.py"), "--help", "strategy=greedy", "run.steps=7"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Plan and train: one job")
+    assert re.search(r"^  strategy +dp, fsdp, greedy\*, ", done.stdout, re.M)
+    assert re.search(r"^  run.steps=7 +training steps in all \(>= 1\)$", done.stdout, re.M)
+    words = done.stdout.split()
+    assert [key for key in fields_by_key() if not any(word.startswith(f"{key}=") for word in words)] == []
+    assert max(map(len, done.stdout.splitlines())) <= 110
+    assert list(tmp_path.iterdir()) == []

@@ -62,7 +62,7 @@ def how(strategy: str, scheduler: str, cross: bool, seed: int) -> How:
     return How(strategy, scheduler, cross, budget=budget, seed=seed)
 
 
-TWO = pairwise((STRATEGIES, SCHEDULERS, (True, False), (1, 2, 3), MODELS))
+TWO = pairwise((STRATEGIES, SCHEDULERS, (True, False), (1, 2), MODELS))
 CLIPPED = pairwise((STRATEGIES, (1, 2), ("gpt2", "resnet")), seed=1)
 THREE = pairwise((STRATEGIES, (1, 2), (None, 0.1), ("tied", "resnet")), seed=2)
 

@@ -78,7 +78,7 @@ def tied(blocks: int = 3) -> Setup:
 
 TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"name": "gpt2-tiny", "width": 16, "heads": 2, "sequence": 8, "vocab": 31},
-    "bert": {"name": "bert-tiny", "width": 16, "heads": 2, "sequence": 8, "vocab": 31},
+    "bert": {"name": "bert-tiny", "layers": 1, "width": 16, "heads": 2, "sequence": 8, "vocab": 31},
     "resnet": {"name": "resnet-tiny", "image": 16, "depths": (1, 1), "hidden_sizes": (64, 128)},
 }
 

@@ -1,0 +1,117 @@
+"""Property: whatever a valid plan says, training is bitwise DDP's, no weight is stale and nothing hangs.
+
+240 plans, each a function of its seed: random mixes, cuts, fusions, issue slots, blocking messages, depths, half of them
+under the smallest budget they can run in, with drains, evaluations and state dicts in between. The model has tied and
+frozen weights, and units whose sizes are no multiple of the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mdcs
+from mdcs.autoplan import on_rank_zero
+from mdcs.ledger import peak
+from mdcs.plan import Strategy
+from mdcs.schedulers import Mix
+from mdcs.schedulers.random_order import RandomOrder
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import (
+    How,
+    Job,
+    differing,
+    distance,
+    optimizer_for,
+    profile_of,
+    reference,
+    setup,
+)
+
+STEPS = 4
+PLANS, CALLS = 240, 8
+
+
+def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
+    mix = tuple(rng.choice(list(Strategy)) for _ in profile.units)
+    order = RandomOrder(rng.randrange(1 << 30), max_blocks=rng.choice([1, 2, 4]), fuse=rng.choice([0.0, 0.3, 0.9]))
+    plan = order.schedule(Mix(profile, mix, micro_steps, cross_iteration=rng.random() < 0.7))
+    blocking = rng.choice([0.0, 0.0, 0.2])
+    messages = tuple(dataclasses.replace(m, blocking=rng.random() < blocking) for m in plan.messages)
+    plan = dataclasses.replace(plan, messages=messages)
+    return dataclasses.replace(plan, budget=peak(plan)) if rng.random() < 0.5 else plan
+
+
+def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
+    rng = random.Random(seed)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    job = Job("tied", rng.choice([1, 2, 3]), rng.choice(["adam", "sgd", "adamw"]), double=double, steps=STEPS)
+    wanted = reference(job)
+    made = setup(job.model, job.double)
+    optimizer = optimizer_for(job.optimizer, made.model)
+    schedule = job.scheduler(optimizer)
+    units = mdcs.partition(made.model, made.policy)
+    how = How(depth=rng.choice([1, 2, 3, 8]), native=rng.random() < 0.2, emulated=rng.random() < 0.1)
+    profile = profile_of(job, how, made, units, optimizer)
+    plan = on_rank_zero(lambda: random_plan(random.Random(seed), profile, job.micro_steps))
+    interrupt = [rng.choice(["", "", "drain", "evaluate", "state"]) for _ in range(STEPS)]
+    losses = []
+    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+        for step in range(STEPS):
+            for micro in range(job.micro_steps):
+                loss = made.loss(made.model, made.batch(step, micro, rank)) / job.micro_steps
+                loss.backward()
+                losses.append(loss.item())
+            parallel.step()
+            schedule.step()
+            if interrupt[step] == "drain":
+                parallel.drain()
+            elif interrupt[step] == "evaluate":
+                with parallel.evaluate(), torch.no_grad():
+                    made.loss(made.model, made.batch(0, 0, 0))
+            elif interrupt[step] == "state":
+                parallel.state_dict()
+        state = parallel.state_dict()
+        records = parallel.records(flush=True)
+    expected = {str(kind): 0 for kind in mdcs.Kind}
+    for message in plan.messages:
+        expected[str(message.kind)] += 1
+    return {
+        "seed": seed,
+        "losses": max(abs(a - b) for a, b in zip(losses, wanted.losses, strict=True)),
+        "weights": distance(state, wanted.state),
+        "bitwise": losses == list(wanted.losses) and not differing(state, wanted.state),
+        # Of a whole period: the last one's gathers were not issued any more.
+        "all sent": {k: v for k, v in expected.items() if v} == records[0].messages,
+        "world": world,
+    }
+
+
+def train_random_plans(seeds: range, double: bool) -> list[dict[str, Any]]:
+    out = []
+    for seed in seeds:
+        try:
+            out.append(train_random_plan(seed, double))
+        except Exception as error:
+            raise RuntimeError(f"plan {seed}: {error!r}") from error
+    return out
+
+
+@pytest.mark.parametrize("call", range(CALLS))
+def test_two_ranks_are_bitwise_equal(two: Ranks, call: int):
+    seeds = range(call * PLANS // CALLS, (call + 1) * PLANS // CALLS)
+    for results in two.run(train_random_plans, seeds, False, timeout_s=200):
+        assert [r["seed"] for r in results if not r["bitwise"]] == []
+        assert [r["seed"] for r in results if not r["all sent"]] == []
+        assert len(results) == len(seeds)
+
+
+def test_three_ranks_differ_by_rounding(three: Ranks):
+    for results in three.run(train_random_plans, range(1000, 1024), True, timeout_s=200):
+        assert [r["seed"] for r in results if max(r["losses"], r["weights"]) > 1e-9] == []
+        assert {r["world"] for r in results} == {3}

@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from mdcs.link import Kind
@@ -40,35 +40,24 @@ class MessageBytes:
     shards_freed: int
     gradients_after_link: tuple[tuple[int, int], ...]  # freed once reduced (RS)
     gradients_after_update: tuple[tuple[int, int], ...]  # freed once updated (AR)
+    # What follows from these; looked up so often that it is added up only once.
+    shards_held: int = field(init=False)  # of its gradient shards, what stays until the barrier
+    shards_of_others: int = field(init=False)  # of the gradient shards it frees, what earlier messages left
+    held: int = field(init=False)  # stays after the message
+    freed: int = field(init=False)  # of what slots and earlier messages left, what is freed when it ends
+    transient: int = field(init=False)  # the most that lives only in flight, beside the gradients that it frees
 
-    @cached_property
-    def shards_held(self) -> int:
-        """Of its gradient shards, what stays until the barrier."""
-        return self.shards - min(self.shards, self.shards_freed)
-
-    @cached_property
-    def shards_of_others(self) -> int:
-        """Of the gradient shards it frees, what earlier messages left."""
-        return max(0, self.shards_freed - self.shards)
-
-    @cached_property
-    def held(self) -> int:
-        """Bytes that stay after the message."""
-        return sum(b for _, b in self.full) + self.shards_held
-
-    @cached_property
-    def freed(self) -> int:
-        """Of the bytes that slots and earlier messages left, what is freed when it ends."""
-        return self.shards_of_others + sum(b for _, b in self.gradients_after_link + self.gradients_after_update)
-
-    @cached_property
-    def transient(self) -> int:
-        """The most that lives only while the message is in flight, beside the gradients that it frees.
-
-        Staging and reduced gradients are freed before the update: scratch takes their place.
-        """
-        reduced = sum(b for _, b in self.gradients_after_link)
-        return self.shards - self.shards_held + max(self.staging, self.scratch - reduced)
+    def __post_init__(self) -> None:
+        reduced, updated = _total(self.gradients_after_link), _total(self.gradients_after_update)
+        own = min(self.shards, self.shards_freed)
+        vars(self).update(
+            shards_held=self.shards - own,
+            shards_of_others=self.shards_freed - own,
+            held=_total(self.full) + self.shards - own,
+            freed=self.shards_freed - own + reduced + updated,
+            # Staging and reduced gradients are freed before the update: scratch takes their place.
+            transient=own + max(self.staging, self.scratch - reduced),
+        )
 
 
 @dataclass(frozen=True)
@@ -80,13 +69,15 @@ class SlotBytes:
     live: int
     peak: int
 
-    @cached_property
-    def allocated(self) -> int:
-        return sum(b for _, b in self.gradients)
+    allocated: int = field(init=False)
+    freed: int = field(init=False)
 
-    @cached_property
-    def freed(self) -> int:
-        return sum(b for _, b in self.released)
+    def __post_init__(self) -> None:
+        vars(self).update(allocated=_total(self.gradients), freed=_total(self.released))
+
+
+def _total(pairs: tuple[tuple[int, int], ...]) -> int:
+    return sum([size for _, size in pairs]) if pairs else 0
 
 
 def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:
@@ -171,7 +162,7 @@ class Ledger:
             more.update(dict(cuts.on_rank))
             for b in range(len(blocks)):
                 largest = cuts.largest[b] if rank is None else max(n for _, n, _ in runs(plan, u, b, rank))
-                self._scratch[u, b] = opt.scratch_tensors * w * largest
+                self._scratch[u, b] = opt.scratch_tensors * w * largest + opt.scratch_fixed
         pieces += max(more.values(), default=0) if rank is None else more[rank]
         self.at_rest["optimizer"] += pieces * opt.state_fixed
         self.rest_bytes = sum(self.at_rest.values())

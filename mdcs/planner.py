@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 from mdcs.ledger import check
 from mdcs.link import Kind, wire_bytes
-from mdcs.plan import Plan, pad
+from mdcs.plan import Plan, Strategy, pad
 from mdcs.profile import Profile
 from mdcs.schedulers import Scheduler
 from mdcs.schedulers.admission import fit
@@ -44,21 +45,10 @@ def make_plan(
     if schedule_share is not None and budget is None:
         raise ValueError("schedule_share divides a budget: set one")
     judge = Judge(profile, budget, micro_steps, cross_iteration, reserve)
-    cap = budget
-    if budget is not None:
-        floor = judge.floor
-        if budget < floor:
-            raise InfeasibleBudget(budget, floor, "even all fsdp with the sequential schedule")
-        if schedule_share is not None:
-            slack = budget - floor
-            for_schedule = int(schedule_share * slack)
-            judge = dataclasses.replace(judge, budget=budget - for_schedule)
-            mix = strategy.choose(profile, judge)
-            cap = judge.peak(mix) + for_schedule
-        else:
-            mix = strategy.choose(profile, judge)
+    if budget is None or schedule_share is None:
+        mix, cap = strategy.choose(profile, judge), budget
     else:
-        mix = strategy.choose(profile, judge)
+        mix, cap = _shared(profile, strategy, judge, budget, schedule_share)
     plan = dataclasses.replace(
         scheduler.schedule(judge.mix(mix)), reserve=reserve, strategy=name or type(strategy).__name__.lower()
     )
@@ -66,6 +56,30 @@ def make_plan(
         plan = fit(plan, cap)
         check(plan)
     return with_prediction(plan)
+
+
+def _shared(
+    profile: Profile, strategy: StrategyPlanner, judge: Judge, budget: int, share: float
+) -> tuple[tuple[Strategy, ...], int]:
+    """The strategy mix and the cap of the schedule, each with its share of the slack."""
+    floor = judge.floor
+
+    def for_strategy(budget: int) -> int:
+        return budget - int(share * max(0, budget - floor))
+
+    try:
+        mix = strategy.choose(profile, dataclasses.replace(judge, budget=for_strategy(budget)))
+    except InfeasibleBudget as e:
+        if e.smallest is None or (share == 1 and e.smallest > floor):
+            raise InfeasibleBudget(budget, None, f"{e.what} beside schedule_share {share:g}") from e
+        high = max(floor, e.smallest)
+        while for_strategy(high) < e.smallest:
+            high = floor + 2 * (high - floor)
+        smallest = bisect.bisect_left(range(high), e.smallest, lo=floor, key=for_strategy)
+        raise InfeasibleBudget(budget, smallest, e.what) from e
+    if budget < floor:
+        raise InfeasibleBudget(budget, floor, "all fsdp with the sequential schedule")
+    return mix, judge.peak(mix) + budget - for_strategy(budget)
 
 
 def extra_communication_s(profile: Profile, sent: dict[str, int]) -> float:

@@ -71,7 +71,7 @@ class Optimizer:
 
     A *run* is a contiguous piece of a shard with one parameter group: one tensor for the optimizer.
     State is ``state_tensors`` copies of the run plus ``state_fixed`` bytes (Adam: its step counter); scratch
-    is ``scratch_tensors`` copies of the largest run (non-fused Adam: 2).
+    is ``scratch_tensors`` copies of the largest run (non-fused Adam: 2) plus ``scratch_fixed`` bytes.
     """
 
     name: str = "sgd"
@@ -80,6 +80,7 @@ class Optimizer:
     scratch_tensors: int = 0
     seconds_per_element: float = 0.0
     seconds_per_run: float = 0.0
+    scratch_fixed: int = 0
 
 
 @dataclass(frozen=True)

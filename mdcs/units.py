@@ -66,8 +66,10 @@ class BySize:
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
         marked: nn.Module = copy.deepcopy(model, meta)
 
-        def policy(module: nn.Module, recurse: bool, unwrapped_params: int, **_: object) -> bool:
-            return default_auto_wrap_policy(module, recurse, unwrapped_params, min_num_params=self.min_params)
+        def policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
+            return default_auto_wrap_policy(
+                module, recurse, unwrapped_params, module_is_root, min_num_params=self.min_params
+            )
 
         with enable_wrap(auto_wrap_policy=policy, wrapper_cls=_Marker):
             marked = auto_wrap(marked)

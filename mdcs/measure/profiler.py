@@ -47,8 +47,9 @@ def measure_profile(
         for _, p in unit.parameters:
             meter.retag(p.data, "parameters")
     recorder = _Recorder(units, meter, device)
-    saved = {name: b.detach().clone() for name, b in model.named_buffers()}
-    random_state = torch.random.get_rng_state()
+    with meter.tag("parameters"):  # not of a training step: kept out of what is measured as activations
+        saved = {name: b.detach().clone() for name, b in model.named_buffers()}
+        random_state = torch.random.get_rng_state()
     hooks = Hooks(units, recorder)
     collected = gc.isenabled()
     gc.disable()  # a collection inside a slot would be measured as compute
@@ -72,7 +73,7 @@ def measure_profile(
         slots=recorder.slots(),
         world=world,
         link=link,
-        optimizer=optimizer_costs(optimizer, weight),
+        optimizer=optimizer_costs(optimizer, weight, meter),
         param_bytes=weight.element_size(),
         grad_bytes=weight.element_size(),
         reduce_scatter=reduce_scatter,
@@ -221,14 +222,24 @@ class _Recorder:
         )
 
 
-def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor) -> Optimizer:
+def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter) -> Optimizer:
     """State, scratch and time of an update. Raises UnsupportedModel for an optimizer that cannot run on shards."""
-    name = type(optimizer).__name__.lower()
-    return Optimizer(name, *optimizer_bytes(optimizer), *_update_seconds(optimizer, like))
+    state, fixed, scratch = optimizer_bytes(optimizer)
+    small, large = (_Update.measure(optimizer, like, n, meter) for n in (1 << 10, 1 << 20))
+    elements = large.elements - small.elements
+    scratch_fixed = 0
+    if small.scratch is not None and large.scratch is not None:
+        scratch = (large.scratch - small.scratch) // (elements * like.element_size())
+        scratch_fixed = small.scratch - scratch * small.elements * like.element_size()
+    return Optimizer(
+        type(optimizer).__name__.lower(), state, fixed, scratch,
+        seconds_per_element=max(0.0, large.seconds - small.seconds) / elements,
+        seconds_per_run=small.seconds, scratch_fixed=scratch_fixed,
+    )  # fmt: skip
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
-    """State tensors, fixed state bytes and scratch tensors per run (:class:`mdcs.profile.Optimizer`).
+    """State tensors, fixed state bytes and, where nothing is measured, scratch tensors per run.
 
     Raises UnsupportedModel for an optimizer that cannot run on shards.
     """
@@ -250,25 +261,35 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
     return state, fixed, 0 if fused else scratch
 
 
-def _update_seconds(optimizer: torch.optim.Optimizer, like: Tensor) -> tuple[float, float]:
-    times = []
-    sizes = (1 << 10, 1 << 20)
-    for n in sizes:
-        p = torch.zeros(n, dtype=like.dtype, device=like.device)
+@dataclass(frozen=True)
+class _Update:
+    """What an update of a run costs: seconds, and the most bytes it allocates beside the state (None: not measured)."""
+
+    elements: int
+    seconds: float
+    scratch: int | None
+
+    @classmethod
+    def measure(cls, optimizer: torch.optim.Optimizer, like: Tensor, elements: int, meter: Meter) -> _Update:
+        p = torch.zeros(elements, dtype=like.dtype, device=like.device)
         p.grad = torch.ones_like(p)
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "initial_lr")}
-        trial = type(optimizer)([{**options, "params": [p]}])  # type: ignore[call-arg]  # every optimizer has defaults
-        trial.step()
-        samples = []
-        for _ in range(5):
-            _sync(like)
-            begin = time.perf_counter()
+        samples, scratch = [], []
+        for group in optimizer.param_groups:
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+            trial = type(optimizer)([{**options, "params": [p]}])
             trial.step()
-            _sync(like)
-            samples.append(time.perf_counter() - begin)
-        times.append(statistics.median(samples))
-    per_element = max(0.0, times[1] - times[0]) / (sizes[1] - sizes[0])
-    return per_element, times[0]
+            for _ in range(5):
+                _sync(like)
+                meter.window()
+                before, begin = meter.live(), time.perf_counter()
+                trial.step()
+                _sync(like)
+                samples.append(time.perf_counter() - begin)
+                highest = meter.window()
+                if before is not None and highest is not None:
+                    scratch.append((highest["total"] or 0) - (before["total"] or 0))
+            del trial
+        return cls(elements, statistics.median(samples), max(scratch, default=None))
 
 
 def _copy_seconds_per_byte(like: Tensor) -> float:

@@ -346,12 +346,12 @@ def _fits_job(plan: Plan, world: int, clip_norm: float | None, optimizer: torch.
         raise PlanError("clipping the global norm needs all gradients first: plan with cross_iteration=False")
     if clip_norm is not None and clip_norm <= 0:
         raise ValueError(f"clip_norm must be > 0, got {clip_norm}")
-    state, fixed, scratch = optimizer_bytes(optimizer)
+    state, fixed, _ = optimizer_bytes(optimizer)
     planned = plan.profile.optimizer
-    if (state, fixed, scratch) != (planned.state_tensors, planned.state_fixed, planned.scratch_tensors):
+    if (state, fixed) != (planned.state_tensors, planned.state_fixed):
         raise ValueError(
-            f"{type(optimizer).__name__} holds {state} state and {scratch} scratch tensors per parameter; the plan was "
-            f"made for {planned.name} with {planned.state_tensors} and {planned.scratch_tensors}"
+            f"{type(optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {planned.name} "
+            f"with {planned.state_tensors}"
         )
     if optimizer.state:
         raise ValueError(f"{type(optimizer).__name__} has state already, from earlier steps or a checkpoint: it would be lost")

@@ -139,16 +139,49 @@ class Dispatcher:
         with self.lock:
             self.wait_for(self.issued, "the messages in flight")
             first = self.issued
-        mark = self.executor.mark()
         if base == 0:
             return  # the prologue reduces nothing
-        for index in range(max(first, base), base + self.last_reduction + 1):
-            if self.plan.messages[index % self.n].kind.is_gather or index in self._skipped:
-                continue
+        ahead = [
+            index
+            for index in range(max(first, base), base + self.last_reduction + 1)
+            if not self.plan.messages[index % self.n].kind.is_gather and index not in self._skipped
+        ]
+        if not ahead:
+            return
+        mark = self.executor.mark()
+        put_away = self._put_away(mark)
+        for index in ahead:
             self._marks[index] = mark
             transfer, begin = self._start(index)
             self._finish(index, transfer, begin)
             self._skipped.add(index)
+        for unit in put_away:
+            self._fetch(unit)
+
+    def _put_away(self, mark: Any) -> list[int]:
+        """Free what is gathered ahead for the next forward: the plan has no room beside it for reductions at this slot."""
+        if self.account.cap is None:
+            return []
+        units = [u for u, s in enumerate(self.storages) if s.strategy.sharded and s.is_full]
+        with self.executor.communicating():
+            self.executor.after(mark)
+            with self.lock:
+                for u in units:
+                    self.storages[u].free_full()
+                    self.account.book("full_parameters", -self.storages[u].full_bytes)
+        return units
+
+    def _fetch(self, unit: int) -> None:
+        """Gather a unit again that was put away; its bytes are still reserved."""
+        storage = self.storages[unit]
+        try:
+            with self.executor.communicating():
+                with self.lock:
+                    storage.allocate_full()
+                    self.account.book("full_parameters", storage.full_bytes)
+                self.executor.finish(self.wire.gather_now(unit))
+        except RuntimeError as e:
+            raise RunError(f"rank {self.wire.rank}, step {self.step}: gather of {storage.name}: {e}") from e
 
     def stop(self) -> None:
         with self.lock:

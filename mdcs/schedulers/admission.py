@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mdcs.ledger import Ledger, Need, needs
+from mdcs.ledger import Ledger, needs
 from mdcs.link import Kind
 from mdcs.plan import Message, Op, Plan, PlanError
 
@@ -21,12 +21,13 @@ def fit(plan: Plan, budget: int) -> Plan:
     """
     cap = budget - plan.reserve
     while True:
-        over = _first_over(plan, cap)
+        ledger = Ledger(plan)
+        over = next(((q, need) for q, need in enumerate(needs(plan, ledger)) if need.bytes > cap), None)
         if over is None:
             return dataclasses.replace(plan, budget=budget)
         q, need = over
         messages = (
-            _later_gathers(plan, q, need, cap)
+            _later_gathers(plan, ledger, q, need.bytes - cap)
             or _reductions_first(plan, q)
             or _earlier_reductions(plan, q)
             or _split(plan, q)
@@ -43,13 +44,6 @@ def fit(plan: Plan, budget: int) -> Plan:
         plan = dataclasses.replace(plan, messages=messages)
 
 
-def _first_over(plan: Plan, cap: int) -> tuple[int, Need] | None:
-    for q, need in enumerate(needs(plan)):
-        if need.bytes > cap:
-            return q, need
-    return None
-
-
 def _moved(plan: Plan, slots: list[int]) -> tuple[Message, ...]:
     """Messages with new unrolled slots, in order of slot; what moved goes behind what did not."""
     length, turn = plan.period.length, plan.period.turn
@@ -60,13 +54,12 @@ def _moved(plan: Plan, slots: list[int]) -> tuple[Message, ...]:
         return slot % length, at_barrier and message.kind.is_gather, slot != plan.unrolled(message)
 
     ordered = sorted(zip(plan.messages, slots, strict=True), key=key)
-    return tuple(dataclasses.replace(m, slot=s % length) for m, s in ordered)
+    return tuple(m if m.slot == s % length else dataclasses.replace(m, slot=s % length) for m, s in ordered)
 
 
-def _later_gathers(plan: Plan, q: int, need: Need, cap: int) -> tuple[Message, ...] | None:
-    """Issue after slot q what is gathered by then but only needed later, the farthest first."""
+def _later_gathers(plan: Plan, ledger: Ledger, q: int, excess: int) -> tuple[Message, ...] | None:
+    """Issue after slot q what is gathered by then but only needed later, the farthest first, until ``excess`` fits."""
     length = plan.period.length
-    ledger = Ledger(plan)
     ahead: list[tuple[int, int, Op, int]] = []  # need, bytes, operation, new slot
     for message, effect in zip(plan.messages, ledger.messages, strict=True):
         for unit, size in effect.full:
@@ -79,7 +72,6 @@ def _later_gathers(plan: Plan, q: int, need: Need, cap: int) -> tuple[Message, .
     if not ahead:
         return None
     late: dict[Op, int] = {}
-    excess = need.bytes - cap
     for _, size, op, later in sorted(ahead, reverse=True):
         if excess <= 0:
             break

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mdcs.link import Kind
 from mdcs.plan import Op, Plan, Strategy
 from mdcs.schedulers.fusion import buckets, fuse
 from mdcs.schedulers.mix import Draft, Mix
@@ -20,13 +19,17 @@ class Dear:
     bucket_bytes: int = 0
     ahead: int = 2
 
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 0 or self.ahead < 0:
+            raise ValueError(f"bucket_bytes and ahead must be >= 0, got {self.bucket_bytes} and {self.ahead}")
+
     def schedule(self, mix: Mix) -> Plan:
         fused = fuse(mix, "dear", lambda stream: buckets(mix, stream, max(1, self.bucket_bytes)))
         turn, period = mix.period.turn, mix.period
         drafts = []
         for m in fused.messages:
             slot = fused.unrolled(m)
-            if m.kind is Kind.AG_F:
+            if m.kind.is_gather:
                 first = max([turn, *(mix.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)])
                 keep = all(mix.strategies[u] is not Strategy.fsdp for u, _ in m.parts)
                 need = fused.need(m)

@@ -18,6 +18,10 @@ class RandomOrder:
     max_blocks: int = 3
     fuse: float = 0.3
 
+    def __post_init__(self) -> None:
+        if self.max_blocks < 1 or not 0 <= self.fuse <= 1:
+            raise ValueError(f"max_blocks must be >= 1 and fuse in [0, 1], got {self.max_blocks} and {self.fuse}")
+
     def schedule(self, mix: Mix) -> Plan:
         rng = random.Random(self.seed)
         world = mix.profile.world

@@ -1,6 +1,6 @@
 """Strategy planners: a profile and bytes in, a strategy per unit out, judged with the sequential schedule.
 
-Add one by writing a frozen dataclass with ``choose(profile, budget, ...)`` and naming it here.
+Add one by writing a frozen dataclass with ``choose(profile, judge)`` and naming it here.
 """
 
 from __future__ import annotations

@@ -13,11 +13,15 @@ from mdcs.schedulers.sequential import Sequential
 
 
 class InfeasibleBudget(ValueError):
-    """``smallest`` is the smallest feasible budget in bytes."""
+    """``smallest`` is the smallest feasible budget in bytes; None if none is."""
 
-    def __init__(self, budget: int, smallest: int, what: str) -> None:
-        super().__init__(f"{what} does not fit {budget} bytes: the smallest feasible budget is {smallest} bytes")
-        self.budget, self.smallest = budget, smallest
+    def __init__(self, budget: int, smallest: int | None, what: str) -> None:
+        feasible = "no budget is enough" if smallest is None else f"the smallest feasible budget is {smallest} bytes"
+        super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
+        self.budget, self.smallest, self.what = budget, smallest, what
+
+    def __reduce__(self) -> tuple[type, tuple[int, int | None, str]]:  # rank 0's goes to all ranks
+        return type(self), (self.budget, self.smallest, self.what)
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,22 @@ class Greedy:
 
         A change that costs no bytes is free and taken first. Ties go to the strategy named first.
         """
-        mix = [Strategy.fsdp] * len(profile.units)
-        judge.require(mix, "even all fsdp")
+        fsdp = (Strategy.fsdp,) * len(profile.units)
+        judge.require(fsdp, "even all fsdp")
+        mix = list(judge.mix(fsdp).strategies)  # units that gain nothing from a second gather are sdp
+        cost = [{k: seconds(profile, u, k, judge.micro_steps) for k in Strategy} for u in range(len(mix))]
         changes = sorted(
             (
-                (-saved / max(1, size), u, k)
+                (-saved / max(1, extra_bytes(profile, u, k)), u, k)
                 for u in range(len(mix))
                 for k in (Strategy.sdp, Strategy.zero1, Strategy.dp)
-                if (saved := seconds(profile, u, Strategy.fsdp) - seconds(profile, u, k)) > 0
-                for size in [extra_bytes(profile, u, k)]
+                if (saved := cost[u][mix[u]] - cost[u][k]) > 0
             ),
             key=lambda c: c[:2],
         )
         # One ranking serves all rounds (costs are per unit); a unit may later improve on an earlier choice.
         for _, u, k in changes:
-            if seconds(profile, u, k) >= seconds(profile, u, mix[u]) and mix[u] is not Strategy.fsdp:
+            if cost[u][k] >= cost[u][mix[u]]:
                 continue
             before, mix[u] = mix[u], k
             if not judge.fits(mix):
@@ -39,16 +40,22 @@ class Greedy:
         return tuple(mix)
 
 
-def seconds(profile: Profile, unit: int, strategy: Strategy) -> float:
-    """Communication and update time of a unit in one period, none of it hidden."""
+def seconds(profile: Profile, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
+    """Communication and update time of a unit in one period, none of it hidden.
+
+    A sharded unit is gathered in every micro-step; it is reduced and updated once, as zero1 is gathered once.
+    """
     u, link, opt = profile.units[unit], profile.link, profile.optimizer
     total = pad(u.numel, profile.world)
     time = 0.0
     for kind in strategy.kinds(u.trainable, u.backward is not None):
         size = total * (profile.param_bytes if kind.is_gather else profile.grad_bytes)
         wire = wire_bytes(kind, size, profile.world, profile.reduce_scatter)
-        time += link.alpha_of(kind) + link.beta_of(kind) * wire
-        if kind in (Kind.AR, Kind.RS):
+        times = micro_steps if kind.is_gather and strategy.sharded else 1
+        time += times * (link.alpha_of(kind) + link.beta_of(kind) * wire)
+        if kind is Kind.RS and profile.reduce_scatter == "all_to_all":
+            time += profile.copy_seconds_per_byte * size  # the local sum
+        if not kind.is_gather:
             share = 1 if kind is Kind.AR else profile.world
             time += total / share * opt.seconds_per_element + opt.seconds_per_run
     return time

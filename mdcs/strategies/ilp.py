@@ -59,7 +59,7 @@ class Ilp:
         mix = tuple(Strategy(k) for k in answer["mix"])
         if not judge.fits(mix):
             return greedy, "greedy: the solver's mix does not fit"
-        if _time(profile, greedy) < _time(profile, mix):
+        if _time(judge, greedy) < _time(judge, mix):
             return greedy, f"greedy: faster than the solver's ({answer['status']})"
         return mix, answer["status"]
 
@@ -79,8 +79,8 @@ class Ilp:
         return answer
 
 
-def _time(profile: Profile, mix: tuple[Strategy, ...]) -> float:
-    return sum(seconds(profile, u, k) for u, k in enumerate(mix))
+def _time(judge: Judge, mix: tuple[Strategy, ...]) -> float:
+    return sum(seconds(judge.profile, u, k, judge.micro_steps) for u, k in enumerate(mix))
 
 
 # ---- the problem, in numbers
@@ -90,7 +90,7 @@ def problem(profile: Profile, judge: Judge) -> dict[str, Any]:
     """Costs per unit and strategy, and rows (bytes per unit and strategy, bytes left) of the memory constraints."""
     kinds = list(Strategy)
     units = range(len(profile.units))
-    costs = [[seconds(profile, u, k) for k in kinds] for u in units]
+    costs = [[seconds(profile, u, k, judge.micro_steps) for k in kinds] for u in units]
     if judge.budget is None:
         return {"costs": costs, "rows": []}
     cap = judge.budget - judge.reserve

@@ -15,21 +15,24 @@ import torch.distributed as dist
 from experiments import worker
 from experiments.config import load
 
-rank = os.environ["RANK"]
-on_rank_zero = worker.on_rank_zero
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero
 
 
 def on_every_rank_its_own(make):
     plan = on_rank_zero(make)
-    return dataclasses.replace(plan, reserve=plan.reserve + int(rank))
+    return dataclasses.replace(plan, reserve=plan.reserve + rank)
 
 
-for number, folder in enumerate(map(Path, sys.argv[1:])):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # names of a new process group in torch's store
+for folder in map(Path, sys.argv[1:]):
+    # Each process group in a corner of the agent's store, where the one before it has left no keys.
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    own = {"store": dist.PrefixStore(str(folder), agent), "rank": rank, "world_size": world}
+    dist.init_process_group = lambda backend, own=own, **options: init_process_group(backend, **own, **options)
     different = load(folder / "config.yaml").run.name == "another plan"
     worker.on_rank_zero = on_every_rank_its_own if different else on_rank_zero
     try:
-        worker.main(folder, "--plan-only" in sys.argv)
+        worker.main(folder, plan_only=False)
     except ValueError as error:
         (folder / f"refused{rank}").write_text(f"{type(error).__name__}: {error}")
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Property: whatever a valid plan says, training is bitwise DDP's, no weight is stale and nothing hangs.
 
-240 plans, each a function of its seed: random mixes, cuts, fusions, issue slots, blocking messages, depths, half of them
+208 plans, each a function of its seed: random mixes, cuts, fusions, issue slots, blocking messages, depths, half of them
 under the smallest budget they can run in, with drains, evaluations and state dicts in between. The model has tied and
 frozen weights, and units whose sizes are no multiple of the ranks.
 """
@@ -34,7 +34,7 @@ from tests.mdcs.runtime.training import (
 )
 
 STEPS = 4
-PLANS, CALLS = 240, 8
+PLANS, CALLS = 208, 8
 
 
 def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
@@ -112,6 +112,6 @@ def test_two_ranks_are_bitwise_equal(two: Ranks, call: int):
 
 
 def test_three_ranks_differ_by_rounding(three: Ranks):
-    for results in three.run(train_random_plans, range(1000, 1024), True, timeout_s=200):
+    for results in three.run(train_random_plans, range(1000, 1012), True, timeout_s=200):
         assert [r["seed"] for r in results if max(r["losses"], r["weights"]) > 1e-9] == []
         assert {r["world"] for r in results} == {3}

@@ -143,7 +143,11 @@ class Job:
 
 @dataclass(frozen=True)
 class How:
-    """How it is planned. ``budget`` counts floors; None is unlimited."""
+    """How it is planned. ``budget`` counts floors; None is unlimited.
+
+    ``bytes`` is the size of partitioning's blocks, and half of fusion's buckets: small enough to cut some of the tiny
+    models' units and to fuse others.
+    """
 
     strategy: str = "dp"
     scheduler: str = "wfbp"
@@ -153,6 +157,7 @@ class How:
     emulated: bool = False
     depth: int = 2
     native: bool = False
+    bytes: int = 1500
 
 
 def strategy_for(how: How) -> StrategyPlanner:
@@ -161,16 +166,13 @@ def strategy_for(how: How) -> StrategyPlanner:
     return STRATEGIES[how.strategy]() if how.strategy in STRATEGIES else STRATEGIES["uniform"](kind=how.strategy)  # type: ignore[call-arg]
 
 
-# Small enough to fuse some and cut some of the tiny models' units.
-_SIZES: dict[str, dict[str, Any]] = {
-    "fusion": {"bucket_bytes": 3000},
-    "partitioning": {"block_bytes": 1500},
-    "priority": {"block_bytes": 1500},
-}
-
-
 def scheduler_for(how: How) -> Scheduler:
-    options = {"seed": how.seed} if how.scheduler == "random" else _SIZES.get(how.scheduler, {})
+    options: dict[str, Any] = {
+        "random": {"seed": how.seed},
+        "fusion": {"bucket_bytes": 2 * how.bytes},
+        "partitioning": {"block_bytes": how.bytes},
+        "priority": {"block_bytes": how.bytes},
+    }.get(how.scheduler, {})
     return SCHEDULERS[how.scheduler](**options)
 
 

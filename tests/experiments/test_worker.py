@@ -1,0 +1,390 @@
+"""Real jobs on two real ranks: every strategy and scheduler trains the same, sends what its plan says, and holds the
+bytes that the ledger says. And what happens when a rank dies, raises, hangs, or has another plan.
+
+Starting ranks costs seconds, so the jobs that end well, or are refused before step 1, share one start.
+"""
+
+import dataclasses
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+
+import analysis
+from experiments import config as schema
+from experiments import errors, jobs
+from experiments.config import Config
+from experiments.tracking import read_events
+from launch import elastic, status
+from mdcs.measure.timeline import PREDICTED_RANK, Timeline
+from mdcs.plan import Plan
+from mdcs.planner import sent_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, WARMUP = 4, 2
+SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=2", "cluster.threads=1")
+SHARE = ("budget=over_floor", "budget.over_floor=0.1", "budget.schedule_share=0.5")
+
+WORKLOADS = {
+    "tied gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "run.eval_every=2"),
+    "clipped bert": (
+        *("model=bert-tiny", "data=synthetic", "optimizer=adamw", "optimizer.clip_norm=0.5"),
+        *("optimizer.schedule=cosine", "run.accumulation=2", "model.checkpointing=true"),
+    ),
+    "resnet by size": ("model=resnet-tiny", "data=synthetic", "optimizer=sgd", "model.wrap=size",
+                       "model.wrap_min_params=2000", "run.eval_every=3"),
+    "frozen fp64 mlp": ("model=mlp", "model.width=64", "data=digits", "optimizer=adam", "model.wrap=leaf",
+                        "model.frozen=[layers.1.*]", "run.precision=fp64", "run.accumulation=2"),
+}  # fmt: skip
+# The first of each workload measures the profile that the others plan with.
+JOBS = [
+    ("tied gpt2", ("strategy=dp", "scheduler=sequential")),
+    ("tied gpt2", ("strategy=greedy", "scheduler=priority", *SHARE)),
+    ("tied gpt2", ("strategy=fsdp", "scheduler=dear", "link=emulated")),
+    ("tied gpt2", ("strategy=random", "scheduler=random", "link=emulated", "link.depth=1")),
+    ("clipped bert", ("strategy=zero1", "scheduler=mg_wfbp")),
+    ("clipped bert", ("strategy=ilp", "scheduler=fusion", *SHARE)),
+    ("clipped bert", ("strategy=sdp", "scheduler=partitioning", "scheduler.block_mib=0.05", "link=emulated")),
+    ("resnet by size", ("strategy=sdp", "scheduler=wfbp")),
+    ("resnet by size", ("strategy=fsdp", "scheduler=random", "link=emulated")),
+    ("resnet by size", ("strategy=dp", "scheduler=priority", "scheduler.block_mib=0.02", "budget=unlimited")),
+    ("frozen fp64 mlp", ("strategy=zero1", "scheduler=priority", "scheduler.cross_iteration=false")),
+    ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget.gib=0.5", "budget.reserve_mib=1")),
+]
+REFUSED = {
+    "infeasible": ("model=mlp", "data=digits", "budget.gib=1e-6"),
+    "infeasible for dp": ("model=mlp", "data=digits", "strategy=dp", "budget=over_floor", "budget.over_floor=0"),
+    "another plan": ("model=mlp", "data=digits"),
+    "other profile": (
+        *("model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0.9"),
+        f"profile={Path(__file__).with_name('profile.json')}",
+    ),
+    "pattern of no parameter": ("model=mlp", "data=digits", "model.frozen=[layer.*]"),
+}
+
+
+def composed(*overrides: str) -> Config:
+    schema.register()
+    with initialize_config_dir(str(errors.CONF), version_base="1.3"):
+        return schema.from_composed(compose("config", overrides=[*SMALL, *overrides]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """The folder of a job that ended well."""
+
+    workload: str
+    overrides: tuple[str, ...]
+    folder: Path
+
+    @property
+    def events(self):
+        return read_events(self.folder / "metrics.jsonl")
+
+    @property
+    def start(self):
+        return self.events[0]
+
+    @property
+    def summary(self):
+        return self.events[-1]
+
+    @property
+    def steps(self):
+        return [event for event in self.events if event["event"] == "step"]
+
+    @property
+    def plan(self):
+        return Plan.from_json((self.folder / "plan.json").read_text())
+
+    def timeline(self, name):
+        return Timeline.from_json((self.folder / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory):
+    """All jobs of JOBS and REFUSED, run by the same two ranks."""
+    folder = tmp_path_factory.mktemp("batch")
+    first: dict[str, Path] = {}
+    made = []
+    for number, (workload, overrides) in enumerate(JOBS):
+        config = jobs.resolve(composed(*WORKLOADS[workload], *overrides))
+        profile = first.setdefault(workload, folder / str(number) / "profile.json")
+        own = folder / str(number)
+        made.append((own, dataclasses.replace(config, profile=None if profile.parent == own else str(profile))))
+    for name, overrides in REFUSED.items():
+        made.append((folder / name, jobs.resolve(composed(*overrides, f"run.name={name}"))))
+    for own, config in made:
+        own.mkdir()
+        schema.save(config, own / "config.yaml")
+    outcome = elastic.run(
+        folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(made[0][1]),
+        module="tests.experiments.batch_worker", arguments=[str(own) for own, _ in made],
+    )  # fmt: skip
+    assert outcome.ok, outcome.reason
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(batch):
+    return [Ran(workload, overrides, batch / str(n)) for n, (workload, overrides) in enumerate(JOBS)]
+
+
+def test_the_jobs_choose_every_option_once():
+    """An option that is added to conf/ needs a job here."""
+    given = {override for workload, overrides in JOBS for override in (*WORKLOADS[workload], *overrides)}
+    given |= {"link=real", "cluster=local", "tracker=none"}  # the defaults
+    untried = {"cluster": {"cuda"}, "tracker": {"wandb"}, "model": {"gpt2-small", "bert-base", "resnet50", "resnet152"}}
+    missing = [
+        f"{group}={option}"
+        for group, options in errors.groups().items()
+        for option in options
+        if group != "experiment" and option not in untried.get(group, ()) and f"{group}={option}" not in given
+    ]
+    assert missing == []
+
+
+def test_a_job_says_what_it_does_step_by_step(ran):
+    for run in ran:
+        names = [event["event"] for event in run.events if event["event"] != "eval"]
+        assert names == ["start", *["step"] * STEPS, "summary"], run
+        assert [step["step"] for step in run.steps] == list(range(1, STEPS + 1))
+        assert [step["warmup"] for step in run.steps] == [n <= WARMUP for n in range(1, STEPS + 1)]
+        for step in run.steps:
+            assert step["step_s"] >= step["compute_s"] > 0 and 0 <= step["overlap_ratio"] <= 1, run
+            assert step["exposed_s"] == pytest.approx(step["step_s"] - step["compute_s"]), run
+        assert (run.summary["status"], run.summary["steps"]) == ("ok", STEPS)
+        assert run.summary["loss"] == run.steps[-1]["loss"]
+        evaluated = [event["step"] for event in run.events if event["event"] == "eval"]
+        every = {"tied gpt2": 2, "resnet by size": 3}.get(run.workload, STEPS + 1)
+        assert evaluated == list(range(every, STEPS + 1, every))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_losses_do_not_depend_on_strategy_schedule_link_or_budget(ran, workload):
+    """Two ranks sum two numbers: whatever the plan, the bits are the same. Only a clipped norm is summed in an order
+    that depends on the shards."""
+    tolerance = 1e-6 if "clipped" in workload else 0
+    curves = [
+        [(event["event"], event["step"], event["loss"]) for event in run.events if "loss" in event and "step" in event]
+        for run in ran
+        if run.workload == workload
+    ]
+    assert len(curves) >= 2
+    for curve in curves[1:]:
+        assert [point[:2] for point in curve] == [point[:2] for point in curves[0]]
+        assert [point[2] for point in curve] == pytest.approx([point[2] for point in curves[0]], rel=tolerance, abs=0)
+    losses = [loss for event, _, loss in curves[0] if event == "step"]
+    assert len(set(losses)) == STEPS  # it does train
+
+
+def test_every_step_sends_what_the_plan_says(ran):
+    for run in ran:
+        plan = run.plan
+        count = Counter(str(message.kind) for message in plan.messages)
+        for step in run.steps[:-1]:
+            assert step["bytes"] == sent_bytes(plan), run
+            assert step["messages"] == count, run
+        assert run.steps[-1]["bytes"].items() <= sent_bytes(plan).items()  # no forward follows it
+        assert run.summary["bytes"] == sent_bytes(plan)
+        assert run.start["plan_hash"] == plan.hash
+
+
+def test_memory_is_what_the_ledger_says_to_the_byte(ran):
+    """Registered buffers exactly; activations were measured by the profile, in another iteration."""
+    for run in ran:
+        ledger, measured = run.summary["memory"]["ledger"], run.summary["memory"]["measured"]
+        differences = {
+            category: (ledger[category], measured[category])
+            for category in ledger
+            if category not in ("activations", "total") and ledger[category] != measured[category]
+        }
+        assert differences == {}, run
+        assert measured["activations"] <= ledger["activations"] + 64, run
+        assert measured["total"] <= ledger["total"] + 64, run
+        assert run.summary["memory"]["predicted"] == dataclasses.asdict(run.plan.prediction)["memory"]
+
+
+def test_a_budget_is_kept(ran):
+    with_budget = [run for run in ran if run.start["budget_bytes"] is not None]
+    assert len(with_budget) == 3
+    for run in with_budget:
+        allowed = run.start["admission_bytes"] - run.plan.reserve
+        assert run.start["floor_bytes"] <= run.start["admission_bytes"] <= run.start["budget_bytes"]
+        assert run.summary["memory"]["measured"]["total"] <= allowed, run
+        assert all(step["peak_bytes"] <= allowed for step in run.steps), run
+
+
+def test_timelines_show_a_whole_period_of_every_rank(ran):
+    for run in ran:
+        plan = run.plan
+        slots = tuple(plan.period.name(slot) for slot in range(plan.period.length))
+        for name, ranks in (("timeline.json", [0, 1]), ("predicted_timeline.json", [PREDICTED_RANK])):
+            timeline = run.timeline(name)
+            assert timeline.slots == slots
+            assert [rank.rank for rank in timeline.ranks] == ranks
+            assert [memory.slot for memory in timeline.memory] == list(slots)
+            for rank in timeline.ranks:
+                computed = [interval for interval in rank.intervals if interval.lane == "compute"]
+                assert [interval.name for interval in computed] == list(slots), run
+                assert all(a.end <= b.start for a, b in itertools.pairwise(computed)), run
+                sent = Counter(interval.kind for interval in rank.intervals if interval.lane == "message")
+                # A message that is in flight at an end of the period is there at both.
+                assert not Counter(str(message.kind) for message in plan.messages) - sent, run
+        assert run.timeline("predicted_timeline.json").period_s == pytest.approx(plan.prediction.step_s)
+
+
+def test_a_link_is_emulated_when_the_config_says_so(ran):
+    for run in ran:
+        emulated = "link=emulated" in run.overrides
+        assert run.start["emulated"] is emulated
+        if emulated:  # 1 Gbit/s carries no more, whatever the schedule
+            at_least = sum(sent_bytes(run.plan).values()) * 8 / 1e9
+            assert run.summary["communication_s"] > at_least, run
+            assert run.plan.profile.link.depth == (1 if "link.depth=1" in run.overrides else 2)
+
+
+def test_jobs_that_share_a_profile_plan_with_the_same_numbers(ran):
+    by_workload = [[run.plan.profile for run in ran if run.workload == workload] for workload in WORKLOADS]
+    for profiles in by_workload:
+        assert {(profile.units, profile.slots, profile.optimizer) for profile in profiles} == {
+            (profiles[0].units, profiles[0].slots, profiles[0].optimizer)
+        }
+
+
+def test_the_table_and_the_pictures_of_real_runs(batch, ran, tmp_path):
+    frame = analysis.load_sweep(batch)
+    statuses = Counter(frame["status"])
+    assert statuses["ok"] == len(JOBS) and statuses.total() <= len(JOBS) + len(REFUSED)
+    printed = io.StringIO()
+    analysis.print_table(frame, printed)
+    for run in ran:
+        assert run.start["strategy"] in printed.getvalue() and run.start["scheduler"] in printed.getvalue()
+    written = {path.name for path in analysis.write_report(analysis.load_sweep(ran[1].folder), tmp_path)}
+    assert {"table.csv", "tradeoff.png", "timeline.png", "memory.png", "trace.json"} <= written
+
+
+# ---- what is refused before step 1
+
+
+def refusal(batch: Path, name: str) -> str:
+    """The reason, which all ranks give."""
+    said = {(batch / name / f"refused{rank}").read_text() for rank in (0, 1)}
+    assert "step" not in {event["event"] for event in read_events(batch / name / "metrics.jsonl")}
+    return said.pop() if len(said) == 1 else " / ".join(sorted(said))
+
+
+def test_an_infeasible_budget_names_the_smallest_feasible_one(batch):
+    reason = refusal(batch, "infeasible")
+    assert reason.startswith("InfeasibleBudget: ") and "does not fit 1073 bytes" in reason
+    assert "the smallest feasible budget is" in reason and reason.endswith(" bytes")
+    assert "strategy dp does not fit" in refusal(batch, "infeasible for dp")
+
+
+def test_a_rank_with_another_plan_is_named(batch):
+    reason = refusal(batch, "another plan")
+    assert "rank 1, before step 1: rank 1 has another plan (" in reason
+
+
+def test_a_plan_for_another_model_is_refused(batch):
+    assert refusal(batch, "other profile") == "ValueError: the plan has 5 units, the model 4"
+
+
+def test_a_pattern_that_freezes_nothing_is_refused(batch):
+    reason = "ValueError: model.frozen: 'layer.*' matches no parameter"
+    assert refusal(batch, "pattern of no parameter") == reason
+
+
+# ---- what goes wrong later
+
+
+def start_and(folder: Path, *overrides: str, act=lambda pids: None, worker: str = jobs.WORKER):
+    """Run a job, call `act` with the ranks' pids once both are at step 3, and return (outcome, its pids, seconds from
+    there to the end)."""
+    config = composed("model=mlp", "model.width=32", "data=digits", "run.steps=100000", *overrides)
+    seen: list[float] = []
+    pids: list[int] = []
+
+    def watch() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not seen:
+            said = [status.read(folder, rank) for rank in (0, 1)]
+            if all(each is not None and each.step >= 3 for each in said):
+                pids.extend(each.pid for each in said if each is not None)
+                seen.append(time.monotonic())
+                act(pids)
+            time.sleep(0.01)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    outcome = jobs.run(config, folder, Console(file=io.StringIO()), worker=worker)
+    ended = time.monotonic()
+    watcher.join()
+    return outcome, pids, ended - seen[0]
+
+
+def assert_over(folder: Path, pids: list[int]) -> list[dict]:
+    """No rank runs, and what was measured can be read; returns the events."""
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    events = read_events(folder / "metrics.jsonl")
+    assert [event["event"] for event in events[:2]] == ["start", "step"]
+    assert events[-1]["event"] == "failure"
+    row = analysis.load_run(folder).row()
+    assert row["status"] == "failed" and row["steps"] >= 1
+    return events
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    plan = ("strategy=fsdp", "scheduler=dear", "cluster.timeout_s=20")
+    outcome, pids, seconds = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGKILL))
+    failure = assert_over(tmp_path, pids)[-1]
+    assert not outcome.ok and (outcome.rank, failure["rank"]) == (1, 1)
+    assert outcome.reason == f"rank 1 was killed by SIGKILL at step {outcome.step}"
+    assert outcome.step >= 3 and seconds < 10  # what a busy machine needs, not a timeout
+
+
+def test_a_rank_that_raises_ends_the_job(tmp_path):
+    plan = ("strategy=zero1", "scheduler=priority", "cluster.timeout_s=20")
+    outcome, pids, seconds = start_and(tmp_path, *plan, worker="tests.experiments.faulty_worker")
+    failure = assert_over(tmp_path, pids)[-1]
+    assert (outcome.rank, outcome.step, failure["step"]) == (1, 3, 3)
+    reason = "rank 1 failed at step 3: ZeroDivisionError: the test fails in backward, as told"
+    assert failure["reason"] == outcome.reason == reason
+    assert "in fail\n" in (tmp_path / "rank1.log").read_text()  # the traceback
+    assert seconds < 25
+
+
+def test_a_rank_that_hangs_ends_the_job(tmp_path):
+    timeout_s = 3
+    plan = ("strategy=sdp", "scheduler=wfbp", f"cluster.timeout_s={timeout_s}")
+    outcome, pids, seconds = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGSTOP))
+    assert_over(tmp_path, pids)
+    assert not outcome.ok and "step" in outcome.reason and "rank" in outcome.reason
+    assert seconds < timeout_s + 5
+
+
+def test_a_person_reads_one_line_about_an_infeasible_budget(tmp_path):
+    command = [sys.executable, str(ROOT / "experiments/plan.py"), *SMALL, "model=mlp", "data=digits", "budget.gib=1e-6"]
+    done = subprocess.run(
+        [*command, "hydra.run.dir=out"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("failed: rank ") and "InfeasibleBudget: " in line
+    assert "does not fit 1073 bytes: the smallest feasible budget is " in line
+    failure = json.loads((tmp_path / "out/metrics.jsonl").read_text())
+    assert failure["event"] == "failure" and failure["reason"] in line

@@ -88,7 +88,7 @@ class Run:
                 f"{key} {self.failure[key]}" for key in ("rank", "step") if self.failure.get(key) is not None
             ]
             reason = str(self.failure.get("reason") or "no reason given")
-            return f"{reason} ({', '.join(where)})" if where else reason
+            return f"{reason} ({', '.join(where)})" if where and where[0] not in reason else reason
         return "" if self.summary else f"stopped after {len(self.steps)} steps without a summary"
 
     @property

@@ -399,6 +399,9 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("model.vocab", f"must be >= 256 for data.name=stdlib_bytes, got {model.vocab}")
     if data.name == "digits" and model.classes is not None and model.classes < 10:
         raise ConfigError("model.classes", f"must be >= 10 for data.name=digits, got {model.classes}")
+    has_budget = budget.gib is not None or budget.over_floor is not None
+    if has_budget and not config.cluster.measure_memory and config.profile is None:
+        raise ConfigError("cluster.measure_memory", "must be true with a budget: it counts activations; got false")
     if config.profile is not None:
         _check_profile(config, Path(config.profile))
 

@@ -191,6 +191,8 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.opt
 
 def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[str, Any]) -> mdcs.Plan:
     s, c, b = config.strategy, config.scheduler, config.budget
+    if budget_bytes(config, floor) is not None and not any(slot.peak for slot in profile.slots):
+        raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
     strategy: StrategyPlanner
     if s.name == "uniform":
         strategy = STRATEGIES["uniform"](kind=s.kind)  # type: ignore[call-arg]

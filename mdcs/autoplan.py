@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,8 @@ def autoplan(
 
     ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` is dp, zero1, sdp, fsdp or
     a name in :data:`mdcs.strategies.STRATEGIES`, ``scheduler`` one in :data:`mdcs.schedulers.SCHEDULERS`; ``options``
-    are :func:`mdcs.planner.make_plan`'s.
+    are :func:`mdcs.planner.make_plan`'s. On CPU, activations are measured in processes that are started with
+    :func:`mdcs.measure.memory.preload_env`; elsewhere a budget does not count them, with a warning.
     """
     if strategy not in STRATEGIES and strategy not in ("dp", "zero1", "sdp", "fsdp"):
         raise ValueError(f"unknown strategy {strategy!r}: dp, zero1, sdp, fsdp, {', '.join(sorted(STRATEGIES))}")
@@ -50,6 +52,12 @@ def autoplan(
         model, units, step, optimizer, world=world, link=link, reduce_scatter="native" if native else "all_to_all"
     )
     profile = agree(profile)
+    if budget is not None and not any(slot.peak for slot in profile.slots):
+        warnings.warn(
+            "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
+            "LD_PRELOAD=$(python -m mdcs.measure.memory)",
+            stacklevel=2,
+        )
     return on_rank_zero(lambda: make_plan(profile, planner, SCHEDULERS[scheduler](), budget=budget, **options))
 
 

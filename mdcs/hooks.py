@@ -23,6 +23,7 @@ class Listener(Protocol):
     def forward_begin(self, unit: int) -> None: ...
     def forward_end(self, unit: int) -> None: ...
     def backward_begin(self, unit: int) -> None: ...
+    def recomputed(self, unit: int) -> None: ...
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None: ...
     def backward_end(self) -> None: ...
 
@@ -32,7 +33,7 @@ class Hooks:
 
     def __init__(self, units: Sequence[ModelUnit], listener: Listener) -> None:
         self._listener = listener
-        self._in_backward = False
+        self._end_queued = False
         self._handles: list[Any] = []
         for u, unit in enumerate(units):
             for module in unit.modules:
@@ -49,10 +50,9 @@ class Hooks:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass is under way. One that raised has not said that it ended."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._in_backward = False
-        return self._in_backward
+        """Whether this code runs inside a backward pass."""
+        inside: bool = torch._C._current_graph_task_id() != -1
+        return inside
 
     def _skip(self) -> bool:
         # A forward inside backward is activation checkpointing: its slot is the backward slot it runs in.
@@ -61,7 +61,10 @@ class Hooks:
     def _before(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             if not self._skip():
+                self._end_queued = False  # a backward that raised has not said that it ended
                 self._listener.forward_begin(unit)
+            elif self.in_backward:
+                self._listener.recomputed(unit)
 
         return hook
 
@@ -94,12 +97,12 @@ class Hooks:
         return hook
 
     def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
+        if not self._end_queued:
+            self._end_queued = True
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._end_queued = False
         self._listener.backward_end()
 
 

@@ -164,7 +164,7 @@ class Profile:
                     )
                 },
             )  # fmt: skip
-        except (KeyError, TypeError) as e:
+        except (KeyError, TypeError, IndexError) as e:
             raise ValueError(f"not a profile: {e}") from e
 
     @classmethod

@@ -106,6 +106,7 @@ class _Trace:
     arrivals: list[float] = field(default_factory=list)  # of compute at slots
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    issued: list[int] = field(default_factory=list)  # messages by then
 
     @property
     def began(self) -> float:
@@ -167,6 +168,7 @@ def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
                 if blocking[i]:
                     now = last_processed
             issued = limits.issued[q]
+            trace.issued.append(base + issued)
             done = base + limits.done[q] - 1
             if done >= 0 and processed[done] > now:
                 now = processed[done]
@@ -309,69 +311,72 @@ def _intervals(plan: Plan, costs: _Costs, trace: _Trace) -> list[Interval]:
     return out
 
 
-_Event = tuple[float, int, str, int]  # time, frees first, category, bytes
+_Event = tuple[float, int, str, int]  # time, order of causes at one time, category or mark, bytes or slot
+_ARRIVE, _BEGIN, _END = "arrive", "begin", "end"  # marks of compute
 
 
 def _memory(plan: Plan, ledger: Ledger, costs: _Costs, trace: _Trace) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """Peak by category, and by slot and category, of the last period."""
-    events = iter(sorted(_events(plan, ledger, costs, trace), key=lambda e: e[:2]))
+    """Peak by category, and by slot and category, of the last period. A slot includes the wait before it."""
     live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
-    known = ledger.rest_bytes
-    upcoming = next(events, None)
-
-    def advance(time: float, inclusive: bool, window: dict[str, int], rest: int) -> None:
-        """Apply events up to ``time`` to what is live, and to the peaks in ``window``."""
-        nonlocal known, upcoming
-        while upcoming is not None and (upcoming[0] < time or (inclusive and upcoming[0] == time)):
-            _, _, category, size = upcoming
-            live[category] += size
+    known, rest = ledger.rest_bytes, 0
+    window: dict[str, int] | None = None
+    curve: list[dict[str, int]] = []
+    for _, _, what, size in sorted(_events(plan, ledger, costs, trace)):
+        if what == _ARRIVE:
+            rest = ledger.slots[size].live
+            window = dict(live, activations=rest, total=known + rest)
+            curve.append(window)
+        elif what == _END:
+            window = None
+        elif what == _BEGIN:
+            rest = ledger.slots[size].peak
+        else:
+            live[what] += size
             known += size
-            window[category] = max(window[category], live[category])
+        if window is not None:
+            if what in live:
+                window[what] = max(window[what], live[what])
+            window["activations"] = max(window["activations"], rest)
             window["total"] = max(window["total"], known + rest)
-            upcoming = next(events, None)
-
-    curve = []
-    for q, slot in enumerate(ledger.slots):
-        i = q - trace.slots
-        advance(trace.arrivals[i], True, dict(live, total=0), 0)
-        window = dict(live, activations=slot.live, total=known + slot.live)
-        advance(trace.begins[i], True, window, slot.live)
-        window["activations"] = max(slot.live, slot.peak)
-        window["total"] = max(window["total"], known + slot.peak)
-        advance(trace.ends[i], False, window, slot.peak)
-        curve.append(window)
+    curve = curve[-trace.slots :]
     return {key: max(window[key] for window in curve) for key in (*CATEGORIES, "total")}, curve
 
 
 def _events(plan: Plan, ledger: Ledger, costs: _Costs, trace: _Trace) -> list[_Event]:
-    """Every allocation and release of a registered buffer since the prologue."""
+    """Every allocation and release of a registered buffer since the prologue, and what compute does."""
     out: list[_Event] = []
 
-    def add(time: float, category: str, size: int) -> None:
-        if size:
-            out.append((time, 0 if size < 0 else 1, category, size))
+    def add(time: float, what: str, size: int) -> None:
+        if size or what not in CATEGORIES:
+            out.append((time, len(out), what, size))
 
-    for g, (start, done) in enumerate(zip(trace.starts, trace.processed, strict=True)):
-        i = g % trace.messages
-        e = ledger.messages[i]
-        if g < trace.messages and not plan.in_prologue(plan.messages[i]):
-            continue
-        summed = done - costs.update[i]
-        for _, b in e.full:
-            add(start, "full_parameters", b)
-        add(start, "staging", e.staging)
-        add(summed, "staging", -e.staging)
-        add(start, "gradient_shards", e.shards)
-        add(done, "gradient_shards", -e.shards_freed)
-        add(summed, "update_scratch", e.scratch)
-        add(done, "update_scratch", -e.scratch)
-        for _, b in e.gradients_after_link:
-            add(summed, "gradients", -b)
-        for _, b in e.gradients_after_update:
-            add(done, "gradients", -b)
-    first = plan.period.turn
-    for i, (begin, end) in enumerate(zip(trace.begins, trace.ends, strict=True), first):
-        slot = ledger.slots[i % trace.slots]
+    sent = 0
+    compute = zip(trace.issued, trace.arrivals, trace.begins, trace.ends, strict=True)
+    for k, (issued, arrival, begin, end) in enumerate(compute, plan.period.turn):
+        q = k % trace.slots
+        add(arrival, _ARRIVE, q)
+        for g in range(sent, issued):
+            i = g % trace.messages
+            if g < trace.messages and not plan.in_prologue(plan.messages[i]):
+                continue
+            effect, start, done = ledger.messages[i], trace.starts[g], trace.processed[g]
+            summed = done - costs.update[i]
+            for _, b in effect.full:
+                add(start, "full_parameters", b)
+            add(start, "staging", effect.staging)
+            add(start, "gradient_shards", effect.shards)
+            add(summed, "staging", -effect.staging)
+            for _, b in effect.gradients_after_link:
+                add(summed, "gradients", -b)
+            add(summed, "update_scratch", effect.scratch)
+            add(done, "update_scratch", -effect.scratch)
+            add(done, "gradient_shards", -effect.shards_freed)
+            for _, b in effect.gradients_after_update:
+                add(done, "gradients", -b)
+        sent = issued
+        slot = ledger.slots[q]
+        add(begin, _BEGIN, q)
         add(begin, "gradients", slot.allocated)
+        add(end, _END, q)
         add(end, "full_parameters", -slot.freed)
     return out

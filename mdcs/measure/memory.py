@@ -6,6 +6,8 @@ therefore decided when it starts: start it with `preload_env(os.environ)`, then 
 
 Known buffers are labelled by category, at allocation (`Meter.tag`) or afterwards (`Meter.retag`). Everything
 unlabelled is "activations": activations, workspace, the batch.
+
+`python -m mdcs.measure.memory` prints the library's path, for LD_PRELOAD.
 """
 
 from __future__ import annotations
@@ -301,3 +303,7 @@ def _function(shim: ctypes.PyDLL, name: str, result: type | None, *arguments: ty
 
 def _only_total(total: int) -> Reading:
     return dict.fromkeys(CATEGORIES, None) | {TOTAL: total}
+
+
+if __name__ == "__main__":
+    print(build())

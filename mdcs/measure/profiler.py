@@ -161,6 +161,16 @@ class _Recorder:
     def backward_begin(self, unit: int) -> None:
         self._slot(unit, "B")
 
+    def recomputed(self, unit: int) -> None:
+        # Its parameters are needed now, before the gradient of its output is there.
+        index = sum(p == "B" for _, p in self._now) - 1
+        if index < 0:
+            raise UnsupportedModel(
+                f"{self.model_units[unit].name}: is computed again before any unit's backward has begun (reentrant "
+                f"checkpointing, or the loss inside of the checkpointed function): not supported"
+            )
+        self._spans.setdefault((unit, "B"), [index, index])[1] = index
+
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         self._arrived.add((unit, index))
         assert parameter.grad is not None

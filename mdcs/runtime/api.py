@@ -127,6 +127,7 @@ class Parallel:
         self._evaluating = self._closed = False
         self._kept: set[int] = set()  # what the plan has gathered already when an evaluation begins
         self._recorder.step(0, self._executor.stamp())
+        self.reset_memory()  # profiling, and the copy of the weights into flat buffers, are not training
 
     def __enter__(self) -> Parallel:
         return self
@@ -299,7 +300,7 @@ class Parallel:
         return self._recorder.last_period()
 
     def memory(self) -> dict[str, Any]:
-        """Peak bytes since :meth:`reset_memory` by category: the ledger's as it ran, and the allocator's (or None)."""
+        """Peak bytes by category since the start or :meth:`reset_memory`: the ledger's as it ran, the allocator's or None."""
         with self._account.lock:
             predicted = dict(self._account.peak)
         return {"predicted": predicted, "measured": self._meter.peaks()}

@@ -116,9 +116,11 @@ class Dispatcher:
         while not ready():
             self.check()
             if not self.lock.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                first = "none" if self.processed == self.issued else self.describe(self.processed % self.n)
                 raise RunError(
-                    f"rank {self.wire.rank}, step {self.step}: waited {self.timeout_s:g} s for {what} "
-                    f"({self.processed} messages done, {self.started} started, {self.issued} issued)"
+                    f"rank {self.wire.rank}, step {self.step}: waited {self.timeout_s:g} s for {what}; the first message "
+                    f"that is not done: {first} ({self.issued - self.processed} issued, "
+                    f"{self.started - self.processed} of them started)"
                 )
         self.check()
 
@@ -266,7 +268,7 @@ class Dispatcher:
                 self.wire.launch(transfer)
             return transfer, begin
         except Exception as e:
-            raise self._failure(i, e) from e
+            raise self._failure(index, e) from e
 
     def _finish(self, index: int, transfer: Transfer, begin: Any) -> None:
         i = index % self.n
@@ -297,7 +299,7 @@ class Dispatcher:
                     freed = effect.gradients_after_link + effect.gradients_after_update
                     self.account.release((effect.shards_of_others, *(size for _, size in freed)))
         except Exception as e:
-            raise self._failure(i, e) from e
+            raise self._failure(index, e) from e
 
     def _update(self, i: int, transfer: Transfer) -> list[Tensor]:
         """Update the blocks that the message has reduced; in barrier mode all of them, with the last.
@@ -348,7 +350,10 @@ class Dispatcher:
         for gradient in gradients.values():
             gradient.mul_(scale)
 
-    def _failure(self, i: int, e: Exception) -> RunError:
+    def _failure(self, index: int, e: Exception) -> RunError:
+        """The step it names is the one in which the message was issued; compute may be in the next by now."""
         if isinstance(e, RunError):
             return e
-        return RunError(f"rank {self.wire.rank}, step {self.step}: {self.describe(i)}: {e}")
+        round_, i = divmod(index, self.n)
+        step = round_ + (self.plan.messages[i].slot >= self.plan.period.turn)
+        return RunError(f"rank {self.wire.rank}, step {step}: {self.describe(i)}: {e}")

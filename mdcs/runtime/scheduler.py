@@ -59,16 +59,22 @@ class SlotWalker:
     def backward_begin(self, unit: int) -> None:
         self._slot(unit, "B")
 
+    def recomputed(self, unit: int) -> None:
+        self._in_backward_of(unit, self.storages[unit].name, "computed again")
+
+    def _in_backward_of(self, unit: int, name: str, what: str) -> None:
+        """Raise RunError unless compute is in the backward slots that the profile saw."""
+        span = self.period.backward(unit, self.period.slots[self.position - 1].micro)
+        length = self.period.length
+        if span is None or not span[0] % length < self.position <= span[1] % length + 1:
+            raise self._error(
+                f"{name} was {what} in slot {self.period.name(self.position - 1)}, not where it was when it was profiled"
+            )
+
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         storage = self.storages[unit]
         micro = self.period.slots[self.position - 1].micro
-        span = self.period.backward(unit, micro)
-        assert span is not None, "a trainable unit has backward slots"
-        if not span[0] % self.period.length < self.position <= span[1] % self.period.length + 1:
-            raise self._error(
-                f"the gradient of {storage.names[index]} came in slot {self.period.name(self.position - 1)}, not where "
-                f"it did when it was profiled"
-            )
+        self._in_backward_of(unit, storage.names[index], "given its gradient")
         if index in self._gradients[unit]:
             raise self._error(f"{storage.names[index]} got two gradients in one backward pass")
         self._gradients[unit].add(index)
@@ -120,6 +126,10 @@ class SlotWalker:
             self._entered = None
         if q == 0:
             self.rounds += 1
+            if self.rounds > self.step:
+                raise self._error(
+                    f"a second backward pass without step() between: the plan takes {self.plan.micro_steps} per step"
+                )
             self.recorder.period(stamp)
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]

@@ -112,6 +112,9 @@ WRONG = {
     "data=digits": ("data.name: digits are images and gpt2-tiny reads tokens: use stdlib_bytes or synthetic"),
     "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
     "tracker.project=x": "tracker.project: has no effect with tracker.name=none, got x",
+    "cluster.measure_memory=false budget.gib=1": (
+        "cluster.measure_memory: must be true with a budget: it counts activations; got false"
+    ),
     "profile=/no/such/file": "profile: no such file: /no/such/file",
     "nothing": "nothing: is not key=value (missing EQUAL at '<EOF>'), got nothing",
 }

@@ -111,6 +111,14 @@ def _weights_after(job: Job) -> float:
     return float(sum(value.double().sum() for value in reference(job).state.values()))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[:5])
+@pytest.mark.parametrize("model", ["twice", "gpt2/leaf", "checkpointed", "checkpointed/leaf"])
+def test_other_models(two: Ranks, model, strategy):
+    """A module called twice, one unit per leaf, and forward passes that run again inside backward."""
+    for result in two.run(compare, Job(model, steps=5), How(strategy, "random", seed=2)):
+        assert result["bitwise"], result
+
+
 @pytest.mark.parametrize("link", [{"emulated": True}, {"native": True}, {"depth": 1}, {"depth": 4}])
 def test_other_links(two: Ranks, link):
     """A paced link, gloo's own reduce-scatter, one message in flight and four."""

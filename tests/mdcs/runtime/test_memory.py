@@ -6,6 +6,7 @@ the sequential schedule, whose memory no timing can change, must agree as well.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,17 +15,23 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.autoplan import agree, on_rank_zero
+from mdcs.ledger import peak
+from mdcs.link import Kind
 from mdcs.measure.memory import ShimMeter
 from mdcs.measure.profiler import measure_profile
-from mdcs.plan import CATEGORIES
+from mdcs.plan import CATEGORIES, Strategy
 from mdcs.profile import Profile
+from mdcs.schedulers import Mix
+from mdcs.schedulers.mix import Draft
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
     Job,
     Setup,
+    differing,
     optimizer_for,
     parallel_for,
+    reference,
     scheduler_for,
     setup,
     strategy_for,
@@ -60,12 +67,14 @@ def profiled(job: Job, **shape: Any) -> tuple[Setup, Any, Profile]:
     return made, optimizer, agree(profile)
 
 
-def run(job: Job, made: Setup, parallel: mdcs.Parallel, steps: range) -> None:
+def run(job: Job, made: Setup, parallel: mdcs.Parallel, steps: range, schedule: Any = None) -> None:
     for step in steps:
         for micro in range(job.micro_steps):
             loss = made.loss(made.model, made.batch(step, micro, dist.get_rank())) / job.micro_steps
             loss.backward()
         parallel.step()
+        if schedule is not None:
+            schedule.step()
 
 
 def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +216,47 @@ def test_never_above_the_budget(measured: Ranks, scheduler):
         assert [(budget, peak) for budget, peak in results if peak > budget] == []
         # The budgets bind: what is used is most of them.
         assert all(peak > 0.6 * budget for budget, peak in results)
+
+
+def drain_with_a_gather_ahead() -> dict[str, Any]:
+    """The first layer is gathered at the turn; the large last one is reduced only after the first is freed again."""
+    job = Job("line-16-16-16-256", optimizer="sgd")
+    made, optimizer, profile = profiled(job)
+    mix = Mix(profile, (Strategy.fsdp, Strategy.dp, Strategy.zero1), 1, cross_iteration=True)
+    turn = mix.period.turn
+    assert (turn, mix.period.length) == (3, 6)
+    drafts = [
+        Draft(Kind.RS, ((0, 0),), turn), Draft(Kind.AR, ((1, 0),), turn), Draft(Kind.AG_F, ((0, 0),), turn),
+        Draft(Kind.RS, ((2, 0),), turn + 1), Draft(Kind.AG_F, ((2, 0),), turn + 2),
+        Draft(Kind.AG_B, ((0, 0),), turn + 2),
+    ]  # fmt: skip
+    plan = mix.plan("by hand", mix.whole(), drafts)
+    plan = dataclasses.replace(plan, budget=peak(plan))
+    units = mdcs.partition(made.model, made.policy)
+    schedule = job.scheduler(optimizer)
+    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+        parallel.reset_memory()
+        for step in range(4):
+            run(job, made, parallel, range(step, step + 1), schedule)
+            parallel.drain()
+        memory = parallel.memory()
+        run(job, made, parallel, range(4, job.steps), schedule)
+        same = not differing(parallel.state_dict(), reference(job).state)
+    big = 16 * 256 * 4
+    assert plan.budget is not None
+    return {
+        "over": memory["measured"]["total"] - plan.budget,
+        "at turn": memory["predicted"]["total"],
+        # Gradient, what is received of it and the shard of its sum, with no gathered layer beside them.
+        "big": (memory["measured"]["gradients"] >= big, memory["measured"]["staging"] >= big),
+        "same": same,
+    }
+
+
+def test_a_drain_keeps_to_the_budget(measured: Ranks):
+    """It reduces at the turn what the plan has room for only later: what is gathered ahead must make way."""
+    for found in measured.run(drain_with_a_gather_ahead):
+        assert found["over"] <= 0 and found["big"] == (True, True) and found["same"]
 
 
 # ---- memory is really given back

@@ -7,7 +7,9 @@ process and serves all plans.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -52,6 +54,21 @@ class Tied(nn.Module):
         return logits
 
 
+class Twice(nn.Module):
+    """Calls one block twice, and another inside a block that has parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.again = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.again(self.first(x))
+        logits: Tensor = self.last(self.again(hidden) + hidden)
+        return logits
+
+
 @dataclass(frozen=True, eq=False)
 class Setup:
     """``batch`` gives the inputs of (step, micro-step, rank)."""
@@ -83,9 +100,43 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+def line(*widths: int) -> Setup:
+    """Linear layers without bias, one after the other, each a unit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
+        return {"x": torch.randn(1, widths[0], generator=generator)}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"]).square().mean()
+
+    return Setup(model, loss, mdcs.ByLeaf(), batch)
+
+
+def twice() -> Setup:
+    torch.manual_seed(0)
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
+        return {"x": torch.randn(4, 6, generator=generator)}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"]).square().mean()
+
+    return Setup(Twice(), loss, mdcs.ByLeaf(), batch)
+
+
 def tiny(name: str, samples: int = 2, **options: Any) -> Setup:
-    """A model of :mod:`experiments.models` in miniature; "frozen" is a gpt2 whose first block is frozen."""
-    shape = dict(TINY["gpt2" if name == "frozen" else name], **options)
+    """A model of :mod:`experiments.models` in miniature, its blocks or, with "/leaf", its leaves being the units.
+
+    "frozen" is a gpt2 whose first block is frozen, "checkpointed" one that computes its blocks again in backward.
+    """
+    name, _, wrap = name.partition("/")
+    shape = dict(TINY["gpt2" if name in ("frozen", "checkpointed") else name], **options)
+    if name == "checkpointed":
+        shape["checkpointing"] = True
     task = models.build(shape.pop("name"), **shape)
     if name == "frozen":
         for parameter in task.model.transformer.h[0].parameters():  # type: ignore[union-attr]
@@ -94,11 +145,17 @@ def tiny(name: str, samples: int = 2, **options: Any) -> Setup:
     def batch(step: int, micro: int, rank: int) -> Batch:
         return task.example_batch(samples, seed=step * 1000 + micro * 100 + rank)
 
-    return Setup(task.model, task.loss, mdcs.ByClass(task.block_classes), batch)
+    return Setup(task.model, task.loss, mdcs.ByLeaf() if wrap else mdcs.ByClass(task.block_classes), batch)
 
 
 def setup(name: str, double: bool = False, **options: Any) -> Setup:
-    made = tied(**options) if name == "tied" else tiny(name, **options)
+    """"tied", "twice", "line-8-16-4" for linear layers of these widths, or a name that :func:`tiny` knows."""
+    if name.startswith("line-"):
+        made = line(*map(int, name.split("-")[1:]))
+    elif name in ("tied", "twice"):
+        made = {"tied": tied, "twice": twice}[name](**options)
+    else:
+        made = tiny(name, **options)
     if not double:
         return made
     one = made.batch
@@ -231,8 +288,6 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
                 world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
             )
         )  # fmt: skip
-    import dataclasses
-
     link = mdcs.Link.uniform(1.0, 50.0, how.depth, how.emulated)
     reduce_scatter = "native" if how.native else "all_to_all"
     return dataclasses.replace(_PROFILES[key], link=link, reduce_scatter=reduce_scatter)

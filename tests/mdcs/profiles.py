@@ -1,0 +1,193 @@
+"""Profiles and plans for the tests of the planning half: chains written by hand, and random jobs for hypothesis.
+
+``MDCS_EXAMPLES=20`` multiplies the number of random examples and draws new ones in every run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from mdcs.link import Link
+from mdcs.plan import Plan, Strategy
+from mdcs.planner import make_plan
+from mdcs.profile import Optimizer, Profile, Slot, Unit
+from mdcs.schedulers import SCHEDULERS, Mix, Scheduler
+from mdcs.schedulers.dear import Dear
+from mdcs.schedulers.fusion import Fusion, MgWfbp
+from mdcs.schedulers.priority import Priority
+from mdcs.schedulers.random_order import RandomOrder
+from mdcs.schedulers.sequential import Sequential
+from mdcs.schedulers.wfbp import Partitioning, Wfbp
+from mdcs.strategies import Judge, StrategyPlanner
+from mdcs.strategies.greedy import Greedy
+from mdcs.strategies.random_mix import RandomMix
+from mdcs.strategies.uniform import Uniform
+
+_TIMES = int(os.environ.get("MDCS_EXAMPLES", "1"))
+
+FREE = Link((0.0,) * 4, (0.0,) * 4, depth=1, block=64)
+ADAM = Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2)
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count * _TIMES,
+        deadline=None,
+        derandomize=_TIMES == 1,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+def link(seconds_per_byte: float = 0.0, alpha: float = 0.0, depth: int = 1, block: int = 64) -> Link:
+    """The same α and β for all kinds."""
+    return Link((alpha,) * 4, (seconds_per_byte,) * 4, depth, block)
+
+
+def chain(
+    *sizes: int,
+    world: int = 2,
+    link: Link = FREE,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    live: int = 0,
+    frozen: Sequence[int] = (),
+    **more: Any,
+) -> Profile:
+    """Units a, b, c … of ``sizes`` elements of 4 bytes, one after the other; every slot holds ``live`` bytes."""
+    count = len(sizes)
+    units = tuple(
+        Unit("abcdefgh"[i], (n,), i not in frozen, (i, i), (count - 1 - i,) * 2) for i, n in enumerate(sizes)
+    )
+    forward = [Slot(i, "F", forward_s, live, live) for i in range(count)]
+    backward = [Slot(i, "B", backward_s, live, live) for i in reversed(range(count))]
+    return Profile(units, (*forward, *backward), world, link, **more)
+
+
+def tied(*sizes: int, **more: Any) -> Profile:
+    """A chain whose first unit is used once more at the end, as tied embeddings are."""
+    count = len(sizes)
+    plain = chain(*sizes, **more)
+    units = [replace(plain.units[0], forward=(0, count), backward=(0, count))]
+    units += [replace(u, backward=(count - u.forward[0],) * 2) for u in plain.units[1:]]
+    last = Slot(0, "F", 1.0, 0, 0)
+    return replace(plain, units=tuple(units), slots=(*plain.slots[:count], last, replace(last, phase="B"), *plain.slots[count:]))
+
+
+def planned(profile: Profile, strategies: str | Sequence[str], scheduler: Scheduler | None = None, **more: Any) -> Plan:
+    """A plan without a budget; one strategy for all units or one for each."""
+    names = [strategies] * len(profile.units) if isinstance(strategies, str) else strategies
+    mix = Mix(profile, tuple(map(Strategy, names)), **more)
+    return (scheduler or Sequential()).schedule(mix)
+
+
+# ---- random
+
+
+@st.composite
+def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
+    """A chain with random bytes and times; the first unit may be tied to the last use, units may be frozen."""
+    count = draw(st.integers(1, max_units))
+    again = count > 1 and draw(st.booleans())
+    uses = [*range(count), *([0] if again else [])]
+    world = draw(st.sampled_from([1, 2, 2, 3]))
+    segments = st.lists(st.integers(1, 900), min_size=1, max_size=3).map(tuple)
+    frozen = st.booleans() if draw(st.booleans()) else st.just(False)
+    trained_from = draw(st.integers(0, 1)) if count > 1 and not again else 0  # what is before gets no gradient
+    used = [[i for i, u in enumerate(uses) if u == unit] for unit in range(count)]
+    first_backward = trained_from
+    units = []
+    for u in range(count):
+        spans = used[u]
+        backward = None
+        if u >= first_backward:
+            backward = len(uses) - 1 - spans[-1], len(uses) - 1 - spans[0]
+        trainable = backward is not None and not draw(frozen)
+        units.append(Unit(f"u{u}", draw(segments), trainable, (spans[0], spans[-1]), backward))
+    seconds = st.integers(0, 30).map(lambda n: n * 1e-4)
+    sizes = st.integers(0, 4000)
+    slots, live = [], 0
+    for u in uses:
+        slots.append(Slot(u, "F", draw(seconds), live, live + draw(sizes)))
+        live += draw(sizes)
+    for u in reversed(uses):
+        if u >= first_backward:
+            slots.append(Slot(u, "B", draw(seconds), live, live + draw(sizes)))
+            live -= min(live, draw(sizes))
+    alpha = st.sampled_from([0.0, 1e-4, 3e-4])
+    beta = st.sampled_from([0.0, 1e-7, 5e-7, 2e-6])
+    return Profile(
+        tuple(units),
+        tuple(slots),
+        world,
+        Link(draw(st.tuples(*[alpha] * 4)), draw(st.tuples(*[beta] * 4)), draw(st.integers(1, 3)), draw(st.sampled_from([400, 2000, 10**6]))),
+        draw(st.sampled_from([Optimizer(), replace(ADAM, seconds_per_element=1e-8, seconds_per_run=1e-5), replace(ADAM, scratch_fixed=64)])),
+        param_bytes=draw(st.sampled_from([4, 4, 2])),
+        grad_bytes=draw(st.sampled_from([4, 4, 2])),
+        reduce_scatter=draw(st.sampled_from(["all_to_all", "native"])),
+        interference=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        copy_seconds_per_byte=draw(st.sampled_from([0.0, 1e-8])),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned for, beside the profile."""
+
+    profile: Profile
+    micro_steps: int = 1
+    cross_iteration: bool = True
+    reserve: int = 0
+
+    @property
+    def judge(self) -> Judge:
+        return Judge(self.profile, None, self.micro_steps, self.cross_iteration, self.reserve)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "micro_steps": self.micro_steps,
+            "cross_iteration": self.cross_iteration,
+            "reserve": self.reserve,
+        }
+
+    def plan(self, strategy: StrategyPlanner, scheduler: Scheduler, **more: Any) -> Plan:
+        return make_plan(self.profile, strategy, scheduler, **self.options, **more)
+
+
+@st.composite
+def jobs(draw: st.DrawFn, max_units: int = 5) -> Job:
+    return Job(
+        draw(profiles(max_units)),
+        draw(st.sampled_from([1, 1, 2, 3])),
+        draw(st.booleans()),
+        draw(st.sampled_from([0, 0, 1000])),
+    )
+
+
+seeds = st.integers(0, 10**6)
+
+schedulers: st.SearchStrategy[Scheduler] = st.one_of(
+    st.sampled_from([Sequential(), Wfbp(), MgWfbp(), Dear(), Partitioning(), Priority()]),
+    st.sampled_from([200, 3000, 25 << 20]).map(Fusion),
+    st.builds(Dear, st.sampled_from([0, 3000]), st.integers(0, 3)),
+    st.sampled_from([200, 1500]).map(Partitioning),
+    st.sampled_from([200, 1500]).map(Priority),
+    st.builds(RandomOrder, seeds, st.integers(1, 4), st.sampled_from([0.0, 0.3, 1.0])),
+)
+
+strategies: st.SearchStrategy[StrategyPlanner] = st.one_of(
+    st.sampled_from([Uniform(str(s)) for s in Strategy]), seeds.map(RandomMix), st.just(Greedy())
+)
+
+flexible: st.SearchStrategy[StrategyPlanner] = st.one_of(seeds.map(RandomMix), st.just(Greedy()), st.just(Uniform("fsdp")))
+"""Strategy planners that fit whatever all fsdp fits."""
+
+
+def one_of_each() -> list[Scheduler]:
+    return [make() for make in SCHEDULERS.values()]

@@ -1,0 +1,426 @@
+"""Everything that can go wrong is one clear error on every rank, in time; nothing hangs and nothing is left behind.
+
+A function that runs on the ranks fails there; the test reads what each rank raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mdcs
+from mdcs.measure.profiler import measure_profile
+from tests.mdcs.runtime.ranks import Outcome, Ranks
+from tests.mdcs.runtime.training import (
+    How,
+    Job,
+    Setup,
+    optimizer_for,
+    parallel_for,
+    plan_for,
+    profile_of,
+    setup,
+    train,
+)
+
+TIMEOUT_S = 3.0
+SLACK_S = 6.0  # a busy machine, and threads that end
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks of their own: some of them will not survive."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def errors(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
+    """What the ranks raised, each as soon as it should."""
+    outcomes = ranks.outcomes(function, *arguments)
+    assert all(o.kind or o.exit_code is not None for o in outcomes), outcomes
+    for o in outcomes:
+        assert o.exit_code is not None or o.kind in ("RunError", "PlanError", "ValueError", "UnsupportedModel"), o.trace
+    return outcomes
+
+
+def step(made: Setup, parallel: mdcs.Parallel, number: int) -> None:
+    made.loss(made.model, made.batch(number, 0, dist.get_rank())).backward()
+    parallel.step()
+
+
+@contextmanager
+def training(strategy: str = "fsdp", scheduler: str = "wfbp", **job: Any) -> Iterator[tuple[Setup, mdcs.Parallel]]:
+    with parallel_for(Job("tied", **job), How(strategy, scheduler, seed=1), timeout_s=TIMEOUT_S) as (made, parallel, _):
+        yield made, parallel
+
+
+# ---- before step 1
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.forgotten = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forgotten(x)
+        used: torch.Tensor = self.used(x)
+        return used
+
+
+def profile_unused() -> None:
+    model = Unused()
+    optimizer = torch.optim.Adam(model.parameters())
+    units = mdcs.partition(model, mdcs.ByLeaf())
+    measure_profile(
+        model, units, lambda: model(torch.ones(2, 4)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0)
+    )
+
+
+def test_a_parameter_without_gradient(ranks: Ranks):
+    for o in errors(ranks, profile_unused):
+        assert o.kind == "UnsupportedModel" and "forgotten.weight: gets no gradient" in o.message
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        out: torch.Tensor = checkpoint(self.block, self.first(x), use_reentrant=True)
+        return out
+
+
+def profile_reentrant() -> None:
+    model = Reentrant()
+    units = mdcs.partition(model, mdcs.ByLeaf())
+    measure_profile(
+        model, units, lambda: model(torch.ones(2, 4)).sum(), torch.optim.Adam(model.parameters()), world=2,
+        link=mdcs.Link.uniform(1.0, 50.0),
+    )  # fmt: skip
+
+
+def test_reentrant_checkpointing(ranks: Ranks):
+    for o in errors(ranks, profile_reentrant):
+        assert o.kind == "UnsupportedModel" and "block" in o.message
+
+
+def profile_with(optimizer: str) -> None:
+    made = setup("tied")
+    unknown = getattr(torch.optim, optimizer)([p for p in made.model.parameters() if p.requires_grad])
+    profile_of(Job("tied", optimizer=optimizer), How(), made, mdcs.partition(made.model, made.policy), unknown)
+
+
+@pytest.mark.parametrize("optimizer", ["Adagrad", "LBFGS", "Adafactor"])
+def test_an_optimizer_that_is_not_elementwise_or_not_known(ranks: Ranks, optimizer):
+    for o in errors(ranks, profile_with, optimizer):
+        assert f"optimizer {optimizer}: only SGD, Adam and AdamW" in o.message
+
+
+def start(change: str) -> None:
+    """Parallelize with something wrong: ``change`` says what."""
+    rank = dist.get_rank()
+    job, how = Job("tied"), How("random", "random", seed=1)
+    made = setup("tied")
+    optimizer = optimizer_for("adam", made.model)
+    units = mdcs.partition(made.model, made.policy)
+    plan = plan_for(job, how, profile_of(job, how, made, units, optimizer))
+    clip = None
+    if change == "another plan on rank 1" and rank == 1:
+        plan = dataclasses.replace(plan, budget=1 << 30)
+    if change.startswith("another world") and (rank == 1 or change.endswith("everywhere")):
+        made_for = dataclasses.replace(plan.profile, world=4)
+        plan = mdcs.make_plan(made_for, mdcs.strategies.Uniform("dp"), mdcs.schedulers.SCHEDULERS["wfbp"]())
+    if change == "clipping across iterations":
+        clip = 1.0
+    if change == "another optimizer":
+        optimizer = optimizer_for("sgd", made.model)
+    if change == "an optimizer with state":
+        made.loss(made.model, made.batch(0, 0, 0)).backward()
+        optimizer.step()
+    if change == "other units":
+        units = mdcs.partition(made.model, mdcs.ByLeaf())
+    if change == "another model on rank 1" and rank == 1:
+        other = setup("tied", blocks=4)
+        made, units = other, mdcs.partition(other.model, other.policy)
+        optimizer = optimizer_for("adam", other.model)
+    if change == "another precision":
+        made.model.double()
+    if change == "too small a budget":
+        plan = dataclasses.replace(plan, budget=plan.prediction.peak_bytes // 2)
+    mdcs.parallelize(made.model, optimizer, plan, units, clip_norm=clip, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "messages"),
+    [
+        ("another plan on rank 1", "PlanError", ["rank 1 has another plan"] * 2),
+        ("another world everywhere", "PlanError", ["the plan is for 4 ranks, the process group has 2"] * 2),
+        (
+            "another world on rank 1",
+            "PlanError",
+            ["rank 1 cannot run: the plan is for 4 ranks", "the plan is for 4 ranks, the process group has 2"],
+        ),
+        ("clipping across iterations", "PlanError", ["plan with cross_iteration=False"] * 2),
+        ("another optimizer", "ValueError", ["SGD holds 1 state tensors per parameter; the plan was made for adam"] * 2),
+        ("an optimizer with state", "ValueError", ["Adam has state already"] * 2),
+        ("other units", "ValueError", ["the plan has 6 units, the model"] * 2),
+        ("another model on rank 1", "ValueError", ["rank 1 cannot run: the plan has 6 units", "the plan has 6 units"]),
+        ("another precision", "ValueError", ["torch.float64; the plan is for 4 bytes"] * 2),
+        ("too small a budget", "PlanError", ["cycle: slot"] * 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)
+def test_a_job_that_cannot_start(ranks: Ranks, change, kind, messages):
+    for o, message in zip(errors(ranks, start, change), messages, strict=True):
+        assert message in o.message
+        assert o.kind in (kind, "PlanError")
+        assert o.seconds < SLACK_S + TIMEOUT_S
+
+
+# ---- misuse of the loop
+
+
+def misuse(what: str) -> None:
+    with training(micro_steps=2 if what == "too few micro-steps" else 1) as (made, parallel):
+        batch = made.batch(0, 0, 0)
+        if what == "step before backward":
+            parallel.step()
+        elif what == "step twice":
+            step(made, parallel, 0)
+            parallel.step()
+        elif what == "step after forward":
+            made.loss(made.model, batch)
+            parallel.step()
+        elif what == "no step":
+            for _ in range(2):
+                made.loss(made.model, batch).backward()
+        elif what == "too few micro-steps":
+            step(made, parallel, 0)
+        elif what == "drain inside":
+            step(made, parallel, 0)
+            made.loss(made.model, batch)
+            parallel.drain()
+        elif what == "no_grad outside evaluate":
+            with torch.no_grad():
+                made.loss(made.model, batch)
+        elif what == "grad inside evaluate":
+            with parallel.evaluate():
+                made.loss(made.model, batch)
+        elif what == "forward after close":
+            step(made, parallel, 0)
+            parallel.close()
+            made.loss(made.model, batch)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("step before backward", "step 1: step() needs 1 forward and backward passes before it"),
+        ("step twice", "step 2: step() needs 1 forward and backward passes before it"),
+        ("step after forward", "step 1: step() needs 1 forward and backward passes before it"),
+        ("no step", "step 1: a second backward pass without step() between"),
+        ("too few micro-steps", "step 1: step() needs 2 forward and backward passes before it"),
+        ("drain inside", "step 2: drain() inside an iteration"),
+        ("no_grad outside evaluate", "run forward passes without gradients inside parallel.evaluate()"),
+        ("grad inside evaluate", "evaluate() is for forward passes under torch.no_grad()"),
+        ("forward after close", "parallel is closed and this model is in pieces"),
+    ],
+)
+def test_misuse_is_refused(ranks: Ranks, what, message):
+    for o in errors(ranks, misuse, what):
+        assert o.kind == "RunError" and message in o.message
+        assert o.seconds < SLACK_S + TIMEOUT_S
+
+
+# ---- a model that is not the profiled one any more
+
+
+def change_course(what: str) -> None:
+    with training() as (made, parallel):
+        step(made, parallel, 0)
+        if what == "a block is skipped":
+            del made.model.blocks[2]
+        elif what == "blocks are swapped":
+            made.model.blocks[0], made.model.blocks[2] = made.model.blocks[2], made.model.blocks[0]
+        elif what == "a gradient is missing":
+            made.model.norm.register_forward_hook(lambda m, a, out: out - m.bias.detach() + m.bias.detach())
+            made.model.norm.bias.requires_grad_(False)
+        step(made, parallel, 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a block is skipped", "step 2: forward of norm ran where the plan has F:blocks.2"),
+        ("blocks are swapped", "step 2: forward of blocks.2 ran where the plan has F:blocks.0"),
+        ("a gradient is missing", "step 2: norm.bias got no gradient in this step"),
+    ],
+)
+def test_control_flow_that_changes_after_profiling(ranks: Ranks, what, message):
+    for rank, o in enumerate(errors(ranks, change_course, what)):
+        assert o.kind == "RunError" and f"rank {rank}, {message}" in o.message
+
+
+def backward_that_raises() -> str:
+    """An error inside backward must not make the next forward pass run without the runtime."""
+    with training() as (made, parallel):
+        step(made, parallel, 0)
+        loss = made.loss(made.model, made.batch(1, 0, 0))
+        handle = made.model.blocks[0][2].weight.register_hook(_raise)
+        try:
+            loss.backward()
+        except ArithmeticError:
+            handle.remove()
+        step(made, parallel, 1)
+    return "went on"
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise ArithmeticError("overflow")
+
+
+def test_a_backward_that_raised_cannot_be_ignored(ranks: Ranks):
+    for rank, o in enumerate(errors(ranks, backward_that_raises)):
+        assert f"rank {rank}, step 2: forward of embedding+head ran where the plan has B:" in o.message
+
+
+# ---- ranks that die, hang or fail
+
+
+def fail_on_rank_one(how: str) -> None:
+    """Rank 1 fails in the middle of the backward pass of step 3; rank 0 knows nothing of it."""
+    rank = dist.get_rank()
+    with training(scheduler="sequential" if how == "dies, sequential" else "wfbp") as (made, parallel):
+
+        def fail(gradient: torch.Tensor) -> None:
+            if rank == 1 and parallel._walker.step == 3:
+                if how.startswith("dies"):
+                    os._exit(17)
+                if how == "hangs":
+                    time.sleep(TIMEOUT_S + 2)
+                if how == "raises":
+                    raise ArithmeticError("overflow")
+
+        made.model.blocks[0][2].weight.register_hook(fail)
+        if how == "fails in a thread" and rank == 1:
+            land = parallel._wire.land
+
+            def failing(transfer: Any) -> None:
+                if parallel._walker.step == 3:
+                    raise ArithmeticError("overflow")
+                land(transfer)
+
+            parallel._wire.land = failing  # type: ignore[method-assign]
+        for number in range(5):
+            step(made, parallel, number)
+
+
+@pytest.mark.parametrize("how", ["dies", "dies, sequential"])
+def test_a_rank_that_dies(ranks: Ranks, how):
+    survivor, dead = errors(ranks, fail_on_rank_one, how)
+    assert dead.exit_code == 17
+    assert survivor.kind == "RunError" and "rank 0, step 3: " in survivor.message
+    assert "message" in survivor.message and " of " in survivor.message  # e.g. "message 4 (RS of blocks.0[0])"
+
+
+def test_a_rank_that_hangs(ranks: Ranks):
+    waiting, late = errors(ranks, fail_on_rank_one, "hangs")
+    # It has gone on into the next step as far as it could without the other.
+    assert waiting.kind == "RunError" and re.match("rank 0, step [34]: .*message [0-9]+ \\(", waiting.message)
+    assert late.kind == "RunError" and "rank 1" in late.message
+
+
+@pytest.mark.parametrize("how", ["raises", "fails in a thread"])
+def test_a_rank_that_raises(ranks: Ranks, how):
+    outcomes = ranks.outcomes(fail_on_rank_one, how)
+    if how == "raises":
+        assert outcomes[1].kind == "ArithmeticError"  # its own error, not what followed from it
+    else:
+        assert outcomes[1].kind == "RunError" and "rank 1, step 3: message" in outcomes[1].message
+        assert outcomes[1].message.endswith("overflow")
+    assert outcomes[0].kind == "RunError" and re.match("rank 0, step [34]: .*message", outcomes[0].message)
+
+
+def drain_without_rank_one() -> None:
+    with training(scheduler="random") as (made, parallel):
+        step(made, parallel, 0)
+        if dist.get_rank() == 1:
+            time.sleep(TIMEOUT_S + 2)
+        parallel.drain()
+
+
+def test_a_drain_that_another_rank_does_not_join(ranks: Ranks):
+    outcomes = ranks.outcomes(drain_without_rank_one)
+    assert outcomes[0].kind == "RunError" and "rank 0, step 2: " in outcomes[0].message
+    assert outcomes[0].seconds < TIMEOUT_S + SLACK_S
+
+
+# ---- nothing is left behind
+
+
+def leftovers() -> dict[str, Any]:
+    """What a job leaves: threads, process groups, shared memory, file descriptors, hooks."""
+    made = setup("tied")
+    wanted = {"hooks": hook_count(made.model)}
+    train_once(made)  # what torch keeps for good is there from now on
+    before = open_files()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(5):
+        train_once(setup("tied"))
+    return {
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith("mdcs")],
+        "groups": len(dist.distributed_c10d._world.pg_map) - groups,
+        "shared memory": [p.name for p in Path("/dev/shm").glob("mdcs-*")],
+        "files": open_files() - before,
+        "hooks": hook_count(made.model) - wanted["hooks"],
+    }
+
+
+def train_once(made: Setup) -> None:
+    job = Job("tied", steps=3, clip_norm=0.5)
+    with parallel_for(job, How("dp", "wfbp", emulated=True), made) as (_, parallel, optimizer):
+        train(job, made, parallel, optimizer)
+
+
+def hook_count(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_nothing_is_left_behind(ranks: Ranks):
+    for left in ranks.run(leftovers):
+        assert left["threads"] == [] and left["shared memory"] == [] and left["hooks"] == 0
+        assert left["groups"] <= 0 and left["files"] <= 2, left
+
+
+def failing_start_leaves() -> dict[str, int]:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    try:
+        start("another plan on rank 1")
+    except mdcs.PlanError:
+        pass
+    return {"groups": len(dist.distributed_c10d._world.pg_map) - groups}
+
+
+def test_a_failed_start_leaves_nothing(ranks: Ranks):
+    assert ranks.run(failing_start_leaves) == [{"groups": 0}] * 2

@@ -49,7 +49,7 @@ class Slot:
     """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
 
     ``live`` is what activations, workspace and everything else that is no registered buffer hold when the slot
-    begins; ``peak`` the most they hold during it (bytes).
+    begins; ``peak`` the most they hold during it, what the next slot begins with included (bytes).
     """
 
     unit: int

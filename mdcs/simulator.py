@@ -59,8 +59,8 @@ def replay(plan: Plan, *, detail: bool = True, ledger: Ledger | None = None) -> 
     trace = _run(plan, ledger, costs)
     result = Replay(trace.ended - trace.began, _times(trace))
     if detail:
-        result.intervals = _intervals(plan, costs, trace)
-        result.peak, result.curve = _memory(plan, ledger, costs, trace)
+        result.intervals = _intervals(plan, trace)
+        result.peak, result.curve = _memory(plan, ledger, trace)
     return result
 
 
@@ -102,7 +102,8 @@ class _Trace:
     messages: int
     starts: list[float] = field(default_factory=list)  # of messages
     finishes: list[float] = field(default_factory=list)  # off the link
-    processed: list[float] = field(default_factory=list)  # and summed, unpacked, updated
+    landed: list[float] = field(default_factory=list)  # summed or unpacked
+    processed: list[float] = field(default_factory=list)  # and updated
     arrivals: list[float] = field(default_factory=list)  # of compute at slots
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -133,7 +134,7 @@ def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
     slowdown = 1 + plan.profile.interference
     limits = SlotLimits(plan)
     trace = _Trace(period.length, n)
-    starts, finishes, processed = trace.starts, trace.finishes, trace.processed
+    starts, finishes, landed, processed = trace.starts, trace.finishes, trace.landed, trace.processed
     admission = None if plan.budget is None else _Admission(plan, ledger, trace)
     now = last_start = last_finish = last_processed = 0.0
     busy_from = 0  # first message that may still be in flight, for interference
@@ -149,7 +150,7 @@ def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
             for i in range(issued, limits.issued[q]):
                 g = base + i
                 if p == 0 and not plan.in_prologue(plan.messages[i]):
-                    for times in (starts, finishes, processed):
+                    for times in (starts, finishes, landed, processed):
                         times.append(last_processed)
                     continue
                 if admission is not None:
@@ -161,7 +162,8 @@ def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
                     begin = processed[base + after[i]]
                 last_start = begin
                 last_finish = max(begin + alpha[i], last_finish) + transfer[i]
-                last_processed = max(last_finish, last_processed) + copy[i] + update[i]
+                landed.append(max(last_finish, last_processed) + copy[i])
+                last_processed = landed[g] + update[i]
                 starts.append(begin)
                 finishes.append(last_finish)
                 processed.append(last_processed)
@@ -264,25 +266,28 @@ class _Admission:
             now = processed[self._done]
 
 
-def _spans(trace: _Trace) -> tuple[list[Span], dict[int, Span]]:
-    """Slots, and messages by index, of the last period, from its start; messages are cut off at its ends."""
+def _slots(trace: _Trace) -> list[Span]:
+    """The slots of the last period, from its start."""
+    began, last = trace.began, trace.slots
+    return [(a - began, b - began) for a, b in zip(trace.begins[-last:], trace.ends[-last:], strict=True)]
+
+
+def _seen(trace: _Trace, starts: list[float], ends: list[float]) -> dict[int, Span]:
+    """What messages do in the last period, by their index: from its start, cut off at both its ends."""
     began, ended = trace.began, trace.ended
-    last = trace.slots
-    compute = [(a - began, b - began) for a, b in zip(trace.begins[-last:], trace.ends[-last:], strict=True)]
-    messages = {}
+    out = {}
     # Messages of the period before may still be in flight; none is older.
-    for g in range(max(0, len(trace.starts) - 2 * trace.messages), len(trace.starts)):
-        start, finish = trace.starts[g], trace.finishes[g]
-        if finish > began and start < ended:
-            messages[g] = max(start, began) - began, min(finish, ended) - began
-    return compute, messages
+    for g in range(max(0, len(starts) - 2 * trace.messages), len(starts)):
+        if ends[g] > began and starts[g] < ended:
+            out[g] = max(starts[g], began) - began, min(ends[g], ended) - began
+    return out
 
 
 def _times(trace: _Trace) -> StepTimes:
     """As :func:`mdcs.measure.timeline.step_times`, without making intervals."""
-    compute, messages = _spans(trace)
-    step_s, compute_s, communication_s = trace.ended - trace.began, length(compute), length(messages.values())
-    overlap_s = intersection_length(compute, messages.values())
+    compute, messages = _slots(trace), _seen(trace, trace.starts, trace.finishes).values()
+    step_s, compute_s, communication_s = trace.ended - trace.began, length(compute), length(messages)
+    overlap_s = intersection_length(compute, messages)
     return StepTimes(
         step_s=step_s,
         compute_s=compute_s,
@@ -293,21 +298,21 @@ def _times(trace: _Trace) -> StepTimes:
     )
 
 
-def _intervals(plan: Plan, costs: _Costs, trace: _Trace) -> list[Interval]:
-    compute, messages = _spans(trace)
-    began, ended, units = trace.began, trace.ended, plan.profile.units
+def _intervals(plan: Plan, trace: _Trace) -> list[Interval]:
+    units = plan.profile.units
     out = [
         Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
-        for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, compute, strict=True))
+        for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, _slots(trace), strict=True))
     ]
-    for g, (start, finish) in messages.items():
-        m, update = plan.messages[g % trace.messages], costs.update[g % trace.messages]
+    messages = _seen(trace, trace.starts, trace.finishes)
+    updates = _seen(trace, trace.landed, trace.processed)
+    for g in sorted({*messages, *updates}):
+        m = plan.messages[g % trace.messages]
         names = "+".join(dict.fromkeys(units[u].name for u, _ in m.parts))
-        out.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, start, finish, plan.wire(m)))
-        end = trace.processed[g]
-        if update and end - update < ended:
-            a, b = max(end - update, began) - began, min(end, ended) - began
-            out.append(Interval("update", f"update:{names}", "update", names, a, b))
+        if g in messages:
+            out.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, *messages[g], plan.wire(m)))
+        if g in updates and trace.landed[g] < trace.processed[g]:
+            out.append(Interval("update", f"update:{names}", "update", names, *updates[g]))
     return out
 
 
@@ -315,13 +320,13 @@ _Event = tuple[float, int, str, int]  # time, order of causes at one time, categ
 _ARRIVE, _BEGIN, _END = "arrive", "begin", "end"  # marks of compute
 
 
-def _memory(plan: Plan, ledger: Ledger, costs: _Costs, trace: _Trace) -> tuple[dict[str, int], list[dict[str, int]]]:
+def _memory(plan: Plan, ledger: Ledger, trace: _Trace) -> tuple[dict[str, int], list[dict[str, int]]]:
     """Peak by category, and by slot and category, of the last period. A slot includes the wait before it."""
     live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
     known, rest = ledger.rest_bytes, 0
     window: dict[str, int] | None = None
     curve: list[dict[str, int]] = []
-    for _, _, what, size in sorted(_events(plan, ledger, costs, trace)):
+    for _, _, what, size in sorted(_events(plan, ledger, trace)):
         if what == _ARRIVE:
             rest = ledger.slots[size].live
             window = dict(live, activations=rest, total=known + rest)
@@ -342,7 +347,7 @@ def _memory(plan: Plan, ledger: Ledger, costs: _Costs, trace: _Trace) -> tuple[d
     return {key: max(window[key] for window in curve) for key in (*CATEGORIES, "total")}, curve
 
 
-def _events(plan: Plan, ledger: Ledger, costs: _Costs, trace: _Trace) -> list[_Event]:
+def _events(plan: Plan, ledger: Ledger, trace: _Trace) -> list[_Event]:
     """Every allocation and release of a registered buffer since the prologue, and what compute does."""
     out: list[_Event] = []
 
@@ -359,16 +364,15 @@ def _events(plan: Plan, ledger: Ledger, costs: _Costs, trace: _Trace) -> list[_E
             i = g % trace.messages
             if g < trace.messages and not plan.in_prologue(plan.messages[i]):
                 continue
-            effect, start, done = ledger.messages[i], trace.starts[g], trace.processed[g]
-            summed = done - costs.update[i]
+            effect, start, landed, done = ledger.messages[i], trace.starts[g], trace.landed[g], trace.processed[g]
             for _, b in effect.full:
                 add(start, "full_parameters", b)
             add(start, "staging", effect.staging)
             add(start, "gradient_shards", effect.shards)
-            add(summed, "staging", -effect.staging)
+            add(landed, "staging", -effect.staging)
             for _, b in effect.gradients_after_link:
-                add(summed, "gradients", -b)
-            add(summed, "update_scratch", effect.scratch)
+                add(landed, "gradients", -b)
+            add(landed, "update_scratch", effect.scratch)
             add(done, "update_scratch", -effect.scratch)
             add(done, "gradient_shards", -effect.shards_freed)
             for _, b in effect.gradients_after_update:

@@ -61,6 +61,8 @@ def merge_shards(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """
     ranks = {p["rank"]: p for p in parts}
     world = parts[0]["world"] if parts else 0
+    if not parts:
+        raise ValueError("need the parts of all ranks of a job, got none")
     if sorted(ranks) != list(range(world)) or any(p["world"] != world or p["schema"] != SCHEMA for p in parts):
         raise ValueError(f"need the parts of ranks 0 to {world - 1} of one job, got {sorted(ranks)}")
     first = ranks[0]

@@ -314,7 +314,7 @@ def test_a_pattern_that_freezes_nothing_is_refused(batch):
 def start_and(folder: Path, *overrides: str, act=lambda pids: None, worker: str = jobs.WORKER):
     """Run a job, call `act` with the ranks' pids once both are at step 3, and return (outcome, its pids, seconds from
     there to the end)."""
-    config = composed("model=mlp", "model.width=32", "data=digits", "run.steps=100000", *overrides)
+    config = composed("model=mlp", "model.width=32", "data=synthetic", "run.steps=100000", *overrides)
     seen: list[float] = []
     pids: list[int] = []
 
@@ -380,7 +380,7 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
 
 
 def test_a_person_reads_one_line_about_an_infeasible_budget(tmp_path):
-    command = [sys.executable, str(ROOT / "experiments/plan.py"), *SMALL, "model=mlp", "data=digits", "budget.gib=1e-6"]
+    command = [sys.executable, str(ROOT / "experiments/plan.py"), *SMALL, "model=mlp", "data=synthetic", "budget.gib=1e-6"]
     done = subprocess.run(
         [*command, "hydra.run.dir=out"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )

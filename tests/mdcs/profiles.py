@@ -61,9 +61,7 @@ def chain(
 ) -> Profile:
     """Units a, b, c … of ``sizes`` elements of 4 bytes, one after the other; every slot holds ``live`` bytes."""
     count = len(sizes)
-    units = tuple(
-        Unit("abcdefgh"[i], (n,), i not in frozen, (i, i), (count - 1 - i,) * 2) for i, n in enumerate(sizes)
-    )
+    units = tuple(Unit("abcdefgh"[i], (n,), i not in frozen, (i, i), (count - 1 - i,) * 2) for i, n in enumerate(sizes))
     forward = [Slot(i, "F", forward_s, live, live) for i in range(count)]
     backward = [Slot(i, "B", backward_s, live, live) for i in reversed(range(count))]
     return Profile(units, (*forward, *backward), world, link, **more)
@@ -76,7 +74,8 @@ def tied(*sizes: int, **more: Any) -> Profile:
     units = [replace(plain.units[0], forward=(0, count), backward=(0, count))]
     units += [replace(u, backward=(count - u.forward[0],) * 2) for u in plain.units[1:]]
     last = Slot(0, "F", 1.0, 0, 0)
-    return replace(plain, units=tuple(units), slots=(*plain.slots[:count], last, replace(last, phase="B"), *plain.slots[count:]))
+    slots = (*plain.slots[:count], last, replace(last, phase="B"), *plain.slots[count:])
+    return replace(plain, units=tuple(units), slots=slots)
 
 
 def planned(profile: Profile, strategies: str | Sequence[str], scheduler: Scheduler | None = None, **more: Any) -> Plan:
@@ -111,28 +110,37 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         units.append(Unit(f"u{u}", draw(segments), trainable, (spans[0], spans[-1]), backward))
     seconds = st.integers(0, 30).map(lambda n: n * 1e-4)
     sizes = st.integers(0, 4000)
-    slots, live = [], 0
-    for u in uses:
-        slots.append(Slot(u, "F", draw(seconds), live, live + draw(sizes)))
-        live += draw(sizes)
-    for u in reversed(uses):
-        if u >= first_backward:
-            slots.append(Slot(u, "B", draw(seconds), live, live + draw(sizes)))
-            live -= min(live, draw(sizes))
+    order = [(u, "F") for u in uses] + [(u, "B") for u in reversed(uses) if u >= first_backward]
+    lives = [draw(sizes)]
+    for _, phase in order[1:]:
+        change = draw(sizes)
+        lives.append(lives[-1] + change if phase == "F" else max(0, lives[-1] - change))
+    after = [*lives[1:], lives[0]]
+    slots = tuple(
+        Slot(u, phase, draw(seconds), low, max(low, high) + draw(sizes))
+        for (u, phase), low, high in zip(order, lives, after, strict=True)
+    )
     alpha = st.sampled_from([0.0, 1e-4, 3e-4])
     beta = st.sampled_from([0.0, 1e-7, 5e-7, 2e-6])
+    link_ = Link(
+        draw(st.tuples(alpha, alpha, alpha, alpha)),
+        draw(st.tuples(beta, beta, beta, beta)),
+        depth=draw(st.integers(1, 3)),
+        block=draw(st.sampled_from([400, 2000, 10**6])),
+    )
+    timed = replace(ADAM, seconds_per_element=1e-8, seconds_per_run=1e-5)
     return Profile(
         tuple(units),
-        tuple(slots),
+        slots,
         world,
-        Link(draw(st.tuples(*[alpha] * 4)), draw(st.tuples(*[beta] * 4)), draw(st.integers(1, 3)), draw(st.sampled_from([400, 2000, 10**6]))),
-        draw(st.sampled_from([Optimizer(), replace(ADAM, seconds_per_element=1e-8, seconds_per_run=1e-5), replace(ADAM, scratch_fixed=64)])),
+        link_,
+        draw(st.sampled_from([Optimizer(), timed, replace(timed, scratch_fixed=64)])),
         param_bytes=draw(st.sampled_from([4, 4, 2])),
         grad_bytes=draw(st.sampled_from([4, 4, 2])),
         reduce_scatter=draw(st.sampled_from(["all_to_all", "native"])),
         interference=draw(st.sampled_from([0.0, 0.0, 0.3])),
         copy_seconds_per_byte=draw(st.sampled_from([0.0, 1e-8])),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,9 @@ strategies: st.SearchStrategy[StrategyPlanner] = st.one_of(
     st.sampled_from([Uniform(str(s)) for s in Strategy]), seeds.map(RandomMix), st.just(Greedy())
 )
 
-flexible: st.SearchStrategy[StrategyPlanner] = st.one_of(seeds.map(RandomMix), st.just(Greedy()), st.just(Uniform("fsdp")))
+flexible: st.SearchStrategy[StrategyPlanner] = st.one_of(
+    seeds.map(RandomMix), st.sampled_from([Greedy(), Uniform("fsdp")])
+)
 """Strategy planners that fit whatever all fsdp fits."""
 
 

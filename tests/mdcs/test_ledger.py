@@ -24,9 +24,9 @@ AR, RS, AG_F, AG_B = Kind
 
 # a has 8 elements (32 bytes), b has 4 (16 bytes); (live, peak) of the activations in the order of the model.
 PLAIN = chain(8, 4, world=2, optimizer=ADAM)
-ACTIVATIONS = ((10, 20), (30, 35), (40, 50), (30, 45))  # F:a F:b B:b B:a
+ACTIVATIONS = ((10, 30), (30, 40), (40, 50), (30, 45))  # F:a F:b B:b B:a
 PROFILE = replace(
-    PLAIN, slots=tuple(replace(s, live=l, peak=p) for s, (l, p) in zip(PLAIN.slots, ACTIVATIONS, strict=True))
+    PLAIN, slots=tuple(replace(s, live=low, peak=high) for s, (low, high) in zip(PLAIN.slots, ACTIVATIONS, strict=True))
 )
 
 
@@ -41,26 +41,26 @@ def by_slot(plan: Plan, *categories: str) -> list[tuple[int, ...]]:
 DP = [
     (0, 16, 0, 0, 0, 50, 152 + 16 + 50),
     (0, 32, 0, 0, 32, 45, 152 + 16 + 32 + 30),  # b: all-reduced in place, Adam on 16 bytes; then B:a
-    (0, 32, 0, 0, 64, 20, 152 + 32 + 64 + 10),
-    (0, 0, 0, 0, 0, 35, 152 + 35),
+    (0, 32, 0, 0, 64, 30, 152 + 32 + 64 + 10),
+    (0, 0, 0, 0, 0, 40, 152 + 40),
 ]
 ZERO1 = [
     (0, 16, 0, 0, 0, 50, 104 + 16 + 50),
     (0, 32, 8, 16, 16, 45, 104 + 32 + 45),  # b: received in 16 bytes, summed into 8, then Adam on 8
-    (0, 32, 16, 32, 32, 20, 104 + 32 + 32 + 16 + 10),
-    (0, 0, 0, 0, 0, 35, 104 + 35),
+    (0, 32, 16, 32, 32, 30, 104 + 32 + 32 + 16 + 10),
+    (0, 0, 0, 0, 0, 40, 104 + 40),
 ]
 SDP = [
     (48, 16, 0, 0, 0, 50, 80 + 48 + 16 + 50),  # both still full from forward
     (32, 32, 8, 16, 16, 45, 80 + 32 + 32 + 45),
-    (32, 32, 16, 32, 32, 20, 80 + 32 + 32 + 16 + 10),  # a is reduced before it is gathered
-    (48, 0, 0, 0, 0, 35, 80 + 48 + 35),
+    (32, 32, 16, 32, 32, 30, 80 + 32 + 32 + 16 + 10),  # a is reduced before it is gathered
+    (48, 0, 0, 0, 0, 40, 80 + 48 + 40),
 ]
 FSDP = [  # b, the last, has nothing to gain from a second gather: as sdp
     (16, 16, 0, 0, 0, 50, 80 + 16 + 16 + 50),
     (32, 32, 8, 16, 16, 45, 80 + 32 + 32 + 45),  # b is reduced before a is gathered again
-    (32, 32, 16, 32, 32, 20, 80 + 32 + 32 + 16 + 10),
-    (16, 0, 0, 0, 0, 35, 80 + 16 + 35),  # a is freed after F:a
+    (32, 32, 16, 32, 32, 30, 80 + 32 + 32 + 16 + 10),
+    (16, 0, 0, 0, 0, 40, 80 + 16 + 40),  # a is freed after F:a
 ]
 
 
@@ -144,7 +144,7 @@ def test_at_the_barrier_shards_wait_for_the_last_reduction() -> None:
         (16, 0, 0, 104 + 16 + 50),
         (32, 8, 0, 104 + 8 + 32 + 45),  # b is reduced but not updated
         (32, 24, 32, 104 + 8 + 32 + 32 + 16 + 10),  # then both are, with the larger scratch
-        (0, 0, 0, 104 + 35),
+        (0, 0, 0, 104 + 40),
     ]
     b, a = (e for e in Ledger(plan).messages if e.shards)
     assert (b.shards_held, b.transient, b.freed) == (8, 16, 16)
@@ -206,7 +206,9 @@ def test_blocks_of_a_unit_share_its_buffer_and_its_gradient() -> None:
     assert plan.blocks == ((32, 32),) * 3
     ledger = Ledger(plan)
     for kind in (AG_F, AG_B, RS):
-        effects = [e for e, m in zip(ledger.messages, plan.messages, strict=True) if m.kind is kind and m.parts[0][0] == 0]
+        effects = [
+            e for e, m in zip(ledger.messages, plan.messages, strict=True) if m.kind is kind and m.parts[0][0] == 0
+        ]
         assert [e.full for e in effects] == [((0, 256),) if kind.is_gather else (), ()]
         assert [e.gradients_after_link for e in effects] == [(), ((0, 256),) if kind is RS else ()]
     assert ledger.at_rest["optimizer"] == 2 * 3 * 128 + 6 * 4  # each block has a step counter
@@ -242,10 +244,12 @@ def test_runs(strategy: str, rank: int, block: int, expected: list[tuple[int, in
     unit = replace(PROFILE.units[0], segments=(7, 2))
     profile = replace(PROFILE, units=(unit, PROFILE.units[1]))
     plan = planned(profile, strategy)
-    messages = [
-        replace(m, parts=((0, b),)) for m in plan.messages for b in range(2) if m.parts[0][0] == 0
-    ] + [m for m in plan.messages if m.parts[0][0] == 1]
-    cut = replace(plan, blocks=((6, 4), (4,)), messages=tuple(sorted(messages, key=lambda m: (m.slot, m.kind.is_gather))))
+    messages = [replace(m, parts=((0, b),)) for m in plan.messages for b in range(2) if m.parts[0][0] == 0] + [
+        m for m in plan.messages if m.parts[0][0] == 1
+    ]
+    cut = replace(
+        plan, blocks=((6, 4), (4,)), messages=tuple(sorted(messages, key=lambda m: (m.slot, m.kind.is_gather)))
+    )
     assert runs(cut, 0, block, rank) == expected
 
 
@@ -329,7 +333,9 @@ def test_a_cycle_names_what_was_gathered_ahead() -> None:
     plan = planned(PROFILE, "sdp")  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
     ahead = replace(plan, messages=(*plan.messages[:3], replace(plan.messages[3], slot=2)), budget=peak(plan))
     assert peak(ahead) == peak(plan)  # 48 bytes of parameters fit beside F:a
-    tight = replace(PROFILE, slots=tuple(replace(s, peak=100) if s.phase == "F" and s.unit == 0 else s for s in PROFILE.slots))
+    tight = replace(
+        PROFILE, slots=tuple(replace(s, peak=100) if s.phase == "F" and s.unit == 0 else s for s in PROFILE.slots)
+    )
     tight_plan = replace(ahead, profile=tight, budget=80 + 32 + 100)
     with pytest.raises(PlanError, match=r"slot 2 \(F:a\) needs 228 of 212 bytes.* \(gathered ahead: AG_F of b\)"):
         check(tight_plan)
@@ -337,8 +343,8 @@ def test_a_cycle_names_what_was_gathered_ahead() -> None:
 
 
 @examples(100)
-@given(jobs(), seeds, seeds)
-def test_the_sequential_peak_is_what_its_replay_reaches(job: Job, seed: int, _: int) -> None:
+@given(jobs(), seeds)
+def test_the_sequential_peak_is_what_its_replay_reaches(job: Job, seed: int) -> None:
     plan = job.plan(RandomMix(seed), Sequential())
     assert replay(plan).peak["total"] + plan.reserve == peak(plan)
 

@@ -353,7 +353,7 @@ def test_a_rank_that_raises(ranks: Ranks, how):
     if how == "raises":
         assert outcomes[1].kind == "ArithmeticError"  # its own error, not what followed from it
     else:
-        assert outcomes[1].kind == "RunError" and "rank 1, step 3: message" in outcomes[1].message
+        assert outcomes[1].kind == "RunError" and re.match("rank 1, step [23]: message", outcomes[1].message)
         assert outcomes[1].message.endswith("overflow")
     assert outcomes[0].kind == "RunError" and re.match("rank 0, step [34]: .*message", outcomes[0].message)
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from experiments import models
 from mdcs.autoplan import agree, on_rank_zero
 from mdcs.measure.profiler import measure_profile
 from mdcs.profile import Profile
@@ -133,6 +132,8 @@ def tiny(name: str, samples: int = 2, **options: Any) -> Setup:
 
     "frozen" is a gpt2 whose first block is frozen, "checkpointed" one that computes its blocks again in backward.
     """
+    from experiments import models  # transformers takes seconds, and some ranks never need it
+
     name, _, wrap = name.partition("/")
     shape = dict(TINY["gpt2" if name in ("frozen", "checkpointed") else name], **options)
     if name == "checkpointed":
@@ -167,8 +168,10 @@ def setup(name: str, double: bool = False, **options: Any) -> Setup:
 
 
 def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """"adam", "sgd" (momentum, not fused) or "adamw" with two groups: matrices decay, the rest does not."""
+    """"adam", "sgd" (momentum, not fused), "plain sgd", or "adamw" with two groups: matrices decay, the rest does not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "plain sgd":
+        return torch.optim.SGD(parameters, lr=0.05)
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     if name == "adamw":

@@ -1,0 +1,145 @@
+"""What goes over the wire: the plan's messages, in the plan's order, each one collective."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import mdcs
+from mdcs.plan import Message
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import How, Job, parallel_for, train
+
+STEPS = 3
+SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear", "random")
+
+
+def listen(job: Job, how: How) -> dict[str, Any]:
+    """Every message as it is launched, the collectives torch was asked for, and the records of all steps."""
+    launched: list[Message] = []
+    calls: Counter[str] = Counter()
+    names = ("all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Any:
+        @functools.wraps(originals[name])
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    with parallel_for(job, how) as (made, parallel, optimizer):
+        launch = parallel._wire.launch
+
+        def launching(transfer: Any) -> None:
+            launched.append(transfer.message)
+            launch(transfer)
+
+        parallel._wire.launch = launching  # type: ignore[method-assign]
+        for name in names:
+            setattr(dist, name, counting(name))
+        try:
+            train(job, made, parallel, optimizer)
+        finally:
+            for name in names:
+                setattr(dist, name, originals[name])
+        so_far = len(launched)
+        parallel.drain()
+        records = parallel.records(flush=True)
+        plan = parallel.plan
+    return {"plan": plan, "launched": launched, "so far": so_far, "calls": calls, "records": records}
+
+
+def expected(plan: mdcs.Plan) -> list[Message]:
+    """The prologue, then whole periods."""
+    prologue = [m for m in plan.messages if plan.in_prologue(m)]
+    return prologue + list(plan.messages) * STEPS
+
+
+@pytest.mark.parametrize("cross", [True, False], ids=["cross", "barrier"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_messages_are_launched_in_the_plans_order(two: Ranks, scheduler, cross):
+    job = Job("tied", micro_steps=2, steps=STEPS)
+    first, second = two.run(listen, job, How("random", scheduler, cross, seed=3, bytes=150))
+    assert first["plan"].hash == second["plan"].hash
+    assert first["launched"] == second["launched"]
+    plan, launched = first["plan"], first["launched"]
+    whole = expected(plan)
+    # Until the drain it is a beginning of the plan's order; the drain adds reductions whose turn would come, in order.
+    assert launched[: first["so far"]] == whole[: first["so far"]]
+    late = [m for m in whole[first["so far"] :] if not m.kind.is_gather]
+    drained = launched[first["so far"] :]
+    assert [m for m in drained if not m.kind.is_gather] == late
+    assert len(whole) - first["so far"] < 2 * len(plan.messages)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp"])
+def test_a_message_is_one_collective(two: Ranks, strategy):
+    """An all-reduce, an all-to-all, or on gloo a broadcast from each rank; the last step's messages are counted."""
+    job = Job("tied", steps=STEPS)
+    for found in two.run(listen, job, How(strategy, "sequential")):
+        sent = Counter(str(m.kind) for m in found["launched"][: found["so far"]])
+        calls = found["calls"]
+        assert calls["all_reduce"] == sent["AR"]
+        assert calls["all_to_all_single"] == sent["RS"]
+        assert calls["broadcast"] == 2 * (sent["AG_F"] + sent["AG_B"])
+        assert calls["reduce_scatter_tensor"] == 0
+
+
+def sent(two: Ranks, strategy: str, scheduler: str, size: int) -> dict[str, Any]:
+    found = two.run(listen, Job("tied", steps=STEPS), How(strategy, scheduler, bytes=size))[0]
+    record = found["records"][1]
+    return {"plan": found["plan"], "messages": record.messages, "bytes": record.bytes}
+
+
+def test_partitioning_and_fusion_change_the_messages_and_not_the_bytes(two: Ranks):
+    """tied has 5 trainable units of 66, 123, 69, 123 and 12 numbers, and one frozen one of 54."""
+    whole = sent(two, "zero1", "wfbp", 0)
+    cut = sent(two, "zero1", "partitioning", 256)
+    fused = sent(two, "zero1", "fusion", 1 << 20)
+    assert whole["messages"] == {"RS": 5, "AG_F": 5}
+    # Blocks of 64 numbers: 66 -> 1, 124 -> 2, 70 -> 1, 124 -> 2, 12 -> 1.
+    assert cut["messages"] == {"RS": 7, "AG_F": 7}
+    assert fused["messages"]["RS"] == 1 and fused["messages"]["AG_F"] < 5
+    half = (66 + 124 + 70 + 124 + 12) * 4 // 2
+    assert whole["bytes"] == cut["bytes"] == fused["bytes"] == {"RS": half, "AG_F": half}
+
+
+def test_records_have_the_plans_messages_and_bytes(two: Ranks):
+    found = two.run(listen, Job("tied", steps=STEPS), How("random", "random", seed=3))[0]
+    plan = found["plan"]
+    messages, size = Counter[str](), Counter[str]()
+    for m in plan.messages:
+        messages[str(m.kind)] += 1
+        size[str(m.kind)] += plan.wire(m)
+    assert [r.step for r in found["records"]] == [1, 2, 3]
+    for record in found["records"][:2]:
+        assert record.messages == dict(messages) and record.bytes == dict(size)
+
+
+# ---- overlap
+
+
+def overlaps(how: How) -> list[tuple[float, float]]:
+    job = Job("tied", steps=6)
+    with parallel_for(job, how) as (made, parallel, optimizer):
+        train(job, made, parallel, optimizer)
+        parallel.drain()
+        return [(r.times.communication_s, r.times.overlap_s) for r in parallel.records(flush=True)]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp"])
+def test_sequential_overlaps_nothing(two: Ranks, strategy):
+    for times in two.run(overlaps, How(strategy, "sequential", emulated=True)):
+        assert len(times) == 6
+        assert all(communication > 0 and overlap == 0 for communication, overlap in times[1:])
+
+
+def test_wait_free_schedules_overlap(two: Ranks):
+    for times in two.run(overlaps, How("dp", "wfbp", emulated=True)):
+        assert sum(overlap for _, overlap in times) > 0

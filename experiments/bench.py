@@ -51,7 +51,8 @@ def main() -> int:
                 row = load_run(run).row()
                 steps[name].append(row["step_s"])
                 overlap[name].append(row["overlap_ratio"])
-                facts = f"{row['strategy']}, communication {row['communication_s'] * 1e3:.0f} ms, compute {row['compute_s'] * 1e3:.0f} ms"
+                communication, compute = row["communication_s"] * 1e3, row["compute_s"] * 1e3
+                facts = f"{row['strategy']}, communication {communication:.0f} ms, compute {compute:.0f} ms"
     show(steps, overlap, facts, arguments.rounds)
     return 0
 

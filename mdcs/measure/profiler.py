@@ -286,7 +286,7 @@ class _Update:
         samples, scratch = [], []
         for group in optimizer.param_groups:
             options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
-            trial = type(optimizer)([{**options, "params": [p]}])
+            trial = type(optimizer)([{**options, "params": [p]}])  # type: ignore[call-arg]  # all have defaults
             trial.step()
             for _ in range(5):
                 _sync(like)

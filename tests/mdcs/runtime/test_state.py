@@ -323,8 +323,8 @@ def test_the_loop_may_use_the_default_group(two: Ranks):
 
 def train_in_a_subgroup() -> list[str] | None:
     """Ranks 0 and 2 train; rank 1 has nothing to do with it."""
-    from mdcs.profile import Optimizer, Profile
     from mdcs.measure.profiler import measure_profile
+    from mdcs.profile import Optimizer, Profile
 
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:

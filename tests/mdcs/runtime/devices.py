@@ -1,0 +1,236 @@
+"""What the tests of CPU and CUDA share: the executor's contract and training on one rank, for any device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mdcs
+from mdcs.measure.profiler import measure_profile
+from mdcs.runtime.executor import Executor
+from mdcs.schedulers import SCHEDULERS
+from tests.mdcs.runtime.training import How, scheduler_for, strategy_for
+
+# ---- the executor's contract
+
+
+class Work:
+    """A collective that is done once it has been waited for."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def wait(self) -> bool:
+        self.waited += 1
+        return True
+
+
+def busy(device: torch.device) -> Tensor:
+    """Some milliseconds of compute on a GPU, none to speak of on a CPU."""
+    x = torch.ones(2048 if device.type == "cuda" else 8, 2048 if device.type == "cuda" else 8, device=device)
+    for _ in range(20):
+        x = x @ x / x.shape[0]
+    return x
+
+
+def communication_sees_compute_up_to_the_mark(executor: Executor, device: torch.device) -> None:
+    x = torch.zeros(1 << 20, device=device)
+    busy(device)
+    x += 1
+    mark = executor.mark()
+    with executor.communicating():
+        executor.after(mark)
+        y = x.clone()
+        executor.finish([])
+    assert bool((y == 1).all())
+
+
+def compute_sees_what_is_finished(executor: Executor, device: torch.device) -> None:
+    y = torch.zeros(1 << 20, device=device)
+    mark = executor.mark()
+    with executor.communicating():
+        executor.after(mark)
+        busy(device)
+        y += 1
+    executor.finish([])
+    assert float(y.sum()) == float(1 << 20)  # on the compute stream, with no other ordering than finish()
+
+
+def finish_waits_for_every_work(executor: Executor, device: torch.device) -> None:
+    works = [Work(), Work()]
+    executor.finish(works)  # type: ignore[arg-type]
+    assert [w.waited for w in works] == [1, 1]
+
+
+def stamps_are_on_one_clock(executor: Executor, device: torch.device) -> None:
+    begin = executor.stamp()
+    busy(device)
+    middle = executor.mark()
+    with executor.communicating():
+        executor.after(middle)
+        busy(device)
+        sent = executor.stamp()
+    executor.finish([])
+    end = executor.stamp()
+    times = [executor.seconds(s) for s in (begin, sent, end)]
+    assert times == sorted(times) and times[-1] - times[0] < 60
+
+
+def communicating_is_left_again(executor: Executor, device: torch.device) -> None:
+    def stream() -> Any:
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    before = stream()
+    with executor.communicating():
+        inside = stream()
+        with executor.communicating():
+            assert stream() == inside
+    assert stream() == before and (device.type == "cpu" or inside != before)
+
+
+CONTRACT = (
+    communication_sees_compute_up_to_the_mark,
+    compute_sees_what_is_finished,
+    finish_waits_for_every_work,
+    stamps_are_on_one_clock,
+    communicating_is_left_again,
+)
+
+
+class Watching:
+    """An executor that checks how it is used: marks and frees only mean what they should outside and inside of
+    ``communicating``.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.depth = 0
+        self.marks: list[Any] = []
+        self.waited = 0
+        self.misuse: list[str] = []
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            with self.inner.communicating():
+                yield
+        finally:
+            self.depth -= 1
+
+    def communicating(self) -> AbstractContextManager[Any]:
+        return self._entered()
+
+    def mark(self) -> Any:
+        if self.depth:
+            self.misuse.append("a mark inside of communicating() is a point of communication, not of compute")
+        self.marks.append(object())
+        return self.marks[-1], self.inner.mark()
+
+    def after(self, mark: Any) -> None:
+        if not self.depth:
+            self.misuse.append("after() outside of communicating()")
+        self.waited += 1
+        self.inner.after(mark[1])
+
+    def finish(self, works: list[Any]) -> None:
+        self.inner.finish(works)
+
+    def stamp(self) -> Any:
+        return self.inner.stamp()
+
+    def seconds(self, stamp: Any) -> float:
+        return self.inner.seconds(stamp)
+
+
+# ---- training on one rank
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen layer, a module called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.again = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.frozen = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.again(self.embedding(tokens))
+        hidden = self.again(self.frozen(hidden)) + hidden
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def loss_of(model: nn.Module, step: int, device: torch.device) -> Tensor:
+    tokens = torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(step)).to(device)
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def make(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net().to(device)
+    # One implementation for whole tensors and for pieces of them.
+    return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+
+def plain_run(device: torch.device, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    model, optimizer = make(device)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step, device)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    model, optimizer = make(device)
+    units = mdcs.partition(model, mdcs.ByLeaf())
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    profile = measure_profile(
+        model, units, lambda: loss_of(model, 0, device), optimizer, world=world, link=mdcs.Link.uniform(10.0, 10.0),
+        iterations=1, reduce_scatter="native" if how.native else "all_to_all",
+    )  # fmt: skip
+    from mdcs.autoplan import agree, on_rank_zero
+
+    profile = agree(profile)
+    plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how)))
+    losses = []
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=30) as parallel:
+        for step in range(steps):
+            loss = loss_of(model, step, device)
+            loss.backward()
+            parallel.step()
+            losses.append(loss.item())
+            if step == 1:
+                with parallel.evaluate(), torch.no_grad():
+                    loss_of(model, 99, device)
+        state = parallel.state_dict()
+        records = parallel.records(flush=True)
+    assert [r.step for r in records] == list(range(1, steps + 1))
+    assert all(r.times.step_s > 0 and r.times.compute_s > 0 for r in records)
+    return losses, state
+
+
+def equal(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> bool:
+    return one[0] == other[0] and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+HOWS = [
+    How(strategy, scheduler, seed=2)
+    for strategy, scheduler in zip(
+        ("dp", "zero1", "sdp", "fsdp", "random", "fsdp", "random", "zero1"), SCHEDULERS, strict=False
+    )
+]

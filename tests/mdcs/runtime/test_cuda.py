@@ -1,0 +1,88 @@
+"""The same contract and the same training on a GPU; run with ``-m gpu`` on a machine that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mdcs.runtime.executor import CudaExecutor, executor_for
+from tests.mdcs.runtime.devices import CONTRACT, HOWS, equal, parallel_run, plain_run
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import How
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STEPS = 4
+
+
+def cuda() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
+def test_contract(clause):
+    executor = executor_for(cuda())
+    assert isinstance(executor, CudaExecutor)
+    clause(executor, cuda())
+
+
+def test_a_mark_holds_communication_back():
+    """Without after() the communication stream overtakes compute; with it, it does not."""
+    executor = CudaExecutor(cuda())
+    flag = torch.zeros(1, device=cuda())
+    torch.cuda._sleep(200_000_000)  # about 0.1 s on the compute stream
+    flag += 1
+    mark = executor.mark()
+    with executor.communicating():
+        early = flag.clone()
+        executor.after(mark)
+        late = flag.clone()
+    executor.finish([])
+    assert (early.item(), late.item()) == (0, 1)
+
+
+def test_compute_does_not_wait_for_messages_behind():
+    executor = CudaExecutor(cuda())
+    with executor.communicating():
+        torch.cuda._sleep(1_000_000_000)
+    begin, end = executor.stamp(), None
+    torch.ones(8, device=cuda()).sum()
+    end = executor.stamp()
+    torch.cuda.current_stream(cuda()).synchronize()
+    assert executor.seconds(end) - executor.seconds(begin) < 0.1
+    executor.finish([])
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("nccl") / "store"
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.strategy}-{how.scheduler}")
+def test_one_rank_over_nccl_trains_like_a_plain_loop(nccl: None, how: How):
+    losses, state = parallel_run(cuda(), how, STEPS)
+    wanted, weights = plain_run(cuda(), STEPS)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def train_on_one_gpu(how: How) -> bool:
+    """Both ranks have the same batches, so their average is what one alone would do."""
+    ours, alone = parallel_run(cuda(), how, STEPS), plain_run(cuda(), STEPS)
+    close = all(torch.allclose(ours[1][n], alone[1][n], rtol=1e-4, atol=1e-6) for n in alone[1])
+    return close or equal(ours, alone)
+
+
+@pytest.mark.parametrize("scheduler", ["sequential", "wfbp", "fusion"])
+def test_two_ranks_on_one_gpu_over_gloo(two: Ranks, scheduler: str):
+    """gloo reduces and broadcasts CUDA tensors; it has no all-to-all for them, so all units are dp."""
+    assert two.run(train_on_one_gpu, How("dp", scheduler), timeout_s=120) == [True, True]

@@ -1,0 +1,89 @@
+"""Updates block by block are those of one optimizer, to the bit, however the blocks are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mdcs.link import Link
+from mdcs.measure.memory import NullMeter
+from mdcs.plan import Strategy
+from mdcs.profile import Profile, Slot, Unit
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.updates import Updates
+from mdcs.schedulers import Mix
+from mdcs.schedulers.random_order import RandomOrder
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=True),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
+}
+SIZES = (5, 3, 6)
+
+
+def job(optimizer: str, strategy: str, rank: int, seed: int) -> tuple[Updates, UnitStorage, Any, list[nn.Parameter], Any]:
+    """One unit of 14 numbers in two groups (5 + 3 with weight decay, 6 without), and the same parameters alone."""
+    torch.manual_seed(0)
+    alone = [nn.Parameter(torch.randn(n)) for n in SIZES]
+    ours = [nn.Parameter(p.detach().clone()) for p in alone]
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return OPTIMIZERS[optimizer](
+            [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0, "lr": 0.02}]
+        )
+
+    unit = Unit("u", (8, 6), True, (0, 0), (0, 0))
+    profile = Profile(
+        (unit,), (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0)), 2, Link((0.0,) * 4, (0.0,) * 4)
+    )
+    plan = RandomOrder(seed, max_blocks=4, fuse=0.0).schedule(Mix(profile, (Strategy(strategy),)))
+    mine = make(ours)
+    storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, NullMeter())
+    return Updates(plan, [storage], mine, [[0, 1]], rank, NullMeter()), storage, mine, alone, make(alone)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_blocks_add_up_to_one_optimizer(optimizer: str, strategy: str, rank: int):
+    for seed in range(4):
+        updates, storage, mine, alone, theirs = job(optimizer, strategy, rank, seed)
+        for step in range(3):
+            flat = torch.randn(14)
+            for p, g in zip(alone, flat.split(SIZES), strict=True):
+                p.grad = g.clone()
+            theirs.step()
+            updates.snapshot()
+            for b in range(len(storage.blocks)):
+                where = storage.region(b) if strategy == "dp" else storage.own(b)
+                updates.step(0, b, flat[where].clone())
+            for optimizer_ in (mine, theirs):
+                for group in optimizer_.param_groups:
+                    group["lr"] *= 0.5
+            whole = torch.cat([p.detach() for p in alone])
+            for b in range(len(storage.blocks)):
+                where = storage.region(b) if strategy == "dp" else storage.own(b)
+                assert torch.equal(storage.at_rest(b), whole[where]), (seed, step, b)
+
+
+def test_a_schedule_acts_from_the_next_snapshot_on():
+    """What is updated in the next forward still belongs to the iteration before."""
+    updates, storage, mine, _, _ = job("sgd", "dp", 0, 0)
+    before = storage.full.clone()
+    updates.snapshot()
+    for group in mine.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    for b in range(len(storage.blocks)):
+        updates.step(0, b, torch.ones(storage.blocks[b]))
+    assert (storage.full != before).all()
+    before = storage.full.clone()
+    updates.snapshot()
+    for b in range(len(storage.blocks)):
+        updates.step(0, b, torch.ones(storage.blocks[b]))
+    assert torch.equal(storage.full, before)

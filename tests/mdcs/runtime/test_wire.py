@@ -1,0 +1,93 @@
+"""One message at a time between real ranks: what arrives where, for every kind, fused or not, on each algorithm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mdcs.link import Kind, Link
+from mdcs.measure.memory import NullMeter
+from mdcs.plan import Message, Strategy
+from mdcs.profile import Profile, Slot, Unit
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.wire import Wire
+from mdcs.schedulers import Mix
+from mdcs.schedulers.random_order import RandomOrder
+from tests.mdcs.runtime.ranks import Ranks
+
+SIZES = (13, 6, 20)
+
+
+def exchange(strategy: str, kind: str, fused: bool, algorithm: str) -> dict[str, Any]:
+    """Send every block of three units: gradients that are rank + 1 times 0, 1, 2 …, parameters that each rank has a
+    part of.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    units = tuple(Unit(f"u{i}", (n,), True, (i, i), (2 - i, 2 - i)) for i, n in enumerate(SIZES))
+    slots = tuple(Slot(i, "F", 1.0, 0, 0) for i in range(3)) + tuple(Slot(2 - i, "B", 1.0, 0, 0) for i in range(3))
+    profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), reduce_scatter=algorithm)
+    plan = RandomOrder(seed=5, max_blocks=3, fuse=0.0).schedule(Mix(profile, (Strategy(strategy),) * 3))
+    storages = [
+        UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, NullMeter())
+        for u, n in enumerate(SIZES)
+    ]
+    wire = Wire(plan, storages, None, NullMeter())
+    parts = [(u, b) for u in range(3) for b in range(len(plan.blocks[u]))]
+    wrong = []
+    reduced = {}
+    for storage in storages:
+        if not storage.is_full:
+            storage.allocate_full()
+        mine = [storage.full[storage.own(b)].clone() for b in range(len(storage.blocks))]
+        storage.full.fill_(-1)
+        if storage.shard is None:
+            for b, part in enumerate(mine):
+                storage.full[storage.own(b)].copy_(part)
+        storage.allocate_gradient()
+        storage.gradient.copy_(torch.arange(float(storage.full.numel())) * (rank + 1))
+    for group in [parts] if fused else [[p] for p in parts]:
+        transfer = wire.allocate(Message(Kind(kind), tuple(group), 0))
+        wire.launch(transfer)
+        for work in transfer.works:
+            work.wait()
+        wire.land(transfer)
+        reduced |= transfer.shards
+        transfer.free_staging()
+    factor = sum(r + 1 for r in range(world))
+    for u, storage in enumerate(storages):
+        summed = torch.arange(float(storage.full.numel())) * factor
+        whole = torch.zeros(storage.full.numel())
+        whole[: SIZES[u]] = torch.arange(float(SIZES[u])) + 100 * u
+        for b in range(len(storage.blocks)):
+            if kind == "AR":
+                found, wanted = storage.gradient[storage.region(b)], summed[storage.region(b)]
+            elif kind == "RS":
+                found, wanted = reduced[u, b], summed[storage.own(b)]
+            else:
+                found, wanted = storage.full[storage.region(b)], whole[storage.region(b)]
+            if not torch.equal(found, wanted):
+                wrong.append((u, b, found.tolist(), wanted.tolist()))
+    return {"wrong": wrong, "blocks": len(parts)}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["alone", "fused"])
+@pytest.mark.parametrize(
+    ("strategy", "kind", "algorithm"),
+    [
+        ("dp", "AR", "all_to_all"),
+        ("zero1", "RS", "all_to_all"),
+        ("zero1", "RS", "native"),
+        ("zero1", "AG_F", "all_to_all"),
+        ("fsdp", "AG_F", "all_to_all"),
+        ("fsdp", "AG_B", "all_to_all"),
+    ],
+)
+def test_a_message_arrives(two: Ranks, three: Ranks, strategy, kind, algorithm, fused):
+    """13, 6 and 20 numbers: padding for two ranks and for three."""
+    for ranks in (two, three):
+        for found in ranks.run(exchange, strategy, kind, fused, algorithm):
+            assert found["wrong"] == [] and found["blocks"] > 3

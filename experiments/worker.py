@@ -28,7 +28,7 @@ from experiments import data, models
 from experiments.config import Config, load, measured_for
 from experiments.tracking import METRICS, JsonLines
 from launch import status
-from mdcs.autoplan import agree, on_rank_zero
+from mdcs.agreement import agree, on_rank_zero
 from mdcs.measure.link import measure_link
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 from mdcs.planner import extra_communication_s, sent_bytes

@@ -22,7 +22,7 @@ from mdcs.simulator import replay
 from mdcs.strategies import InfeasibleBudget
 
 if TYPE_CHECKING:
-    from mdcs.autoplan import autoplan
+    from mdcs.agreement import autoplan
     from mdcs.measure.profiler import measure_profile
     from mdcs.runtime.api import Parallel, parallelize
     from mdcs.runtime.dispatcher import RunError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
-    "autoplan": "mdcs.autoplan",
+    "autoplan": "mdcs.agreement",
     "measure_profile": "mdcs.measure.profiler",
     "Parallel": "mdcs.runtime.api",
     "parallelize": "mdcs.runtime.api",

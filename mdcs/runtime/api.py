@@ -300,7 +300,10 @@ class Parallel:
         return self._recorder.last_period()
 
     def memory(self) -> dict[str, Any]:
-        """Peak bytes by category since the start or :meth:`reset_memory`: the ledger's as it ran, the allocator's or None."""
+        """Peak bytes by category since the start or :meth:`reset_memory`: the ledger's as it ran, and the allocator's.
+
+        The latter is None where nothing is measured.
+        """
         with self._account.lock:
             predicted = dict(self._account.peak)
         return {"predicted": predicted, "measured": self._meter.peaks()}

@@ -59,17 +59,15 @@ def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> lis
     def send(slot: int, until: float) -> bool:
         """Start the most urgent block before ``until``; False if there is none."""
         nonlocal free, order
-        while waiting and waiting[0][0] <= max(free, now):
+        begin = max(free, now)
+        if not ready and waiting:
+            begin = max(begin, waiting[0][0])
+        if begin >= until:
+            return False
+        while waiting and waiting[0][0] <= begin:
             _, _, op, block, p = heapq.heappop(waiting)
             push(op, block, p)
-        begin = max(free, now)
         if not ready:
-            if not waiting or waiting[0][0] >= until:
-                return False
-            time, _, op, block, p = heapq.heappop(waiting)
-            push(op, block, p)
-            begin = max(begin, time)
-        if begin >= until:
             return False
         *_, op, block, p = heapq.heappop(ready)
         width = profile.param_bytes if op.kind.is_gather else profile.grad_bytes

@@ -380,9 +380,9 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
 
 
 def test_a_person_reads_one_line_about_an_infeasible_budget(tmp_path):
-    command = [sys.executable, str(ROOT / "experiments/plan.py"), *SMALL, "model=mlp", "data=synthetic", "budget.gib=1e-6"]
+    command = [sys.executable, str(ROOT / "experiments/plan.py"), *SMALL, "model=mlp", "data=synthetic"]
     done = subprocess.run(
-        [*command, "hydra.run.dir=out"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        [*command, "budget.gib=1e-6", "hydra.run.dir=out"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 1
     [line] = done.stderr.splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -109,19 +110,23 @@ class Watching:
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
-        self.depth = 0
+        self.here = threading.local()  # a stream is current in one thread
         self.marks: list[Any] = []
         self.waited = 0
         self.misuse: list[str] = []
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        self.depth += 1
+        self.here.depth = self.depth + 1
         try:
             with self.inner.communicating():
                 yield
         finally:
-            self.depth -= 1
+            self.here.depth -= 1
+
+    @property
+    def depth(self) -> int:
+        return getattr(self.here, "depth", 0)
 
     def communicating(self) -> AbstractContextManager[Any]:
         return self._entered()
@@ -203,7 +208,7 @@ def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float
         model, units, lambda: loss_of(model, 0, device), optimizer, world=world, link=mdcs.Link.uniform(10.0, 10.0),
         iterations=1, reduce_scatter="native" if how.native else "all_to_all",
     )  # fmt: skip
-    from mdcs.autoplan import agree, on_rank_zero
+    from mdcs.agreement import agree, on_rank_zero
 
     profile = agree(profile)
     plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how)))

@@ -64,4 +64,4 @@ def test_autoplan_on_one_rank():
     units = mdcs.partition(model, mdcs.ByLeaf())
     tokens = torch.arange(12).view(2, 6)
     plan = mdcs.autoplan(model, optimizer, units, lambda: model(tokens).square().mean(), strategy="fsdp")
-    assert plan.world == 1 and plan.strategy == "uniform"
+    assert plan.world == 1 and set(map(str, plan.strategies)) <= {"fsdp", "sdp"}

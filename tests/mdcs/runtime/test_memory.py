@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.autoplan import agree, on_rank_zero
+from mdcs.agreement import agree, on_rank_zero
 from mdcs.ledger import peak
 from mdcs.link import Kind
 from mdcs.measure.memory import ShimMeter

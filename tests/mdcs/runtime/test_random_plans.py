@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.autoplan import on_rank_zero
+from mdcs.agreement import on_rank_zero
 from mdcs.ledger import peak
 from mdcs.plan import Strategy
 from mdcs.schedulers import Mix

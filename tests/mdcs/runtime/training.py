@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.autoplan import agree, on_rank_zero
+from mdcs.agreement import agree, on_rank_zero
 from mdcs.measure.profiler import measure_profile
 from mdcs.profile import Profile
 from mdcs.schedulers import SCHEDULERS, Scheduler

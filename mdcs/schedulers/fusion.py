@@ -20,8 +20,8 @@ Grouping = Callable[[list[Op]], list[list[Op]]]
 def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
     """Group each stream (kind, micro-step) of operations in its order of use, and fuse each group.
 
-    A fused reduction is issued when its last member is ready, a fused gather in time for its first member.
-    Only gathers whose windows overlap can be fused.
+    A fused reduction is issued when its last member is ready, a fused gather in time for its first member. There is
+    always such a slot: all windows of a stream contain the boundary between the two passes that it lies between.
     """
     streams: dict[tuple[Kind, int], list[Op]] = {}
     for op in in_ready_order(mix):
@@ -44,12 +44,6 @@ def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
     return mix.plan(name, mix.whole(), drafts)
 
 
-def compatible(mix: Mix, group: list[Op], op: Op) -> bool:
-    """Whether one message can carry ``op`` too: some slot must lie in every member's window."""
-    windows = [mix.window(o) for o in (*group, op)]
-    return max(w[0] for w in windows) <= min(w[1] for w in windows)
-
-
 @dataclass(frozen=True)
 class Fusion:
     """Buckets of at least ``bucket_bytes`` of payload (DDP's default: 25 MiB)."""
@@ -68,7 +62,7 @@ def buckets(mix: Mix, stream: list[Op], bucket_bytes: int) -> list[list[Op]]:
     groups: list[list[Op]] = []
     size = bucket_bytes
     for op in stream:
-        if size >= bucket_bytes or not compatible(mix, groups[-1], op):
+        if size >= bucket_bytes:
             groups.append([])
             size = 0
         groups[-1].append(op)
@@ -103,8 +97,6 @@ def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
         choices = []
         size, last_ready = 0, -float("inf")
         for i in range(j - 1, -1, -1):
-            if i < j - 1 and not compatible(mix, ops[i + 1 : j], ops[i]):
-                break
             size += wire[i]
             last_ready = max(last_ready, ready[i])
             choices.append((max(last_ready, best[i][0]) + link.alpha_of(kind) + link.beta_of(kind) * size, i))

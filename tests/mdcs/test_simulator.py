@@ -250,7 +250,7 @@ def longest_path(plan: Plan, periods: int) -> list[float]:
                     used = m.kind.is_gather or m.kind is AR
                     at = (p_sent - (plan.unrolled(m) >= length)) * length + last
                     if used and at == p * length + q and (p_sent, i) in place:
-                        yield p_sent, i
+                        yield p_sent, last_reduction if m.kind is AR and not plan.cross_iteration else i
 
     def first_slot(p: int) -> int:
         return turn if p == 0 else 0

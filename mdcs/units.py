@@ -71,14 +71,30 @@ class BySize:
                 module, recurse, unwrapped_params, module_is_root, min_num_params=self.min_params
             )
 
-        with enable_wrap(auto_wrap_policy=policy, wrapper_cls=_Marker):
-            marked = auto_wrap(marked)
+        try:
+            with enable_wrap(auto_wrap_policy=policy, wrapper_cls=_Marker):
+                marked = auto_wrap(marked)
+        except AssertionError as e:
+            shared = _shared_module(model)
+            if shared is None:
+                raise
+            raise UnsupportedModel(f"{shared}: is in several places, which auto_wrap cannot wrap: wrap by class") from e
         names = set()
         for name, module in marked.named_modules():
             if isinstance(module, _Marker):
                 path = f"{name}.module".split(".")
                 names.add(".".join(p for i, p in enumerate(path) if not _inside_marker(marked, path[: i + 1])))
         return names
+
+
+def _shared_module(model: nn.Module) -> str | None:
+    """The first module that is registered a second time."""
+    seen: set[nn.Module] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module in seen:
+            return name
+        seen.add(module)
+    return None
 
 
 class _Marker(nn.Module):

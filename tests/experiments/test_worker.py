@@ -26,7 +26,7 @@ from experiments import config as schema
 from experiments import errors, jobs
 from experiments.config import Config
 from experiments.tracking import read_events
-from launch import elastic, status
+from launch import elastic, orphans, status
 from mdcs.measure.timeline import PREDICTED_RANK, Timeline
 from mdcs.plan import Plan
 from mdcs.planner import sent_bytes
@@ -339,9 +339,13 @@ def start_and(folder: Path, *overrides: str, act=lambda pids: None, worker: str 
 def assert_over(folder: Path, pids: list[int]) -> list[dict]:
     """No rank runs, and what was measured can be read; returns the events."""
     assert len(pids) == 2
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    orphans.wait_until_gone(pids, 10.0)
+    orphans.reap(pids)
+    deadline = time.monotonic() + 10  # a loaded machine may take a moment to hand zombies over
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        orphans.reap(pids)
+        time.sleep(0.05)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     events = read_events(folder / "metrics.jsonl")
     assert [event["event"] for event in events[:2]] == ["start", "step"]
     assert events[-1]["event"] == "failure"

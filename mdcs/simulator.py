@@ -108,6 +108,7 @@ class _Trace:
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     issued: list[int] = field(default_factory=list)  # messages by then
+    _busy_from: int = 0  # no message before it is in flight any more
 
     @property
     def began(self) -> float:
@@ -117,13 +118,27 @@ class _Trace:
     def ended(self) -> float:
         return self.ends[-1]
 
-    def in_flight(self, since: int, now: float) -> list[tuple[float, float, float]]:
-        """Times, from ``now`` on, of what is not done yet of the messages from ``since`` on."""
+    def in_flight(self, since: int) -> list[float]:
+        """Times, from the end of the last slot on, of what is not done by then of the messages from ``since`` on."""
+        now, messages = self.ended, range(since, len(self.starts))
         return [
-            (s - now, f - now, p - now)
-            for s, f, p in zip(self.starts[since:], self.finishes[since:], self.processed[since:], strict=True)
-            if p > now
+            times[g] - now for g in messages if self.processed[g] > now for times in (self.starts, self.finishes, self.processed)
         ]
+
+    def slowed(self, now: float, work: float, slowdown: float) -> float:
+        """When ``work`` seconds of computing are done: they take ``slowdown`` times as long beside a message."""
+        while self._busy_from < len(self.finishes) and self.finishes[self._busy_from] <= now:
+            self._busy_from += 1
+        for g in range(self._busy_from, len(self.starts)):
+            alone = max(0.0, self.starts[g] - now)
+            if alone >= work:
+                break
+            now, work = now + alone, work - alone
+            beside = max(0.0, self.finishes[g] - now)
+            if work * slowdown <= beside:
+                return now + work * slowdown
+            now, work = now + beside, work - beside / slowdown
+        return now + work
 
 
 def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
@@ -137,11 +152,8 @@ def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
     starts, finishes, landed, processed = trace.starts, trace.finishes, trace.landed, trace.processed
     admission = None if plan.budget is None else _Admission(plan, ledger, trace)
     now = last_start = last_finish = last_processed = 0.0
-    busy_from = 0  # first message that may still be in flight, for interference
-    turn_s = 0.0
-    before: list[tuple[float, float, float]] | None = None  # what was in flight at the last turn
+    before: list[float] | None = None  # what was in flight at the last turn
     repeats = False
-
     for p in range(_MAX_PERIODS):
         base = p * n
         issued = 0
@@ -177,42 +189,21 @@ def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
             if admission is not None:
                 now = admission.slot(now, q)
             trace.begins.append(now)
-            if slowdown == 1:
-                now += seconds[q]
-            else:
-                while busy_from < len(finishes) and finishes[busy_from] <= now:
-                    busy_from += 1
-                now = _slowed(trace, now, seconds[q], slowdown, busy_from)
+            now = now + seconds[q] if slowdown == 1 else trace.slowed(now, seconds[q], slowdown)
             trace.ends.append(now)
             if admission is not None:
                 admission.leave(q)
             if q == period.turn - 1:
-                in_flight = trace.in_flight(base, now)
-                repeats = before is not None and _same(before, in_flight, _REPEATS * (now - turn_s))
-                before, turn_s = in_flight, now
+                in_flight = trace.in_flight(base)
+                repeats = before is not None and _same(before, in_flight, _REPEATS * now / (p + 1))
+                before = in_flight
         if repeats:
             break
     return trace
 
 
-def _same(a: list[tuple[float, float, float]], b: list[tuple[float, float, float]], tolerance: float) -> bool:
-    return len(a) == len(b) and all(
-        abs(x - y) <= tolerance for one, two in zip(a, b, strict=True) for x, y in zip(one, two, strict=True)
-    )
-
-
-def _slowed(trace: _Trace, now: float, work: float, slowdown: float, first: int) -> float:
-    """When ``work`` seconds of computing are done: they take ``slowdown`` times as long beside a message."""
-    for start, finish in zip(trace.starts[first:], trace.finishes[first:], strict=True):
-        alone = max(0.0, start - now)
-        if alone >= work:
-            break
-        now, work = now + alone, work - alone
-        beside = max(0.0, finish - now)
-        if work * slowdown <= beside:
-            return now + work * slowdown
-        now, work = now + beside, work - beside / slowdown
-    return now + work
+def _same(a: list[float], b: list[float], tolerance: float) -> bool:
+    return len(a) == len(b) and all(abs(x - y) <= tolerance for x, y in zip(a, b, strict=True))
 
 
 class _Admission:

@@ -29,87 +29,101 @@ class Priority:
         return mix.plan("priority", blocks, nearest_deadline_first(mix, blocks))
 
 
+Instance = tuple[Op, int, int]
+"""An operation, a block of its unit, and the period of the gather's or the reduction's window."""
+
+
 def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> list[Draft]:
-    profile, period, link, opt = mix.profile, mix.period, mix.profile.link, mix.profile.optimizer
-    length = period.length
-
-    # Instances of (operation, block), by the absolute slot at which they can be issued and at which they are needed.
-    opens: dict[int, list[tuple[int, Op, int]]] = {}
-    needed: dict[int, list[tuple[Op, int, int]]] = {}
-    for p in range(_PERIODS):
-        for op in mix.ops:
-            first, last = mix.window(op)
-            for b in range(len(blocks[op.unit])):
-                needed.setdefault(p * length + last, []).append((op, b, p))
-                updated = op.kind is Kind.AG_F and op.micro == 0 and profile.units[op.unit].trainable
-                if updated and mix.cross_iteration:
-                    continue  # opened by its reduce-scatter; without cross_iteration by the barrier
-                opens.setdefault(p * length + first, []).append((p, op, b))
-
-    ready: list[tuple[int, bool, int, int, Op, int, int]] = []  # heap by deadline; reductions first
-    waiting: list[tuple[float, int, Op, int, int]] = []  # gathers that wait for an update, by time
-    sent: dict[tuple[Op, int, int], tuple[int, int]] = {}  # -> (unrolled slot, sequence)
-    done: dict[tuple[Op, int, int], float] = {}
-    free = now = 0.0
-    order = 0
-
-    def push(op: Op, block: int, p: int) -> None:
-        heapq.heappush(ready, (p * length + mix.window(op)[1], op.kind.is_gather, op.unit, block, op, block, p))
-
-    def send(slot: int, until: float) -> bool:
-        """Start the most urgent block before ``until``; False if there is none."""
-        nonlocal free, order
-        begin = max(free, now)
-        if not ready and waiting:
-            begin = max(begin, waiting[0][0])
-        if begin >= until:
-            return False
-        while waiting and waiting[0][0] <= begin:
-            _, _, op, block, p = heapq.heappop(waiting)
-            push(op, block, p)
-        if not ready:
-            return False
-        *_, op, block, p = heapq.heappop(ready)
-        width = profile.param_bytes if op.kind.is_gather else profile.grad_bytes
-        elements = blocks[op.unit][block]
-        wire = wire_bytes(op.kind, elements * width, profile.world, profile.reduce_scatter)
-        alpha = link.alpha_of(op.kind) if link.depth == 1 else 0.0  # hidden behind the message before it
-        free = begin + alpha + link.beta_of(op.kind) * wire
-        order += 1
-        done[op, block, p] = free
-        sent[op, block, p] = slot - p * length, order
-        if op.kind is Kind.RS and mix.cross_iteration:
-            gather = Op(Kind.AG_F, op.unit, 0)
-            update = elements / profile.world * opt.seconds_per_element + opt.seconds_per_run
-            heapq.heappush(waiting, (free + update, order, gather, block, p))
-        return True
-
-    for q in range(period.turn, _PERIODS * length):
-        for p, op, b in opens.get(q, ()):
+    """Walk the slots, and on the link send the most urgent block while there is time before compute goes on."""
+    length, turn, slots = mix.period.length, mix.period.turn, mix.profile.slots
+    opens, needed = _calendar(mix, blocks)
+    link = _Link(mix, blocks)
+    now = 0.0
+    for q in range(turn, _PERIODS * length):
+        for op, b, p in opens.get(q, ()):
             if p or op.kind.is_gather:
-                push(op, b, p)
-        if q < length:  # the prologue: nothing has been reduced yet
-            for op, b, p in needed.get(q, ()):
-                if (op, b, p) not in sent and op.kind.is_gather:
-                    done[op, b, p] = now
-        else:
-            for op, b, p in needed.get(q, ()):
-                while (op, b, p) not in done:
-                    if not send(q, float("inf")):
-                        raise AssertionError(f"{op} of period {p} cannot be sent by slot {q}")
-                now = max(now, done[op, b, p])
-        end = now + profile.slots[period.slots[q % length].place].seconds
-        while send(q, end):
+                link.open(op, b, p)
+        for op, b, p in needed.get(q, ()):
+            if q < length:  # the prologue: nothing has been reduced yet
+                if op.kind.is_gather:
+                    link.done.setdefault((op, b, p), now)
+                continue
+            while (op, b, p) not in link.done:
+                if not link.send(q, now, float("inf")):
+                    raise AssertionError(f"{op} of period {p} cannot be sent by slot {q}")
+            now = max(now, link.done[op, b, p])
+        end = now + slots[mix.period.slots[q % length].place].seconds
+        while link.send(q, now, end):
             pass
         now = end
+    return _drafts(mix, link)
 
+
+def _calendar(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> tuple[dict[int, list[Instance]], dict[int, list[Instance]]]:
+    """What can be issued, and what is needed, at each slot since the first period began."""
+    opens: dict[int, list[Instance]] = {}
+    needed: dict[int, list[Instance]] = {}
+    for p in range(_PERIODS):
+        for op in mix.ops:
+            first, last = (p * mix.period.length + slot for slot in mix.window(op))
+            updated = op.kind is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
+            for b in range(len(blocks[op.unit])):
+                needed.setdefault(last, []).append((op, b, p))
+                if not (updated and mix.cross_iteration):  # else opened by its reduce-scatter
+                    opens.setdefault(first, []).append((op, b, p))
+    return opens, needed
+
+
+class _Link:
+    """The link in virtual time: takes the block that is needed first among those that are ready."""
+
+    def __init__(self, mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> None:
+        self.mix, self.blocks = mix, blocks
+        self.done: dict[Instance, float] = {}
+        self.sent: dict[Instance, int] = {}  # -> slot since the first period began, in the order of sending
+        self._free = 0.0
+        self._ready: list[tuple[int, bool, int, int, Op, int]] = []  # by deadline; reductions first
+        self._waiting: list[tuple[float, int, Op, int, int]] = []  # gathers behind an update, by time
+
+    def open(self, op: Op, block: int, p: int) -> None:
+        deadline = p * self.mix.period.length + self.mix.window(op)[1]
+        heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, block, op, p))
+
+    def send(self, slot: int, now: float, until: float) -> bool:
+        """Start the most urgent block from ``now`` on and before ``until``; False if there is none."""
+        begin = max(self._free, now)
+        if not self._ready and self._waiting:
+            begin = max(begin, self._waiting[0][0])
+        if begin >= until:
+            return False
+        while self._waiting and self._waiting[0][0] <= begin:
+            self.open(*heapq.heappop(self._waiting)[2:])
+        if not self._ready:
+            return False
+        *_, block, op, p = heapq.heappop(self._ready)
+        elements, profile, opt = self.blocks[op.unit][block], self.mix.profile, self.mix.profile.optimizer
+        width = profile.param_bytes if op.kind.is_gather else profile.grad_bytes
+        wire = wire_bytes(op.kind, elements * width, profile.world, profile.reduce_scatter)
+        link = profile.link
+        alpha = link.alpha_of(op.kind) if link.depth == 1 else 0.0  # hidden behind the message before it
+        self._free = begin + alpha + link.beta_of(op.kind) * wire
+        self.done[op, block, p] = self._free
+        self.sent[op, block, p] = slot
+        if op.kind is Kind.RS and self.mix.cross_iteration:
+            updated = self._free + elements / profile.world * opt.seconds_per_element + opt.seconds_per_run
+            heapq.heappush(self._waiting, (updated, len(self.sent), Op(Kind.AG_F, op.unit, 0), block, p))
+        return True
+
+
+def _drafts(mix: Mix, link: _Link) -> list[Draft]:
+    """The blocks of the last period but one, where and in the order in which they were sent."""
+    length = mix.period.length
     drafts = []
-    for (op, b, p), (slot, seq) in sent.items():
+    for (op, b, p), sent in link.sent.items():
         if p != _PERIODS - 2:
             continue
         first, last = mix.window(op)
-        slot = min(max(slot, first), last)
+        slot = min(max(sent - p * length, first), last)
         # At the head of a period, what was left over from the one before goes first.
-        drafts.append((slot % length, slot < length, seq, Draft(op.kind, ((op.unit, b),), slot, op.micro)))
-    drafts.sort(key=lambda d: d[:3])
-    return [d for *_, d in drafts]
+        drafts.append((slot % length, slot < length, Draft(op.kind, ((op.unit, b),), slot, op.micro)))
+    return [d for *_, d in sorted(drafts, key=lambda d: d[:2])]

@@ -94,7 +94,7 @@ def test_three_ranks_with_padding(three: Ranks, strategy, micro_steps, clip, mod
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp", "random"])
 def test_other_optimizers_and_a_schedule(two: Ranks, optimizer, strategy):
     """SGD with momentum, and AdamW with two parameter groups; the learning rate changes at every step."""
-    job = Job("tied", 2, optimizer=optimizer, halve_at=7)
+    job = Job("tied", 2, optimizer=optimizer, steps=8, halve_at=4)
     for result in two.run(compare, job, How(strategy, "random", seed=3)):
         assert result["bitwise"], result
 
@@ -111,7 +111,7 @@ def _weights_after(job: Job) -> float:
     return float(sum(value.double().sum() for value in reference(job).state.values()))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:5])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "random"])
 @pytest.mark.parametrize("model", ["twice", "gpt2/leaf", "checkpointed", "checkpointed/leaf"])
 def test_other_models(two: Ranks, model, strategy):
     """A module called twice, one unit per leaf, and forward passes that run again inside backward."""
@@ -122,5 +122,5 @@ def test_other_models(two: Ranks, model, strategy):
 @pytest.mark.parametrize("link", [{"emulated": True}, {"native": True}, {"depth": 1}, {"depth": 4}])
 def test_other_links(two: Ranks, link):
     """A paced link, gloo's own reduce-scatter, one message in flight and four."""
-    for result in two.run(compare, Job("tied"), How("random", "random", seed=5, **link)):
+    for result in two.run(compare, Job("tied", steps=8), How("random", "random", seed=5, **link)):
         assert result["bitwise"], result

@@ -217,7 +217,7 @@ class How:
     emulated: bool = False
     depth: int = 2
     native: bool = False
-    bytes: int = 1500
+    bytes: int = 4000
 
 
 def strategy_for(how: How) -> StrategyPlanner:

@@ -64,6 +64,33 @@ def replay(plan: Plan, *, detail: bool = True, ledger: Ledger | None = None) -> 
     return result
 
 
+@dataclass(frozen=True)
+class Steady:
+    """Times of the last replayed period, in seconds from its start.
+
+    ``slots`` are (arrival, begin, end) of compute; ``bytes`` when the link begins and ends to carry the bytes of each
+    message that is issued in the period, which may be after its end.
+    """
+
+    period_s: float
+    slots: tuple[tuple[float, float, float], ...]
+    bytes: tuple[Span, ...]
+
+
+def steady_state(plan: Plan) -> Steady:
+    """When slots and messages of the steady period happen. Raises PlanError as :func:`replay`."""
+    costs = _Costs(plan)
+    trace = _run(plan, Ledger(plan), costs)
+    began, n, length = trace.began, len(plan.messages), trace.slots
+    slots = zip(trace.arrivals[-length:], trace.begins[-length:], trace.ends[-length:], strict=True)
+    finishes = [t - began for t in trace.finishes[len(trace.finishes) - n :]]
+    return Steady(
+        trace.ended - began,
+        tuple((a - began, b - began, e - began) for a, b, e in slots),
+        tuple((end - transfer, end) for end, transfer in zip(finishes, costs.transfer, strict=True)),
+    )
+
+
 class _Costs:
     """Seconds of every message of a plan, looked up once."""
 

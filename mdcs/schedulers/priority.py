@@ -33,16 +33,26 @@ Instance = tuple[Op, int, int]
 """An operation, a block of its unit, and the period of the gather's or the reduction's window."""
 
 
-def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> list[Draft]:
-    """Walk the slots, and on the link send the most urgent block while there is time before compute goes on."""
+Windows = dict[Op, tuple[int, int]]
+"""For every operation the slots (unrolled) before which it is not sent and at which it has to be done."""
+
+
+def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> list[Draft]:
+    """Walk the slots, and on the link send the most urgent block while there is time before compute goes on.
+
+    ``windows`` may be narrower than the mix's own: what a gather holds then begins later, what a reduction frees ends
+    earlier.
+    """
     length, turn, slots = mix.period.length, mix.period.turn, mix.profile.slots
-    opens, needed = _calendar(mix, blocks)
-    link = _Link(mix, blocks)
+    windows = windows or {op: mix.window(op) for op in mix.ops}
+    opens, needed = _calendar(mix, blocks, windows)
+    link = _Link(mix, blocks, windows)
     now = 0.0
     for q in range(turn, _PERIODS * length):
         for op, b, p in opens.get(q, ()):
             if p or op.kind.is_gather:
                 link.open(op, b, p)
+        link.permit(q)
         for op, b, p in needed.get(q, ()):
             if q < length:  # the prologue: nothing has been reduced yet
                 if op.kind.is_gather:
@@ -59,13 +69,15 @@ def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> lis
     return _drafts(mix, link)
 
 
-def _calendar(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> tuple[dict[int, list[Instance]], dict[int, list[Instance]]]:
+def _calendar(
+    mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows
+) -> tuple[dict[int, list[Instance]], dict[int, list[Instance]]]:
     """What can be issued, and what is needed, at each slot since the first period began."""
     opens: dict[int, list[Instance]] = {}
     needed: dict[int, list[Instance]] = {}
     for p in range(_PERIODS):
         for op in mix.ops:
-            first, last = (p * mix.period.length + slot for slot in mix.window(op))
+            first, last = (p * mix.period.length + slot for slot in windows[op])
             updated = op.kind is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
             for b in range(len(blocks[op.unit])):
                 needed.setdefault(last, []).append((op, b, p))
@@ -77,16 +89,21 @@ def _calendar(mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> tuple[dict[int, 
 class _Link:
     """The link in virtual time: takes the block that is needed first among those that are ready."""
 
-    def __init__(self, mix: Mix, blocks: tuple[tuple[int, ...], ...]) -> None:
-        self.mix, self.blocks = mix, blocks
+    def __init__(self, mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows) -> None:
+        self.mix, self.blocks, self.windows = mix, blocks, windows
         self.done: dict[Instance, float] = {}
         self.sent: dict[Instance, int] = {}  # -> slot since the first period began, in the order of sending
         self._free = 0.0
         self._ready: list[tuple[int, bool, int, int, Op, int]] = []  # by deadline; reductions first
         self._waiting: list[tuple[float, int, Op, int, int]] = []  # gathers behind an update, by time
+        self._updated: dict[int, list[Instance]] = {}  # slot -> updated gathers whose window begins there
+
+    def permit(self, slot: int) -> None:
+        for op, block, p in self._updated.pop(slot, ()):
+            self.open(op, block, p)
 
     def open(self, op: Op, block: int, p: int) -> None:
-        deadline = p * self.mix.period.length + self.mix.window(op)[1]
+        deadline = p * self.mix.period.length + self.windows[op][1]
         heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, block, op, p))
 
     def send(self, slot: int, now: float, until: float) -> bool:
@@ -97,7 +114,12 @@ class _Link:
         if begin >= until:
             return False
         while self._waiting and self._waiting[0][0] <= begin:
-            self.open(*heapq.heappop(self._waiting)[2:])
+            op, block, p = heapq.heappop(self._waiting)[2:]
+            first = p * self.mix.period.length + self.windows[op][0]
+            if first <= slot:
+                self.open(op, block, p)
+            else:
+                self._updated.setdefault(first, []).append((op, block, p))
         if not self._ready:
             return False
         *_, block, op, p = heapq.heappop(self._ready)
@@ -122,7 +144,7 @@ def _drafts(mix: Mix, link: _Link) -> list[Draft]:
     for (op, b, p), sent in link.sent.items():
         if p != _PERIODS - 2:
             continue
-        first, last = mix.window(op)
+        first, last = link.windows[op]
         slot = min(max(sent - p * length, first), last)
         # At the head of a period, what was left over from the one before goes first.
         drafts.append((slot % length, slot < length, Draft(op.kind, ((op.unit, b),), slot, op.micro)))

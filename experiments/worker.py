@@ -34,7 +34,7 @@ from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Time
 from mdcs.planner import extra_communication_s, sent_bytes
 from mdcs.runtime.record import StepRecord
 from mdcs.schedulers import SCHEDULERS, Scheduler
-from mdcs.strategies import STRATEGIES, StrategyPlanner
+from mdcs.strategies import STRATEGIES, JointPlanner, StrategyPlanner
 
 MIB, GIB = 2**20, 2**30
 EVAL_BATCHES = 8
@@ -193,7 +193,7 @@ def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[
     s, c, b = config.strategy, config.scheduler, config.budget
     if budget_bytes(config, floor) is not None and not any(slot.peak for slot in profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
-    strategy: StrategyPlanner
+    strategy: StrategyPlanner | JointPlanner
     if s.name == "uniform":
         strategy = STRATEGIES["uniform"](kind=s.kind)  # type: ignore[call-arg]
     else:

@@ -199,6 +199,8 @@ class Plan:
 
     ``budget`` (bytes, None for unlimited) is what admission enforces, ``reserve`` bytes of it kept free.
     Without ``cross_iteration`` (or with clipping) all updates wait for all reductions of the iteration.
+    ``outcome`` is what became of a solver's work, if one was asked, and ``bound_s`` the step time below which it has
+    proven that no plan within the budget is.
     Raises PlanError when the messages do not carry every block of every unit exactly once per kind, when an
     issue slot lies outside its window, or when the order lets a gather overtake the reduction it depends on.
     """
@@ -213,6 +215,8 @@ class Plan:
     reserve: int = 0
     strategy: str = "?"
     scheduler: str = "?"
+    outcome: str = dataclasses.field(default="", hash=False, compare=False)
+    bound_s: float | None = dataclasses.field(default=None, hash=False, compare=False)
     prediction: Prediction | None = dataclasses.field(default=None, hash=False, compare=False)
     schema: int = SCHEMA
 
@@ -287,7 +291,7 @@ class Plan:
     def hash(self) -> str:
         """Identity of what is executed: predictions and names do not count."""
         data = dataclasses.asdict(self)
-        for key in ("prediction", "strategy", "scheduler"):
+        for key in ("prediction", "strategy", "scheduler", "outcome", "bound_s"):
             del data[key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -312,7 +316,9 @@ class Plan:
                 prediction=None if d["prediction"] is None else Prediction(**d["prediction"]),
                 **{
                     k: d[k]
-                    for k in ("micro_steps", "cross_iteration", "budget", "reserve", "strategy", "scheduler")
+                    for k in (
+                        "micro_steps", "cross_iteration", "budget", "reserve", "strategy", "scheduler", "outcome", "bound_s",
+                    )
                 },
             )
         except PlanError:

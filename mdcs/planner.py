@@ -12,7 +12,7 @@ from mdcs.profile import Profile
 from mdcs.schedulers import Scheduler
 from mdcs.schedulers.admission import fit
 from mdcs.simulator import replay
-from mdcs.strategies import InfeasibleBudget, Judge, StrategyPlanner
+from mdcs.strategies import InfeasibleBudget, JointPlanner, Judge, StrategyPlanner
 
 
 def floor_bytes(profile: Profile, *, micro_steps: int = 1, cross_iteration: bool = True, reserve: int = 0) -> int:
@@ -22,8 +22,8 @@ def floor_bytes(profile: Profile, *, micro_steps: int = 1, cross_iteration: bool
 
 def make_plan(
     profile: Profile,
-    strategy: StrategyPlanner,
-    scheduler: Scheduler,
+    strategy: StrategyPlanner | JointPlanner,
+    scheduler: Scheduler | None = None,
     *,
     budget: int | None = None,
     schedule_share: float | None = None,
@@ -37,6 +37,7 @@ def make_plan(
     ``schedule_share`` s in [0, 1] divides the slack above the floor: the strategy may use floor + (1 - s)·slack,
     judged with the sequential schedule; the schedule's own memory, its peak minus the sequential peak of the same
     mix, is capped at s·slack. None lets the strategy plan with the whole budget and the schedule with what is left.
+    A joint planner decides both: it takes no scheduler and no share.
 
     Raises InfeasibleBudget, which names the smallest feasible budget in bytes.
     """
@@ -45,13 +46,22 @@ def make_plan(
     if schedule_share is not None and budget is None:
         raise ValueError("schedule_share divides a budget: set one")
     judge = Judge(profile, budget, micro_steps, cross_iteration, reserve)
+    name = name or type(strategy).__name__.lower()
+    if isinstance(strategy, JointPlanner):
+        if scheduler is not None or schedule_share is not None:
+            raise ValueError(f"strategy {name} decides the schedule and divides the budget itself")
+        plan = dataclasses.replace(strategy.plan(judge), strategy=name)
+        check(plan)
+        return with_prediction(plan)
+    if scheduler is None:
+        raise ValueError(f"strategy {name} needs a scheduler")
     if budget is None or schedule_share is None:
         mix, cap = strategy.choose(profile, judge), budget
     else:
         mix, cap = _shared(profile, strategy, judge, budget, schedule_share)
-    plan = dataclasses.replace(
-        scheduler.schedule(judge.mix(mix)), reserve=reserve, strategy=name or type(strategy).__name__.lower()
-    )
+    planned_for = None if cap is None else cap - reserve
+    plan = scheduler.schedule(dataclasses.replace(judge.mix(mix), budget=planned_for))
+    plan = dataclasses.replace(plan, budget=None, reserve=reserve, strategy=name)
     if cap is not None:
         plan = fit(plan, cap)
         check(plan)

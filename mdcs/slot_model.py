@@ -71,30 +71,41 @@ class Decision:
     opens: dict[Op, int] = field(default_factory=dict)
     closes: dict[Op, int] = field(default_factory=dict)
 
+    def windows(self, mix: Mix) -> dict[Op, tuple[int, int]]:
+        """The windows of the mix, narrowed."""
+        windows = {op: mix.window(op) for op in mix.ops}
+        return {op: (max(a, self.opens.get(op, a)), min(b, self.closes.get(op, b))) for op, (a, b) in windows.items()}
+
 
 class SlotModel:
     """The integer program of one job under ``judge.budget``; ``fixed`` strategies leave only the schedule open.
 
-    ``bins`` are the first slots of the bins of a coarser model, a relaxation; None keeps every slot.
+    ``width`` is the number of slots per bin; more than one makes a coarser model, a relaxation. ``reach`` is how many
+    slots an operation may be sent late (reductions) or early (gathers): fewer than the period make a smaller model, whose
+    bound proves nothing.
     """
 
     def __init__(
-        self, judge: Judge, *, fixed: Sequence[Strategy] | None = None, bins: Sequence[int] | None = None
+        self, judge: Judge, *, fixed: Sequence[Strategy] | None = None, width: int = 1, reach: int | None = None
     ) -> None:
-        self.judge, self.fixed = judge, fixed
+        self.judge, self.fixed, self.reach = judge, fixed, reach
         self.profile = judge.profile
         self.problem = Problem()
         units = range(len(self.profile.units))
         self.mixes = {k: judge.mix([k] * len(self.profile.units)) for k in Strategy}
         self.ops = {k: frozenset(mix.ops) for k, mix in self.mixes.items()}
         self.period = self.mixes[Strategy.dp].period
-        self.bins = sorted(bins) if bins is not None else list(range(self.period.length))
+        passes = [i for i, s in enumerate(self.period.slots) if i == 0 or s.phase != self.period.slots[i - 1].phase]
+        ends = [*passes[1:], self.period.length]
+        self.bins = [q for first, end in zip(passes, ends, strict=True) for q in range(first, end, width)]
+        self.coarse = len(self.bins) < self.period.length
         self.slow = 1 + self.profile.interference
         self.choices = [self._choices(u) for u in units]
         self.z = [{k: self.problem.column(integer=True) for k in allowed} for allowed in self.choices]
         self.sendings: dict[Op, Sending] = {}
         self.started: dict[Op, dict[int, int]] = {}  # operation -> unrolled slot -> column
         self.done: list[dict[int, int]] = [{} for _ in units]
+        self._keys: dict[int, tuple[int, ...]] = {}  # binary column -> the columns that it rounds
         for u in units:
             self.problem.equal([(x, 1.0) for x in self.z[u].values()], 1.0)
             self._send(u)
@@ -122,8 +133,12 @@ class SlotModel:
     def _seconds(self, op: Op) -> float:
         link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
         wire = wire_bytes(op.kind, size, self.profile.world, self.profile.reduce_scatter)
-        alpha = link.alpha_of(op.kind) * max(1.0, size / link.block) if link.depth == 1 else 0.0
-        return link.beta_of(op.kind) * wire + alpha
+        return link.beta_of(op.kind) * wire + self._latency(op)
+
+    def _latency(self, op: Op) -> float:
+        """α per block; with several messages in flight it is hidden behind the bytes of others."""
+        link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
+        return link.alpha_of(op.kind) * max(1.0, size / link.block) if link.depth == 1 else 0.0
 
     def _bin(self, slot: int) -> int:
         """The bin (unrolled) of an unrolled slot."""
@@ -146,8 +161,7 @@ class SlotModel:
             first, last = self._window(op)
             # Compute never has to wait for a gather before it is needed: waiting later holds its buffer for less.
             bins = range(self._bin(first), self._bin(last) + 1)
-            coarse = len(self.bins) < self.period.length
-            stages = [s for b in bins for s in (2 * b, 2 * b + 1) if self._usable(op, s, first, last, coarse)]
+            stages = [s for b in bins for s in (2 * b, 2 * b + 1) if self._usable(op, s, first, last)]
             seconds = self._seconds(op)
             columns = [self.problem.column() for _ in stages]
             sending = Sending(op, seconds, tuple(stages), tuple(columns))
@@ -161,14 +175,12 @@ class SlotModel:
             whole = [(self.z[u][k], -1.0) for k in strategies]
             self.problem.equal([(columns[-1], 1.0), *whole], 0.0)
 
-    def _usable(self, op: Op, stage: int, first: int, last: int, coarse: bool) -> bool:
+    def _usable(self, op: Op, stage: int, first: int, last: int) -> bool:
         b, slots = stage // 2, self._slots(stage // 2)
         start = slots[0] + (b // len(self.bins)) * self.period.length
         if stage % 2:
             return first < start + len(slots) and last > start  # some slot of the bin runs inside the window
-        if op.kind in _REDUCTIONS:
-            return True
-        return b == self._bin(last) or coarse
+        return op.kind in _REDUCTIONS or self.coarse or b == self._bin(last)
 
     # ---- rows
 
@@ -210,7 +222,10 @@ class SlotModel:
             self.problem.at_most(terms, self.slow * sum(seconds[s] for s in covered))
 
     def _window(self, op: Op) -> tuple[int, int]:
-        return self.mixes[Strategy.dp].window(op)
+        first, last = self.mixes[Strategy.dp].window(op)
+        if self.reach is None:
+            return first, last
+        return (first, min(last, first + self.reach)) if op.kind in _REDUCTIONS else (max(first, last - self.reach), last)
 
     def _memory(self, cap: int) -> None:
         """Rows in units of the cap, for the solver's tolerances."""
@@ -249,17 +264,24 @@ class SlotModel:
             free = [(self.z[u][k], -1.0) for k in self.choices[u] if op in self.ops[k] and not k.sharded]
             columns = self.started[op] = {}
             for q in range(first, last):
-                # In a bin, a slot surely holds what was sent by the end of the bin before; its last slot, what the bin sends.
-                b = self._bin(q)
-                at_end = q % length == self._slots(b)[-1]
-                sent = sending.by(2 * b + 1 if at_end else 2 * b - 1)
+                sent = self._held_from(sending, q)
                 if not sent:
                     continue
-                x = columns[q] = self.problem.column(integer=True)
-                self.problem.at_most([*sent, (x, -1.0), *free], 0.0)
-                if q - 1 in columns:
-                    self.problem.at_most([(columns[q - 1], 1.0), (x, -1.0)], 0.0)
-                held[q % length].append((x, full))
+                columns[q] = self._shared(sent, columns, q)
+                if columns[q] != columns.get(q - 1):
+                    self.problem.at_most([*sent, (columns[q], -1.0), *free], 0.0)
+                held[q % length].append((columns[q], full))
+
+    def _shared(self, sent: Terms, columns: dict[int, int], q: int) -> int:
+        """A binary column for what is known of slot q, the one before's if the same is; never below the one before's."""
+        key = tuple(x for x, _ in sent)
+        if q - 1 in columns and self._keys[columns[q - 1]] == key:
+            return columns[q - 1]
+        x = self.problem.column(integer=True)
+        self._keys[x] = key
+        if q - 1 in columns:
+            self.problem.at_most([(columns[q - 1], 1.0), (x, -1.0)], 0.0)
+        return x
 
     def _hold_gradient(self, u: int, size: int, held: list[Terms], base: list[float]) -> None:
         """The full gradient, from the first backward slot of the period until it is reduced."""
@@ -273,27 +295,35 @@ class SlotModel:
             base[q % length] += size
         columns = self.done[u]
         for q in range(first, last):
-            b = self._bin(q)
-            at_start = q == self._slots(b)[0]
-            # In a bin, its first slot surely holds what was not sent on arrival; the others, what the bin does not send.
-            sent = [t for s in reductions for t in s.by(2 * b if at_start else 2 * b + 1)]
+            sent = self._freed_by(reductions, q)
             barrier_dp = [(self.z[u][k], 1.0) for k in self.choices[u] if k is Strategy.dp and not self.judge.cross_iteration]
             base[q] += size
             if not sent:
                 continue
-            x = columns[q] = self.problem.column(integer=True)
-            self.problem.at_most([(x, 1.0), *_negative(sent)], 0.0)
-            if barrier_dp:
-                self.problem.at_most([(x, 1.0), *barrier_dp], 1.0)
-            if q - 1 in columns:
-                self.problem.at_most([(columns[q - 1], 1.0), (x, -1.0)], 0.0)
+            x = columns[q] = self._shared(sent, columns, q)
+            if x != columns.get(q - 1):
+                self.problem.at_most([(x, 1.0), *_negative(sent)], 0.0)
+                if barrier_dp:
+                    self.problem.at_most([(x, 1.0), *barrier_dp], 1.0)
             held[q].append((x, -float(size)))
+
+    def _held_from(self, gather: Sending, q: int) -> Terms:
+        """What of a gather surely holds its buffer in slot q: of a bin, its last slot alone holds what the bin sends."""
+        b = self._bin(q)
+        last_of_bin = q % self.period.length == self._slots(b)[-1]
+        return gather.by(2 * b + 1 if last_of_bin else 2 * b - 1)
+
+    def _freed_by(self, reductions: Sequence[Sending], q: int) -> Terms:
+        """What of the reductions may be done when slot q begins: of a bin, the first slot alone knows the others to come."""
+        b = self._bin(q)
+        first_of_bin = q % self.period.length == self._slots(b)[0]
+        return [t for s in reductions for t in s.by(2 * b if first_of_bin else 2 * b + 1)]
 
     # ---- solutions
 
     def values_of(self, plan: Plan) -> list[float] | None:
         """The columns that say what the replay of a plan does; None if the model has no room for it."""
-        if len(self.bins) < self.period.length or any(s not in z for s, z in zip(plan.strategies, self.z, strict=True)):
+        if any(s not in z for s, z in zip(plan.strategies, self.z, strict=True)):
             return None
         values = [0.0] * len(self.problem.costs)
         for u, strategy in enumerate(plan.strategies):
@@ -301,23 +331,28 @@ class SlotModel:
         sent: dict[Op, dict[int, float]] = {}
         for op, stage, fraction in self._served(plan):
             at = sent.setdefault(op, {})
+            q = stage // 2
+            b = self._bin(q)
+            stage = 2 * b + (stage % 2 if q % self.period.length == self._slots(b)[0] else 1)
             at[stage] = at.get(stage, 0.0) + fraction
         for op, at in sent.items():
             sending = self.sendings[op]
-            known, total = sum(at.values()), 0.0
+            known = sum(at.values())
             for stage, x in zip(sending.stages, sending.columns, strict=True):
-                total += at.get(stage, 0.0) / known
+                total = sum(part for s, part in at.items() if s <= stage) / known
                 values[x] = min(1.0, total)
             values[sending.columns[-1]] = 1.0  # what is sent while compute waits for something else, before it is needed
         for op, columns in self.started.items():
             sharded = plan.strategies[op.unit].sharded
             for q, x in columns.items():
-                values[x] = float(sharded and sum(c * values[y] for y, c in self.sendings[op].by(2 * q + 1)) > 1e-9)
+                sent_by = self._held_from(self.sendings[op], q)
+                values[x] = float(sharded and sum(c * values[y] for y, c in sent_by) > 1e-9)
         for u, columns in enumerate(self.done):
             reduced = [self.sendings[op] for op in (Op(Kind.RS, u, 0), Op(Kind.AR, u, 0)) if op in self.sendings]
             barrier = not self.judge.cross_iteration and plan.strategies[u] is Strategy.dp
             for q, x in columns.items():
-                values[x] = float(not barrier and sum(values[y] for s in reduced for y, _ in s.by(2 * q)) > 1 - 1e-9)
+                sent_by = self._freed_by(reduced, q)
+                values[x] = float(not barrier and sum(c * values[y] for y, c in sent_by) > 1 - 1e-9)
         return values if not self.problem.broken(values) else None
 
     def _served(self, plan: Plan) -> Iterator[tuple[Op, int, float]]:
@@ -344,6 +379,17 @@ class SlotModel:
     def compute_s(self) -> float:
         return sum(self.profile.slots[s.place].seconds for s in self.period.slots)
 
+    def step_bound(self, bound: float) -> float:
+        """The step time that a bound of the problem's cost proves.
+
+        Latencies are priced per block, but a plan may send larger messages: as if none paid any.
+        """
+        latency = 0.0
+        for z, u in zip(self.z, range(len(self.z)), strict=True):
+            per_strategy = [sum(self._latency(op) for op in self.ops[k] if op.unit == u) for k in z]
+            latency += max(per_strategy)
+        return self.compute_s + max(0.0, bound - latency)
+
     def decide(self, values: Sequence[float]) -> Decision:
         """Strategies, and for every operation the slots in which its memory allows it."""
         strategies = tuple(max(z, key=lambda k: values[z[k]]) for z in self.z)
@@ -355,6 +401,7 @@ class SlotModel:
                 held = [q for q, x in self.started[op].items() if values[x] > 0.5]
                 opens[op] = min(held, default=last)
             if op.kind in _REDUCTIONS and self.judge.budget is not None:
+                last = self._window(op)[1]
                 closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 0.5), default=last)
         return Decision(strategies, opens, closes)
 

@@ -70,9 +70,17 @@ class Answer:
 
 
 def solve(
-    problem: Problem, *, solver: str = "HIGHS", seconds: float = 20.0, start: Sequence[float] | None = None, gap: float = 1e-6
+    problem: Problem,
+    *,
+    solver: str = "HIGHS",
+    seconds: float = 20.0,
+    start: Sequence[float] | None = None,
+    gap: float = 1e-6,
+    relax: bool = False,
 ) -> Answer:
     """Solve within about ``seconds``. ``start`` is a solution to begin with: a value for every column.
+
+    ``relax`` drops integrality and solves the linear program, by an interior point method where the solver has one.
 
     Raises ValueError for an unknown solver (python-mip takes another one in silence).
     """
@@ -80,7 +88,7 @@ def solve(
     data = json.dumps(
         {
             "costs": problem.costs, "upper": problem.upper, "integer": problem.integer, "rows": problem.rows,
-            "start": None if start is None else list(start), "solver": solver, "seconds": seconds, "gap": gap,
+            "start": None if start is None else list(start), "solver": solver, "seconds": seconds, "gap": gap, "relax": relax,
         }
     )  # fmt: skip
     began = time.monotonic()
@@ -114,7 +122,9 @@ def main() -> None:
     model = mip.Model(solver_name=data["solver"])
     model.verbose = 0
     model.max_mip_gap = data["gap"]
-    kinds = {True: mip.INTEGER, False: mip.CONTINUOUS}
+    if data["relax"] and data["solver"] == "HIGHS":
+        model.lp_method = mip.LP_Method.BARRIERNOCROSS
+    kinds = {True: mip.CONTINUOUS if data["relax"] else mip.INTEGER, False: mip.CONTINUOUS}
     columns = [
         model.add_var(lb=0.0, ub=upper, obj=cost, var_type=kinds[integer])
         for cost, upper, integer in zip(data["costs"], data["upper"], data["integer"], strict=True)
@@ -130,6 +140,8 @@ def main() -> None:
     status = model.optimize(max_seconds=max(1.0, data["seconds"] - (time.monotonic() - began)))
     found = model.num_solutions > 0
     bound = model.objective_bound if status.name in ("OPTIMAL", "FEASIBLE", "NO_SOLUTION_FOUND") else None
+    if data["relax"]:  # a linear program has no bound but its optimum, which is as exact as an interior point method is
+        bound = model.objective_value * (1 - 1e-6) if status.name == "OPTIMAL" else None
     if bound is not None and not abs(bound) < 1e20:
         bound = None
     values = [column.x for column in columns] if found else None

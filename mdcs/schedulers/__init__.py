@@ -11,6 +11,7 @@ from typing import Protocol
 from mdcs.plan import Plan
 from mdcs.schedulers.dear import Dear
 from mdcs.schedulers.fusion import Fusion, MgWfbp
+from mdcs.schedulers.memory_aware import MemoryAware
 from mdcs.schedulers.mix import Mix
 from mdcs.schedulers.priority import Priority
 from mdcs.schedulers.random_order import RandomOrder
@@ -20,7 +21,7 @@ from mdcs.schedulers.wfbp import Partitioning, Wfbp
 
 class Scheduler(Protocol):
     def schedule(self, mix: Mix) -> Plan:
-        """Messages for the mix, memory not considered."""
+        """Messages for the mix; ``mix.budget`` may be ignored."""
         ...
 
 
@@ -33,6 +34,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {
     "priority": Priority,
     "dear": Dear,
     "random": RandomOrder,
+    "memory_aware": MemoryAware,
 }
 
 __all__ = ["SCHEDULERS", "Mix", "Scheduler"]

@@ -27,13 +27,15 @@ class Mix:
     """A strategy per unit for one job.
 
     An fsdp unit whose last forward use is followed at once by its backward has nothing to gain from being
-    freed in between: it becomes sdp.
+    freed in between: it becomes sdp. ``budget`` is what the plan may use (bytes; None: unlimited), for schedulers that
+    plan with it; the others are made to fit it afterwards.
     """
 
     profile: Profile
     strategies: tuple[Strategy, ...]
     micro_steps: int = 1
     cross_iteration: bool = True
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.micro_steps < 1:

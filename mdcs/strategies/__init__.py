@@ -5,13 +5,14 @@ Add one by writing a frozen dataclass with ``choose(profile, judge)`` and naming
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from mdcs.plan import Strategy
+from mdcs.plan import Plan, Strategy
 from mdcs.profile import Profile
 from mdcs.strategies.base import InfeasibleBudget, Judge
 from mdcs.strategies.greedy import Greedy
 from mdcs.strategies.ilp import Ilp
+from mdcs.strategies.joint import Joint
 from mdcs.strategies.random_mix import RandomMix
 from mdcs.strategies.uniform import Uniform
 
@@ -22,6 +23,15 @@ class StrategyPlanner(Protocol):
         ...
 
 
-STRATEGIES: dict[str, type[StrategyPlanner]] = {"uniform": Uniform, "random": RandomMix, "greedy": Greedy, "ilp": Ilp}
+@runtime_checkable
+class JointPlanner(Protocol):
+    def plan(self, judge: Judge) -> Plan:
+        """Strategies and messages within the judge's budget; raises InfeasibleBudget."""
+        ...
 
-__all__ = ["STRATEGIES", "InfeasibleBudget", "Judge", "StrategyPlanner"]
+
+STRATEGIES: dict[str, type[StrategyPlanner] | type[JointPlanner]] = {
+    "uniform": Uniform, "random": RandomMix, "greedy": Greedy, "ilp": Ilp, "joint": Joint,
+}  # fmt: skip
+
+__all__ = ["STRATEGIES", "InfeasibleBudget", "JointPlanner", "Judge", "StrategyPlanner"]

@@ -49,6 +49,10 @@ class Judge:
         """Smallest feasible peak: all fsdp, sequential schedule."""
         return self.peak([Strategy.fsdp] * len(self.profile.units))
 
+    def require_floor(self) -> None:
+        """Raise InfeasibleBudget unless at least all fsdp fits."""
+        self.require([Strategy.fsdp] * len(self.profile.units), "even all fsdp")
+
     def fits(self, strategies: Sequence[Strategy]) -> bool:
         return self.budget is None or self.peak(strategies) <= self.budget
 

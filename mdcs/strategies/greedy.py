@@ -18,7 +18,7 @@ class Greedy:
         A change that costs no bytes is free and taken first. Ties go to the strategy named first.
         """
         fsdp = (Strategy.fsdp,) * len(profile.units)
-        judge.require(fsdp, "even all fsdp")
+        judge.require_floor()
         mix = list(judge.mix(fsdp).strategies)  # units that gain nothing from a second gather are sdp
         cost = [{k: seconds(profile, u, k, judge.micro_steps) for k in Strategy} for u in range(len(mix))]
         changes = sorted(

@@ -16,8 +16,7 @@ class RandomMix:
 
     def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
         """Draw every unit; while the mix is too large, make one more random unit fsdp."""
-        fsdp = [Strategy.fsdp] * len(profile.units)
-        judge.require(fsdp, "even all fsdp")
+        judge.require_floor()
         rng = random.Random(self.seed)
         mix = [rng.choice(list(Strategy)) for _ in profile.units]
         order = [u for u, s in enumerate(mix) if s is not Strategy.fsdp]

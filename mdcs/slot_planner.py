@@ -1,0 +1,187 @@
+"""Plans from the slot model: solve it, turn the solution into messages, replay them, say what became of it.
+
+The solver decides strategies and, under a budget, from when to when buffers live (:class:`mdcs.slot_model.Decision`);
+within these windows blocks are sent nearest deadline first, which is optimal for one link. What is returned is the best
+by replay of the solver's plans and the heuristics' that it was warm-started with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from mdcs.plan import Period, Plan, PlanError, Strategy
+from mdcs.schedulers.admission import fit
+from mdcs.schedulers.dear import Dear
+from mdcs.schedulers.mix import Mix
+from mdcs.schedulers.priority import Priority, nearest_deadline_first
+from mdcs.schedulers.sequential import Sequential
+from mdcs.schedulers.wfbp import Partitioning
+from mdcs.simulator import replay
+from mdcs.slot_model import Decision, SlotModel
+from mdcs.solver import Answer, solve
+from mdcs.strategies.base import Judge
+from mdcs.strategies.greedy import Greedy
+
+_FINER = (1, 2, 4, 8)  # blocks are tried in fractions of the asked size: smaller ones need less staging
+_SMALL = 36  # slots up to which only the whole problem is solved, strategies and schedule at once
+_WHOLE = 60  # slots up to which it is solved in integers
+_COARSE = 24  # bins of the model that decides the strategies of larger problems
+_FINE = 96  # slots up to which their bound is proven without bins; beyond, by half as many bins
+_HEURISTICS = 0.15  # of the time, for the plans to start from
+_REACH = 32  # slots by which a schedule for more than four times as many sends early or late
+
+Timed = tuple[float, Plan]
+"""A plan and its step time by replay, in seconds."""
+
+
+def solve_plan(
+    judge: Judge,
+    name: str,
+    *,
+    fixed: Sequence[Strategy] | None = None,
+    solver: str = "HIGHS",
+    seconds: float = 20.0,
+    block_bytes: int = 0,
+    heuristics: bool = True,
+) -> Plan:
+    """The best plan found in about ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
+
+    ``fixed`` strategies leave only the schedule open. Without ``heuristics`` only the solver's own plans are compared.
+    Raises PlanError when there is none at all.
+    """
+    deadline = time.monotonic() + seconds
+    known = _best(_until(deadline - (1 - _HEURISTICS) * seconds, _heuristics(judge, fixed)))
+    found = _solved(judge, name, fixed, known, block_bytes, solver, deadline)
+    candidates = [*found.plans, *([known] if known is not None and (heuristics or not found.plans) else [])]
+    if not candidates:
+        raise PlanError(f"{name}: no plan was found: {found.status}")
+    step_s, plan = min(candidates, key=lambda c: c[0])
+    outcome = found.status
+    if found.plans and plan.scheduler != name:
+        outcome = f"best heuristic ({plan.scheduler}): faster than the solver's plan ({found.status})"
+    elif not found.plans:
+        outcome = f"best heuristic ({plan.scheduler}): the solver gave nothing ({found.status})"
+    if found.bound is not None:
+        outcome += f", {max(0.0, 1 - found.bound / step_s):.1%} above the proven bound"
+    return dataclasses.replace(plan, scheduler=name, outcome=outcome, bound_s=found.bound)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the solver gave: ``plans`` with their step times, a proven ``bound`` of any plan's step time."""
+
+    status: str
+    bound: float | None
+    plans: list[Timed]
+
+
+def _solved(
+    judge: Judge,
+    name: str,
+    fixed: Sequence[Strategy] | None,
+    known: Timed | None,
+    block_bytes: int,
+    solver: str,
+    deadline: float,
+) -> _Found:
+    """Small problems whole. Large ones twice at once: in two steps, strategies by a coarse relaxation and then their
+    schedule; and whole, of the largest only the linear relaxation, for the bound.
+    """
+
+    def ask(model: SlotModel, part: float = 1.0, *, relax: bool = False) -> Answer:
+        start = None if known is None or relax else model.values_of(known[1])
+        left = max(1.0, part * (deadline - time.monotonic()))
+        return solve(model.problem, solver=solver, seconds=left, start=start, relax=relax)
+
+    def plans_of(model: SlotModel, answer: Answer) -> list[Timed]:
+        if answer.values is None:
+            return []
+        best = _best(_decoded(judge, model.decide(answer.values), name, block_bytes))
+        return [] if best is None else [best]
+
+    slots = Period.of(judge.profile, judge.micro_steps).length
+    if slots <= _SMALL or fixed is not None:
+        model = SlotModel(judge, fixed=fixed, reach=_REACH if slots > 4 * _REACH else None)
+        answer = ask(model)
+        bound = None if answer.bound is None or model.reach is not None else model.step_bound(answer.bound)
+        return _Found(answer.status, bound, plans_of(model, answer))
+    with ThreadPoolExecutor(1) as pool:
+        fine = SlotModel(judge, width=1 if slots <= _FINE else -(-slots // (_FINE // 2)))
+        whole = pool.submit(ask, fine, relax=slots > _WHOLE)
+        coarse = SlotModel(judge, width=-(-slots // _COARSE))
+        mixes = ask(coarse, 0.4)
+        in_two = _Found(mixes.status, None, [])
+        if mixes.values is not None:
+            mix = coarse.decide(mixes.values).strategies
+            in_two = _solved(judge, name, mix, None, block_bytes, solver, deadline)
+        at_once = whole.result()
+    plans = [*in_two.plans, *(plans_of(fine, at_once) if slots <= _WHOLE else [])]
+    bounds = [m.step_bound(a.bound) for m, a in ((coarse, mixes), (fine, at_once)) if a.bound is not None]
+    status = "optimal" if slots <= _WHOLE and at_once.status == "optimal" else "feasible" if plans else mixes.status
+    return _Found(status, max(bounds, default=None), plans)
+
+
+def _best(plans: Iterator[Plan]) -> Timed | None:
+    """The plan with the shortest step."""
+    timed = [(replay(plan, detail=False).period_s, plan) for plan in plans]
+    return min(timed, key=lambda t: t[0], default=None)
+
+
+def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
+    """Plans made before the deadline; always the first."""
+    for plan in plans:
+        yield plan
+        if time.monotonic() > deadline:
+            return
+
+
+def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
+    """The plan within the budget, unless it cannot be made to fit."""
+    plan = dataclasses.replace(plan, reserve=judge.reserve)
+    if judge.budget is None:
+        yield plan
+        return
+    try:
+        yield fit(plan, judge.budget)
+    except PlanError:
+        return
+
+
+def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> Iterator[Plan]:
+    mix = judge.mix(decision.strategies)
+    windows = decision.windows(mix)
+    block = block_bytes or mix.profile.link.block
+    tried = set()
+    for parts in _FINER if judge.budget is not None else (1,):
+        blocks = mix.cut(max(1, block // parts))
+        if blocks not in tried:
+            tried.add(blocks)
+            yield from _fitted(judge, mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows)))
+
+
+def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
+    """Greedy mixes at several divisions of the budget, or the fixed mix, under the schedulers that win most often; the
+    likeliest first.
+    """
+    tried = set()
+    for mix in _mixes(judge, fixed):
+        if mix in tried:
+            continue
+        tried.add(mix)
+        for scheduler in (Priority(), Dear(), Partitioning()):
+            yield from _fitted(judge, scheduler.schedule(mix))
+        yield from _fitted(judge, Sequential().schedule(mix))
+
+
+def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:
+    if fixed is not None or judge.budget is None:
+        yield judge.mix(fixed or Greedy().choose(judge.profile, judge))
+        return
+    slack = judge.budget - judge.floor
+    for share in (0.25, 0.0, 0.5, 0.75, 1.0):
+        part = dataclasses.replace(judge, budget=judge.budget - int(share * slack))
+        yield judge.mix(Greedy().choose(judge.profile, part))

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mdcs.profile import Profile
+from mdcs.solver import SOLVERS
 
 SCHEMA_NAME = "mdcs_schema"
 
@@ -127,7 +128,7 @@ class OptimizerConfig:
 class StrategyConfig:
     """Who decides the strategy of each unit."""
 
-    name: str = _option("uniform", "the strategy planner", choices=("uniform", "random", "greedy", "ilp"))
+    name: str = _option("uniform", "the strategy planner", choices=("uniform", "random", "greedy", "ilp", "joint"))
     kind: str | None = _option(
         None,
         "the strategy of all units",
@@ -138,6 +139,8 @@ class StrategyConfig:
     seed: int | None = _option(
         None, "seed of the draw", at_least=0, used_by=("random",), needed_by=("random",)
     )
+    solver: str = _option("HIGHS", "through python-mip", choices=SOLVERS, used_by=("ilp", "joint"))
+    seconds: float = _option(20.0, "limit of the solver", above=0, used_by=("ilp", "joint"))
 
 
 @dataclass
@@ -147,7 +150,9 @@ class SchedulerConfig:
     name: str = _option(
         "wfbp",
         "the scheduler",
-        choices=("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear", "random"),
+        choices=(
+            "sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear", "random", "memory_aware", "joint",
+        ),
     )
     bucket_mib: float | None = _option(
         None,
@@ -160,11 +165,13 @@ class SchedulerConfig:
         None,
         "size of a block; null: the smallest that saturates the link",
         above=0,
-        used_by=("partitioning", "priority"),
+        used_by=("partitioning", "priority", "memory_aware", "joint"),
     )
     seed: int | None = _option(
         None, "seed of the draw", at_least=0, used_by=("random",), needed_by=("random",)
     )
+    solver: str = _option("HIGHS", "through python-mip", choices=SOLVERS, used_by=("memory_aware",))
+    seconds: float = _option(20.0, "limit of the solver", above=0, used_by=("memory_aware",))
     cross_iteration: bool = _option(
         True, "messages may cross from one iteration to the next; false: a barrier between"
     )
@@ -378,6 +385,17 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(
             "budget.reserve_mib", f"must be below the budget of {budget.gib} GiB, got {budget.reserve_mib}"
         )
+    if (config.strategy.name == "joint") != (config.scheduler.name == "joint"):
+        raise ConfigError(
+            "scheduler.name",
+            "strategy=joint decides the schedule too, with scheduler=joint and no other; got"
+            f" strategy={config.strategy.name} scheduler={config.scheduler.name}",
+        )
+    if config.strategy.name == "joint" and budget.schedule_share is not None:
+        raise ConfigError("budget.schedule_share", f"strategy=joint divides the budget itself, got {budget.schedule_share:g}")
+    for key, seconds in (("strategy.seconds", config.strategy.seconds), ("scheduler.seconds", config.scheduler.seconds)):
+        if seconds > config.cluster.timeout_s / 2:
+            raise ConfigError(key, f"must be at most half of cluster.timeout_s={config.cluster.timeout_s:g}, got {seconds:g}")
     if run.warmup_steps >= run.steps:
         raise ConfigError("run.warmup_steps", f"must be < run.steps={run.steps}, got {run.warmup_steps}")
     if config.optimizer.fused and config.optimizer.foreach:

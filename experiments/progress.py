@@ -62,7 +62,9 @@ class JobProgress:
             self._line(self._phase)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Show a step; other events are shown elsewhere."""
+        """Show a step, and what a solver made of the plan; other events are shown elsewhere."""
+        if event.get("event") == "start" and event.get("outcome"):
+            self._line(f"plan: {event['outcome']}")
         if event.get("event") != "step":
             return
         self._step = int(event["step"])

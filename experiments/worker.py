@@ -35,6 +35,7 @@ from mdcs.planner import extra_communication_s, sent_bytes
 from mdcs.runtime.record import StepRecord
 from mdcs.schedulers import SCHEDULERS, Scheduler
 from mdcs.strategies import STRATEGIES, JointPlanner, StrategyPlanner
+from mdcs.strategies.joint import Joint
 
 MIB, GIB = 2**20, 2**30
 EVAL_BATCHES = 8
@@ -193,11 +194,6 @@ def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[
     s, c, b = config.strategy, config.scheduler, config.budget
     if budget_bytes(config, floor) is not None and not any(slot.peak for slot in profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
-    strategy: StrategyPlanner | JointPlanner
-    if s.name == "uniform":
-        strategy = STRATEGIES["uniform"](kind=s.kind)  # type: ignore[call-arg]
-    else:
-        strategy = STRATEGIES[s.name](**({} if s.seed is None else {"seed": s.seed}))
     options: dict[str, Any] = {}
     if c.seed is not None:
         options["seed"] = c.seed
@@ -205,7 +201,17 @@ def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[
         options["bucket_bytes"] = int(c.bucket_mib * MIB)
     if c.block_mib is not None:
         options["block_bytes"] = int(c.block_mib * MIB)
-    scheduler: Scheduler = SCHEDULERS[c.name](**options)
+    limits = {"solver": s.solver, "seconds": s.seconds}
+    strategy: StrategyPlanner | JointPlanner
+    scheduler: Scheduler | None = None
+    if s.name == "joint":
+        strategy = Joint(**limits, **options)  # type: ignore[arg-type]
+    else:
+        if c.name == "memory_aware":
+            options |= {"solver": c.solver, "seconds": c.seconds}
+        scheduler = SCHEDULERS[c.name](**options)
+        own: dict[str, dict[str, Any]] = {"uniform": {"kind": s.kind}, "random": {"seed": s.seed}, "ilp": limits}
+        strategy = STRATEGIES[s.name](**own.get(s.name, {}))
     return mdcs.make_plan(
         profile, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share,
         name=s.kind or s.name, **planning,
@@ -325,7 +331,8 @@ def start_event(config: Config, plan: mdcs.Plan, floor: int) -> dict[str, Any]:
         "sweep": config.run.sweep, "name": config.run.name, "world": plan.world, "strategy": plan.strategy,
         "scheduler": plan.scheduler, "model": config.model.name, "budget_bytes": budget_bytes(config, floor),
         "admission_bytes": plan.budget, "schedule_share": config.budget.schedule_share, "floor_bytes": floor,
-        "cross_iteration": plan.cross_iteration, "predicted": predicted,
+        "cross_iteration": plan.cross_iteration, "outcome": plan.outcome, "bound_s": plan.bound_s,
+        "predicted": predicted,
     }  # fmt: skip
 
 

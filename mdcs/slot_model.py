@@ -43,7 +43,10 @@ _REDUCTIONS = (Kind.AR, Kind.RS)
 
 @dataclass(frozen=True)
 class Sending:
-    """Columns of one operation: sent by the end of each of ``stages`` (unrolled: bin·2, plus 1 while compute runs)."""
+    """Columns of one operation: sent by the end of each of ``stages``.
+
+    A stage is 3·bin (unrolled), plus 1 while compute runs, plus 2 while it waits at a slot inside the bin.
+    """
 
     op: Op
     seconds: float  # link time of all of it
@@ -82,13 +85,20 @@ class SlotModel:
 
     ``width`` is the number of slots per bin; more than one makes a coarser model, a relaxation. ``reach`` is how many
     slots an operation may be sent late (reductions) or early (gathers): fewer than the period make a smaller model, whose
-    bound proves nothing.
+    bound proves nothing. A ``loose`` model, a relaxation too, leaves the schedule's own memory out: buffers live only
+    while compute uses them.
     """
 
     def __init__(
-        self, judge: Judge, *, fixed: Sequence[Strategy] | None = None, width: int = 1, reach: int | None = None
+        self,
+        judge: Judge,
+        *,
+        fixed: Sequence[Strategy] | None = None,
+        width: int = 1,
+        reach: int | None = None,
+        loose: bool = False,
     ) -> None:
-        self.judge, self.fixed, self.reach = judge, fixed, reach
+        self.judge, self.fixed, self.reach, self.loose = judge, fixed, reach, loose
         self.profile = judge.profile
         self.problem = Problem()
         units = range(len(self.profile.units))
@@ -161,13 +171,13 @@ class SlotModel:
             first, last = self._window(op)
             # Compute never has to wait for a gather before it is needed: waiting later holds its buffer for less.
             bins = range(self._bin(first), self._bin(last) + 1)
-            stages = [s for b in bins for s in (2 * b, 2 * b + 1) if self._usable(op, s, first, last)]
+            stages = [s for b in bins for s in (3 * b, 3 * b + 1, 3 * b + 2) if self._usable(op, s, first, last)]
             seconds = self._seconds(op)
             columns = [self.problem.column() for _ in stages]
             sending = Sending(op, seconds, tuple(stages), tuple(columns))
             self.sendings[op] = sending
             for i, stage in enumerate(stages):
-                price = 1.0 if stage % 2 == 0 else 1 - 1 / self.slow
+                price = 1 - 1 / self.slow if stage % 3 == 1 else 1.0
                 for x, c in sending.during(i, price * seconds):
                     self.problem.costs[x] += c
                 if i:
@@ -176,11 +186,15 @@ class SlotModel:
             self.problem.equal([(columns[-1], 1.0), *whole], 0.0)
 
     def _usable(self, op: Op, stage: int, first: int, last: int) -> bool:
-        b, slots = stage // 2, self._slots(stage // 2)
+        b, what = divmod(stage, 3)
+        slots = self._slots(b)
         start = slots[0] + (b // len(self.bins)) * self.period.length
-        if stage % 2:
-            return first < start + len(slots) and last > start  # some slot of the bin runs inside the window
-        return op.kind in _REDUCTIONS or self.coarse or b == self._bin(last)
+        end = start + len(slots)
+        if what == 1:  # some slot of the bin runs inside the window
+            return first < end and last > start
+        if what == 2:  # compute arrives at some slot inside the bin inside the window
+            return max(first, start + 1) <= min(last, end - 1)
+        return first <= start and (op.kind in _REDUCTIONS or self.coarse or b == self._bin(last))
 
     # ---- rows
 
@@ -192,7 +206,8 @@ class SlotModel:
             gathered_by_zero1 = any(k is not Strategy.dp for k in self.choices[op.unit])
             assert gathered_by_zero1
             for stage in gather.stages[:-1]:
-                self.problem.at_most([*gather.by(stage), *_negative(reduction.by(stage))], 0.0)
+                # What runs and what waits inside a bin is not in order.
+                self.problem.at_most([*gather.by(stage), *_negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0)
 
     def _link(self) -> None:
         seconds = [self.profile.slots[s.place].seconds for s in self.period.slots]
@@ -201,15 +216,15 @@ class SlotModel:
         for op, sending in self.sendings.items():
             first, last = self._window(op)
             for i, stage in enumerate(sending.stages):
-                if stage % 2 == 0:
+                if stage % 3 != 1:
                     continue
-                b = stage // 2 % len(self.bins)
+                b = stage // 3 % len(self.bins)
                 terms = sending.during(i, sending.seconds)
                 rows.setdefault(b, []).extend(terms)
                 slots = self._slots(b)
                 if len(slots) == 1:
                     continue
-                offset = (stage // 2 // len(self.bins)) * self.period.length
+                offset = (stage // 3 // len(self.bins)) * self.period.length
                 for q in slots[1:]:
                     if first >= q + offset:  # sent in q or later
                         partial.setdefault((b, True, q), []).extend(terms)
@@ -258,7 +273,7 @@ class SlotModel:
                     for q in range(self._window(op)[1], self.period.release(op, k) + 1):
                         held[q % length].append((self.z[u][k], full))
         for op, sending in self.sendings.items():
-            if op.unit != u or not op.kind.is_gather or not any(k.sharded for k in self.choices[u]):
+            if self.loose or op.unit != u or not op.kind.is_gather or not any(k.sharded for k in self.choices[u]):
                 continue
             first, last = self._window(op)
             free = [(self.z[u][k], -1.0) for k in self.choices[u] if op in self.ops[k] and not k.sharded]
@@ -293,6 +308,8 @@ class SlotModel:
         start = span[0] % length
         for q in range(start, first if start < first else first + length):
             base[q % length] += size
+        if self.loose:
+            return
         columns = self.done[u]
         for q in range(first, last):
             sent = self._freed_by(reductions, q)
@@ -311,13 +328,13 @@ class SlotModel:
         """What of a gather surely holds its buffer in slot q: of a bin, its last slot alone holds what the bin sends."""
         b = self._bin(q)
         last_of_bin = q % self.period.length == self._slots(b)[-1]
-        return gather.by(2 * b + 1 if last_of_bin else 2 * b - 1)
+        return gather.by(3 * b + 2 if last_of_bin else 3 * b - 1)
 
     def _freed_by(self, reductions: Sequence[Sending], q: int) -> Terms:
         """What of the reductions may be done when slot q begins: of a bin, the first slot alone knows the others to come."""
         b = self._bin(q)
         first_of_bin = q % self.period.length == self._slots(b)[0]
-        return [t for s in reductions for t in s.by(2 * b if first_of_bin else 2 * b + 1)]
+        return [t for s in reductions for t in s.by(3 * b if first_of_bin else 3 * b + 2)]
 
     # ---- solutions
 
@@ -331,15 +348,15 @@ class SlotModel:
         sent: dict[Op, dict[int, float]] = {}
         for op, stage, fraction in self._served(plan):
             at = sent.setdefault(op, {})
-            q = stage // 2
+            q, running = divmod(stage, 2)
             b = self._bin(q)
-            stage = 2 * b + (stage % 2 if q % self.period.length == self._slots(b)[0] else 1)
+            stage = 3 * b + (1 if running else 0 if q % self.period.length == self._slots(b)[0] else 2)
             at[stage] = at.get(stage, 0.0) + fraction
         for op, at in sent.items():
             sending = self.sendings[op]
-            known = sum(at.values())
+            known, total = sum(at.values()), 0.0
             for stage, x in zip(sending.stages, sending.columns, strict=True):
-                total = sum(part for s, part in at.items() if s <= stage) / known
+                total += at.get(stage, 0.0) / known
                 values[x] = min(1.0, total)
             values[sending.columns[-1]] = 1.0  # what is sent while compute waits for something else, before it is needed
         for op, columns in self.started.items():
@@ -356,7 +373,7 @@ class SlotModel:
         return values if not self.problem.broken(values) else None
 
     def _served(self, plan: Plan) -> Iterator[tuple[Op, int, float]]:
-        """(operation, stage, fraction of it) for what the link carries, by the replay."""
+        """(operation, 2·slot, plus 1 while compute runs, fraction of it) for what the link carries, by the replay."""
         steady, length = steady_state(plan), self.period.length
         edges = [t for arrival, begin, _ in steady.slots for t in (arrival, begin)]
         stages = [edges[i] + turn * steady.period_s for turn in range(3) for i in range(len(edges))]
@@ -389,6 +406,13 @@ class SlotModel:
             per_strategy = [sum(self._latency(op) for op in self.ops[k] if op.unit == u) for k in z]
             latency += max(per_strategy)
         return self.compute_s + max(0.0, bound - latency)
+
+    def traffic(self) -> Problem:
+        """The same rows, to minimize the seconds for which the link is busy."""
+        costs = [0.0] * len(self.problem.costs)
+        for sending in self.sendings.values():
+            costs[sending.columns[-1]] = sending.seconds - self._latency(sending.op)
+        return dataclasses.replace(self.problem, costs=costs)
 
     def decide(self, values: Sequence[float]) -> Decision:
         """Strategies, and for every operation the slots in which its memory allows it."""

@@ -26,7 +26,7 @@ from mdcs.solver import Answer, solve
 from mdcs.strategies.base import Judge
 from mdcs.strategies.greedy import Greedy
 
-_FINER = (1, 2, 4, 8)  # blocks are tried in fractions of the asked size: smaller ones need less staging
+_FINER = (1, 2, 4, 8, 16)  # blocks are tried in fractions of the asked size: smaller ones need less staging
 _SMALL = 36  # slots up to which only the whole problem is solved, strategies and schedule at once
 _WHOLE = 60  # slots up to which it is solved in integers
 _COARSE = 24  # bins of the model that decides the strategies of larger problems

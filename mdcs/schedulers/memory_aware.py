@@ -16,11 +16,15 @@ from mdcs.strategies.base import Judge
 
 @dataclass(frozen=True)
 class MemoryAware:
-    """``solver`` is HIGHS or CBC, ``seconds`` bounds the solve; ``block_bytes`` 0: the link's block."""
+    """``solver`` is HIGHS or CBC, ``seconds`` bounds the solve; ``block_bytes`` 0: the link's block.
+
+    Without ``heuristics`` only the solver's own plans are compared, to judge it by.
+    """
 
     solver: str = "HIGHS"
     seconds: float = 20.0
     block_bytes: int = 0
+    heuristics: bool = True
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
@@ -30,5 +34,6 @@ class MemoryAware:
 
         judge = Judge(mix.profile, mix.budget, mix.micro_steps, mix.cross_iteration)
         return solve_plan(
-            judge, "memory_aware", fixed=mix.strategies, solver=self.solver, seconds=self.seconds, block_bytes=self.block_bytes
-        )
+            judge, "memory_aware", fixed=mix.strategies, solver=self.solver, seconds=self.seconds,
+            block_bytes=self.block_bytes, heuristics=self.heuristics,
+        )  # fmt: skip

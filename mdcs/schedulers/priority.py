@@ -62,10 +62,7 @@ def nearest_deadline_first(mix: Mix, blocks: tuple[tuple[int, ...], ...], window
                 if not link.send(q, now, float("inf")):
                     raise AssertionError(f"{op} of period {p} cannot be sent by slot {q}")
             now = max(now, link.done[op, b, p])
-        end = now + slots[mix.period.slots[q % length].place].seconds
-        while link.send(q, now, end):
-            pass
-        now = end
+        now = link.run(q, now, slots[mix.period.slots[q % length].place].seconds)
     return _drafts(mix, link)
 
 
@@ -93,7 +90,7 @@ class _Link:
         self.mix, self.blocks, self.windows = mix, blocks, windows
         self.done: dict[Instance, float] = {}
         self.sent: dict[Instance, int] = {}  # -> slot since the first period began, in the order of sending
-        self._free = 0.0
+        self._began = self._free = 0.0  # the last message
         self._ready: list[tuple[int, bool, int, int, Op, int]] = []  # by deadline; reductions first
         self._waiting: list[tuple[float, int, Op, int, int]] = []  # gathers behind an update, by time
         self._updated: dict[int, list[Instance]] = {}  # slot -> updated gathers whose window begins there
@@ -105,6 +102,20 @@ class _Link:
     def open(self, op: Op, block: int, p: int) -> None:
         deadline = p * self.mix.period.length + self.windows[op][1]
         heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, block, op, p))
+
+    def run(self, slot: int, now: float, work: float) -> float:
+        """Send while compute runs for ``work`` seconds, slower beside messages; when it ends."""
+        slowdown = 1 + self.mix.profile.interference
+        busy_until = self._free  # by what is in flight
+        while True:
+            beside = max(0.0, busy_until - now)
+            if work * slowdown <= beside:
+                return now + work * slowdown
+            now, work = now + beside, work - beside / slowdown
+            if not self.send(slot, now, now + work):
+                return now + work
+            alone = max(0.0, self._began - now)
+            now, work, busy_until = now + alone, work - alone, self._free
 
     def send(self, slot: int, now: float, until: float) -> bool:
         """Start the most urgent block from ``now`` on and before ``until``; False if there is none."""
@@ -128,7 +139,7 @@ class _Link:
         wire = wire_bytes(op.kind, elements * width, profile.world, profile.reduce_scatter)
         link = profile.link
         alpha = link.alpha_of(op.kind) if link.depth == 1 else 0.0  # hidden behind the message before it
-        self._free = begin + alpha + link.beta_of(op.kind) * wire
+        self._began, self._free = begin, begin + alpha + link.beta_of(op.kind) * wire
         self.done[op, block, p] = self._free
         self.sent[op, block, p] = slot
         if op.kind is Kind.RS and self.mix.cross_iteration:
@@ -138,14 +149,14 @@ class _Link:
 
 
 def _drafts(mix: Mix, link: _Link) -> list[Draft]:
-    """The blocks of the last period but one, where and in the order in which they were sent."""
-    length = mix.period.length
-    drafts = []
+    """The blocks in the order in which they were sent from the beginning to the end of the last period but one."""
+    length, period = mix.period.length, _PERIODS - 2
+    chosen: dict[tuple[Op, int], int] = {}  # -> unrolled slot
     for (op, b, p), sent in link.sent.items():
-        if p != _PERIODS - 2:
-            continue
-        first, last = link.windows[op]
-        slot = min(max(sent - p * length, first), last)
-        # At the head of a period, what was left over from the one before goes first.
-        drafts.append((slot % length, slot < length, Draft(op.kind, ((op.unit, b),), slot, op.micro)))
-    return [d for *_, d in sorted(drafts, key=lambda d: d[:2])]
+        if sent // length == period:
+            chosen.setdefault((op, b), sent - p * length)
+    for (op, b, p), sent in link.sent.items():  # what was sent in another one: the order has not settled yet
+        if p == period:
+            chosen.setdefault((op, b), sent - p * length)
+    drafts = [Draft(op.kind, ((op.unit, b),), slot, op.micro) for (op, b), slot in chosen.items()]
+    return sorted(drafts, key=lambda draft: draft.slot % length)

@@ -11,11 +11,15 @@ from mdcs.strategies.base import Judge
 
 @dataclass(frozen=True)
 class Joint:
-    """``solver`` is HIGHS or CBC, ``seconds`` bounds the solve; ``block_bytes`` 0: the link's block."""
+    """``solver`` is HIGHS or CBC, ``seconds`` bounds the solve; ``block_bytes`` 0: the link's block.
+
+    Without ``heuristics`` only the solver's own plans are compared, to judge it by.
+    """
 
     solver: str = "HIGHS"
     seconds: float = 20.0
     block_bytes: int = 0
+    heuristics: bool = True
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
@@ -25,4 +29,6 @@ class Joint:
         from mdcs.slot_planner import solve_plan  # which imports other strategies
 
         judge.require_floor()
-        return solve_plan(judge, "joint", solver=self.solver, seconds=self.seconds, block_bytes=self.block_bytes)
+        return solve_plan(
+            judge, "joint", solver=self.solver, seconds=self.seconds, block_bytes=self.block_bytes, heuristics=self.heuristics
+        )

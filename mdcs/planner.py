@@ -12,7 +12,7 @@ from mdcs.profile import Profile
 from mdcs.schedulers import Scheduler
 from mdcs.schedulers.admission import fit
 from mdcs.simulator import replay
-from mdcs.strategies import InfeasibleBudget, JointPlanner, Judge, StrategyPlanner
+from mdcs.strategies import Ilp, InfeasibleBudget, JointPlanner, Judge, StrategyPlanner
 
 
 def floor_bytes(profile: Profile, *, micro_steps: int = 1, cross_iteration: bool = True, reserve: int = 0) -> int:
@@ -56,12 +56,16 @@ def make_plan(
     if scheduler is None:
         raise ValueError(f"strategy {name} needs a scheduler")
     if budget is None or schedule_share is None:
-        mix, cap = strategy.choose(profile, judge), budget
+        (mix, outcome), cap = _choose(strategy, profile, judge), budget
     else:
-        mix, cap = _shared(profile, strategy, judge, budget, schedule_share)
+        mix, outcome, cap = _shared(profile, strategy, judge, budget, schedule_share)
     planned_for = None if cap is None else cap - reserve
     plan = scheduler.schedule(dataclasses.replace(judge.mix(mix), budget=planned_for))
-    plan = dataclasses.replace(plan, budget=None, reserve=reserve, strategy=name)
+    said = [f"strategies {outcome}"] if outcome else []
+    said += [f"schedule {plan.outcome}"] if plan.outcome else []
+    plan = dataclasses.replace(
+        plan, budget=None, reserve=reserve, strategy=name, outcome="; ".join(said), bound_s=None
+    )  # a bound for one mix under one share says nothing of others
     if cap is not None:
         plan = fit(plan, cap)
         check(plan)
@@ -70,15 +74,15 @@ def make_plan(
 
 def _shared(
     profile: Profile, strategy: StrategyPlanner, judge: Judge, budget: int, share: float
-) -> tuple[tuple[Strategy, ...], int]:
-    """The strategy mix and the cap of the schedule, each with its share of the slack."""
+) -> tuple[tuple[Strategy, ...], str, int]:
+    """The strategy mix with its outcome, and the cap of the schedule, each with its share of the slack."""
     floor = judge.floor
 
     def for_strategy(budget: int) -> int:
         return budget - int(share * max(0, budget - floor))
 
     try:
-        mix = strategy.choose(profile, dataclasses.replace(judge, budget=for_strategy(budget)))
+        mix, outcome = _choose(strategy, profile, dataclasses.replace(judge, budget=for_strategy(budget)))
     except InfeasibleBudget as e:
         if e.smallest is None or (share == 1 and e.smallest > floor):
             raise InfeasibleBudget(budget, None, f"{e.what} beside schedule_share {share:g}") from e
@@ -89,7 +93,12 @@ def _shared(
         raise InfeasibleBudget(budget, smallest, e.what) from e
     if budget < floor:
         raise InfeasibleBudget(budget, floor, "all fsdp with the sequential schedule")
-    return mix, judge.peak(mix) + budget - for_strategy(budget)
+    return mix, outcome, judge.peak(mix) + budget - for_strategy(budget)
+
+
+def _choose(strategy: StrategyPlanner, profile: Profile, judge: Judge) -> tuple[tuple[Strategy, ...], str]:
+    """The mix, and what became of a solver's work."""
+    return strategy.solve(profile, judge) if isinstance(strategy, Ilp) else (strategy.choose(profile, judge), "")
 
 
 def extra_communication_s(profile: Profile, sent: dict[str, int]) -> float:

@@ -56,7 +56,7 @@ def solve_plan(
     deadline = time.monotonic() + seconds
     known = _best(_until(deadline - (1 - _HEURISTICS) * seconds, _heuristics(judge, fixed)))
     found = _solved(judge, name, fixed, known, block_bytes, solver, deadline)
-    candidates = [*found.plans, *([known] if known is not None and (heuristics or not found.plans) else [])]
+    candidates = [*found.plans, *([known] if known is not None and heuristics else [])]
     if not candidates:
         raise PlanError(f"{name}: no plan was found: {found.status}")
     step_s, plan = min(candidates, key=lambda c: c[0])

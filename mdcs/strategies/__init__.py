@@ -34,4 +34,4 @@ STRATEGIES: dict[str, type[StrategyPlanner] | type[JointPlanner]] = {
     "uniform": Uniform, "random": RandomMix, "greedy": Greedy, "ilp": Ilp, "joint": Joint,
 }  # fmt: skip
 
-__all__ = ["STRATEGIES", "InfeasibleBudget", "JointPlanner", "Judge", "StrategyPlanner"]
+__all__ = ["STRATEGIES", "Ilp", "InfeasibleBudget", "JointPlanner", "Judge", "StrategyPlanner"]

@@ -8,28 +8,23 @@ period (a message of the sequential schedule, or a slot) each unit holds bytes[s
     subject to  Σ_k z[u,k] = 1                                  every unit has one strategy
                 Σ_u,k bytes[stage,u,k] z[u,k] <= budget - rest  memory, for every stage
 
-The solver (HiGHS or CBC through python-mip) runs in a child process with a hard deadline: solvers overrun their
-own. Its answer is judged like any other mix and compared with greedy's; ``outcome`` says which one is returned, and why.
+The solver's answer is judged like any other mix and compared with greedy's, which it starts from; the outcome says which
+one is returned, and why.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
-from typing import Any
 
 from mdcs.ledger import Ledger, SlotLimits
 from mdcs.plan import Strategy
 from mdcs.profile import Profile, Unit
 from mdcs.schedulers.mix import Mix
 from mdcs.schedulers.sequential import Sequential
+from mdcs.solver import Problem, check_solver, solve
 from mdcs.strategies.base import Judge
 from mdcs.strategies.greedy import Greedy, seconds
-
-_GRACE_S = 5.0  # on top of the solver's own limit, before it is killed
 
 Stage = tuple[int, bool, bool, int]
 """Order of what happens: slot, whether it runs (or compute still waits), whether a gather, unit."""
@@ -43,8 +38,7 @@ class Ilp:
     seconds: float = 20.0
 
     def __post_init__(self) -> None:
-        if self.solver not in ("HIGHS", "CBC"):  # python-mip takes another one in silence
-            raise ValueError(f"solver must be HIGHS or CBC, got {self.solver!r}")
+        check_solver(self.solver)
 
     def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
         """The better of the solver's mix and greedy's. Raises InfeasibleBudget."""
@@ -53,30 +47,17 @@ class Ilp:
     def solve(self, profile: Profile, judge: Judge) -> tuple[tuple[Strategy, ...], str]:
         """(mix, outcome): ``optimal``, ``feasible``, or ``greedy: <why the solver's was not taken>``."""
         greedy = Greedy().choose(profile, judge)
-        answer = self._ask(problem(profile, judge))
-        if answer["mix"] is None:
-            return greedy, f"greedy: {answer['status']}"
-        mix = tuple(Strategy(k) for k in answer["mix"])
+        made, z = problem(profile, judge)
+        answer = solve(made, solver=self.solver, seconds=self.seconds, start=_start(made, z, greedy))
+        if answer.values is None:
+            return greedy, f"greedy: {answer.status}"
+        values = answer.values
+        mix = tuple(max(unit, key=lambda k: values[unit[k]]) for unit in z)
         if not judge.fits(mix):
             return greedy, "greedy: the solver's mix does not fit"
         if _time(judge, greedy) < _time(judge, mix):
-            return greedy, f"greedy: faster than the solver's ({answer['status']})"
-        return mix, answer["status"]
-
-    def _ask(self, data: dict[str, Any]) -> dict[str, Any]:
-        data |= {"solver": self.solver, "limit": self.seconds}
-        try:
-            child = subprocess.run(
-                [sys.executable, "-m", "mdcs.strategies.ilp"],
-                input=json.dumps(data), capture_output=True, text=True, timeout=self.seconds + _GRACE_S, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"status": f"no answer within {self.seconds + _GRACE_S:g} s", "mix": None}
-        if child.returncode != 0:
-            lines = child.stderr.strip().splitlines() or ["no message"]
-            return {"status": f"the solver failed: {lines[-1]}", "mix": None}
-        answer: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-        return answer
+            return greedy, f"greedy: faster than the solver's ({answer.status})"
+        return mix, answer.status
 
 
 def _time(judge: Judge, mix: tuple[Strategy, ...]) -> float:
@@ -86,23 +67,41 @@ def _time(judge: Judge, mix: tuple[Strategy, ...]) -> float:
 # ---- the problem, in numbers
 
 
-def problem(profile: Profile, judge: Judge) -> dict[str, Any]:
-    """Costs per unit and strategy, and rows (bytes per unit and strategy, bytes left) of the memory constraints."""
-    kinds = list(Strategy)
-    units = range(len(profile.units))
-    costs = [[seconds(profile, u, k, judge.micro_steps) for k in kinds] for u in units]
+def problem(profile: Profile, judge: Judge) -> tuple[Problem, list[dict[Strategy, int]]]:
+    """The integer program, and its column for every unit and strategy; costs and bytes relative to the largest."""
+    made, units = Problem(), range(len(profile.units))
+    costs = [{k: seconds(profile, u, k, judge.micro_steps) for k in Strategy} for u in units]
+    scale = max(c for unit in costs for c in unit.values()) or 1.0
+    z = [{k: made.column(cost / scale, integer=True) for k, cost in unit.items()} for unit in costs]
+    for unit in z:
+        made.equal([(x, 1.0) for x in unit.values()], 1.0)
+    for held, left in memory_rows(profile, judge):
+        size = max(1, left)
+        made.at_most([(x, held[u][k] / size) for u, unit in enumerate(z) for k, x in unit.items()], left / size)
+    return made, z
+
+
+def _start(made: Problem, z: list[dict[Strategy, int]], mix: tuple[Strategy, ...]) -> list[float]:
+    values = [0.0] * len(made.costs)
+    for unit, strategy in zip(z, mix, strict=True):
+        values[unit[strategy]] = 1.0
+    return values
+
+
+def memory_rows(profile: Profile, judge: Judge) -> list[tuple[list[dict[Strategy, int]], int]]:
+    """For every stage of the period the bytes per unit and strategy, and the bytes that are left for all."""
     if judge.budget is None:
-        return {"costs": costs, "rows": []}
-    cap = judge.budget - judge.reserve
-    walks = [[_walk(profile, judge, u, k) for k in kinds] for u in units]
-    stages: set[Stage] = set().union(*(walk for unit in walks for walk in unit))
-    period = Mix(profile, (Strategy.dp,) * len(profile.units), judge.micro_steps, judge.cross_iteration).period
+        return []
+    cap, units = judge.budget - judge.reserve, range(len(profile.units))
+    walks = [{k: _walk(profile, judge, u, k) for k in Strategy} for u in units]
+    stages: set[Stage] = set().union(*(walk for unit in walks for walk in unit.values()))
+    period = judge.mix((Strategy.dp,) * len(profile.units)).period
     rows = []
     for stage in sorted(stages):
         slot = profile.slots[period.slots[stage[0]].place]
-        held = [[_at(walk, stage, u) for walk in unit] for u, unit in enumerate(walks)]
-        rows.append([held, cap - (slot.peak if stage[1] else slot.live)])
-    return {"costs": costs, "rows": rows}
+        held = [{k: _at(walk, stage) for k, walk in unit.items()} for unit in walks]
+        rows.append((held, cap - (slot.peak if stage[1] else slot.live)))
+    return rows
 
 
 Walk = dict[Stage, tuple[int, int]]
@@ -156,42 +155,9 @@ def _walk(profile: Profile, judge: Judge, unit: int, strategy: Strategy) -> Walk
     return walk
 
 
-def _at(walk: Walk, stage: Stage, unit: int) -> int:
+def _at(walk: Walk, stage: Stage) -> int:
     """Bytes that the unit holds at a stage, its own or another unit's."""
     if stage in walk:
         return walk[stage][0]
     before = [s for s in walk if s < stage]
     return walk[max(before)][1] if before else walk[max(walk)][1]
-
-
-# ---- the child process
-
-
-def main() -> None:
-    """Read the problem as JSON, solve it, print the answer as JSON."""
-    import mip
-
-    data = json.load(sys.stdin)
-    kinds = list(Strategy)
-    model = mip.Model(solver_name=data["solver"])
-    model.verbose = 0
-    z = [[model.add_var(var_type=mip.BINARY) for _ in kinds] for _ in data["costs"]]
-    scale = max((c for costs in data["costs"] for c in costs), default=1.0) or 1.0
-    model.objective = mip.minimize(
-        mip.xsum(c / scale * v for costs, row in zip(data["costs"], z, strict=True)
-                 for c, v in zip(costs, row, strict=True))
-    )  # fmt: skip
-    for row in z:  # every unit has one strategy
-        model += mip.xsum(row) == 1
-    for held, left in data["rows"]:  # memory, for every stage; in units of the budget, for the solver's tolerances
-        unit = max(1, left)
-        model += mip.xsum(b / unit * v for bytes_, row in zip(held, z, strict=True)
-                          for b, v in zip(bytes_, row, strict=True)) <= left / unit  # fmt: skip
-    status = model.optimize(max_seconds=data["limit"])
-    found = model.num_solutions > 0
-    mix = [str(kinds[max(range(len(kinds)), key=lambda k: row[k].x)]) for row in z] if found else None
-    print(json.dumps({"status": status.name.lower(), "mix": mix}))
-
-
-if __name__ == "__main__":
-    main()

@@ -200,4 +200,5 @@ flexible: st.SearchStrategy[StrategyPlanner] = st.one_of(
 
 
 def one_of_each() -> list[Scheduler]:
-    return [make() for make in SCHEDULERS.values()]
+    """But memory_aware, which asks a solver each time."""
+    return [make() for name, make in SCHEDULERS.items() if name != "memory_aware"]

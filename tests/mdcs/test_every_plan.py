@@ -51,7 +51,7 @@ def planners(seed: int) -> dict[str, StrategyPlanner]:
     return named | {"random": STRATEGIES["random"](seed=seed), "greedy": STRATEGIES["greedy"]()}  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
+@pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"memory_aware"}))  # see test_slot_planner
 @pytest.mark.parametrize("seed", range(12))
 def test_plans_keep_their_budget_their_share_and_their_word(seed: int, scheduler: str) -> None:
     rng = random.Random(seed)

@@ -12,7 +12,7 @@ from mdcs.plan import Strategy
 from mdcs.profile import Optimizer, Profile, Slot, Unit
 from mdcs.strategies.base import InfeasibleBudget, Judge
 from mdcs.strategies.greedy import Greedy, seconds
-from mdcs.strategies.ilp import Ilp, problem
+from mdcs.strategies.ilp import Ilp, memory_rows
 
 KINDS = list(Strategy)
 
@@ -43,10 +43,10 @@ def test_the_tightest_memory_row_of_any_mix_is_its_ledger_peak(seed: int) -> Non
     rng = random.Random(seed)
     profile = chain(rng, rng.randint(1, 5), rng.choice([2, 3]))
     judge = Judge(profile, 10**9, micro_steps=rng.choice([1, 2]))
-    rows = problem(profile, judge)["rows"]
+    rows = memory_rows(profile, judge)
     for _ in range(25):
         mix = [rng.choice(KINDS) for _ in profile.units]
-        slack = min(left - sum(held[u][KINDS.index(k)] for u, k in enumerate(mix)) for held, left in rows)
+        slack = min(left - sum(held[u][k] for u, k in enumerate(mix)) for held, left in rows)
         assert slack == 10**9 - judge.peak(mix)
 
 
@@ -83,7 +83,7 @@ def test_an_unknown_solver_is_refused() -> None:
 
 
 def test_a_solver_that_fails_is_said_and_greedy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdcs.strategies.ilp.sys.executable", "/bin/false")
+    monkeypatch.setattr("mdcs.solver.sys.executable", "/bin/false")
     profile = chain(random.Random(5), 3, 2)
     judge = Judge(profile, int(Judge(profile, None).floor * 1.1))
     mix, outcome = Ilp().solve(profile, judge)
@@ -92,7 +92,7 @@ def test_a_solver_that_fails_is_said_and_greedy_is_used(monkeypatch: pytest.Monk
 
 
 def test_a_solver_that_overruns_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mdcs.strategies.ilp._GRACE_S", -0.999)
+    monkeypatch.setattr("mdcs.solver._GRACE_S", -0.999)
     profile = chain(random.Random(5), 3, 2)
     judge = Judge(profile, int(Judge(profile, None).floor * 1.1))
     mix, outcome = Ilp(seconds=1.0).solve(profile, judge)

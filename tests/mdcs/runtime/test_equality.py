@@ -124,3 +124,10 @@ def test_other_links(two: Ranks, link):
     """A paced link, gloo's own reduce-scatter, one message in flight and four."""
     for result in two.run(compare, Job("tied", steps=8), How("random", "random", seed=5, **link)):
         assert result["bitwise"], result
+
+
+@pytest.mark.parametrize(("strategy", "scheduler"), [("joint", "joint"), ("greedy", "memory_aware")])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_plans_of_a_solver(two: Ranks, strategy, scheduler, micro_steps):
+    for result in two.run(compare, Job("gpt2", micro_steps), How(strategy, scheduler, budget=1.15, bytes=2000)):
+        assert result["bitwise"], result

@@ -25,7 +25,7 @@ from mdcs.agreement import agree, on_rank_zero
 from mdcs.measure.profiler import measure_profile
 from mdcs.profile import Profile
 from mdcs.schedulers import SCHEDULERS, Scheduler
-from mdcs.strategies import STRATEGIES, StrategyPlanner
+from mdcs.strategies import STRATEGIES, JointPlanner, StrategyPlanner
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -220,18 +220,21 @@ class How:
     bytes: int = 4000
 
 
-def strategy_for(how: How) -> StrategyPlanner:
+def strategy_for(how: How) -> StrategyPlanner | JointPlanner:
     if how.strategy == "random":
         return STRATEGIES["random"](seed=how.seed)  # type: ignore[call-arg]
     return STRATEGIES[how.strategy]() if how.strategy in STRATEGIES else STRATEGIES["uniform"](kind=how.strategy)  # type: ignore[call-arg]
 
 
-def scheduler_for(how: How) -> Scheduler:
+def scheduler_for(how: How) -> Scheduler | None:
+    if how.scheduler == "joint":
+        return None
     options: dict[str, Any] = {
         "random": {"seed": how.seed},
         "fusion": {"bucket_bytes": 2 * how.bytes},
         "partitioning": {"block_bytes": how.bytes},
         "priority": {"block_bytes": how.bytes},
+        "memory_aware": {"block_bytes": how.bytes},
     }.get(how.scheduler, {})
     return SCHEDULERS[how.scheduler](**options)
 

@@ -1,0 +1,107 @@
+"""Plans that a solver decides: within the budget, no worse than what they start from, and always with their outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import mdcs
+from mdcs.bounds import bounds_of
+from mdcs.ledger import check
+from mdcs.plan import Plan
+from mdcs.schedulers import SCHEDULERS
+from mdcs.schedulers.memory_aware import MemoryAware
+from mdcs.strategies import InfeasibleBudget, Judge
+from mdcs.strategies.greedy import Greedy
+from mdcs.strategies.joint import Joint
+from mdcs.strategies.uniform import Uniform
+from tests.mdcs.test_every_plan import job
+
+
+def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> float:
+    plans = [
+        mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget, schedule_share=share, **options)  # type: ignore[arg-type]
+        for name in ("priority", "dear", "wfbp", "sequential")
+        for share in (0.0, 0.5)
+    ]
+    return min(plan.prediction.step_s for plan in plans if plan.prediction)
+
+
+@pytest.mark.parametrize(("micro_steps", "cross_iteration"), [(1, True), (2, True), (1, False)])
+@pytest.mark.parametrize("seed", range(3))
+def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps: int, cross_iteration: bool) -> None:
+    profile = job(seed)
+    options = {"micro_steps": micro_steps, "cross_iteration": cross_iteration}
+    budget = int(mdcs.floor_bytes(profile, **options) * 1.15) + 64
+    plan = mdcs.make_plan(profile, Joint(), budget=budget, reserve=64, micro_steps=micro_steps, cross_iteration=cross_iteration)
+    assert plan.budget == budget and plan.prediction is not None and plan.prediction.peak_bytes <= budget
+    check(plan)
+    assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).outcome == plan.outcome
+    assert plan.prediction.step_s <= best_heuristic(profile, budget, reserve=64, **options) * (1 + 1e-9)
+    assert (plan.strategy, plan.scheduler) == ("joint", "joint")
+    assert plan.outcome.startswith(("optimal", "best heuristic"))
+    assert plan.bound_s is not None and plan.bound_s <= plan.prediction.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.6])
+def test_memory_aware_keeps_its_share_and_beats_the_heuristics(share: float | None) -> None:
+    profile = job(4)
+    budget = int(mdcs.floor_bytes(profile) * 1.2)
+    plan = mdcs.make_plan(profile, Greedy(), MemoryAware(), budget=budget, schedule_share=share)
+    assert plan.prediction is not None and plan.prediction.peak_bytes <= (plan.budget or 0) <= budget
+    if share is not None:
+        alone = Judge(profile, None).peak(plan.strategies)
+        assert plan.prediction.peak_bytes - alone <= share * (budget - mdcs.floor_bytes(profile)) + 1
+    for name in ("priority", "dear", "wfbp", "sequential"):
+        other = mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget, schedule_share=share)
+        assert other.prediction is not None and plan.prediction.step_s <= other.prediction.step_s * (1 + 1e-9)
+    assert plan.outcome.startswith("schedule ") and plan.scheduler == "memory_aware"
+
+
+def test_without_a_budget_too() -> None:
+    plan = mdcs.make_plan(job(2), Uniform("fsdp"), MemoryAware())
+    assert plan.budget is None and plan.outcome.startswith(("schedule optimal", "schedule best heuristic"))
+
+
+def test_the_schedule_is_made_of_fused_or_partitioned_messages_of_real_blocks() -> None:
+    profile = dataclasses.replace(job(3), link=dataclasses.replace(job(3).link, block=400))
+    plan = mdcs.make_plan(profile, Uniform("zero1"), MemoryAware())
+    assert max(len(blocks) for blocks in plan.blocks) > 1
+
+
+def test_a_solver_that_gives_nothing_is_said_and_the_best_heuristic_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdcs.solver.sys.executable", "/bin/false")
+    profile = job(1)
+    budget = int(mdcs.floor_bytes(profile) * 1.2)
+    plan = mdcs.make_plan(profile, Joint(), budget=budget)
+    assert plan.outcome.startswith("best heuristic (") and "the solver failed" in plan.outcome
+    assert plan.bound_s is None
+    with pytest.raises(mdcs.PlanError, match="joint: no plan was found: the solver failed"):
+        mdcs.make_plan(profile, Joint(heuristics=False), budget=budget)
+
+
+def test_a_budget_below_the_floor_names_the_floor() -> None:
+    floor = mdcs.floor_bytes(job(0))
+    with pytest.raises(InfeasibleBudget, match=f"the smallest feasible budget is {floor} bytes"):
+        mdcs.make_plan(job(0), Joint(), budget=floor - 1)
+    mdcs.make_plan(job(0), Joint(), budget=floor)
+
+
+def test_joint_takes_no_scheduler_and_no_share() -> None:
+    with pytest.raises(ValueError, match="strategy joint decides the schedule"):
+        mdcs.make_plan(job(0), Joint(), SCHEDULERS["wfbp"]())
+    with pytest.raises(ValueError, match="strategy greedy needs a scheduler"):
+        mdcs.make_plan(job(0), Greedy())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_are_below_every_plan_and_in_order(seed: int) -> None:
+    profile = job(seed)
+    for budget in (None, int(mdcs.floor_bytes(profile) * 1.1)):
+        for name in ("sequential", "priority", "fusion"):
+            plan = mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget)
+            bounds = bounds_of(plan)
+            assert plan.prediction is not None
+            assert plan.prediction.compute_s * (1 - 1e-6) <= bounds.traffic_s <= bounds.structural_s
+            assert bounds.structural_s <= plan.prediction.step_s * (1 + 1e-6)

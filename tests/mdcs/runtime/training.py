@@ -26,6 +26,7 @@ from mdcs.measure.profiler import measure_profile
 from mdcs.profile import Profile
 from mdcs.schedulers import SCHEDULERS, Scheduler
 from mdcs.strategies import STRATEGIES, JointPlanner, StrategyPlanner
+from mdcs.strategies.joint import Joint
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -220,7 +221,12 @@ class How:
     bytes: int = 4000
 
 
+SOLVER_S = 5.0  # the other ranks wait for it, and for no more than their timeout
+
+
 def strategy_for(how: How) -> StrategyPlanner | JointPlanner:
+    if how.strategy == "joint":
+        return Joint(block_bytes=how.bytes, seconds=SOLVER_S)
     if how.strategy == "random":
         return STRATEGIES["random"](seed=how.seed)  # type: ignore[call-arg]
     return STRATEGIES[how.strategy]() if how.strategy in STRATEGIES else STRATEGIES["uniform"](kind=how.strategy)  # type: ignore[call-arg]
@@ -234,7 +240,7 @@ def scheduler_for(how: How) -> Scheduler | None:
         "fusion": {"bucket_bytes": 2 * how.bytes},
         "partitioning": {"block_bytes": how.bytes},
         "priority": {"block_bytes": how.bytes},
-        "memory_aware": {"block_bytes": how.bytes},
+        "memory_aware": {"block_bytes": how.bytes, "seconds": SOLVER_S},
     }.get(how.scheduler, {})
     return SCHEDULERS[how.scheduler](**options)
 

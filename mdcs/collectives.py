@@ -8,7 +8,7 @@ For a message of S bytes (whole, unsharded) on N ranks; *sent* is what the rank 
 | | ring: reduce-scatter and all-gather, each N-1 messages to the next rank | 2 S (N-1)/N | S/N |
 | | reduce_broadcast: to rank 0 along a binomial tree, and back | S ⌈log2 N⌉, by rank 0 | S |
 | reduce-scatter | all_to_all, then each rank sums what it got | S (N-1)/N | S |
-| | native: gloo's is an all-reduce of a copy | 2 S (N-1)/N | S |
+| | native: gloo's is an all-reduce, here in place | 2 S (N-1)/N | - |
 | | ring | S (N-1)/N | S/N |
 | all-gather | broadcast: one from every rank, in place | S (N-1)/N | - |
 | | native: gloo's gathers into a copy | S (N-1)/N | S |
@@ -56,7 +56,7 @@ def _tree(size: int, world: int) -> int:
 _TABLES: dict[str, dict[str, dict[str, tuple[_Bytes, _Bytes]]]] = {  # backend, operation, algorithm: (sent, buffer)
     "gloo": {
         "all_reduce": {"native": (_twice, _none), "ring": (_twice, _part), "reduce_broadcast": (_tree, _whole)},
-        "reduce_scatter": {"all_to_all": (_once, _whole), "native": (_twice, _whole), "ring": (_once, _part)},
+        "reduce_scatter": {"all_to_all": (_once, _whole), "native": (_twice, _none), "ring": (_once, _part)},
         "all_gather": {"broadcast": (_once, _none), "native": (_once, _whole), "ring": (_once, _none)},
     },
     "nccl": {

@@ -69,6 +69,8 @@ class Communicator:
         if self.collectives.reduce_scatter == "all_to_all":
             assert received is not None
             return _one(dist.all_to_all_single(received, buffer, group=self.group, async_op=True))
+        if self.collectives.backend == "gloo":
+            return Running(self._all_reduce_and_keep(buffer, out))
         return _one(dist.reduce_scatter_tensor(out, buffer, group=self.group, async_op=True))
 
     def all_gather(self, buffer: Tensor) -> Running:
@@ -83,6 +85,11 @@ class Communicator:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # renamed in torch 2.13; the old name serves all versions
             return _one(dist.all_gather_into_tensor(buffer, parts[self.rank], group=self.group, async_op=True))
+
+    def _all_reduce_and_keep(self, buffer: Tensor, out: Tensor) -> Steps:
+        """gloo's reduce-scatter without its copy, which lives until some time after the end."""
+        yield [_work(dist.all_reduce(buffer, group=self.group, async_op=True))]
+        out.copy_(buffer.chunk(self.world)[self.rank])
 
     # -- from point to point ------------------------------------------------------------------------------------
 

@@ -93,12 +93,13 @@ class Wire:
                 n = storage.blocks[b] // self.world
                 start = storage.offsets[b] + r * n
                 buffer[where].copy_(storage.gradient[start : start + n])
-        if message.kind.is_gather:
-            running = communicator.all_gather(buffer)
-        elif message.kind is Kind.AR:
-            running = communicator.all_reduce(buffer, transfer.received)
-        else:
-            running = communicator.reduce_scatter(buffer, transfer.received, self._reduced(transfer))
+        with self.meter.tag("staging"):  # a backend may copy
+            if message.kind.is_gather:
+                running = communicator.all_gather(buffer)
+            elif message.kind is Kind.AR:
+                running = communicator.all_reduce(buffer, transfer.received)
+            else:
+                running = communicator.reduce_scatter(buffer, transfer.received, self._reduced(transfer))
         transfer.works = [running]
 
     def land(self, transfer: Transfer) -> None:

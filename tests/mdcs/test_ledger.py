@@ -182,15 +182,15 @@ A, B = (0, 0), (1, 0)
         (AR, (A, B), "ring", 2, 48 + 24),
         (AR, (A, B), "native", 1, 0),
         (RS, (A,), "all_to_all", 2, 32),  # received beside the gradient
-        (RS, (A,), "native", 2, 32),  # gloo's own copy
+        (RS, (A,), "native", 2, 0),  # an all-reduce in place
         (RS, (A,), "ring", 2, 16),
         (RS, (A, B), "all_to_all", 2, 96),  # packed and received
-        (RS, (A, B), "native", 2, 96),
+        (RS, (A, B), "native", 2, 48),
         (RS, (A, B), "all_to_all", 3, 120),  # 9 and 6 elements
         (RS, (A, B), "ring", 3, 60 + 20),
         (RS, (A, B), "all_to_all", 1, 0),  # nothing is sent
         (AG_F, (A,), "broadcast", 2, 0),
-        (AG_F, (A,), "native", 2, 32),
+        (AG_F, (A,), "native", 2, 32),  # gloo's own copy
         (AG_F, (A,), "ring", 2, 0),
         (AG_F, (A, B), "native", 2, 96),
         (AG_F, (A, B), "ring", 2, 48),

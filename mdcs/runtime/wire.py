@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mdcs.collectives import Collectives
 from mdcs.link import Kind
 from mdcs.measure.memory import Meter
 from mdcs.plan import Message, Plan
@@ -48,6 +49,9 @@ class Wire:
         self.rank = storages[0].rank
         self.collectives = plan.profile.collectives
         self._communicator = Communicator(self.collectives, group) if self.world > 1 else None
+        # What is gathered outside of the plan has no buffer reserved, and the default algorithm needs none.
+        default = Collectives.default(self.collectives.backend)
+        self._outside = Communicator(default, group) if self.world > 1 else None
 
     def allocate(self, message: Message) -> Transfer:
         """Staging and gradient shards."""
@@ -143,9 +147,9 @@ class Wire:
         blocks = range(len(storage.blocks))
         for b in blocks:
             storage.place_own(b)
-        if self._communicator is None:
+        if self._outside is None:
             return []
-        return [self._communicator.all_gather(storage.full[storage.region(b)]) for b in blocks]
+        return [self._outside.all_gather(storage.full[storage.region(b)]) for b in blocks]
 
     def _reduced(self, transfer: Transfer) -> Tensor:
         """Reduce-scatter's output: the shard itself, or this rank's part of the packed buffer, in place."""

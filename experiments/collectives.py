@@ -32,11 +32,12 @@ FILE = "collectives.json"
 
 def main() -> int:
     """Measure what the command line asks for and print the table; returns the exit code."""
-    console = Console()
+    console = Console(width=100)
 
     def compare(config: Config, folder: Path) -> str:
         if config.cluster.ranks < 2:
             return "cluster.ranks: must be >= 2 to compare collectives, got 1"
+        config.run.name = config.run.name or "collectives"
         outcome = jobs.run(config, folder, console, plan_only=True, worker="experiments.collectives")
         if outcome.ok:
             rows = json.loads((folder / FILE).read_text(encoding="utf-8"))

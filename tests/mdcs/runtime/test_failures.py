@@ -152,6 +152,9 @@ def start(change: str) -> None:
     if change.startswith("another world") and (rank == 1 or change.endswith("everywhere")):
         made_for = dataclasses.replace(plan.profile, world=4)
         plan = mdcs.make_plan(made_for, mdcs.strategies.Uniform("dp"), mdcs.schedulers.SCHEDULERS["wfbp"]())
+    if change == "another backend":
+        profile = dataclasses.replace(plan.profile, collectives=Collectives.default("nccl"))
+        plan = dataclasses.replace(plan, profile=profile)
     if change == "clipping across iterations":
         clip = 1.0
     if change == "another optimizer":
@@ -182,6 +185,7 @@ def start(change: str) -> None:
             "PlanError",
             ["rank 1 cannot run: the plan is for 4 ranks", "the plan is for 4 ranks, the process group has 2"],
         ),
+        ("another backend", "PlanError", ["the plan is for collectives of nccl, the process group is of gloo"] * 2),
         ("clipping across iterations", "PlanError", ["plan with cross_iteration=False"] * 2),
         ("another optimizer", "ValueError", ["SGD holds 1 state tensors per parameter; the plan was made for adam"] * 2),
         ("an optimizer with state", "ValueError", ["Adam has state already"] * 2),

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from mdcs.link import Kind
 
@@ -107,14 +108,15 @@ class Collectives:
 
     def sent(self, kind: Kind, size: int, world: int) -> int:
         """Bytes that the rank that sends most sends for a message whose whole payload is ``size`` bytes."""
-        return self._bytes(kind)[0](size, world)
+        return self._bytes[kind][0](size, world)
 
     def buffer(self, kind: Kind, size: int, world: int) -> int:
         """Bytes (or elements, for a ``size`` in elements) that the algorithm needs beside the message, on every rank.
 
         The backend allocates those of a native algorithm, in its own threads.
         """
-        return self._bytes(kind)[1](size, world) if world > 1 else 0
+        return self._bytes[kind][1](size, world) if world > 1 else 0
 
-    def _bytes(self, kind: Kind) -> tuple[_Bytes, _Bytes]:
-        return _TABLES[self.backend][OPERATION[kind]][self.of(kind)]
+    @cached_property
+    def _bytes(self) -> dict[Kind, tuple[_Bytes, _Bytes]]:  # planners look it up all the time
+        return {kind: _TABLES[self.backend][operation][self.of(kind)] for kind, operation in OPERATION.items()}

@@ -23,6 +23,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mdcs.collectives import ALGORITHMS
 from mdcs.profile import Profile
 from mdcs.solver import SOLVERS
 
@@ -204,6 +205,28 @@ class LinkConfig:
 
 
 @dataclass
+class CollectivesConfig:
+    """Which algorithm carries messages; auto: the fastest measured, on an emulated link the default.
+
+    The algorithms are explained in mdcs/collectives.py.
+    """
+
+    all_reduce: str = _option(
+        "auto", "default native", choices=("auto", *ALGORITHMS["gloo"]["all_reduce"])
+    )
+    reduce_scatter: str = _option(
+        "auto", "default all_to_all, then a local sum", choices=("auto", *ALGORITHMS["gloo"]["reduce_scatter"])
+    )
+    all_gather: str = _option(
+        "auto", "default broadcast, one from each rank", choices=("auto", *ALGORITHMS["gloo"]["all_gather"])
+    )
+
+    def named(self) -> dict[str, str]:
+        """Algorithms by operation, of those that are not auto."""
+        return {operation: name for operation, name in dataclasses.asdict(self).items() if name != "auto"}
+
+
+@dataclass
 class ClusterConfig:
     ranks: int = _option(2, "processes", at_least=1)
     threads: int | None = _option(None, "threads that compute, per rank; null: cores // ranks", at_least=1)
@@ -265,6 +288,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
+    collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -402,6 +426,10 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("optimizer.foreach", "and optimizer.fused exclude each other, got both")
     if config.cluster.backend == "nccl" and config.cluster.device != "cuda":
         raise ConfigError("cluster.backend", f"nccl needs cluster.device=cuda, got {config.cluster.device}")
+    if config.cluster.device == "cuda":
+        for operation, name in config.collectives.named().items():
+            if name != "native":
+                raise ConfigError(f"collectives.{operation}", f"must be native with cluster.device=cuda, got {name}")
     if model.width is not None and model.heads is not None and model.width % model.heads:
         raise ConfigError("model.heads", f"must divide model.width={model.width}, got {model.heads}")
     reads_text = model.name in TRANSFORMERS
@@ -455,6 +483,11 @@ def _check_profile(config: Config, path: Path) -> None:
             raise ConfigError("profile", f"{was}; this job has {value or 'none'}")
     if profile.link.emulated and config.link.name == "real":
         raise ConfigError("profile", f"{path} has not measured the link: it was emulated; add link=emulated")
+    if config.link.name == "real":
+        for operation, name in config.collectives.named().items():
+            measured = getattr(profile.collectives, operation)
+            if name != measured:
+                raise ConfigError(f"collectives.{operation}", f"{path} was measured with {measured}, got {name}")
 
 
 def _default(leaf: dataclasses.Field[Any]) -> Any:

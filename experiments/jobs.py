@@ -159,7 +159,7 @@ def _name(config: Config) -> str:
 
 def _profile_key(config: Config) -> str:
     whole = dataclasses.asdict(config)
-    parts = {group: whole[group] for group in ("model", "data", "optimizer", "link", "cluster", "run")}
+    parts = {group: whole[group] for group in ("model", "data", "optimizer", "link", "collectives", "cluster", "run")}
     for irrelevant in ("name", "sweep", "steps", "warmup_steps", "eval_every"):
         parts["run"].pop(irrelevant)
     return json.dumps(parts, sort_keys=True)

@@ -54,7 +54,7 @@ def units_table(plan: Plan) -> Table:
     """
     table = Table(
         title=f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {plan.world} ranks,"
-        f" {len(plan.messages)} messages",
+        f" {len(plan.messages)} messages\ncollectives: {plan.profile.collectives}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )

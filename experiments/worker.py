@@ -29,6 +29,7 @@ from experiments.config import Config, load, measured_for
 from experiments.tracking import METRICS, JsonLines
 from launch import status
 from mdcs.agreement import agree, on_rank_zero
+from mdcs.collectives import Collectives
 from mdcs.measure.link import measure_link
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 from mdcs.planner import extra_communication_s, sent_bytes
@@ -51,6 +52,7 @@ def main(folder: Path, plan_only: bool) -> None:
     status.set(phase="profiling")
     profile = job.profile(config)
     status.set(phase="planning")
+    print(f"collectives: {profile.collectives}", flush=True)
     floor = mdcs.floor_bytes(profile, **job.planning)
     plan = on_rank_zero(lambda: make_plan(config, profile, floor, job.planning))
     if rank == 0:
@@ -115,22 +117,25 @@ class Job:
 
     def profile(self, config: Config) -> mdcs.Profile:
         """The profile named by the config, or one measured now on all ranks at once."""
-        depth, emulated = config.link.depth, None
+        depth, named, emulated = config.link.depth, config.collectives.named(), None
+        collectives = dataclasses.replace(Collectives.default(config.cluster.resolved_backend()), **named)
         if config.link.name == "emulated":
             assert config.link.rate_gbit is not None and config.link.latency_us is not None
             emulated = mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, depth, emulated=True)
         if config.profile is not None:
             known = mdcs.Profile.from_json(Path(config.profile).read_text(encoding="utf-8"))
-            link = emulated or dataclasses.replace(known.link, depth=depth)  # an emulated link is what the config says
-            return dataclasses.replace(known, link=link)
-        link = emulated or measure_link(self.device, depth=depth)
+            if emulated:  # is what the config says, whatever was measured
+                return dataclasses.replace(known, link=emulated, collectives=collectives)
+            return dataclasses.replace(known, link=dataclasses.replace(known.link, depth=depth))
+        link = emulated
+        if link is None:
+            link, collectives = measure_link(self.device, depth=depth, wanted=named)
         batches = self.batches()
         dist.barrier()
         profile = mdcs.measure_profile(
             self.model, self.units, lambda: self.loss(next(batches)), self.optimizer, world=self.world, link=link,
             iterations=config.run.profile_iterations,
-            reduce_scatter="native" if config.cluster.resolved_backend() == "nccl" else "all_to_all",
-            about=about(config),
+            collectives=collectives, about=about(config),
         )  # fmt: skip
         return agree(profile)
 
@@ -329,8 +334,9 @@ def start_event(config: Config, plan: mdcs.Plan, floor: int) -> dict[str, Any]:
     return {
         "event": "start", "time": time.time(), "emulated": plan.profile.link.emulated, "plan_hash": plan.hash,
         "sweep": config.run.sweep, "name": config.run.name, "world": plan.world, "strategy": plan.strategy,
-        "scheduler": plan.scheduler, "model": config.model.name, "budget_bytes": budget_bytes(config, floor),
-        "admission_bytes": plan.budget, "schedule_share": config.budget.schedule_share, "floor_bytes": floor,
+        "scheduler": plan.scheduler, "collectives": str(plan.profile.collectives), "model": config.model.name,
+        "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget,
+        "schedule_share": config.budget.schedule_share, "floor_bytes": floor,
         "cross_iteration": plan.cross_iteration, "outcome": plan.outcome, "bound_s": plan.bound_s,
         "predicted": predicted,
     }  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mdcs.collectives import Collectives
 from mdcs.link import Kind, Link
 from mdcs.plan import Message, Plan, PlanError, Strategy
 from mdcs.planner import floor_bytes, make_plan
@@ -42,7 +43,7 @@ _LAZY = {
 
 __version__ = "0.1.0"
 __all__ = [
-    "ByClass", "ByLeaf", "BySize", "InfeasibleBudget", "Kind", "Link", "Message", "ModelUnit", "Parallel", "Plan",
+    "ByClass", "ByLeaf", "BySize", "Collectives", "InfeasibleBudget", "Kind", "Link", "Message", "ModelUnit", "Parallel", "Plan",
     "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan", "floor_bytes", "make_plan",
     "measure_profile", "merge_shards", "parallelize", "partition", "replay",
 ]  # fmt: skip

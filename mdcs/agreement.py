@@ -46,11 +46,8 @@ def autoplan(
         raise ValueError(f"unknown scheduler {scheduler!r}: {', '.join(sorted(SCHEDULERS))}")
     planner = STRATEGIES[strategy]() if strategy in STRATEGIES else Uniform(strategy)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    native = world > 1 and dist.get_backend() == "nccl"
-    link = measure_link(units[0].parameters[0][1].device)
-    profile = measure_profile(
-        model, units, step, optimizer, world=world, link=link, reduce_scatter="native" if native else "all_to_all"
-    )
+    link, collectives = measure_link(units[0].parameters[0][1].device)
+    profile = measure_profile(model, units, step, optimizer, world=world, link=link, collectives=collectives)
     profile = agree(profile)
     if budget is not None and not any(slot.peak for slot in profile.slots):
         warnings.warn(

@@ -194,14 +194,12 @@ class Ledger:
     def staging(self, message: Message) -> int:
         """Bytes of the buffers of a message whose collective is not zero-copy.
 
-        One block is gathered and all-reduced in place; an all-to-all reduce-scatter receives into a buffer as
-        large as its input; a fused message is packed (a fused gather in place, in one buffer).
+        A fused message is packed into one; what an algorithm needs beside that is in :mod:`mdcs.collectives`.
         """
-        plan, fused = self.plan, len(message.parts) > 1
-        exchanged = message.kind is Kind.RS and plan.profile.reduce_scatter == "all_to_all"
-        if plan.world == 1 or not (fused or exchanged):
-            return 0
-        return plan.payload(message) * (int(fused) + int(exchanged))
+        plan = self.plan
+        size = plan.payload(message)
+        packed = size if plan.world > 1 and len(message.parts) > 1 else 0
+        return packed + plan.profile.collectives.buffer(message.kind, size, plan.world)
 
     def _messages(self) -> list[MessageBytes]:
         plan, g = self.plan, self.plan.profile.grad_bytes

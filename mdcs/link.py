@@ -32,17 +32,6 @@ class Kind(str, Enum):
         return self.value
 
 
-def wire_bytes(kind: Kind, size: int, world: int, reduce_scatter: str = "all_to_all") -> int:
-    """Bytes one rank sends for a message whose full (unsharded) payload is ``size`` bytes.
-
-    All-gather and all-to-all reduce-scatter send (N-1)/N of it; all-reduce, and gloo's own reduce-scatter,
-    which is an all-reduce, send twice that.
-    """
-    once = size * (world - 1) // world
-    twice = kind is Kind.AR or (kind is Kind.RS and reduce_scatter == "native")
-    return 2 * once if twice else once
-
-
 @dataclass(frozen=True)
 class Link:
     """α (seconds per message) and β (seconds per wire byte) per kind, and the in-flight ``depth``.

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from mdcs.link import Kind, wire_bytes
+from mdcs.link import Kind
 from mdcs.profile import Profile
 
 SCHEMA = 1
@@ -249,7 +249,7 @@ class Plan:
 
     def wire(self, message: Message) -> int:
         """Bytes that one rank sends."""
-        return wire_bytes(message.kind, self.payload(message), self.world, self.profile.reduce_scatter)
+        return self.profile.wire(message.kind, self.payload(message))
 
     def need(self, message: Message) -> int | None:
         """The slot (unrolled) that cannot start before the message is done; None if it is no gather."""

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 
 from mdcs.ledger import check
-from mdcs.link import Kind, wire_bytes
+from mdcs.link import Kind
 from mdcs.plan import Plan, Strategy, pad
 from mdcs.profile import Profile
 from mdcs.schedulers import Scheduler
@@ -104,7 +104,7 @@ def _choose(strategy: StrategyPlanner, profile: Profile, judge: Judge) -> tuple[
 def extra_communication_s(profile: Profile, sent: dict[str, int]) -> float:
     """(bytes sent - bytes of all-dp) · β of one iteration; ``sent`` is wire bytes by kind."""
     all_dp = sum(
-        wire_bytes(Kind.AR, pad(u.numel, profile.world) * profile.grad_bytes, profile.world)
+        profile.wire(Kind.AR, pad(u.numel, profile.world) * profile.grad_bytes)
         for u in profile.units
         if u.trainable
     )

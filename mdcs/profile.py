@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mdcs.link import Link
+from mdcs.collectives import Collectives
+from mdcs.link import Kind, Link
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Profile:
     """What was measured of (model, batch, device, world).
 
     ``slots`` are those of one micro-step in executed order: all forward slots, then all backward slots.
-    ``reduce_scatter`` names the algorithm on the wire: ``all_to_all`` (plus a local sum) or ``native``.
+    ``collectives`` are the algorithms that the link was measured with, and that carry the messages.
     ``interference`` is how much slower computing is while a message is in flight (0.2 = 20 %).
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
     ``about`` says what was measured (model, device, versions): free text for people and for file names.
@@ -101,19 +102,16 @@ class Profile:
     optimizer: Optimizer = Optimizer()
     param_bytes: int = 4
     grad_bytes: int = 4
-    reduce_scatter: str = "all_to_all"
+    collectives: Collectives = Collectives()
     interference: float = 0.0
     copy_seconds_per_byte: float = 0.0
     about: dict[str, str] = field(default_factory=dict, hash=False)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"profile schema {self.schema} is not the supported {SCHEMA}")
+        _check_schema(self.schema)
         if self.world < 1:
             raise ValueError(f"world must be >= 1, got {self.world}")
-        if self.reduce_scatter not in ("all_to_all", "native"):
-            raise ValueError(f"reduce_scatter must be all_to_all or native, got {self.reduce_scatter!r}")
         if self.interference < 0:
             raise ValueError(f"interference must be >= 0, got {self.interference}")
         phases = "".join(s.phase for s in self.slots)
@@ -135,6 +133,10 @@ class Profile:
     def backward_slots(self) -> int:
         return len(self.slots) - self.forward_slots
 
+    def wire(self, kind: Kind, size: int) -> int:
+        """Bytes that one rank sends for a message whose whole payload is ``size`` bytes."""
+        return self.collectives.sent(kind, size, self.world)
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
@@ -142,6 +144,7 @@ class Profile:
     def from_dict(cls, data: dict[str, Any]) -> Profile:
         """Inverse of ``dataclasses.asdict``; raises ValueError on an unknown schema or a missing field."""
         try:
+            _check_schema(data["schema"])  # before a field that another schema does not have is missed
             return cls(
                 units=tuple(
                     Unit(
@@ -156,10 +159,11 @@ class Profile:
                 slots=tuple(Slot(**s) for s in data["slots"]),
                 link=Link.from_dict(data["link"]),
                 optimizer=Optimizer(**data["optimizer"]),
+                collectives=Collectives(**data["collectives"]),
                 **{
                     k: data[k]
                     for k in (
-                        "world", "param_bytes", "grad_bytes", "reduce_scatter", "interference",
+                        "world", "param_bytes", "grad_bytes", "interference",
                         "copy_seconds_per_byte", "about", "schema",
                     )
                 },
@@ -170,3 +174,8 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Profile:
         return cls.from_dict(json.loads(text))
+
+
+def _check_schema(schema: int) -> None:
+    if schema != SCHEMA:
+        raise ValueError(f"profile schema {schema} is not the supported {SCHEMA}")

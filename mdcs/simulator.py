@@ -102,7 +102,7 @@ class _Costs:
         self.transfer = [beta[m.kind] * plan.wire(m) for m in plan.messages]
         self.copy: list[float] = []
         self.update: list[float] = []
-        summed = profile.reduce_scatter == "all_to_all"
+        summed = profile.collectives.reduce_scatter == "all_to_all"
         at_barrier, last_reduction = 0.0, -1
         for i, m in enumerate(plan.messages):
             passes = int(summed and m.kind is Kind.RS) + 2 * int(len(m.parts) > 1)

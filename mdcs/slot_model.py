@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mdcs.ledger import Ledger
-from mdcs.link import Kind, wire_bytes
+from mdcs.link import Kind
 from mdcs.plan import Op, Plan, Strategy
 from mdcs.schedulers.mix import Mix
 from mdcs.schedulers.sequential import Sequential
@@ -142,7 +142,7 @@ class SlotModel:
 
     def _seconds(self, op: Op) -> float:
         link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
-        wire = wire_bytes(op.kind, size, self.profile.world, self.profile.reduce_scatter)
+        wire = self.profile.wire(op.kind, size)
         return link.beta_of(op.kind) * wire + self._latency(op)
 
     def _latency(self, op: Op) -> float:

@@ -43,6 +43,7 @@ _SOURCE = Path(__file__).with_name("shim.c")
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 _LIBRARIES = ("-ldl",)  # part of libc since glibc 2.34, a library of its own before
 _SHIM_TAGS = 16
+_BACKEND_THREADS = b"pt_gloo_runloop"  # where gloo's native collectives copy, to buffers of their own
 _TAGGED = [name for name in CATEGORIES if name != UNTAGGED]
 _TAGS = {UNTAGGED: 0} | {name: tag for tag, name in enumerate(_TAGGED, start=1)}
 assert len(_TAGS) <= _SHIM_TAGS, "the shim counts 16 tags"
@@ -123,6 +124,8 @@ class ShimMeter:
         self._snapshot = _function(shim, "mdcs_snapshot", None, ctypes.POINTER(ctypes.c_int64))
         self._window = _function(shim, "mdcs_window", None, ctypes.POINTER(ctypes.c_int64))
         self._reset_peaks = _function(shim, "mdcs_reset_peaks", None)
+        tag_threads = _function(shim, "mdcs_tag_threads", ctypes.c_bool, ctypes.c_char_p, ctypes.c_int)
+        tag_threads(_BACKEND_THREADS, _TAGS["staging"])
 
     def tag(self, category: str) -> AbstractContextManager[object]:
         return _Tagged(self._set_tag, _TAGS[category])

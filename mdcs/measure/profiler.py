@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from mdcs.collectives import Collectives
 from mdcs.hooks import Hooks
 from mdcs.link import Link
 from mdcs.measure.memory import UNTAGGED, Meter, current_meter
@@ -33,7 +34,7 @@ def measure_profile(
     link: Link,
     iterations: int = 3,
     warmup: int = 1,
-    reduce_scatter: str = "all_to_all",
+    collectives: Collectives | None = None,
     about: dict[str, str] | None = None,
 ) -> Profile:
     """Run ``step`` (forward, returns the loss) and its backward ``warmup + iterations`` times.
@@ -76,7 +77,7 @@ def measure_profile(
         optimizer=optimizer_costs(optimizer, weight, meter),
         param_bytes=weight.element_size(),
         grad_bytes=weight.element_size(),
-        reduce_scatter=reduce_scatter,
+        collectives=collectives or Collectives(),
         copy_seconds_per_byte=_copy_seconds_per_byte(weight),
         about=about or {},
     )

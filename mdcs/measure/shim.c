@@ -62,6 +62,22 @@ static struct bytes window;  /* peaks since the last mdcs_window */
 static struct bytes at_peak; /* live bytes when peak.total was last reached */
 PER_THREAD int current_tag;
 
+/* Threads of others, known by their name, in which nobody calls mdcs_set_tag: what they allocate has this tag. */
+static char others_name[16];
+static _Atomic int others_tag;
+PER_THREAD enum { UNKNOWN, OURS, OTHERS } owner;
+
+static int tag_of_thread(void) {
+    int tag = current_tag ? 0 : atomic_load_explicit(&others_tag, memory_order_acquire);
+    if (tag == 0) return current_tag;
+    if (owner == UNKNOWN) {
+        char name[sizeof others_name] = "";
+        pthread_getname_np(pthread_self(), name, sizeof name);
+        owner = strcmp(name, others_name) == 0 ? OTHERS : OURS;
+    }
+    return owner == OTHERS ? tag : current_tag;
+}
+
 static void raise_to(int64_t *highest, int64_t value) {
     if (value > *highest) *highest = value;
 }
@@ -214,7 +230,7 @@ __attribute__((constructor)) static void start(void) {
 EXPORT int posix_memalign(void **pointer, size_t alignment, size_t bytes) {
     if (!next_posix_memalign && !resolve()) return ENOMEM;
     int error = next_posix_memalign(pointer, alignment, bytes);
-    if (error == 0 && alignment == ALIGNMENT && *pointer && !track(*pointer, (int64_t)bytes, current_tag)) {
+    if (error == 0 && alignment == ALIGNMENT && *pointer && !track(*pointer, (int64_t)bytes, tag_of_thread())) {
         next_free(*pointer);
         return ENOMEM;
     }
@@ -260,6 +276,15 @@ EXPORT int mdcs_set_tag(int tag) {
     if (!valid(tag)) return -1;
     current_tag = tag;
     return previous;
+}
+
+/* Tags what threads of that name (at most 15 characters) allocate, unless they set a tag themselves. One name per
+ * process; false (and nothing changes) for a wrong tag. */
+EXPORT bool mdcs_tag_threads(const char *name, int tag) {
+    if (!valid(tag)) return false;
+    strncpy(others_name, name, sizeof others_name - 1);
+    atomic_store_explicit(&others_tag, tag, memory_order_release);
+    return true;
 }
 
 /* Moves a live block to another tag; returns its bytes, or -1 for an unknown block or a wrong tag.

@@ -24,6 +24,7 @@ from mdcs.measure.timeline import Interval
 from mdcs.plan import Plan, PlanError
 from mdcs.runtime import state
 from mdcs.runtime.account import Account
+from mdcs.runtime.collectives import backend_of
 from mdcs.runtime.dispatcher import Dispatcher, RunError
 from mdcs.runtime.executor import executor_for
 from mdcs.runtime.pacing import Pacer
@@ -79,7 +80,7 @@ class Parallel:
         ordered: list[list[tuple[str, nn.Parameter]]] = []
         problem: ValueError | None = None
         try:
-            _fits_job(plan, world, clip_norm, optimizer)
+            _fits_job(plan, world, backend_of(group), clip_norm, optimizer)
             check(plan)
             ordered = _match(plan, units, groups)
         except ValueError as e:
@@ -343,9 +344,14 @@ def _refuse_closed(module: nn.Module, args: Any) -> None:
     )
 
 
-def _fits_job(plan: Plan, world: int, clip_norm: float | None, optimizer: torch.optim.Optimizer) -> None:
+def _fits_job(
+    plan: Plan, world: int, backend: str, clip_norm: float | None, optimizer: torch.optim.Optimizer
+) -> None:
     if world != plan.world:
         raise PlanError(f"the plan is for {plan.world} ranks, the process group has {world}")
+    planned_backend = plan.profile.collectives.backend
+    if world > 1 and backend != planned_backend:
+        raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}")
     if clip_norm is not None and plan.cross_iteration:
         raise PlanError("clipping the global norm needs all gradients first: plan with cross_iteration=False")
     if clip_norm is not None and clip_norm <= 0:

@@ -10,11 +10,17 @@ messages queued behind the one it needs.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+
+
+class Waitable(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> object: ...
 
 
 class Executor(Protocol):
@@ -30,7 +36,7 @@ class Executor(Protocol):
         """Make the communication stream wait for a point of compute."""
         ...
 
-    def finish(self, works: list[dist.Work]) -> None:
+    def finish(self, works: Sequence[Waitable]) -> None:
         """Block this thread until the collectives, and all queued on the communication stream, are done."""
         ...
 
@@ -53,7 +59,7 @@ class CpuExecutor:
     def after(self, mark: None) -> None:
         pass
 
-    def finish(self, works: list[dist.Work]) -> None:
+    def finish(self, works: Sequence[Waitable]) -> None:
         for work in works:
             work.wait()
 
@@ -84,7 +90,7 @@ class CudaExecutor:
     def after(self, mark: torch.cuda.Event) -> None:
         self.stream.wait_event(mark)
 
-    def finish(self, works: list[dist.Work]) -> None:
+    def finish(self, works: Sequence[Waitable]) -> None:
         with torch.cuda.stream(self.stream):
             for work in works:
                 work.wait()

@@ -1,4 +1,4 @@
-"""One message on the wire: pack, launch the collective, unpack. Zero-copy for a message of one block.
+"""One message on the wire: pack, launch the collective, unpack. A message of one block is not packed.
 
 Layout of a staged (fused) buffer: rank by rank, and within a rank's part the message's parts in order, so that
 one collective serves all of them.
@@ -6,28 +6,32 @@ one collective serves all of them.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mdcs.collectives import Collectives
 from mdcs.link import Kind
 from mdcs.measure.memory import Meter
 from mdcs.plan import Message, Plan
+from mdcs.runtime.collectives import Communicator, Running
 from mdcs.runtime.storage import UnitStorage
 
 
 @dataclass
 class Transfer:
-    """Buffers and works of a message in flight. ``shards`` are the reduced gradients, per part."""
+    """Buffers and works of a message in flight. ``shards`` are the reduced gradients, per part.
+
+    ``sent`` is the packed message, if it is packed, ``received`` the algorithm's own buffer, if it has one.
+    """
 
     message: Message
     sent: Tensor | None = None
     received: Tensor | None = None
     shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[Running] = field(default_factory=list)
 
     def free_staging(self) -> None:
         for buffer in (self.sent, self.received):
@@ -43,21 +47,23 @@ class Wire:
         self.plan, self.storages, self.group, self.meter = plan, storages, group, meter
         self.world = plan.world
         self.rank = storages[0].rank
-        self.native = plan.profile.reduce_scatter == "native"
-        self.gloo = self.world > 1 and dist.get_backend(group) == "gloo"
+        self.collectives = plan.profile.collectives
+        self._communicator = Communicator(self.collectives, group) if self.world > 1 else None
+        # What is gathered outside of the plan has no buffer reserved, and the default algorithm needs none.
+        default = Collectives.default(self.collectives.backend)
+        self._outside = Communicator(default, group) if self.world > 1 else None
 
     def allocate(self, message: Message) -> Transfer:
         """Staging and gradient shards."""
         transfer = Transfer(message)
         first = self.storages[message.parts[0][0]].full
         elements = self.plan.elements(message)
-        fused = len(message.parts) > 1
         with self.meter.tag("staging"):
-            if self.world > 1:
-                if fused:
-                    transfer.sent = torch.empty(elements, dtype=first.dtype, device=first.device)
-                if message.kind is Kind.RS and not self.native:
-                    transfer.received = torch.empty(elements, dtype=first.dtype, device=first.device)
+            if self.world > 1 and len(message.parts) > 1:
+                transfer.sent = torch.empty(elements, dtype=first.dtype, device=first.device)
+            more = self.collectives.buffer(message.kind, elements, self.world)
+            if more and self.collectives.of(message.kind) != "native":
+                transfer.received = torch.empty(more, dtype=first.dtype, device=first.device)
         if message.kind is Kind.RS:
             with self.meter.tag("gradient_shards"):
                 for part in message.parts:
@@ -66,43 +72,39 @@ class Wire:
         return transfer
 
     def launch(self, transfer: Transfer) -> None:
-        """Pack and start the collectives, without waiting for them."""
-        message = transfer.message
+        """Pack and start the collective, without waiting for it."""
+        message, communicator = transfer.message, self._communicator
         if message.kind.is_gather:
             for u, b in message.parts:
                 self.storages[u].place_own(b)
-        if self.world == 1:
+        if communicator is None:
             return
-        if message.kind.is_gather:
-            buffer = transfer.sent if transfer.sent is not None else self._only(message, "full")
-            if transfer.sent is not None:
-                for u, b, _, where in self._pieces(message, only=self.rank):
-                    buffer[where].copy_(self.storages[u].full[self.storages[u].own(b)])
-            self._gather(buffer, transfer)
+        buffer = transfer.sent
+        if buffer is None:
+            buffer = self._only(message, "full" if message.kind.is_gather else "gradient")
+        elif message.kind.is_gather:
+            for u, b, _, where in self._pieces(message, only=self.rank):
+                buffer[where].copy_(self.storages[u].full[self.storages[u].own(b)])
         elif message.kind is Kind.AR:
-            buffer = transfer.sent if transfer.sent is not None else self._only(message, "gradient")
-            if transfer.sent is not None:
-                start = 0
-                for u, b in message.parts:
-                    n = self._size((u, b))
-                    buffer[start : start + n].copy_(self.storages[u].gradient[self.storages[u].region(b)])
-                    start += n
-            transfer.works = [self._work(dist.all_reduce(buffer, group=self.group, async_op=True))]
+            start = 0
+            for u, b in message.parts:
+                n = self._size((u, b))
+                buffer[start : start + n].copy_(self.storages[u].gradient[self.storages[u].region(b)])
+                start += n
         else:
-            buffer = transfer.sent if transfer.sent is not None else self._only(message, "gradient")
-            if transfer.sent is not None:
-                for u, b, r, where in self._pieces(message):
-                    storage = self.storages[u]
-                    n = storage.blocks[b] // self.world
-                    start = storage.offsets[b] + r * n
-                    buffer[where].copy_(storage.gradient[start : start + n])
-            if self.native:
-                out = self._native_output(transfer)
-                work = dist.reduce_scatter_tensor(out, buffer, group=self.group, async_op=True)
+            for u, b, r, where in self._pieces(message):
+                storage = self.storages[u]
+                n = storage.blocks[b] // self.world
+                start = storage.offsets[b] + r * n
+                buffer[where].copy_(storage.gradient[start : start + n])
+        with self.meter.tag("staging"):  # a backend may copy
+            if message.kind.is_gather:
+                running = communicator.all_gather(buffer)
+            elif message.kind is Kind.AR:
+                running = communicator.all_reduce(buffer, transfer.received)
             else:
-                assert transfer.received is not None
-                work = dist.all_to_all_single(transfer.received, buffer, group=self.group, async_op=True)
-            transfer.works = [self._work(work)]
+                running = communicator.reduce_scatter(buffer, transfer.received, self._reduced(transfer))
+        transfer.works = [running]
 
     def land(self, transfer: Transfer) -> None:
         """Unpack or sum what has arrived; the staging buffers are then done with."""
@@ -110,7 +112,7 @@ class Wire:
         if self.world == 1:
             for (u, b), shard in transfer.shards.items():
                 shard.copy_(self.storages[u].gradient[self.storages[u].region(b)])
-        elif message.kind is Kind.RS and not self.native:
+        elif message.kind is Kind.RS and self.collectives.reduce_scatter == "all_to_all":
             assert transfer.received is not None
             by_rank = transfer.received.view(self.world, -1)
             start = 0
@@ -121,7 +123,7 @@ class Wire:
                 start += n
         elif transfer.sent is not None and message.kind is Kind.RS:
             start = 0
-            out = self._native_output(transfer)
+            out = self._reduced(transfer)
             for shard in transfer.shards.values():
                 shard.copy_(out[start : start + shard.numel()])
                 start += shard.numel()
@@ -139,29 +141,17 @@ class Wire:
                 storage.full[start : start + n].copy_(transfer.sent[where])
         transfer.works = []
 
-    def gather_now(self, unit: int) -> list[dist.Work]:
+    def gather_now(self, unit: int) -> list[Running]:
         """Gather a whole unit in place, outside the plan; its full buffer must be allocated."""
         storage = self.storages[unit]
-        transfer = Transfer(Message(Kind.AG_F, ((unit, 0),), 0))
-        for b in range(len(storage.blocks)):
+        blocks = range(len(storage.blocks))
+        for b in blocks:
             storage.place_own(b)
-            if self.world > 1:
-                self._gather(storage.full[storage.region(b)], transfer)
-        return transfer.works
+        if self._outside is None:
+            return []
+        return [self._outside.all_gather(storage.full[storage.region(b)]) for b in blocks]
 
-    def _gather(self, buffer: Tensor, transfer: Transfer) -> None:
-        parts = list(buffer.chunk(self.world))
-        if self.gloo:
-            # gloo's all-gather copies through buffers of its own, as large as the output; broadcasts do not.
-            for r, part in enumerate(parts):
-                transfer.works.append(self._work(dist.broadcast(part, group_src=r, group=self.group, async_op=True)))
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # renamed in torch 2.13; the old name serves all versions
-            work = dist.all_gather_into_tensor(buffer, parts[self.rank], group=self.group, async_op=True)
-        transfer.works.append(self._work(work))
-
-    def _native_output(self, transfer: Transfer) -> Tensor:
+    def _reduced(self, transfer: Transfer) -> Tensor:
         """Reduce-scatter's output: the shard itself, or this rank's part of the packed buffer, in place."""
         if transfer.sent is None:
             return next(iter(transfer.shards.values()))
@@ -185,8 +175,3 @@ class Wire:
                     out.append((u, b, r, slice(start, start + n)))
                 start += n
         return out
-
-    @staticmethod
-    def _work(work: dist.Work | None) -> dist.Work:
-        assert work is not None, "asynchronous collectives return their work"
-        return work

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mdcs.link import Kind, wire_bytes
+from mdcs.link import Kind
 from mdcs.plan import Op, Plan
 from mdcs.schedulers.mix import Draft, Mix
 from mdcs.schedulers.wfbp import in_ready_order, ready_slot
@@ -91,7 +91,7 @@ def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
         clock.append(clock[-1] + mix.profile.slots[mix.period.slots[k % length].place].seconds)
     ops = stream[::-1] if kind.is_gather else stream
     ready = [-clock[mix.window(op)[1]] if kind.is_gather else clock[mix.window(op)[0]] for op in ops]
-    wire = [wire_bytes(kind, mix.payload(op), mix.profile.world, mix.profile.reduce_scatter) for op in ops]
+    wire = [mix.profile.wire(kind, mix.payload(op)) for op in ops]
     best: list[tuple[float, int]] = [(min(ready), 0)]
     for j in range(1, len(ops) + 1):
         choices = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from mdcs.link import Kind, wire_bytes
+from mdcs.link import Kind
 from mdcs.plan import Op, Plan
 from mdcs.schedulers.mix import Draft, Mix
 
@@ -136,7 +136,7 @@ class _Link:
         *_, block, op, p = heapq.heappop(self._ready)
         elements, profile, opt = self.blocks[op.unit][block], self.mix.profile, self.mix.profile.optimizer
         width = profile.param_bytes if op.kind.is_gather else profile.grad_bytes
-        wire = wire_bytes(op.kind, elements * width, profile.world, profile.reduce_scatter)
+        wire = profile.wire(op.kind, elements * width)
         link = profile.link
         alpha = link.alpha_of(op.kind) if link.depth == 1 else 0.0  # hidden behind the message before it
         self._began, self._free = begin, begin + alpha + link.beta_of(op.kind) * wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mdcs.link import Kind, wire_bytes
+from mdcs.link import Kind
 from mdcs.plan import Strategy, pad
 from mdcs.profile import Profile
 from mdcs.strategies.base import Judge
@@ -50,10 +50,10 @@ def seconds(profile: Profile, unit: int, strategy: Strategy, micro_steps: int = 
     time = 0.0
     for kind in strategy.kinds(u.trainable, u.backward is not None):
         size = total * (profile.param_bytes if kind.is_gather else profile.grad_bytes)
-        wire = wire_bytes(kind, size, profile.world, profile.reduce_scatter)
+        wire = profile.wire(kind, size)
         times = micro_steps if kind.is_gather and strategy.sharded else 1
         time += times * (link.alpha_of(kind) + link.beta_of(kind) * wire)
-        if kind is Kind.RS and profile.reduce_scatter == "all_to_all":
+        if kind is Kind.RS and profile.collectives.reduce_scatter == "all_to_all":
             time += profile.copy_seconds_per_byte * size  # the local sum
         if not kind.is_gather:
             share = 1 if kind is Kind.AR else profile.world

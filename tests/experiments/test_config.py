@@ -86,6 +86,21 @@ WRONG = {
     "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",
     "link=emulated link.latency_us=-1": "link.latency_us: must be >= 0, got -1",
     "link.depth=0": "link.depth: must be >= 1, got 0",
+    "collectives=tree": (
+        "collectives: no such option tree; options: all_to_all, auto, native, reduce_broadcast, ring"
+    ),
+    "collectives.all_reduce=rng": (
+        "collectives.all_reduce: must be one of auto, native, ring, reduce_broadcast; got rng"
+    ),
+    "collectives.reduce_scatter=broadcast": (
+        "collectives.reduce_scatter: must be one of auto, all_to_all, native, ring; got broadcast"
+    ),
+    "collectives.all_gather=null": "collectives.all_gather: must be text, got null",
+    "collectives.gather=ring": "collectives.gather: no such key; did you mean collectives.all_gather?",
+    "collectives=ring cluster=cuda": "collectives.all_reduce: must be native with cluster.device=cuda, got ring",
+    "collectives=all_to_all cluster=cuda": (
+        "collectives.reduce_scatter: must be native with cluster.device=cuda, got all_to_all"
+    ),
     "cluster.ranks=0": "cluster.ranks: must be >= 1, got 0",
     "cluster.threads=0": "cluster.threads: must be >= 1, got 0",
     "cluster.timeout_s=0": "cluster.timeout_s: must be > 0, got 0",
@@ -188,6 +203,21 @@ def test_a_profile_is_taken_for_the_job_it_was_measured_with(tmp_path):
     other_plan = ("strategy=fsdp", "scheduler=dear", "budget.gib=1", "run.accumulation=2")
     assert composed(profile, *other_plan).profile == profile.partition("=")[2]
     assert composed(profile, "link=emulated", "link.rate_gbit=10").link.rate_gbit == 10
+
+
+def test_algorithms_other_than_a_profile_was_measured_with_are_refused_but_for_an_emulated_link(tmp_path):
+    profile = profile_of(tmp_path)
+    assert composed(profile, "collectives=all_to_all").collectives.named() == {"reduce_scatter": "all_to_all"}
+    with pytest.raises(ConfigError) as error:
+        composed(profile, "collectives=ring")
+    measured = f"{profile.partition('=')[2]} was measured with native, got ring"
+    assert str(error.value) == f"collectives.all_reduce: {measured}"
+    assert composed(profile, "collectives=ring", "link=emulated").collectives.all_reduce == "ring"
+
+
+def test_native_collectives_are_for_every_device():
+    assert set(composed("collectives=native", "cluster=cuda").collectives.named().values()) == {"native"}
+    assert composed("cluster=cuda").collectives.named() == {}
 
 
 def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():

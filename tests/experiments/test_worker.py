@@ -27,6 +27,7 @@ from experiments import errors, jobs
 from experiments.config import Config
 from experiments.tracking import read_events
 from launch import elastic, orphans, status
+from mdcs.collectives import Collectives
 from mdcs.measure.timeline import PREDICTED_RANK, Timeline
 from mdcs.plan import Plan
 from mdcs.planner import sent_bytes
@@ -51,13 +52,14 @@ WORKLOADS = {
 JOBS = [
     ("tied gpt2", ("strategy=dp", "scheduler=sequential")),
     ("tied gpt2", ("strategy=greedy", "scheduler=priority", *SHARE)),
-    ("tied gpt2", ("strategy=fsdp", "scheduler=dear", "link=emulated")),
-    ("tied gpt2", ("strategy=random", "scheduler=random", "link=emulated", "link.depth=1")),
+    ("tied gpt2", ("strategy=fsdp", "scheduler=dear", "link=emulated", "collectives=ring")),
+    ("tied gpt2", ("strategy=random", "scheduler=random", "link=emulated", "link.depth=1", "collectives=native")),
     ("clipped bert", ("strategy=zero1", "scheduler=mg_wfbp")),
     ("clipped bert", ("strategy=ilp", "scheduler=fusion", *SHARE)),
-    ("clipped bert", ("strategy=sdp", "scheduler=partitioning", "scheduler.block_mib=0.05", "link=emulated")),
+    ("clipped bert", ("strategy=sdp", "scheduler=partitioning", "scheduler.block_mib=0.05", "link=emulated",
+                       "collectives=all_to_all")),
     ("resnet by size", ("strategy=sdp", "scheduler=wfbp")),
-    ("resnet by size", ("strategy=fsdp", "scheduler=random", "link=emulated")),
+    ("resnet by size", ("strategy=fsdp", "scheduler=random", "link=emulated", "collectives=reduce_broadcast")),
     ("resnet by size", ("strategy=dp", "scheduler=priority", "scheduler.block_mib=0.02", "budget=unlimited")),
     ("frozen fp64 mlp", ("strategy=zero1", "scheduler=priority", "scheduler.cross_iteration=false")),
     ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget.gib=0.5", "budget.reserve_mib=1")),
@@ -144,7 +146,7 @@ def ran(batch):
 def test_the_jobs_choose_every_option_once():
     """An option that is added to conf/ needs a job here."""
     given = {override for workload, overrides in JOBS for override in (*WORKLOADS[workload], *overrides)}
-    given |= {"link=real", "cluster=local", "tracker=none"}  # the defaults
+    given |= {"link=real", "collectives=auto", "cluster=local", "tracker=none"}  # the defaults
     untried = {"cluster": {"cuda"}, "tracker": {"wandb"}, "model": {"gpt2-small", "bert-base", "resnet50", "resnet152"}}
     missing = [
         f"{group}={option}"
@@ -254,6 +256,20 @@ def test_a_link_is_emulated_when_the_config_says_so(ran):
             at_least = sum(sent_bytes(run.plan).values()) * 8 / 1e9
             assert run.summary["communication_s"] > at_least, run
             assert run.plan.profile.link.depth == (1 if "link.depth=1" in run.overrides else 2)
+
+
+def test_messages_are_carried_as_the_config_says(ran):
+    """The default on an emulated link; on a real one what was measured to be the fastest."""
+    for run in ran:
+        named = next((o.partition("=")[2] for o in run.overrides if o.startswith("collectives=")), None)
+        wanted = {
+            "ring": Collectives("ring", "ring", "ring"),
+            "native": Collectives("native", "native", "native"),
+            "reduce_broadcast": Collectives("reduce_broadcast"),
+        }.get(named, Collectives())
+        chosen = run.plan.profile.collectives
+        assert chosen == wanted or "link=emulated" not in run.overrides, run
+        assert run.start["collectives"] == str(chosen)
 
 
 def test_jobs_that_share_a_profile_plan_with_the_same_numbers(ran):

@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from mdcs.collectives import ALGORITHMS, Collectives
 from mdcs.link import Link
 from mdcs.plan import Plan, Strategy
 from mdcs.planner import make_plan
@@ -137,7 +138,7 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         draw(st.sampled_from([Optimizer(), timed, replace(timed, scratch_fixed=64)])),
         param_bytes=draw(st.sampled_from([4, 4, 2])),
         grad_bytes=draw(st.sampled_from([4, 4, 2])),
-        reduce_scatter=draw(st.sampled_from(["all_to_all", "native"])),
+        collectives=Collectives(*(draw(st.sampled_from(names)) for names in ALGORITHMS["gloo"].values())),
         interference=draw(st.sampled_from([0.0, 0.0, 0.3])),
         copy_seconds_per_byte=draw(st.sampled_from([0.0, 1e-8])),
     )

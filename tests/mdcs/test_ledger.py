@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from mdcs.collectives import OPERATION, Collectives
 from mdcs.ledger import Ledger, SlotLimits, check, most_in_flight, needs, peak, runs
 from mdcs.link import Kind
 from mdcs.plan import CATEGORIES, Message, Plan, PlanError
@@ -174,21 +175,30 @@ A, B = (0, 0), (1, 0)
 @pytest.mark.parametrize(
     ("kind", "parts", "algorithm", "world", "staging"),
     [
-        (AR, (A,), "all_to_all", 2, 0),  # in place
-        (AG_F, (A,), "all_to_all", 2, 0),
+        (AR, (A,), "native", 2, 0),  # in place
+        (AR, (A,), "ring", 2, 16),  # a part is received beside the gradient
+        (AR, (A,), "reduce_broadcast", 2, 32),
+        (AR, (A, B), "native", 2, 48),  # packed
+        (AR, (A, B), "ring", 2, 48 + 24),
+        (AR, (A, B), "native", 1, 0),
         (RS, (A,), "all_to_all", 2, 32),  # received beside the gradient
-        (RS, (A,), "native", 2, 0),  # the shard is the output
-        (AR, (A, B), "all_to_all", 2, 48),  # packed
-        (AG_F, (A, B), "native", 2, 48),
+        (RS, (A,), "native", 2, 0),  # an all-reduce in place
+        (RS, (A,), "ring", 2, 16),
         (RS, (A, B), "all_to_all", 2, 96),  # packed and received
         (RS, (A, B), "native", 2, 48),
         (RS, (A, B), "all_to_all", 3, 120),  # 9 and 6 elements
+        (RS, (A, B), "ring", 3, 60 + 20),
         (RS, (A, B), "all_to_all", 1, 0),  # nothing is sent
-        (AR, (A, B), "native", 1, 0),
+        (AG_F, (A,), "broadcast", 2, 0),
+        (AG_F, (A,), "native", 2, 32),  # gloo's own copy
+        (AG_F, (A,), "ring", 2, 0),
+        (AG_F, (A, B), "native", 2, 96),
+        (AG_F, (A, B), "ring", 2, 48),
     ],
 )
 def test_staging(kind: Kind, parts: tuple[tuple[int, int], ...], algorithm: str, world: int, staging: int) -> None:
-    plan = planned(replace(PROFILE, reduce_scatter=algorithm, world=world), "zero1")
+    collectives = Collectives(**{OPERATION[kind]: algorithm})
+    plan = planned(replace(PROFILE, collectives=collectives, world=world), "zero1")
     assert Ledger(plan).staging(Message(kind, parts, 2)) == staging
 
 

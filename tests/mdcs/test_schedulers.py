@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mdcs.link import Kind, Link, wire_bytes
+from mdcs.link import Kind, Link
 from mdcs.plan import Message, Op, Plan, PlanError, Strategy
 from mdcs.planner import sent_bytes
 from mdcs.profile import Optimizer, Profile, Unit
@@ -290,7 +290,7 @@ def partitions(stream: list[Op]) -> Iterator[list[list[Op]]]:
 def seconds(mix: Mix, group: list[Op]) -> float:
     """How long a fused message takes."""
     kind, profile = group[0].kind, mix.profile
-    size = sum(wire_bytes(kind, mix.payload(op), profile.world, profile.reduce_scatter) for op in group)
+    size = sum(profile.wire(kind, mix.payload(op)) for op in group)
     return profile.link.alpha_of(kind) + profile.link.beta_of(kind) * size
 
 

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from hypothesis import given
 
+from mdcs.collectives import Collectives
 from mdcs.ledger import Ledger, peak
 from mdcs.link import Kind
 from mdcs.measure.timeline import Interval, step_times
@@ -102,7 +103,7 @@ def test_at_the_barrier_all_updates_follow_the_last_reduction() -> None:
 def test_the_sum_of_a_reduce_scatter_and_the_packing_of_a_fused_message_take_time() -> None:
     profile = replace(PROFILE, copy_seconds_per_byte=1 / 32)  # a: 32 bytes, b: 64 bytes
     assert replay(planned(profile, "zero1")).times.exposed_s == 6 + 1 + 2  # summed, one after the other
-    native = replace(profile, reduce_scatter="native")  # twice the bytes on the wire, but no sum
+    native = replace(profile, collectives=Collectives(reduce_scatter="native"))  # twice the bytes on the wire, but no sum
     assert replay(planned(native, "zero1")).times.exposed_s == 6 + 3
     fused = planned(profile, "dp", Fusion(10**6))
     assert spans(fused, "message") == {"AR:b+a": (4, 10)}
@@ -310,7 +311,7 @@ def longest_path(plan: Plan, periods: int) -> list[float]:
     def done(p: int, i: int) -> float:
         m, g = plan.messages[i], place[p, i]
         before = done(*sent[g - 1]) if g else 0.0
-        copies = 2 * (len(m.parts) > 1) + (m.kind is RS and plan.profile.reduce_scatter == "all_to_all")
+        copies = 2 * (len(m.parts) > 1) + (m.kind is RS and plan.profile.collectives.reduce_scatter == "all_to_all")
         time = max(off_the_link(p, i), before) + copies * plan.profile.copy_seconds_per_byte * plan.payload(m)
         if m.kind.is_gather:
             return time

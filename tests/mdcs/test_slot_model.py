@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from mdcs.ledger import Ledger
-from mdcs.link import wire_bytes
 from mdcs.plan import Op, Plan, PlanError, Strategy
 from mdcs.profile import Optimizer, Profile
 from mdcs.schedulers import SCHEDULERS, Mix
@@ -93,7 +92,7 @@ def smallest_wait(mix: Mix, windows: dict[Op, tuple[int, int]]) -> float:
         if slot == 0:
             waited = 0.0
             for op in mix.ops:
-                wire = wire_bytes(op.kind, mix.payload(op), profile.world, profile.reduce_scatter)
+                wire = profile.wire(op.kind, mix.payload(op))
                 first, last = (w + q for w in windows[op])
                 pending.append([last, op.kind.is_gather, op.unit, first, profile.link.beta_of(op.kind) * wire])
             pending.sort(key=lambda x: x[:3])

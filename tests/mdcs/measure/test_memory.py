@@ -6,6 +6,7 @@ child process (this file, run as a program), and each becomes one test here.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -147,6 +148,20 @@ def another_thread_allocates_under_its_own_tag(change: Change) -> None:
         mine = tensor_of(20)
     assert change.live() == {"activations": 5000, "staging": 300, "parameters": 20, "total": 5320}
     del untagged, staged, mine
+
+
+@story
+def what_gloos_threads_allocate_is_staging(change: Change) -> None:
+    def copy_in_a_collective() -> torch.Tensor:
+        set_name = 15
+        ctypes.CDLL(None).prctl(set_name, b"pt_gloo_runloop", 0, 0, 0)
+        return tensor_of(700)
+
+    with change.meter.tag("parameters"), ThreadPoolExecutor(1) as gloo:
+        copied = gloo.submit(copy_in_a_collective).result()
+        mine = tensor_of(20)
+    assert change.live() == {"staging": 700, "parameters": 20, "total": 720}
+    del copied, mine
 
 
 @story

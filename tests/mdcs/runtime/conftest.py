@@ -32,6 +32,11 @@ def three() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
 def measured() -> Iterator[Ranks]:
     """Two ranks whose tensor memory is counted."""
     yield from _pool(2, preload_env(os.environ))

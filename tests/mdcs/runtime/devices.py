@@ -206,7 +206,7 @@ def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     profile = measure_profile(
         model, units, lambda: loss_of(model, 0, device), optimizer, world=world, link=mdcs.Link.uniform(10.0, 10.0),
-        iterations=1, reduce_scatter="native" if how.native else "all_to_all",
+        iterations=1, collectives=how.collectives,
     )  # fmt: skip
     from mdcs.agreement import agree, on_rank_zero
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mdcs.collectives import Collectives
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, compare
 
@@ -119,9 +120,20 @@ def test_other_models(two: Ranks, model, strategy):
         assert result["bitwise"], result
 
 
-@pytest.mark.parametrize("link", [{"emulated": True}, {"native": True}, {"depth": 1}, {"depth": 4}])
+@pytest.mark.parametrize("name", ["native", "ring", "reduce_broadcast"])
+def test_other_collectives(two: Ranks, three: Ranks, name):
+    """Two ranks sum two numbers; on more, some algorithms sum them in another order."""
+    collectives = Collectives(name) if name == "reduce_broadcast" else Collectives(name, name, name)
+    how = How("random", "random", seed=5, depth=3, collectives=collectives)
+    for result in two.run(compare, Job("tied", steps=8), how):
+        assert result["bitwise"], result
+    for result in three.run(compare, Job("tied", steps=8, double=True), how):
+        assert result["losses"] <= 1e-9 and result["weights"] <= 1e-9, result
+
+
+@pytest.mark.parametrize("link", [{"emulated": True}, {"depth": 1}, {"depth": 4}])
 def test_other_links(two: Ranks, link):
-    """A paced link, gloo's own reduce-scatter, one message in flight and four."""
+    """A paced link, one message in flight and four."""
     for result in two.run(compare, Job("tied", steps=8), How("random", "random", seed=5, **link)):
         assert result["bitwise"], result
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
+from mdcs.collectives import Collectives
 from mdcs.measure.profiler import measure_profile
 from tests.mdcs.runtime.ranks import Outcome, Ranks
 from tests.mdcs.runtime.training import (
@@ -35,6 +36,7 @@ from tests.mdcs.runtime.training import (
     train,
 )
 
+GLOO, RING = Collectives(), Collectives("ring", "ring", "ring")
 TIMEOUT_S = 3.0
 SLACK_S = 6.0  # a busy machine, and threads that end
 
@@ -62,8 +64,11 @@ def step(made: Setup, parallel: mdcs.Parallel, number: int) -> None:
 
 
 @contextmanager
-def training(strategy: str = "fsdp", scheduler: str = "wfbp", **job: Any) -> Iterator[tuple[Setup, mdcs.Parallel]]:
-    with parallel_for(Job("tied", **job), How(strategy, scheduler, seed=1), timeout_s=TIMEOUT_S) as (made, parallel, _):
+def training(
+    strategy: str = "fsdp", scheduler: str = "wfbp", collectives: Collectives = GLOO, **job: Any
+) -> Iterator[tuple[Setup, mdcs.Parallel]]:
+    how = How(strategy, scheduler, seed=1, collectives=collectives)
+    with parallel_for(Job("tied", **job), how, timeout_s=TIMEOUT_S) as (made, parallel, _):
         yield made, parallel
 
 
@@ -147,6 +152,9 @@ def start(change: str) -> None:
     if change.startswith("another world") and (rank == 1 or change.endswith("everywhere")):
         made_for = dataclasses.replace(plan.profile, world=4)
         plan = mdcs.make_plan(made_for, mdcs.strategies.Uniform("dp"), mdcs.schedulers.SCHEDULERS["wfbp"]())
+    if change == "another backend":
+        profile = dataclasses.replace(plan.profile, collectives=Collectives.default("nccl"))
+        plan = dataclasses.replace(plan, profile=profile)
     if change == "clipping across iterations":
         clip = 1.0
     if change == "another optimizer":
@@ -177,6 +185,7 @@ def start(change: str) -> None:
             "PlanError",
             ["rank 1 cannot run: the plan is for 4 ranks", "the plan is for 4 ranks, the process group has 2"],
         ),
+        ("another backend", "PlanError", ["the plan is for collectives of nccl, the process group is of gloo"] * 2),
         ("clipping across iterations", "PlanError", ["plan with cross_iteration=False"] * 2),
         ("another optimizer", "ValueError", ["SGD holds 1 state tensors per parameter; the plan was made for adam"] * 2),
         ("an optimizer with state", "ValueError", ["Adam has state already"] * 2),
@@ -307,13 +316,14 @@ def test_a_backward_that_raised_cannot_be_ignored(ranks: Ranks):
 def fail_on_rank_one(how: str) -> None:
     """Rank 1 fails in the middle of the backward pass of step 3; rank 0 knows nothing of it."""
     rank = dist.get_rank()
-    with training(scheduler="sequential" if how == "dies, sequential" else "wfbp") as (made, parallel):
+    scheduler, collectives = "sequential" if "sequential" in how else "wfbp", RING if "ring" in how else GLOO
+    with training(scheduler=scheduler, collectives=collectives) as (made, parallel):
 
         def fail(gradient: torch.Tensor) -> None:
             if rank == 1 and parallel._walker.step == 3:
                 if how.startswith("dies"):
                     os._exit(17)
-                if how == "hangs":
+                if how.startswith("hangs"):
                     time.sleep(TIMEOUT_S + 2)
                 if how == "raises":
                     raise ArithmeticError("overflow")
@@ -332,7 +342,7 @@ def fail_on_rank_one(how: str) -> None:
             step(made, parallel, number)
 
 
-@pytest.mark.parametrize("how", ["dies", "dies, sequential"])
+@pytest.mark.parametrize("how", ["dies", "dies, sequential", "dies, ring"])
 def test_a_rank_that_dies(ranks: Ranks, how):
     survivor, dead = errors(ranks, fail_on_rank_one, how)
     assert dead.exit_code == 17
@@ -340,8 +350,9 @@ def test_a_rank_that_dies(ranks: Ranks, how):
     assert "message" in survivor.message and " of " in survivor.message  # e.g. "message 4 (RS of blocks.0[0])"
 
 
-def test_a_rank_that_hangs(ranks: Ranks):
-    waiting, late = errors(ranks, fail_on_rank_one, "hangs")
+@pytest.mark.parametrize("how", ["hangs", "hangs, ring"])
+def test_a_rank_that_hangs(ranks: Ranks, how):
+    waiting, late = errors(ranks, fail_on_rank_one, how)
     # It has gone on into the next step as far as it could without the other.
     assert waiting.kind == "RunError" and re.match("rank 0, step [34]: .*message [0-9]+ \\(", waiting.message)
     assert late.kind == "RunError" and "rank 1" in late.message

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.agreement import on_rank_zero
+from mdcs.collectives import ALGORITHMS, Collectives
 from mdcs.ledger import peak
 from mdcs.plan import Strategy
 from mdcs.schedulers import Mix
@@ -56,7 +57,8 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     optimizer = optimizer_for(job.optimizer, made.model)
     schedule = job.scheduler(optimizer)
     units = mdcs.partition(made.model, made.policy)
-    how = How(depth=rng.choice([1, 2, 3, 8]), native=rng.random() < 0.2, emulated=rng.random() < 0.1)
+    collectives = Collectives(*(rng.choice(names) for names in ALGORITHMS["gloo"].values()))
+    how = How(depth=rng.choice([1, 2, 3, 8]), collectives=collectives, emulated=rng.random() < 0.1)
     profile = profile_of(job, how, made, units, optimizer)
     plan = on_rank_zero(lambda: random_plan(random.Random(seed), profile, job.micro_steps))
     interrupt = [rng.choice(["", "", "drain", "evaluate", "state"]) for _ in range(STEPS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mdcs.collectives import ALGORITHMS, OPERATION, Collectives
 from mdcs.link import Kind, Link
 from mdcs.measure.memory import NullMeter
 from mdcs.plan import Message, Strategy
 from mdcs.profile import Profile, Slot, Unit
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.wire import Wire
+from mdcs.runtime.wire import Transfer, Wire
 from mdcs.schedulers import Mix
 from mdcs.schedulers.random_order import RandomOrder
 from tests.mdcs.runtime.ranks import Ranks
@@ -22,14 +24,15 @@ from tests.mdcs.runtime.ranks import Ranks
 SIZES = (13, 6, 20)
 
 
-def exchange(strategy: str, kind: str, fused: bool, algorithm: str) -> dict[str, Any]:
+def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) -> dict[str, Any]:
     """Send every block of three units: gradients that are rank + 1 times 0, 1, 2 …, parameters that each rank has a
-    part of.
+    part of; ``depth`` messages in flight.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     units = tuple(Unit(f"u{i}", (n,), True, (i, i), (2 - i, 2 - i)) for i, n in enumerate(SIZES))
     slots = tuple(Slot(i, "F", 1.0, 0, 0) for i in range(3)) + tuple(Slot(2 - i, "B", 1.0, 0, 0) for i in range(3))
-    profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), reduce_scatter=algorithm)
+    collectives = Collectives(**{OPERATION[Kind(kind)]: algorithm})
+    profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), collectives=collectives)
     plan = RandomOrder(seed=5, max_blocks=3, fuse=0.0).schedule(Mix(profile, (Strategy(strategy),) * 3))
     storages = [
         UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, NullMeter())
@@ -49,14 +52,14 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str) -> dict[str,
                 storage.full[storage.own(b)].copy_(part)
         storage.allocate_gradient()
         storage.gradient.copy_(torch.arange(float(storage.full.numel())) * (rank + 1))
+    in_flight: deque[Transfer] = deque()
     for group in [parts] if fused else [[p] for p in parts]:
-        transfer = wire.allocate(Message(Kind(kind), tuple(group), 0))
-        wire.launch(transfer)
-        for work in transfer.works:
-            work.wait()
-        wire.land(transfer)
-        reduced |= transfer.shards
-        transfer.free_staging()
+        in_flight.append(wire.allocate(Message(Kind(kind), tuple(group), 0)))
+        wire.launch(in_flight[-1])
+        if len(in_flight) == depth:
+            reduced |= finish(wire, in_flight.popleft())
+    while in_flight:
+        reduced |= finish(wire, in_flight.popleft())
     factor = sum(r + 1 for r in range(world))
     for u, storage in enumerate(storages):
         summed = torch.arange(float(storage.full.numel())) * factor
@@ -74,20 +77,27 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str) -> dict[str,
     return {"wrong": wrong, "blocks": len(parts)}
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["alone", "fused"])
+def finish(wire: Wire, transfer: Transfer) -> dict[tuple[int, int], torch.Tensor]:
+    for work in transfer.works:
+        work.wait()
+    wire.land(transfer)
+    transfer.free_staging()
+    return transfer.shards
+
+
+@pytest.mark.parametrize(("fused", "depth"), [(False, 1), (False, 3), (True, 1)], ids=["alone", "in flight", "fused"])
 @pytest.mark.parametrize(
     ("strategy", "kind", "algorithm"),
     [
-        ("dp", "AR", "all_to_all"),
-        ("zero1", "RS", "all_to_all"),
-        ("zero1", "RS", "native"),
-        ("zero1", "AG_F", "all_to_all"),
-        ("fsdp", "AG_F", "all_to_all"),
-        ("fsdp", "AG_B", "all_to_all"),
+        *(("dp", "AR", name) for name in ALGORITHMS["gloo"]["all_reduce"]),
+        *(("zero1", "RS", name) for name in ALGORITHMS["gloo"]["reduce_scatter"]),
+        *(("zero1", "AG_F", name) for name in ALGORITHMS["gloo"]["all_gather"]),
+        ("fsdp", "AG_F", "broadcast"),
+        ("fsdp", "AG_B", "ring"),
     ],
 )
-def test_a_message_arrives(two: Ranks, three: Ranks, strategy, kind, algorithm, fused):
+def test_a_message_arrives(two: Ranks, three: Ranks, strategy, kind, algorithm, fused, depth):
     """13, 6 and 20 numbers: padding for two ranks and for three."""
     for ranks in (two, three):
-        for found in ranks.run(exchange, strategy, kind, fused, algorithm):
+        for found in ranks.run(exchange, strategy, kind, fused, algorithm, depth):
             assert found["wrong"] == [] and found["blocks"] > 3

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.agreement import agree, on_rank_zero
+from mdcs.collectives import Collectives
 from mdcs.measure.profiler import measure_profile
 from mdcs.profile import Profile
 from mdcs.schedulers import SCHEDULERS, Scheduler
@@ -217,7 +218,7 @@ class How:
     seed: int = 0
     emulated: bool = False
     depth: int = 2
-    native: bool = False
+    collectives: Collectives = Collectives()
     bytes: int = 4000
 
 
@@ -301,8 +302,7 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
             )
         )  # fmt: skip
     link = mdcs.Link.uniform(1.0, 50.0, how.depth, how.emulated)
-    reduce_scatter = "native" if how.native else "all_to_all"
-    return dataclasses.replace(_PROFILES[key], link=link, reduce_scatter=reduce_scatter)
+    return dataclasses.replace(_PROFILES[key], link=link, collectives=how.collectives)
 
 
 def plan_for(job: Job, how: How, profile: Profile) -> mdcs.Plan:

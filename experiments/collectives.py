@@ -1,0 +1,90 @@
+"""Measure the collective algorithms against each other, on the ranks and the device of the config.
+
+    python experiments/collectives.py cluster.ranks=2
+
+Prints median milliseconds by algorithm and message size, in which * is the fastest, and what one rank sends and holds.
+An emulated link would make all algorithms alike: this always measures the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import app, jobs
+from experiments.config import Config, load
+from mdcs.collectives import ALGORITHMS, KIND, Collectives
+
+SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
+FILE = "collectives.json"
+
+
+def main() -> int:
+    """Measure what the command line asks for and print the table; returns the exit code."""
+    console = Console(width=100)
+
+    def compare(config: Config, folder: Path) -> str:
+        if config.cluster.ranks < 2:
+            return "cluster.ranks: must be >= 2 to compare collectives, got 1"
+        config.run.name = config.run.name or "collectives"
+        outcome = jobs.run(config, folder, console, plan_only=True, worker="experiments.collectives")
+        if outcome.ok:
+            rows = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            console.print(table(rows, config.cluster.ranks, config.cluster.resolved_backend()))
+        return outcome.reason
+
+    return app.run(compare)
+
+
+def measure(folder: Path) -> None:
+    """A rank's part; rank 0 writes the medians."""
+    import torch.distributed as dist
+
+    from experiments.worker import start
+    from mdcs.measure.link import measure_algorithms
+
+    config = load(folder / "config.yaml")
+    device = start(config)
+    timings = measure_algorithms(device, ALGORITHMS[config.cluster.resolved_backend()], SIZES, repeats=15)
+    if dist.get_rank() == 0:
+        rows = [{"operation": t.operation, "algorithm": t.algorithm, "seconds": list(t.seconds.values())} for t in timings]
+        (folder / FILE).write_text(json.dumps(rows), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(rows: list[dict[str, Any]], world: int, backend: str) -> Table:
+    """``seconds`` of a row are by size; bytes sent and held are per byte of the message."""
+    made = Table(title=f"{backend}, {world} ranks: median ms", title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("operation", "algorithm"):
+        made.add_column(heading, no_wrap=True)
+    for heading in (*(f"{s >> 10}K" if s < 2**20 else f"{s >> 20}M" for s in SIZES), "sent", "buffer"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for operation, kind in KIND.items():
+        own = [row for row in rows if row["operation"] == operation]
+        fastest = [min(seconds) for seconds in zip(*(row["seconds"] for row in own), strict=True)]
+        for row in own:
+            collectives = replace(Collectives.default(backend), **{operation: row["algorithm"]})
+            share = (f"{of(kind, SIZES[-1], world) / SIZES[-1]:.2f}" for of in (collectives.sent, collectives.buffer))
+            times = (f"{'*' if s == best else ''}{s * 1e3:.2f}" for s, best in zip(row["seconds"], fastest, strict=True))
+            made.add_row(operation, row["algorithm"], *times, *share)
+        made.add_section()
+    return made
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        measure(Path(sys.argv[1]))
+    else:
+        sys.exit(main())

@@ -33,6 +33,7 @@ NEEDED = {"digits": ["model=mlp"], "mlp": ["data=digits"], "over_floor": []}
 def test_every_option_of_every_group_composes(group, option):
     images = option.startswith(("resnet", "mlp"))
     needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
+    needed += ["strategy=joint"] if (group, option) == ("scheduler", "joint") else []
     made = composed(f"{group}={option}", *needed)
     assert isinstance(made, Config)
 
@@ -77,7 +78,14 @@ WRONG = {
     "budget.schedule_share=0.5": (
         "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
     ),
-    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, ilp, random, sdp, zero1",
+    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
+    "strategy=joint scheduler=dear": (
+        "scheduler.name: strategy=joint decides the schedule too, with scheduler=joint and no other;"
+        " got strategy=joint scheduler=dear"
+    ),
+    "scheduler=memory_aware scheduler.seconds=50": (
+        "scheduler.seconds: must be at most half of cluster.timeout_s=60, got 50"
+    ),
     "stratgy=dp": "stratgy: no such key; did you mean strategy?",
     "strategy.kind=zero2": "strategy.kind: must be one of dp, zero1, sdp, fsdp; got zero2",
     "strategy.kind=null": "strategy.kind: is needed with strategy.name=uniform, got null",
@@ -181,6 +189,7 @@ def test_the_files_only_choose():
         if group == "experiment":
             continue
         text = (Path(errors.CONF) / group / f"{option}.yaml").read_text()
+        text = text.replace("defaults:\n  - override /scheduler@_global_.scheduler: joint\n", "")  # joint brings its own
         for line in (line for line in text.splitlines() if not line.startswith("#")):
             assert f"{group}.{line.partition(':')[0]}" in declared, f"{group}/{option}: {line}"
 

@@ -24,6 +24,10 @@ from mdcs.link import Kind
 from mdcs.plan import Message, Op, Plan, PlanError, Strategy
 
 
+Effects = tuple[tuple[str, int], ...]
+"""(category, bytes): allocated, or freed if negative."""
+
+
 @dataclass(frozen=True)
 class MessageBytes:
     """Effects of one message. ``full`` and ``gradients`` pair a unit with bytes.
@@ -40,7 +44,10 @@ class MessageBytes:
     shards_freed: int
     gradients_after_link: tuple[tuple[int, int], ...]  # freed once reduced (RS)
     gradients_after_update: tuple[tuple[int, int], ...]  # freed once updated (AR)
-    # What follows from these; looked up so often that it is added up only once.
+    # What follows from these; looked up so often that it is worked out only once.
+    at_start: Effects = field(init=False)
+    when_landed: Effects = field(init=False)
+    when_done: Effects = field(init=False)
     shards_held: int = field(init=False)  # of its gradient shards, what stays until the barrier
     shards_of_others: int = field(init=False)  # of the gradient shards it frees, what earlier messages left
     held: int = field(init=False)  # stays after the message
@@ -51,6 +58,9 @@ class MessageBytes:
         reduced, updated = _total(self.gradients_after_link), _total(self.gradients_after_update)
         own = min(self.shards, self.shards_freed)
         vars(self).update(
+            at_start=_effects(full_parameters=_total(self.full), staging=self.staging, gradient_shards=self.shards),
+            when_landed=_effects(staging=-self.staging, gradients=-reduced, update_scratch=self.scratch),
+            when_done=_effects(update_scratch=-self.scratch, gradient_shards=-self.shards_freed, gradients=-updated),
             shards_held=self.shards - own,
             shards_of_others=self.shards_freed - own,
             held=_total(self.full) + self.shards - own,
@@ -74,6 +84,15 @@ class SlotBytes:
 
     def __post_init__(self) -> None:
         vars(self).update(allocated=_total(self.gradients), freed=_total(self.released))
+
+
+def _effects(**sizes: int) -> Effects:
+    return tuple([(category, size) for category, size in sizes.items() if size])
+
+
+# A plan has many messages and slots that are alike, and so have the plans that a planner compares.
+_message_bytes = lru_cache(maxsize=1 << 14)(MessageBytes)
+_slot_bytes = lru_cache(maxsize=1 << 14)(SlotBytes)
 
 
 def _total(pairs: tuple[tuple[int, int], ...]) -> int:
@@ -188,7 +207,7 @@ class Ledger:
         slots = []
         for q, s in enumerate(period.slots):
             slot = plan.profile.slots[s.place]
-            slots.append(SlotBytes(tuple(allocated[q]), tuple(released[q]), slot.live, slot.peak))
+            slots.append(_slot_bytes(tuple(allocated[q]), tuple(released[q]), slot.live, slot.peak))
         return slots
 
     def staging(self, message: Message) -> int:
@@ -214,7 +233,7 @@ class Ledger:
             units = dict.fromkeys(u for u, _ in m.parts)
             if m.kind.is_gather:
                 full = tuple((u, self.full[u]) for u in units if first_of.get(Op(m.kind, u, m.micro)) == i)
-                effects.append(MessageBytes(full, self.staging(m), 0, 0, 0, (), ()))
+                effects.append(_message_bytes(full, self.staging(m), 0, 0, 0, (), ()))
                 continue
             shards = plan.elements(m) // plan.world * g if m.kind is Kind.RS else 0
             held_shards += shards
@@ -228,7 +247,7 @@ class Ledger:
             else:
                 scratch, freed, after_update = 0, 0, ()
             after_link = grads if m.kind is Kind.RS else ()
-            effects.append(MessageBytes((), self.staging(m), shards, scratch, freed, after_link, after_update))
+            effects.append(_message_bytes((), self.staging(m), shards, scratch, freed, after_link, after_update))
         return effects
 
     def _first_gathers(self) -> dict[Op, int]:
@@ -277,12 +296,14 @@ class SlotLimits:
                 count += 1
             self.issued.append(count)
         done_at = [-n] * length
-        for i, m in enumerate(plan.messages):
-            waits = m.slot if m.blocking else plan.need(m)
-            if waits is not None:
-                if not m.blocking:
-                    waits -= plan.unrolled(m) - m.slot  # from the scale of its window to its own period
-                done_at[waits % length] = max(done_at[waits % length], i + 1 - waits // length * n)
+        for i, (m, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
+            if not m.blocking and m.kind is Kind.RS:
+                continue  # its gather follows it
+            # The slot that needs a message, from the scale of its window to its own period.
+            waits = m.slot if m.blocking else last if m.slot >= first else last - length
+            periods, at = divmod(waits, length)
+            if i + 1 - periods * n > done_at[at]:
+                done_at[at] = i + 1 - periods * n
         if not plan.cross_iteration:
             # The last reduction updates every unit: no dp unit has its parameters before.
             last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)

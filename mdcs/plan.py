@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import weakref
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 from mdcs.link import Kind
 from mdcs.profile import Profile
@@ -104,6 +105,17 @@ class Prediction:
     memory: dict[str, int]
 
 
+class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
+    """The window of every operation that was asked for (a plain tuple is found like the :class:`Op` it equals)."""
+
+    def __init__(self, period: Period) -> None:
+        self._period = weakref.proxy(period)
+
+    def __missing__(self, op: tuple[Kind, int, int]) -> tuple[int, int]:
+        found = self[op] = self._period.find_window(Op(*op))
+        return found
+
+
 class Period:
     """The circle of slots of one iteration in steady state.
 
@@ -128,7 +140,7 @@ class Period:
                 slots += [slot(nf + i, m) for i in range(nb)]
         self.slots: tuple[PeriodSlot, ...] = tuple(slots)
         self.seconds = tuple(profile.slots[s.place].seconds for s in slots)
-        self._windows: dict[Op, tuple[int, int]] = {}
+        self.windows = _Windows(self)
 
     @classmethod
     def of(cls, profile: Profile, micro_steps: int) -> Period:
@@ -163,12 +175,9 @@ class Period:
 
     def window(self, op: Op) -> tuple[int, int]:
         """First slot at which ``op`` can be issued and the slot that needs it (both unrolled)."""
-        found = self._windows.get(op)
-        if found is None:
-            found = self._windows[op] = self._window(op)
-        return found
+        return self.windows[op]
 
-    def _window(self, op: Op) -> tuple[int, int]:
+    def find_window(self, op: Op) -> tuple[int, int]:
         kind, unit, micro = op
         if kind is Kind.AG_B:
             span = self.backward(unit, micro)
@@ -190,7 +199,7 @@ class Period:
         return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"
 
 
-_periods: WeakValueDictionary[tuple[int, int], Period] = WeakValueDictionary()
+_periods: weakref.WeakValueDictionary[tuple[int, int], Period] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -223,6 +232,9 @@ class Plan:
     def __post_init__(self) -> None:
         _validate(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # not what was worked out from it
+
     @property
     def world(self) -> int:
         return self.profile.world
@@ -254,9 +266,9 @@ class Plan:
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
         """For each message the first slot at which it can be issued, and the slot that needs it (both unrolled)."""
-        window, out = self.period.window, []
+        of, out = self.period.windows, []
         for m in self.messages:
-            spans = [window(Op(m.kind, u, m.micro)) for u, _ in m.parts]
+            spans = [of[m.kind, u, m.micro] for u, _ in m.parts]
             out.append(spans[0] if len(spans) == 1 else (max(first for first, _ in spans), min(last for _, last in spans)))
         return tuple(out)
 
@@ -286,8 +298,10 @@ class Plan:
         last = max(reduced.values(), default=-1)
         out = []
         for m in self.messages:
-            own = [reduced[p] for p in m.parts if p in reduced] if m.kind is Kind.AG_F and m.micro == 0 else []
-            out.append(-1 if not own else max(own) if self.cross_iteration else last)
+            own = -1
+            if m.kind is Kind.AG_F and m.micro == 0:
+                own = max([reduced.get(part, -1) for part in m.parts])
+            out.append(own if own < 0 or self.cross_iteration else last)
         return tuple(out)
 
     def in_prologue(self, message: Message) -> bool:
@@ -358,6 +372,9 @@ def _validate(plan: Plan) -> None:
             raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {plan.world}, "
                             f"and sum to {total}")  # fmt: skip
 
+    empty = next((i for i, m in enumerate(plan.messages) if not m.parts), None)
+    if empty is not None:
+        raise PlanError(f"message {empty} is empty")
     _check_contents(plan)
     _check_order(plan)
     if not plan.cross_iteration:
@@ -368,33 +385,36 @@ Block = tuple[Kind, int, int, int]
 """Kind, unit, micro-step and block of what is sent in one piece."""
 
 
-def _expected(plan: Plan) -> set[Block]:
-    """Every block that the strategies ask for."""
-    out: set[Block] = set()
-    for u, (unit, strategy, sizes) in enumerate(zip(plan.profile.units, plan.strategies, plan.blocks, strict=True)):
-        for kind in strategy.kinds(unit.trainable, unit.backward is not None):
-            many = kind.is_gather and strategy.sharded
-            out.update([(kind, u, micro, b) for micro in range(plan.micro_steps if many else 1) for b in range(len(sizes))])
-    return out
+@lru_cache(maxsize=1 << 14)
+def _expected(unit: int, kinds: tuple[Kind, ...], sharded: bool, micro_steps: int, blocks: int) -> tuple[Block, ...]:
+    """Every block of a unit that its strategy asks for."""
+    return tuple(
+        (kind, unit, micro, b)
+        for kind in kinds
+        for micro in range(micro_steps if kind.is_gather and sharded else 1)
+        for b in range(blocks)
+    )
 
 
 def _check_contents(plan: Plan) -> None:
     """What the messages carry is what the strategies ask for, once."""
-    units, missing = plan.profile.units, _expected(plan)
-    for i, message in enumerate(plan.messages):
-        if not message.parts:
-            raise PlanError(f"message {i} is empty")
-        for u, b in message.parts:
-            block = message.kind, u, message.micro, b
-            if block in missing:
-                missing.remove(block)
-            elif block in _expected(plan):
-                raise PlanError(f"message {i} sends block {b} of {units[u].name} again as {message.kind}")
-            else:
+    units = plan.profile.units
+    expected: set[Block] = set()
+    for u, (unit, strategy, sizes) in enumerate(zip(units, plan.strategies, plan.blocks, strict=True)):
+        kinds = strategy.kinds(unit.trainable, unit.backward is not None)
+        expected.update(_expected(u, kinds, strategy.sharded, plan.micro_steps, len(sizes)))
+    carried = [(m.kind, u, m.micro, b) for m in plan.messages for u, b in m.parts]
+    if len(carried) == len(expected) and expected.issuperset(carried) and len(set(carried)) == len(carried):
+        return
+    for i, m in enumerate(plan.messages):
+        for u, b in m.parts:
+            if (m.kind, u, m.micro, b) not in expected:
                 raise PlanError(f"{_where(plan, i)}: the strategies have no block {b} of unit {u} to send")
-    if missing:
-        kind, u, micro, b = min(missing)
-        raise PlanError(f"block {b} of {units[u].name} is never sent as {kind} (micro-step {micro})")
+    for (kind, u, _, b), times in Counter(carried).items():
+        if times != 1:
+            raise PlanError(f"block {b} of {units[u].name} is sent {times} times as {kind}")
+    kind, u, micro, b = min(expected.difference(carried))
+    raise PlanError(f"block {b} of {units[u].name} is never sent as {kind} (micro-step {micro})")
 
 
 def _check_order(plan: Plan) -> None:

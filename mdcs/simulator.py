@@ -100,7 +100,7 @@ def steady_state(plan: Plan) -> Steady:
     return Steady(
         trace.ended - began,
         tuple((a - began, b - began, e - began) for a, b, e in slots),
-        tuple((end - cost.transfer, end) for end, cost in zip(finishes, _costs(plan), strict=True)),
+        tuple((end - cost.transfer, end) for end, cost in zip(finishes, trace.course.costs, strict=True)),
     )
 
 
@@ -162,8 +162,8 @@ class _Trace:
     slots and the last ``messages`` messages are the last period.
     """
 
-    def __init__(self, slots: int, messages: int) -> None:
-        self.slots, self.messages = slots, messages
+    def __init__(self, course: _Course) -> None:
+        self.course, self.slots, self.messages = course, len(course.slots), len(course.costs)
         self.spans: list[Span] = []  # of messages on the link
         self.processed: list[float] = []  # when they are summed or unpacked, and updated
         self.arrivals: list[float] = []  # of compute at slots, and at last at the end
@@ -220,40 +220,49 @@ class _Trace:
         }
 
 
-_Issue = tuple[int, float, float, float, float, int, bool, bool]
-"""Of a message: its index, its seconds (:class:`_Cost`), the message that it waits for, blocking, in the prologue."""
+class _Course:
+    """What compute and the link do in a period: all that a replay needs of a plan.
 
+    ``slots`` has, per slot, its index, the messages issued there, the last message that must be done (-1: the last of
+    the period before) and the seconds of compute. A message is (index, blocking, the message it waits for, whether it
+    is in the prologue, its seconds). The prologue begins at the turn, with all that is issued by then.
+    """
 
-def _issues(plan: Plan) -> list[_Issue]:
-    return [
-        (i, *cost, after, m.blocking, plan.in_prologue(m))
-        for i, (m, cost, after) in enumerate(zip(plan.messages, _costs(plan), plan.waits_for, strict=True))
-    ]
+    def __init__(self, plan: Plan) -> None:
+        self.limits, self.costs = SlotLimits(plan), _costs(plan)
+        issued, period = self.limits.issued, plan.period
+        messages = [
+            (i, m.blocking, after, plan.in_prologue(m), *cost)
+            for i, (m, after, cost) in enumerate(zip(plan.messages, plan.waits_for, self.costs, strict=True))
+        ]
+        spans = zip([0, *issued], issued, self.limits.done, period.seconds, strict=False)
+        self.slots = [(q, messages[first:last], done - 1, work) for q, (first, last, done, work) in enumerate(spans)]
+        q, _, done, work = self.slots[period.turn]
+        self.prologue = [(q, messages[: issued[q]], done, work), *self.slots[q + 1 :]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Course:
+        """Plans are immutable, and some are replayed again."""
+        course: _Course = vars(plan).get("_course") or cls(plan)
+        vars(plan)["_course"] = course
+        return course
 
 
 def _run(plan: Plan, ledger: Ledger | None) -> _Trace:
     # Called thousands of times: names are local, and one loop does it all.
-    period, depth, slowdown = plan.period, plan.profile.link.depth, 1 + plan.profile.interference
-    limits, issues = SlotLimits(plan), _issues(plan)
-    trace = _Trace(period.length, len(issues))
+    turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
+    course = _Course.of(plan)
+    trace = _Trace(course)
     spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins
     admission = None if plan.budget is None or ledger is None else _Admission(plan, ledger, trace)
-    first_issued = [0, *limits.issued]
-    slots = [
-        (q, issues[first_issued[q] : issued], done - 1, seconds)
-        for q, (issued, done, seconds) in enumerate(zip(limits.issued, limits.done, period.seconds, strict=True))
-    ]
-    turn = period.turn
-    # The prologue begins at the turn, with all that is issued by then.
-    prologue = [(turn, issues[: limits.issued[turn]], *slots[turn][2:]), *slots[turn + 1 :]]
     now = last_start = last_finish = last_processed = 0.0
     before: list[float] | None = None  # what was in flight at the last turn
     repeats = False
     sent = base = 0  # messages: so far, before this period
     for p in range(_MAX_PERIODS):
-        for q, ahead, done, work in slots if p else prologue:
+        for q, ahead, done, work in course.slots if p else course.prologue:
             arrivals.append(now)
-            for i, alpha, transfer, copy, update, after, blocking, in_prologue in ahead:
+            for i, blocking, after, in_prologue, alpha, transfer, copy, update in ahead:
                 if not (p or in_prologue):
                     spans.append((last_processed, last_processed))
                     processed.append(last_processed)
@@ -362,7 +371,7 @@ def _intervals(plan: Plan, trace: _Trace) -> list[Interval]:
         Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
         for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, trace.compute(), strict=True))
     ]
-    landed = _landed(plan, trace, first)
+    landed = _landed(trace, first)
     messages = trace.seen(trace.spans)
     updates = trace.seen([*trace.spans[:first], *zip(landed, trace.processed[first:], strict=True)])
     for g in sorted({*messages, *updates}):
@@ -375,9 +384,9 @@ def _intervals(plan: Plan, trace: _Trace) -> list[Interval]:
     return out
 
 
-def _landed(plan: Plan, trace: _Trace, since: int) -> list[float]:
+def _landed(trace: _Trace, since: int) -> list[float]:
     """When messages from ``since`` on are summed or unpacked; their updates follow."""
-    copies = [cost.copy for cost in _costs(plan)]
+    copies = [cost.copy for cost in trace.course.costs]
     out, before = [], trace.processed[since - 1] if since else 0.0
     for g, ((_, finish), done) in enumerate(zip(trace.spans[since:], trace.processed[since:], strict=True), since):
         out.append(max(finish, before) + copies[g % trace.messages])
@@ -434,7 +443,7 @@ def _events(plan: Plan, ledger: Ledger, trace: _Trace) -> tuple[dict[str, int], 
     live["gradients"] += sum(slot.allocated for slot in ledger.slots[turn:])
     out: list[_Event] = []
     first = len(trace.spans) - 2 * n
-    times = zip(trace.spans[first:], _landed(plan, trace, first), trace.processed[first:], strict=True)
+    times = zip(trace.spans[first:], _landed(trace, first), trace.processed[first:], strict=True)
     messages = [(start, landed, done) for (start, _), landed, done in times]
     for e, (start, landed, done) in zip(ledger.messages, messages[:n], strict=True):
         if done <= began:
@@ -444,7 +453,7 @@ def _events(plan: Plan, ledger: Ledger, trace: _Trace) -> tuple[dict[str, int], 
                 live[event[1]] -= event[2]
                 out.append(event)
     arrivals, begins = trace.arrivals[-trace.slots - 1 :], trace.begins[-trace.slots :]
-    issued, sent = SlotLimits(plan).issued, 0
+    issued, sent = trace.course.limits.issued, 0
     for q, (arrival, begin, end, slot) in enumerate(zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)):
         out.append((arrival, _ARRIVE, q))
         for i in range(sent, issued[q]):
@@ -461,8 +470,9 @@ def _events(plan: Plan, ledger: Ledger, trace: _Trace) -> tuple[dict[str, int], 
 
 def _effects(e: MessageBytes, start: float, landed: float, done: float) -> list[_Event]:
     """What a message allocates and frees."""
-    return [
-        *((start, what, size) for what, size in e.at_start),
-        *((landed, what, size) for what, size in e.when_landed),
-        *((done, what, size) for what, size in e.when_done),
-    ]
+    events = [(start, what, size) for what, size in e.at_start]
+    if e.when_landed:
+        events += [(landed, what, size) for what, size in e.when_landed]
+    if e.when_done:
+        events += [(done, what, size) for what, size in e.when_done]
+    return events

@@ -94,11 +94,7 @@ class Job:
         self.schedule = make_schedule(config, self.optimizer)
         self.config = config
         self.samples_per_step = config.data.batch_size * config.run.accumulation * world
-        self.planning: dict[str, Any] = {
-            "micro_steps": config.run.accumulation,
-            "cross_iteration": config.scheduler.cross_iteration and config.optimizer.clip_norm is None,
-            "reserve": int(config.budget.reserve_mib * MIB),
-        }
+        self.planning = planning_options(config)
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
         d = self.config.data
@@ -117,19 +113,11 @@ class Job:
 
     def profile(self, config: Config) -> mdcs.Profile:
         """The profile named by the config, or one measured now on all ranks at once."""
-        depth, named, emulated = config.link.depth, config.collectives.named(), None
-        collectives = dataclasses.replace(Collectives.default(config.cluster.resolved_backend()), **named)
-        if config.link.name == "emulated":
-            assert config.link.rate_gbit is not None and config.link.latency_us is not None
-            emulated = mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, depth, emulated=True)
         if config.profile is not None:
-            known = mdcs.Profile.from_json(Path(config.profile).read_text(encoding="utf-8"))
-            if emulated:  # is what the config says, whatever was measured
-                return dataclasses.replace(known, link=emulated, collectives=collectives)
-            return dataclasses.replace(known, link=dataclasses.replace(known.link, depth=depth))
-        link = emulated
+            return read_profile(config, Path(config.profile))
+        link, collectives = emulated_link(config), asked_collectives(config)
         if link is None:
-            link, collectives = measure_link(self.device, depth=depth, wanted=named)
+            link, collectives = measure_link(self.device, depth=config.link.depth, wanted=config.collectives.named())
         batches = self.batches()
         dist.barrier()
         profile = mdcs.measure_profile(
@@ -138,6 +126,25 @@ class Job:
             collectives=collectives, about=about(config),
         )  # fmt: skip
         return agree(profile)
+
+
+def emulated_link(config: Config) -> mdcs.Link | None:
+    if config.link.name != "emulated":
+        return None
+    assert config.link.rate_gbit is not None and config.link.latency_us is not None
+    return mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, config.link.depth, emulated=True)
+
+
+def asked_collectives(config: Config) -> Collectives:
+    return dataclasses.replace(Collectives.default(config.cluster.resolved_backend()), **config.collectives.named())
+
+
+def read_profile(config: Config, path: Path) -> mdcs.Profile:
+    """A saved profile; an emulated link and its algorithms are what the config says, whatever was measured."""
+    known, link = mdcs.Profile.from_json(path.read_text(encoding="utf-8")), emulated_link(config)
+    if link is not None:
+        return dataclasses.replace(known, link=link, collectives=asked_collectives(config))
+    return dataclasses.replace(known, link=dataclasses.replace(known.link, depth=config.link.depth))
 
 
 def about(config: Config) -> dict[str, str]:
@@ -193,6 +200,15 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.opt
         return (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1.0
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def planning_options(config: Config) -> dict[str, Any]:
+    """What a plan depends on beside profile, planners and budget."""
+    return {
+        "micro_steps": config.run.accumulation,
+        "cross_iteration": config.scheduler.cross_iteration and config.optimizer.clip_norm is None,
+        "reserve": int(config.budget.reserve_mib * MIB),
+    }
 
 
 def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[str, Any]) -> mdcs.Plan:

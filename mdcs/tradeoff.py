@@ -6,6 +6,7 @@ Pure functions over anything that makes a plan for a budget and a share of its s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,16 @@ Make = Callable[[int, float | None], Plan]
 
 @dataclass(frozen=True)
 class Point:
-    """What ``budget`` bytes allow, divided at ``share`` (None: not divided): a plan, or why there is none."""
+    """What ``budget`` bytes allow, divided at ``share`` (None: not divided): a plan, or why there is none.
+
+    ``planned_for`` is the budget that the plan was made for, if that is a smaller one.
+    """
 
     budget: int
     share: float | None
     plan: Plan | None
     reason: str = ""
+    planned_for: int | None = None
 
     @property
     def step_s(self) -> float:
@@ -98,6 +103,7 @@ def front(make: Make, budgets: Iterable[int], of: Sequence[float] = ()) -> list[
     for budget in sorted(set(budgets)):
         candidates = [point(make, budget, None), *(search(make, budget, of) if of else ())]
         if found:
-            candidates.append(Point(budget, found[-1].share, found[-1].plan, found[-1].reason))
+            before = found[-1]
+            candidates.append(dataclasses.replace(before, budget=budget, planned_for=before.planned_for or before.budget))
         found.append(best(candidates))
     return found

@@ -36,7 +36,7 @@ def choose_workload(frame: pd.DataFrame, model: str | None = None) -> tuple[ask.
     for workload, rows in groups:
         if len(ask.drawn(rows)):
             return workload, rows
-    raise ValueError("no step times to draw: nothing was predicted, and no run measured to its end")
+    raise ValueError("no step times to draw: nothing was predicted, and no run was measured to its end")
 
 
 def budget_handles() -> list[Line2D]:

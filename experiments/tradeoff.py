@@ -25,7 +25,9 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import pandas as pd
-from omegaconf import OmegaConf
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -34,8 +36,8 @@ import analysis
 import mdcs
 from analysis.table import WIDTH
 from experiments import app, jobs, worker
-from experiments.config import BudgetConfig, Config, ConfigError, SchedulerConfig, StrategyConfig
-from experiments.errors import CONF, groups
+from experiments.config import BudgetConfig, Config, from_composed
+from experiments.errors import explain
 from mdcs import tradeoff
 from mdcs.tradeoff import Point
 
@@ -124,21 +126,17 @@ def main(module: str = jobs.WORKER) -> int:
 
 
 def compared(config: Config) -> Iterable[Config]:
-    """The job with every strategy and scheduler that is compared. Raises ConfigError for one that does not exist."""
-    strategies = [_option(StrategyConfig, "strategy", name) for name in config.tradeoff.strategies]
-    schedulers = [_option(SchedulerConfig, "scheduler", name) for name in config.tradeoff.schedulers]
-    for scheduler in schedulers:
-        scheduler.cross_iteration = config.scheduler.cross_iteration
-    for strategy in strategies or [config.strategy]:
-        for scheduler in schedulers or [config.scheduler]:
-            yield dataclasses.replace(config, strategy=strategy, scheduler=scheduler)
-
-
-def _option(schema: type, group: str, name: str) -> Any:
-    if name not in groups()[group]:
-        known = {"strategy": "strategies", "scheduler": "schedulers"}[group]
-        raise ConfigError(f"tradeoff.{known}", f"no such option {name}; options: {', '.join(groups()[group])}")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(CONF / group / f"{name}.yaml")))
+    """The job with every strategy and scheduler that is compared. Raises ConfigError for one that cannot be."""
+    for strategy in config.tradeoff.strategies or [""]:
+        # A strategy planner that decides the schedule too brings its own scheduler.
+        for scheduler in [""] if strategy == "joint" else config.tradeoff.schedulers or [""]:
+            chosen = [f"strategy={strategy}"] * bool(strategy) + [f"scheduler={scheduler}"] * bool(scheduler)
+            replaced = ("strategy=",) * bool(strategy) + ("scheduler=",) * bool(scheduler or strategy == "joint")
+            given = [o for o in HydraConfig.get().overrides.task if not o.startswith(replaced)]
+            try:
+                yield from_composed(compose("config", [*given, *chosen]))
+            except HydraException as error:
+                raise explain(error, chosen) from error
 
 
 def _unlimited(config: Config) -> Config:
@@ -149,8 +147,9 @@ def _unlimited(config: Config) -> Config:
 def entries_of(planner: Planner, config: Config) -> list[Entry]:
     """The curve of the config's budget, if it has one, with its stop point, and the front over `tradeoff.budgets`."""
     make, asked = cache(planner.make), config.tradeoff
-    of = tradeoff.shares(asked.shares)
-    budget = worker.budget_bytes(config, planner.floor)
+    divides = planner.config.strategy.name != "joint"
+    of = tradeoff.shares(asked.shares) if divides else ()
+    budget = worker.budget_bytes(config, planner.floor) if divides else None
     out: list[Entry] = []
     if budget is not None:
         points = tradeoff.search(make, budget, of)

@@ -212,31 +212,40 @@ def planning_options(config: Config) -> dict[str, Any]:
 
 
 def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[str, Any]) -> mdcs.Plan:
-    s, c, b = config.strategy, config.scheduler, config.budget
+    s, b = config.strategy, config.budget
     if budget_bytes(config, floor) is not None and not any(slot.peak for slot in profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
-    options: dict[str, Any] = {}
-    if c.seed is not None:
-        options["seed"] = c.seed
-    if c.bucket_mib is not None:
-        options["bucket_bytes"] = int(c.bucket_mib * MIB)
-    if c.block_mib is not None:
-        options["block_bytes"] = int(c.block_mib * MIB)
     limits = {"solver": s.solver, "seconds": s.seconds}
     strategy: StrategyPlanner | JointPlanner
     scheduler: Scheduler | None = None
     if s.name == "joint":
-        strategy = Joint(**limits, **options)  # type: ignore[arg-type]
+        strategy = Joint(**limits, **scheduler_options(config))  # type: ignore[arg-type]
     else:
-        if c.name == "memory_aware":
-            options |= {"solver": c.solver, "seconds": c.seconds}
-        scheduler = SCHEDULERS[c.name](**options)
+        scheduler = scheduler_of(config)
         own: dict[str, dict[str, Any]] = {"uniform": {"kind": s.kind}, "random": {"seed": s.seed}, "ilp": limits}
         strategy = STRATEGIES[s.name](**own.get(s.name, {}))
     return mdcs.make_plan(
         profile, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share,
         name=s.kind or s.name, **planning,
     )  # fmt: skip
+
+
+def scheduler_options(config: Config) -> dict[str, Any]:
+    c, options = config.scheduler, dict[str, Any]()
+    if c.seed is not None:
+        options["seed"] = c.seed
+    if c.bucket_mib is not None:
+        options["bucket_bytes"] = int(c.bucket_mib * MIB)
+    if c.block_mib is not None:
+        options["block_bytes"] = int(c.block_mib * MIB)
+    return options
+
+
+def scheduler_of(config: Config) -> Scheduler:
+    c, options = config.scheduler, scheduler_options(config)
+    if c.name == "memory_aware":
+        options |= {"solver": c.solver, "seconds": c.seconds}
+    return SCHEDULERS[c.name](**options)
 
 
 def budget_bytes(config: Config, floor: int) -> int | None:

@@ -8,8 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import tradeoff; "
 STUB += "sys.exit(tradeoff.main('tests.experiments.stub_worker'))"
-SMALL = ("hydra.run.dir=out", "budget.over_floor=0.3", "tradeoff.shares=5", "tradeoff.budgets=[0.0,0.3]",
-         "run.steps=3", "run.warmup_steps=1", "strategy=greedy", "scheduler=dear", f"profile={Path(__file__).with_name('profile.json')}")  # fmt: skip
+PROFILE = Path(__file__).with_name("profile.json")
+SMALL = (
+    "hydra.run.dir=out", "budget.over_floor=0.3", "tradeoff.shares=5", "tradeoff.budgets=[0.0,0.3]", "run.steps=3",
+    "run.warmup_steps=1", "strategy=greedy", "scheduler=dear", f"profile={PROFILE}",
+)  # fmt: skip
 
 
 def tradeoff(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
@@ -78,5 +81,5 @@ def test_a_job_that_fails_ends_nothing_and_is_said(tmp_path):
 def test_an_unknown_option_is_one_line(tmp_path):
     done = tradeoff(tmp_path, "tradeoff.schedulers=[dear,deer]")
     assert done.returncode == 2
-    assert done.stderr.startswith("tradeoff.schedulers: no such option deer; options: dear, ")
+    assert done.stderr.startswith("scheduler: no such option deer; options: dear, ")
     assert not (tmp_path / "out/tradeoff.json").exists()

@@ -366,12 +366,6 @@ def _validate(plan: Plan) -> None:
         raise PlanError(f"budget {plan.budget} bytes leaves nothing beside the reserve of {plan.reserve}")
     if not len(plan.strategies) == len(plan.blocks) == len(units):
         raise PlanError(f"{len(units)} units but {len(plan.strategies)} strategies, {len(plan.blocks)} block lists")
-    for unit, sizes in zip(units, plan.blocks, strict=True):
-        total = pad(unit.numel, plan.world)
-        if sizes != (total,) and (sum(sizes) != total or any(b <= 0 or b % plan.world for b in sizes)):
-            raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {plan.world}, "
-                            f"and sum to {total}")  # fmt: skip
-
     empty = next((i for i, m in enumerate(plan.messages) if not m.parts), None)
     if empty is not None:
         raise PlanError(f"message {empty} is empty")
@@ -385,26 +379,27 @@ Block = tuple[Kind, int, int, int]
 """Kind, unit, micro-step and block of what is sent in one piece."""
 
 
-@lru_cache(maxsize=1 << 14)
-def _expected(unit: int, kinds: tuple[Kind, ...], sharded: bool, micro_steps: int, blocks: int) -> tuple[Block, ...]:
-    """Every block of a unit that its strategy asks for."""
-    return tuple(
-        (kind, unit, micro, b)
-        for kind in kinds
-        for micro in range(micro_steps if kind.is_gather and sharded else 1)
-        for b in range(blocks)
-    )
+@lru_cache(maxsize=256)  # a planner compares many plans of one mix
+def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tuple[int, ...], ...]) -> set[Block]:
+    """Every block that the strategies ask for. Raises PlanError for blocks that cannot be."""
+    world = period.profile.world
+    out: set[Block] = set()
+    for u, (unit, strategy, sizes) in enumerate(zip(period.profile.units, strategies, blocks, strict=True)):
+        total = pad(unit.numel, world)
+        if sizes != (total,) and (sum(sizes) != total or any(b <= 0 or b % world for b in sizes)):
+            raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {world}, and sum to {total}")
+        for kind in strategy.kinds(unit.trainable, unit.backward is not None):
+            micros = period.micro_steps if kind.is_gather and strategy.sharded else 1
+            out.update([(kind, u, micro, b) for micro in range(micros) for b in range(len(sizes))])
+    return out
 
 
 def _check_contents(plan: Plan) -> None:
     """What the messages carry is what the strategies ask for, once."""
     units = plan.profile.units
-    expected: set[Block] = set()
-    for u, (unit, strategy, sizes) in enumerate(zip(units, plan.strategies, plan.blocks, strict=True)):
-        kinds = strategy.kinds(unit.trainable, unit.backward is not None)
-        expected.update(_expected(u, kinds, strategy.sharded, plan.micro_steps, len(sizes)))
+    expected = _expected(plan.period, plan.strategies, plan.blocks)
     carried = [(m.kind, u, m.micro, b) for m in plan.messages for u, b in m.parts]
-    if len(carried) == len(expected) and expected.issuperset(carried) and len(set(carried)) == len(carried):
+    if len(carried) == len(expected) and set(carried) == expected:
         return
     for i, m in enumerate(plan.messages):
         for u, b in m.parts:

@@ -282,7 +282,9 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 SAVED = json.loads(with_prediction(planned(chain(8, 4, about={"model": "toy"}), "zero1")).to_json())
-EXECUTED = [p for p in leaves(SAVED) if p[0] not in ("prediction", "strategy", "scheduler", "schema")]
+EXECUTED = [
+    p for p in leaves(SAVED) if p[0] not in ("prediction", "strategy", "scheduler", "outcome", "bound_s", "schema")
+]
 
 
 @examples(60)

@@ -101,9 +101,13 @@ def share_curves(frame: pd.DataFrame) -> list[pd.DataFrame]:
     for _, rows in workloads(frame):
         with_share = rows[rows["schedule_share"].notna()]
         for _, curve in with_share.groupby("budget_bytes", dropna=False):
-            if drawn(curve)["schedule_share"].nunique() >= 2:
+            if _most_shares(curve) >= 2:
                 curves.append(curve)
-    return sorted(curves, key=lambda curve: -drawn(curve)["schedule_share"].nunique())
+    return sorted(curves, key=lambda curve: -_most_shares(curve))
+
+
+def _most_shares(curve: pd.DataFrame) -> int:
+    return max((rows["schedule_share"].nunique() for rows in series(drawn(curve)).values()), default=0)
 
 
 def has_budget_axis(frame: pd.DataFrame) -> bool:

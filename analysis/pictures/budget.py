@@ -27,7 +27,7 @@ def step_time_over_budget(frame: pd.DataFrame, model: str | None = None) -> Figu
     figure = style.new_figure(8.2, 4.2, workload.title)
     axes = figure.subplots()
     draw_budgets(axes, rows, looks)
-    style.legend_below(figure, style.series_handles(looks) + budget_handles(), notes=missing_notes(rows))
+    style.legend_below(figure, style.series_handles(looks) + budget_handles(rows), notes=missing_notes(rows))
     return figure
 
 
@@ -39,8 +39,9 @@ def choose_workload(frame: pd.DataFrame, model: str | None = None) -> tuple[ask.
     raise ValueError("no step times to draw: nothing was predicted, and no run was measured to its end")
 
 
-def budget_handles() -> list[Line2D]:
+def budget_handles(rows: pd.DataFrame) -> list[Line2D]:
     return [
+        *([style.measured_handle()] if len(ask.measured(rows)) else []),
         style.predicted_handle(),
         Line2D([], [], color=style.INK, ls=":", lw=1.2, label="compute alone"),
     ]

@@ -33,5 +33,5 @@ def overview(frame: pd.DataFrame, model: str | None = None) -> Figure:
     budget.draw_budgets(figure.add_subplot(grid[:, 1]), rows, looks)
     notes = budget.missing_notes(rows, width=170)
     handles = style.series_handles(looks) + tradeoff.curve_handles(curve)
-    style.legend_below(figure, handles + budget.budget_handles()[1:], notes=notes)
+    style.legend_below(figure, handles + budget.budget_handles(rows)[-1:], notes=notes)
     return figure

@@ -61,6 +61,7 @@ def curve_title(curve: pd.DataFrame) -> str:
 
 def curve_handles(curve: pd.DataFrame) -> list[Line2D]:
     handles = [
+        *([style.measured_handle()] if len(ask.measured(curve)) else []),
         style.predicted_handle(),
         Line2D([], [], color="none", marker="*", **_STAR, label="stop point"),
     ]

@@ -49,7 +49,7 @@ def test_the_trade_off_curve_has_three_panels_with_the_sweep_s_numbers(frame):
         assert list(solid.get_xdata()) == [0, 0.25, 0.5, 0.75, 1]
         assert np.allclose(solid.get_ydata(), rows[column] * 1e3)
         assert np.allclose(dashed.get_ydata(), rows[f"predicted_{column}"] * 1e3)
-    assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", "predicted", "stop point"]
+    assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", "measured", "predicted", "stop point"]
 
 
 def test_the_stop_point_is_a_star_on_each_curve_and_in_words(frame):

@@ -55,7 +55,8 @@ class Planner:
 
     @property
     def label(self) -> str:
-        return f"{self.config.strategy.kind or self.config.strategy.name} · {self.config.scheduler.name}"
+        strategy = self.config.strategy.kind or self.config.strategy.name
+        return " · ".join(dict.fromkeys((strategy, self.config.scheduler.name)))
 
     def job(self, budget: int, share: float | None) -> Config:
         divided = BudgetConfig(gib=budget / GIB, schedule_share=share, reserve_mib=self.config.budget.reserve_mib)
@@ -74,6 +75,7 @@ class Entry:
     point: Point
     part: str  # of what: the curve or the front
     is_stop: bool = False
+    found: str = ""  # of a stop point: how the search did
     run: Path | None = None
 
     @property
@@ -128,15 +130,16 @@ def main(module: str = jobs.WORKER) -> int:
 def compared(config: Config) -> Iterable[Config]:
     """The job with every strategy and scheduler that is compared. Raises ConfigError for one that cannot be."""
     for strategy in config.tradeoff.strategies or [""]:
-        # A strategy planner that decides the schedule too brings its own scheduler.
-        for scheduler in [""] if strategy == "joint" else config.tradeoff.schedulers or [""]:
-            chosen = [f"strategy={strategy}"] * bool(strategy) + [f"scheduler={scheduler}"] * bool(scheduler)
-            replaced = ("strategy=",) * bool(strategy) + ("scheduler=",) * bool(scheduler or strategy == "joint")
-            given = [o for o in HydraConfig.get().overrides.task if not o.startswith(replaced)]
+        # joint decides the schedule too.
+        for scheduler in ["joint"] if strategy == "joint" else config.tradeoff.schedulers or [""]:
+            chosen = {"strategy": strategy, "scheduler": scheduler}
+            chosen = {group: name for group, name in chosen.items() if name}
+            given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
+            overrides = [*given, *(f"{group}={name}" for group, name in chosen.items())]
             try:
-                yield from_composed(compose("config", [*given, *chosen]))
+                yield from_composed(compose("config", overrides))
             except HydraException as error:
-                raise explain(error, chosen) from error
+                raise explain(error, overrides) from error
 
 
 def _unlimited(config: Config) -> Config:
@@ -152,11 +155,15 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
     budget = worker.budget_bytes(config, planner.floor) if divides else None
     out: list[Entry] = []
     if budget is not None:
-        points = tradeoff.search(make, budget, of)
-        found = tradeoff.best(points)
-        if asked.sweep:
-            points = tradeoff.curve(make, budget, of)
-        out += [Entry(planner, p, "curve", is_stop=p.share == found.share and p.plan is not None) for p in points]
+        searched = tradeoff.search(make, budget, of)
+        points = tradeoff.curve(make, budget, of) if asked.sweep else searched
+        stop, by_search = tradeoff.best(points), tradeoff.best(searched)
+        words = f"the search takes {len(searched)} of {len(of)} plans"
+        if by_search.step_s > stop.step_s:
+            words += f" and stops at {by_search.share:.3g}, {by_search.step_s / stop.step_s - 1:.1%} slower"
+        for p in points:
+            is_stop = p is stop and p.plan is not None
+            out.append(Entry(planner, p, "curve", is_stop, words if is_stop else ""))
     budgets = [int(planner.floor * (1 + over)) for over in asked.budgets]
     return out + [Entry(planner, p, "front") for p in tradeoff.front(make, budgets, of)]
 
@@ -223,7 +230,7 @@ def show(entries: Sequence[Entry], console: Console) -> None:
     for entry in entries:
         if entry.is_stop:
             at = f"schedule_share {entry.point.share:.3g}, step {entry.point.step_s * 1e3:.1f} ms predicted"
-            console.print(f"stop point of {entry.planner.label}: {at}", markup=False, highlight=False)
+            console.print(f"stop point of {entry.planner.label}: {at}; {entry.found}", markup=False, highlight=False)
 
 
 def _table(entries: Sequence[Entry], title: str) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,11 @@ def load_sweep(folder: str | Path) -> pd.DataFrame:
         except ValueError as error:
             unreadable = Run(path, {}, pd.DataFrame(), {}, {"reason": str(error)})
             rows.append(unreadable.row())
+    return table_of(rows)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """A dataframe of rows with `COLUMNS`, all but text and flags as numbers."""
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     for column in COLUMNS:
         if column not in _TEXT and column not in _FLAGS:

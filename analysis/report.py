@@ -65,7 +65,7 @@ def write_trace(run: Run, path: str | Path) -> Path:
 
 
 def _write_sweep_pictures(rows: pd.DataFrame, out: Path, suffix: str) -> Iterator[Path]:
-    if not len(ask.measured(rows)):
+    if not len(ask.drawn(rows)):
         return
     yield pictures.save(pictures.overview(rows), out / f"tradeoff{suffix}.png")
     for curve in ask.share_curves(rows):

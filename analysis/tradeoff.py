@@ -40,8 +40,23 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[(frame["status"] == "ok") & frame["step_s"].notna()]
 
 
+PREDICTED = "predicted"
+"""The status of a row that is a plan with its prediction, and no run."""
+
+
+def drawn(frame: pd.DataFrame) -> pd.DataFrame:
+    """What is measured, and what is only predicted."""
+    return frame[((frame["status"] == "ok") & frame["step_s"].notna()) | (frame["status"] == PREDICTED)]
+
+
 def not_measured(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame[frame["status"] != "ok"]
+    """The rows that should have been measured: failed, infeasible or incomplete."""
+    return frame[~frame["status"].isin(["ok", PREDICTED])]
+
+
+def time_of(frame: pd.DataFrame) -> str:
+    """The column that says which of these rows is fastest: measured, if all that can be drawn are measured."""
+    return "predicted_step_s" if (frame["status"] == PREDICTED).any() else "step_s"
 
 
 def label(row: pd.Series | dict) -> str:
@@ -86,14 +101,18 @@ def share_curves(frame: pd.DataFrame) -> list[pd.DataFrame]:
     for _, rows in workloads(frame):
         with_share = rows[rows["schedule_share"].notna()]
         for _, curve in with_share.groupby("budget_bytes", dropna=False):
-            if measured(curve)["schedule_share"].nunique() >= 2:
+            if _most_shares(curve) >= 2:
                 curves.append(curve)
-    return sorted(curves, key=lambda curve: -measured(curve)["schedule_share"].nunique())
+    return sorted(curves, key=lambda curve: -_most_shares(curve))
+
+
+def _most_shares(curve: pd.DataFrame) -> int:
+    return max((rows["schedule_share"].nunique() for rows in series(drawn(curve)).values()), default=0)
 
 
 def has_budget_axis(frame: pd.DataFrame) -> bool:
     """Whether runs of this sweep differ in their budget (no budget counts as one)."""
-    return measured(frame)["budget_bytes"].nunique(dropna=False) >= 2
+    return drawn(frame)["budget_bytes"].nunique(dropna=False) >= 2
 
 
 def best_run(frame: pd.DataFrame) -> pd.Series | None:

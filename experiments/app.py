@@ -53,7 +53,7 @@ class Session:
 
 
 Job = Callable[[Config, Path], str]
-"""(config, its folder) → the reason why it failed, empty when it ended well."""
+"""(config, its folder) → the reason why it failed, empty when it ended well. Raises ConfigError before it starts."""
 
 
 def run(job: Job, *, on_sweep_end: Callable[[Session], None] | None = None) -> int:
@@ -110,11 +110,11 @@ def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) 
                 raise ConfigError("--multirun", "this program takes one job")
             session.sweep = Path(settings.sweep.dir).resolve()
             config.run.sweep = config.run.sweep or _sweep_name(session.sweep)
+        reason = job(config, folder)
     except ConfigError as error:
         session.results.append(JobResult("invalid", overrides, str(error)))
         print(error, file=sys.stderr)
         return
-    reason = job(config, folder)
     session.results.append(JobResult("failed" if reason else "ok", overrides, reason, folder))
     if reason:
         print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr)

@@ -278,6 +278,20 @@ class RunConfig:
 
 
 @dataclass
+class TradeoffConfig:
+    """What experiments/tradeoff.py looks for; other programs leave it alone."""
+
+    strategies: list[str] = _option([], "options of strategy to compare; none: the job's own")
+    schedulers: list[str] = _option([], "options of scheduler to compare; none: the job's own")
+    shares: int = _option(17, "values of budget.schedule_share on the curve, from 0 to 1", at_least=3)
+    sweep: bool = _option(True, "plan the whole curve; false: only what the search for the stop point asks for")
+    budgets: list[float] = _option(
+        [0.0, 0.05, 0.1, 0.2, 0.4, 0.8], "budgets of the front: the floor times 1 + each", at_least=0
+    )
+    measure: str = _option("none", "what to train as well", choices=("none", "stop", "curve", "front", "all"))
+
+
+@dataclass
 class Config:
     """Everything about one job."""
 
@@ -292,6 +306,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)
     profile: str | None = _option(None, "a profile.json to plan with; null: measure one")
 
 

@@ -1,16 +1,21 @@
-"""Plan without training: print the plan that `train.py` would run, and what it is predicted to cost.
+"""Plan without training: print the plan that `train.py` would run, what it is predicted to cost, and why.
 
     python experiments/plan.py strategy=greedy scheduler=fusion budget.gib=0.5
     python experiments/plan.py strategy=greedy scheduler=dear budget.gib=0.5 profile=outputs/…/profile.json
+    python experiments/plan.py --format json strategy=greedy budget.gib=0.5
 
-The profile is measured with the job's own ranks, or read from `profile=PATH`.
+The profile is measured with the job's own ranks, or read from `profile=PATH`. `--format json` prints one JSON document
+and nothing else.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import sys
-from collections import Counter
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -19,55 +24,101 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import app, jobs
+from analysis.table import WIDTH
+from experiments import app, jobs, worker
 from experiments.config import Config
+from mdcs import explain
+from mdcs.bounds import bounds_of
 from mdcs.plan import Plan
 from mdcs.planner import floor_bytes
+from mdcs.schedulers import Priority, Scheduler
 
 MIB = 2**20
+SCHEMA = 1
+BOUNDS_S = 20.0  # for each of two solves
+SOLVED = ("memory_aware", "joint")
+"""Schedulers that solve for a while: what a unit's strategy costs is told with `priority` in their place."""
 
 
-def main(worker: str = jobs.WORKER) -> int:
-    """Print the plan for what the command line asks for; returns the exit code."""
-    console = Console()
+def main(module: str = jobs.WORKER) -> int:
+    """Print the plan for what the command line asks for; returns the exit code. Jobs run the module `module`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    options, sys.argv[1:] = parser.parse_known_args()
+    as_json = options.format == "json"
+    console = Console(stderr=as_json)
+    console.width = console.width if console.is_terminal else WIDTH
 
     def plan(config: Config, folder: Path) -> str:
-        outcome = jobs.run(config, folder, console, plan_only=True, worker=worker)
+        outcome = jobs.run(config, folder, console, plan_only=True, worker=module)
         if outcome.ok:
-            show(Plan.from_json((folder / "plan.json").read_text(encoding="utf-8")), console)
-            console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
+            made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+            scheduler = Priority() if made.scheduler in SOLVED else worker.scheduler_of(config)
+            if as_json:
+                print(json.dumps(document(made, scheduler), indent=1))
+            else:
+                show(made, scheduler, console)
+                console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
         return outcome.reason
 
     return app.run(plan)
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the plan's units, its prediction, and its memory by category."""
-    console.print(units_table(plan))
+def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
+    """Everything that is shown, for machines: seconds and bytes."""
+    if plan.prediction is None:
+        raise ValueError("the plan has no prediction")
+    return {
+        "schema": SCHEMA,
+        "plan": plan.hash,
+        "strategy": plan.strategy,
+        "scheduler": plan.scheduler,
+        "outcome": plan.outcome,
+        "world": plan.world,
+        "messages": len(plan.messages),
+        "budget_bytes": plan.budget,
+        "floor_bytes": _floor(plan),
+        "predicted": dataclasses.asdict(plan.prediction),
+        "bounds": dataclasses.asdict(bounds_of(plan, BOUNDS_S)),
+        "binding_slot": dataclasses.asdict(explain.binding_slot(plan)),
+        "schedule": dataclasses.asdict(explain.schedule_choice(plan)),
+        "units": [dataclasses.asdict(choice) for choice in explain.choices(plan, scheduler)],
+    }
+
+
+def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
+    """Print the plan's units and why, its prediction and bounds, and its memory."""
+    console.print(units_table(plan, scheduler))
+    schedule = explain.schedule_choice(plan)
+    words = f"{schedule.costs_bytes / MIB:+.2f} MiB and buys {schedule.buys_s * 1e3:+.1f} ms"
+    console.print(f"against the sequential one the schedule costs {words}", highlight=False)
+    if plan.outcome:
+        console.print(f"outcome: {plan.outcome}", markup=False, highlight=False)
+    console.print()
     console.print(prediction_table(plan))
+    console.print(bounds_table(plan))
     console.print(memory_table(plan))
 
 
-def units_table(plan: Plan) -> Table:
-    """A row per unit: bytes, strategy, messages per kind. A message that fuses units counts for each of
-    them.
-    """
+def units_table(plan: Plan, scheduler: Scheduler) -> Table:
+    """A row per unit: bytes, strategy, messages per kind, what the strategy costs and saves."""
     table = Table(
         title=f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {plan.world} ranks,"
         f" {len(plan.messages)} messages\ncollectives: {plan.profile.collectives}",
         title_justify="left",
+        caption="costs, buys: against another strategy for this unit alone, in peak bytes of the sequential schedule",
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for heading in ("unit", "MB", "strategy", "messages"):
-        table.add_column(heading, justify="right" if heading == "MB" else "left")
-    kinds = [Counter[str]() for _ in plan.strategies]
-    for message in plan.messages:
-        for index in {unit for unit, _ in message.parts}:
-            kinds[index][str(message.kind)] += 1
-    for unit, strategy, counts in zip(plan.profile.units, plan.strategies, kinds, strict=True):
-        megabytes = unit.numel * plan.profile.param_bytes / 1e6
-        shown = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        table.add_row(unit.name, f"{megabytes:.2f}", str(strategy), shown)
+    left = ("unit", "strategy", "messages", "against")
+    for heading in ("unit", "MB", "strategy", "messages", "against", "costs MiB", "buys ms"):
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for c in explain.choices(plan, scheduler):
+        messages = ", ".join(f"{count} {kind}" for kind, count in c.messages.items())
+        cells = [c.unit, f"{c.bytes / 1e6:.2f}", c.strategy, messages, c.instead or "–"]
+        if c.costs_bytes is not None and c.buys_s is not None:
+            cells += [f"{c.costs_bytes / MIB:+.2f}", f"{c.buys_s * 1e3:+.2f}"]
+        table.add_row(*cells)
     return table
 
 
@@ -84,25 +135,50 @@ def prediction_table(plan: Plan) -> Table:
     return table
 
 
+def bounds_table(plan: Plan) -> Table:
+    """How far the predicted step is from what no plan within the budget can beat."""
+    assert plan.prediction is not None
+    table = Table(title="no plan within the budget is faster than", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("bound")
+    table.add_column("ms", justify="right")
+    table.add_column("this plan is above it by", justify="right")
+    bounds = bounds_of(plan, BOUNDS_S)
+    proven = {
+        "fewest bytes": bounds.traffic_s,
+        "fewest bytes, in their windows": bounds.structural_s,
+        "the solver's own": bounds.solver_s,
+    }
+    for name, seconds in proven.items():
+        if seconds is None:
+            table.add_row(name, "–", "no solver was asked")
+        else:
+            gap = max(0.0, 1 - seconds / plan.prediction.step_s) if plan.prediction.step_s else 0.0
+            table.add_row(name, f"{seconds * 1e3:.1f}", f"{gap:.1%} of the step")
+    return table
+
+
 def memory_table(plan: Plan) -> Table:
-    """Predicted bytes by category, each at its own peak, with the peak of their sum, the floor and the
-    budget.
-    """
+    """Predicted bytes by category: each at its own peak, and in the slot where their sum is highest; floor and budget."""
     if plan.prediction is None:
         raise ValueError("the plan has no prediction")
-    table = Table(title="memory per rank", title_justify="left", box=box.SIMPLE_HEAD)
+    binding = explain.binding_slot(plan)
+    table = Table(title=f"memory per rank; the sum is highest in {binding.slot}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("category")
-    table.add_column("MiB", justify="right")
-    for category, size in plan.prediction.memory.items():
-        table.add_row(category, f"{size / MIB:.2f}")
+    table.add_column("at its peak MiB", justify="right")
+    table.add_column(f"in {binding.slot} MiB", justify="right")
+    for category, size in binding.memory.items():
+        table.add_row(category, f"{plan.prediction.memory[category] / MIB:.2f}", f"{size / MIB:.2f}")
     table.add_section()
-    floor = floor_bytes(
-        plan.profile, micro_steps=plan.micro_steps, cross_iteration=plan.cross_iteration, reserve=plan.reserve
-    )
-    table.add_row("peak of the sum", f"{plan.prediction.peak_bytes / MIB:.2f}")
-    table.add_row("floor: smallest feasible", f"{floor / MIB:.2f}")
+    table.add_row("sum", f"{plan.prediction.peak_bytes / MIB:.2f}", f"{binding.bytes / MIB:.2f}")
+    table.add_row("floor: smallest feasible", f"{_floor(plan) / MIB:.2f}")
     table.add_row("budget", "unlimited" if plan.budget is None else f"{plan.budget / MIB:.2f}")
     return table
+
+
+def _floor(plan: Plan) -> int:
+    return floor_bytes(
+        plan.profile, micro_steps=plan.micro_steps, cross_iteration=plan.cross_iteration, reserve=plan.reserve
+    )
 
 
 if __name__ == "__main__":

@@ -94,11 +94,7 @@ class Job:
         self.schedule = make_schedule(config, self.optimizer)
         self.config = config
         self.samples_per_step = config.data.batch_size * config.run.accumulation * world
-        self.planning: dict[str, Any] = {
-            "micro_steps": config.run.accumulation,
-            "cross_iteration": config.scheduler.cross_iteration and config.optimizer.clip_norm is None,
-            "reserve": int(config.budget.reserve_mib * MIB),
-        }
+        self.planning = planning_options(config)
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
         d = self.config.data
@@ -117,19 +113,11 @@ class Job:
 
     def profile(self, config: Config) -> mdcs.Profile:
         """The profile named by the config, or one measured now on all ranks at once."""
-        depth, named, emulated = config.link.depth, config.collectives.named(), None
-        collectives = dataclasses.replace(Collectives.default(config.cluster.resolved_backend()), **named)
-        if config.link.name == "emulated":
-            assert config.link.rate_gbit is not None and config.link.latency_us is not None
-            emulated = mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, depth, emulated=True)
         if config.profile is not None:
-            known = mdcs.Profile.from_json(Path(config.profile).read_text(encoding="utf-8"))
-            if emulated:  # is what the config says, whatever was measured
-                return dataclasses.replace(known, link=emulated, collectives=collectives)
-            return dataclasses.replace(known, link=dataclasses.replace(known.link, depth=depth))
-        link = emulated
+            return read_profile(config, Path(config.profile))
+        link, collectives = emulated_link(config), asked_collectives(config)
         if link is None:
-            link, collectives = measure_link(self.device, depth=depth, wanted=named)
+            link, collectives = measure_link(self.device, depth=config.link.depth, wanted=config.collectives.named())
         batches = self.batches()
         dist.barrier()
         profile = mdcs.measure_profile(
@@ -138,6 +126,25 @@ class Job:
             collectives=collectives, about=about(config),
         )  # fmt: skip
         return agree(profile)
+
+
+def emulated_link(config: Config) -> mdcs.Link | None:
+    if config.link.name != "emulated":
+        return None
+    assert config.link.rate_gbit is not None and config.link.latency_us is not None
+    return mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, config.link.depth, emulated=True)
+
+
+def asked_collectives(config: Config) -> Collectives:
+    return dataclasses.replace(Collectives.default(config.cluster.resolved_backend()), **config.collectives.named())
+
+
+def read_profile(config: Config, path: Path) -> mdcs.Profile:
+    """A saved profile; an emulated link and its algorithms are what the config says, whatever was measured."""
+    known, link = mdcs.Profile.from_json(path.read_text(encoding="utf-8")), emulated_link(config)
+    if link is not None:
+        return dataclasses.replace(known, link=link, collectives=asked_collectives(config))
+    return dataclasses.replace(known, link=dataclasses.replace(known.link, depth=config.link.depth))
 
 
 def about(config: Config) -> dict[str, str]:
@@ -195,32 +202,50 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.opt
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+def planning_options(config: Config) -> dict[str, Any]:
+    """What a plan depends on beside profile, planners and budget."""
+    return {
+        "micro_steps": config.run.accumulation,
+        "cross_iteration": config.scheduler.cross_iteration and config.optimizer.clip_norm is None,
+        "reserve": int(config.budget.reserve_mib * MIB),
+    }
+
+
 def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[str, Any]) -> mdcs.Plan:
-    s, c, b = config.strategy, config.scheduler, config.budget
+    s, b = config.strategy, config.budget
     if budget_bytes(config, floor) is not None and not any(slot.peak for slot in profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
-    options: dict[str, Any] = {}
-    if c.seed is not None:
-        options["seed"] = c.seed
-    if c.bucket_mib is not None:
-        options["bucket_bytes"] = int(c.bucket_mib * MIB)
-    if c.block_mib is not None:
-        options["block_bytes"] = int(c.block_mib * MIB)
     limits = {"solver": s.solver, "seconds": s.seconds}
     strategy: StrategyPlanner | JointPlanner
     scheduler: Scheduler | None = None
     if s.name == "joint":
-        strategy = Joint(**limits, **options)  # type: ignore[arg-type]
+        strategy = Joint(**limits, **scheduler_options(config))  # type: ignore[arg-type]
     else:
-        if c.name == "memory_aware":
-            options |= {"solver": c.solver, "seconds": c.seconds}
-        scheduler = SCHEDULERS[c.name](**options)
+        scheduler = scheduler_of(config)
         own: dict[str, dict[str, Any]] = {"uniform": {"kind": s.kind}, "random": {"seed": s.seed}, "ilp": limits}
         strategy = STRATEGIES[s.name](**own.get(s.name, {}))
     return mdcs.make_plan(
         profile, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share,
         name=s.kind or s.name, **planning,
     )  # fmt: skip
+
+
+def scheduler_options(config: Config) -> dict[str, Any]:
+    c, options = config.scheduler, dict[str, Any]()
+    if c.seed is not None:
+        options["seed"] = c.seed
+    if c.bucket_mib is not None:
+        options["bucket_bytes"] = int(c.bucket_mib * MIB)
+    if c.block_mib is not None:
+        options["block_bytes"] = int(c.block_mib * MIB)
+    return options
+
+
+def scheduler_of(config: Config) -> Scheduler:
+    c, options = config.scheduler, scheduler_options(config)
+    if c.name == "memory_aware":
+        options |= {"solver": c.solver, "seconds": c.seconds}
+    return SCHEDULERS[c.name](**options)
 
 
 def budget_bytes(config: Config, floor: int) -> int | None:

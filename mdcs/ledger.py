@@ -21,7 +21,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mdcs.link import Kind
-from mdcs.plan import Message, Op, Plan, PlanError, Strategy
+from mdcs.plan import Message, Op, Period, Plan, PlanError, Strategy, pad
+
+Effects = tuple[tuple[str, int], ...]
+"""(category, bytes): allocated, or freed if negative."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class MessageBytes:
     shards_freed: int
     gradients_after_link: tuple[tuple[int, int], ...]  # freed once reduced (RS)
     gradients_after_update: tuple[tuple[int, int], ...]  # freed once updated (AR)
-    # What follows from these; looked up so often that it is added up only once.
+    # What follows from these; looked up so often that it is worked out only once.
+    at_start: Effects = field(init=False)
+    when_landed: Effects = field(init=False)
+    when_done: Effects = field(init=False)
     shards_held: int = field(init=False)  # of its gradient shards, what stays until the barrier
     shards_of_others: int = field(init=False)  # of the gradient shards it frees, what earlier messages left
     held: int = field(init=False)  # stays after the message
@@ -51,6 +57,9 @@ class MessageBytes:
         reduced, updated = _total(self.gradients_after_link), _total(self.gradients_after_update)
         own = min(self.shards, self.shards_freed)
         vars(self).update(
+            at_start=_effects(full_parameters=_total(self.full), staging=self.staging, gradient_shards=self.shards),
+            when_landed=_effects(staging=-self.staging, gradients=-reduced, update_scratch=self.scratch),
+            when_done=_effects(update_scratch=-self.scratch, gradient_shards=-self.shards_freed, gradients=-updated),
             shards_held=self.shards - own,
             shards_of_others=self.shards_freed - own,
             held=_total(self.full) + self.shards - own,
@@ -74,6 +83,14 @@ class SlotBytes:
 
     def __post_init__(self) -> None:
         vars(self).update(allocated=_total(self.gradients), freed=_total(self.released))
+
+
+def _effects(**sizes: int) -> Effects:
+    return tuple([(category, size) for category, size in sizes.items() if size])
+
+
+# The plans that a planner compares have most messages in common.
+_message_bytes = lru_cache(maxsize=1 << 14)(MessageBytes)
 
 
 def _total(pairs: tuple[tuple[int, int], ...]) -> int:
@@ -136,6 +153,30 @@ def _cuts(segments: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cu
     return _Cuts(0, tuple(sorted(counts.items())), tuple(largest))
 
 
+@lru_cache(maxsize=256)
+def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
+    """What the slots hold; it follows from the mix alone."""
+    profile = period.profile
+    allocated: dict[int, list[tuple[int, int]]] = {}
+    released: dict[int, list[tuple[int, int]]] = {}
+    for u, (unit, strategy) in enumerate(zip(profile.units, strategies, strict=True)):
+        elements = pad(unit.numel, profile.world)
+        if unit.trainable:
+            span = period.backward(u, 0)
+            assert span is not None
+            allocated.setdefault(span[0] % period.length, []).append((u, elements * profile.grad_bytes))
+        if strategy.sharded:
+            for kind in strategy.kinds(False, unit.backward is not None):
+                for micro in range(period.micro_steps):
+                    end = period.release(Op(kind, u, micro), strategy)
+                    released.setdefault(end % period.length, []).append((u, elements * profile.param_bytes))
+    slots = []
+    for q, s in enumerate(period.slots):
+        slot = profile.slots[s.place]
+        slots.append(SlotBytes(tuple(allocated.get(q, ())), tuple(released.get(q, ())), slot.live, slot.peak))
+    return slots
+
+
 class Ledger:
     """All effects of a plan, and its bytes at rest by category.
 
@@ -166,30 +207,10 @@ class Ledger:
         pieces += max(more.values(), default=0) if rank is None else more[rank]
         self.at_rest["optimizer"] += pieces * opt.state_fixed
         self.rest_bytes = sum(self.at_rest.values())
-        self.full = [plan.padded(u) * w for u in range(len(profile.units))]
-        self.gradients = [plan.padded(u) * g for u in range(len(profile.units))]
-        self.slots = self._slots()
+        self.full = [pad(unit.numel, plan.world) * w for unit in profile.units]
+        self.gradients = [pad(unit.numel, plan.world) * g for unit in profile.units]
+        self.slots = _slots(plan.period, plan.strategies)
         self.messages = self._messages()
-
-    def _slots(self) -> list[SlotBytes]:
-        plan, period = self.plan, self.plan.period
-        allocated: list[list[tuple[int, int]]] = [[] for _ in period.slots]
-        released: list[list[tuple[int, int]]] = [[] for _ in period.slots]
-        for u, (unit, strategy) in enumerate(zip(plan.profile.units, plan.strategies, strict=True)):
-            if unit.trainable:
-                span = period.backward(u, 0)
-                assert span is not None
-                allocated[span[0] % period.length].append((u, self.gradients[u]))
-            if strategy.sharded:
-                for kind in strategy.kinds(False, unit.backward is not None):
-                    for micro in range(plan.micro_steps):
-                        end = period.release(Op(kind, u, micro), strategy)
-                        released[end % period.length].append((u, self.full[u]))
-        slots = []
-        for q, s in enumerate(period.slots):
-            slot = plan.profile.slots[s.place]
-            slots.append(SlotBytes(tuple(allocated[q]), tuple(released[q]), slot.live, slot.peak))
-        return slots
 
     def staging(self, message: Message) -> int:
         """Bytes of the buffers of a message whose collective is not zero-copy.
@@ -211,16 +232,16 @@ class Ledger:
         all_scratch = max(self._scratch.values(), default=0)
         effects = []
         for i, m in enumerate(plan.messages):
-            units = dict.fromkeys(u for u, _ in m.parts)
             if m.kind.is_gather:
-                full = tuple((u, self.full[u]) for u in units if first_of.get(Op(m.kind, u, m.micro)) == i)
-                effects.append(MessageBytes(full, self.staging(m), 0, 0, 0, (), ()))
+                full = tuple([(u, self.full[u]) for u in first_of.get(i, ())])
+                effects.append(_message_bytes(full, self.staging(m), 0, 0, 0, (), ()))
                 continue
+            units = dict.fromkeys([u for u, _ in m.parts])
             shards = plan.elements(m) // plan.world * g if m.kind is Kind.RS else 0
             held_shards += shards
-            grads = tuple((u, self.gradients[u]) for u in units if last_of[u] == i)
+            grads = tuple([(u, self.gradients[u]) for u in units if last_of[u] == i])
             if plan.cross_iteration:
-                scratch, freed = max(self._scratch[p] for p in m.parts), shards
+                scratch, freed = max([self._scratch[p] for p in m.parts]), shards
                 after_update = grads if m.kind is Kind.AR else ()
             elif i == last_reduction:
                 scratch, freed = all_scratch, held_shards
@@ -228,25 +249,27 @@ class Ledger:
             else:
                 scratch, freed, after_update = 0, 0, ()
             after_link = grads if m.kind is Kind.RS else ()
-            effects.append(MessageBytes((), self.staging(m), shards, scratch, freed, after_link, after_update))
+            effects.append(_message_bytes((), self.staging(m), shards, scratch, freed, after_link, after_update))
         return effects
 
-    def _first_gathers(self) -> dict[Op, int]:
-        """The message that is the first, in time, to gather a sharded unit, and so allocates its buffer.
+    def _first_gathers(self) -> dict[int, list[int]]:
+        """The sharded units that a message is the first, in time, to gather: it allocates their buffers.
 
         Blocks of one AG_B may be sent before and after the end of the period, so time is not the list's order.
         """
-        plan = self.plan
-        first: dict[Op, tuple[int, int]] = {}
-        for i, m in enumerate(plan.messages):
-            if not m.kind.is_gather:
-                continue
-            order = plan.unrolled(m), i
-            for u, _ in m.parts:
-                op = Op(m.kind, u, m.micro)
-                if plan.strategies[u].sharded and order < first.get(op, (order[0] + 1, i)):
-                    first[op] = order
-        return {op: i for op, (_, i) in first.items()}
+        plan, length = self.plan, self.plan.period.length
+        first: dict[tuple[Kind, int, int], tuple[int, int]] = {}
+        for i, (m, (opens, _)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
+            if m.kind.is_gather:
+                order = m.slot if m.slot >= opens else m.slot + length, i
+                for u, _ in m.parts:
+                    op = m.kind, u, m.micro
+                    if plan.strategies[u].sharded and (op not in first or order < first[op]):
+                        first[op] = order
+        out: dict[int, list[int]] = {}
+        for (_, u, _), (_, i) in first.items():
+            out.setdefault(i, []).append(u)
+        return out
 
 
 @dataclass(frozen=True)
@@ -270,19 +293,19 @@ class SlotLimits:
 
     def __init__(self, plan: Plan) -> None:
         n, length = len(plan.messages), plan.period.length
-        self.issued: list[int] = []
-        count = 0
-        for q in range(length):
-            while count < n and plan.messages[count].slot <= q:
-                count += 1
-            self.issued.append(count)
+        issues = [0] * length
+        for m in plan.messages:
+            issues[m.slot] += 1
+        self.issued = list(itertools.accumulate(issues))
         done_at = [-n] * length
-        for i, m in enumerate(plan.messages):
-            waits = m.slot if m.blocking else plan.need(m)
-            if waits is not None:
-                if not m.blocking:
-                    waits -= plan.unrolled(m) - m.slot  # from the scale of its window to its own period
-                done_at[waits % length] = max(done_at[waits % length], i + 1 - waits // length * n)
+        for i, (m, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
+            if not m.blocking and m.kind is Kind.RS:
+                continue  # its gather follows it
+            # The slot that needs a message, from the scale of its window to its own period.
+            waits = m.slot if m.blocking else last if m.slot >= first else last - length
+            periods, at = divmod(waits, length)
+            if i + 1 - periods * n > done_at[at]:
+                done_at[at] = i + 1 - periods * n
         if not plan.cross_iteration:
             # The last reduction updates every unit: no dp unit has its parameters before.
             last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 from mdcs.link import Kind
 from mdcs.profile import Profile
@@ -45,18 +45,18 @@ class Strategy(str, Enum):
 
     def __init__(self, value: str) -> None:
         self.sharded = value in ("sdp", "fsdp")  # whether the parameters at rest are a shard
+        self._updating = {"dp": (Kind.AR,), "zero1": (Kind.RS, Kind.AG_F)}.get(value, (Kind.RS,))
 
     def __str__(self) -> str:
         return self.value
 
     def kinds(self, trainable: bool, has_backward: bool) -> tuple[Kind, ...]:
         """The collectives that a unit of this strategy needs in one period."""
-        reduce = {Strategy.dp: (Kind.AR,), Strategy.zero1: (Kind.RS, Kind.AG_F)}.get(self, (Kind.RS,))
-        if not trainable:
-            reduce = ()
-        gather = () if not self.sharded else (Kind.AG_F,)
+        update = self._updating if trainable else ()
+        if not self.sharded:
+            return update
         again = (Kind.AG_B,) if self is Strategy.fsdp and has_backward else ()
-        return reduce + gather + again
+        return (*update, Kind.AG_F, *again)
 
 
 class Op(NamedTuple):
@@ -105,6 +105,17 @@ class Prediction:
     memory: dict[str, int]
 
 
+class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
+    """The window of every operation that was asked for (a plain tuple is found like the :class:`Op` it equals)."""
+
+    def __init__(self, period: Period) -> None:
+        self._period = weakref.proxy(period)
+
+    def __missing__(self, op: tuple[Kind, int, int]) -> tuple[int, int]:
+        found = self[op] = self._period.find_window(Op(*op))
+        return found
+
+
 class Period:
     """The circle of slots of one iteration in steady state.
 
@@ -128,7 +139,8 @@ class Period:
             if m < last:
                 slots += [slot(nf + i, m) for i in range(nb)]
         self.slots: tuple[PeriodSlot, ...] = tuple(slots)
-        self._windows: dict[Op, tuple[int, int]] = {}
+        self.seconds = tuple(profile.slots[s.place].seconds for s in slots)
+        self.windows = _Windows(self)
 
     @classmethod
     def of(cls, profile: Profile, micro_steps: int) -> Period:
@@ -163,12 +175,9 @@ class Period:
 
     def window(self, op: Op) -> tuple[int, int]:
         """First slot at which ``op`` can be issued and the slot that needs it (both unrolled)."""
-        found = self._windows.get(op)
-        if found is None:
-            found = self._windows[op] = self._window(op)
-        return found
+        return self.windows[op]
 
-    def _window(self, op: Op) -> tuple[int, int]:
+    def find_window(self, op: Op) -> tuple[int, int]:
         kind, unit, micro = op
         if kind is Kind.AG_B:
             span = self.backward(unit, micro)
@@ -190,7 +199,7 @@ class Period:
         return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"
 
 
-_periods: WeakValueDictionary[tuple[int, int], Period] = WeakValueDictionary()
+_periods: weakref.WeakValueDictionary[tuple[int, int], Period] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -223,6 +232,9 @@ class Plan:
     def __post_init__(self) -> None:
         _validate(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # not what was worked out from it
+
     @property
     def world(self) -> int:
         return self.profile.world
@@ -251,6 +263,15 @@ class Plan:
         """Bytes that one rank sends."""
         return self.profile.wire(message.kind, self.payload(message))
 
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """For each message the first slot at which it can be issued, and the slot that needs it (both unrolled)."""
+        of, out = self.period.windows, []
+        for m in self.messages:
+            spans = [of[m.kind, u, m.micro] for u, _ in m.parts]
+            out.append(spans[0] if len(spans) == 1 else (max(first for first, _ in spans), min(last for _, last in spans)))
+        return tuple(out)
+
     def need(self, message: Message) -> int | None:
         """The slot (unrolled) that cannot start before the message is done; None if it is no gather."""
         if message.kind is Kind.RS:
@@ -272,12 +293,15 @@ class Plan:
         reduced: dict[tuple[int, int], int] = {}
         for i, m in enumerate(self.messages):
             if not m.kind.is_gather:
-                reduced |= {part: i for part in m.parts}
+                for part in m.parts:
+                    reduced[part] = i
         last = max(reduced.values(), default=-1)
         out = []
         for m in self.messages:
-            own = [reduced[p] for p in m.parts if p in reduced] if m.kind is Kind.AG_F and m.micro == 0 else []
-            out.append(-1 if not own else max(own) if self.cross_iteration else last)
+            own = -1
+            if m.kind is Kind.AG_F and m.micro == 0:
+                own = max([reduced.get(part, -1) for part in m.parts])
+            out.append(own if own < 0 or self.cross_iteration else last)
         return tuple(out)
 
     def in_prologue(self, message: Message) -> bool:
@@ -342,65 +366,74 @@ def _validate(plan: Plan) -> None:
         raise PlanError(f"budget {plan.budget} bytes leaves nothing beside the reserve of {plan.reserve}")
     if not len(plan.strategies) == len(plan.blocks) == len(units):
         raise PlanError(f"{len(units)} units but {len(plan.strategies)} strategies, {len(plan.blocks)} block lists")
-    for unit, sizes in zip(units, plan.blocks, strict=True):
-        if sum(sizes) != pad(unit.numel, plan.world) or any(b <= 0 or b % plan.world for b in sizes):
-            raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {plan.world}, "
-                            f"and sum to {pad(unit.numel, plan.world)}")  # fmt: skip
-
-    _check_messages(plan, _expected(plan))
+    empty = next((i for i, m in enumerate(plan.messages) if not m.parts), None)
+    if empty is not None:
+        raise PlanError(f"message {empty} is empty")
+    _check_contents(plan)
+    _check_order(plan)
     if not plan.cross_iteration:
         _check_barrier(plan)
 
 
-def _expected(plan: Plan) -> set[tuple[Op, int]]:
-    """Every (operation, block) that the strategies ask for."""
-    out = set()
-    for u, (unit, strategy) in enumerate(zip(plan.profile.units, plan.strategies, strict=True)):
+Block = tuple[Kind, int, int, int]
+"""Kind, unit, micro-step and block of what is sent in one piece."""
+
+
+@lru_cache(maxsize=256)  # a planner compares many plans of one mix
+def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tuple[int, ...], ...]) -> set[Block]:
+    """Every block that the strategies ask for. Raises PlanError for blocks that cannot be."""
+    world = period.profile.world
+    out: set[Block] = set()
+    for u, (unit, strategy, sizes) in enumerate(zip(period.profile.units, strategies, blocks, strict=True)):
+        total = pad(unit.numel, world)
+        if sizes != (total,) and (sum(sizes) != total or any(b <= 0 or b % world for b in sizes)):
+            raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {world}, and sum to {total}")
         for kind in strategy.kinds(unit.trainable, unit.backward is not None):
-            many = kind.is_gather and strategy.sharded
-            for micro in range(plan.micro_steps if many else 1):
-                out |= {(Op(kind, u, micro), b) for b in range(len(plan.blocks[u]))}
+            micros = period.micro_steps if kind.is_gather and strategy.sharded else 1
+            out.update([(kind, u, micro, b) for micro in range(micros) for b in range(len(sizes))])
     return out
 
 
-def _check_messages(plan: Plan, expected: set[tuple[Op, int]]) -> None:
+def _check_contents(plan: Plan) -> None:
+    """What the messages carry is what the strategies ask for, once."""
     units = plan.profile.units
-    carried: Counter[tuple[Op, int]] = Counter()
+    expected = _expected(plan.period, plan.strategies, plan.blocks)
+    carried = [(m.kind, u, m.micro, b) for m in plan.messages for u, b in m.parts]
+    if len(carried) == len(expected) and set(carried) == expected:
+        return
+    for i, m in enumerate(plan.messages):
+        for u, b in m.parts:
+            if (m.kind, u, m.micro, b) not in expected:
+                raise PlanError(f"{_where(plan, i)}: the strategies have no block {b} of unit {u} to send")
+    for (kind, u, _, b), times in Counter(carried).items():
+        if times != 1:
+            raise PlanError(f"block {b} of {units[u].name} is sent {times} times as {kind}")
+    kind, u, micro, b = min(expected.difference(carried))
+    raise PlanError(f"block {b} of {units[u].name} is never sent as {kind} (micro-step {micro})")
+
+
+def _check_order(plan: Plan) -> None:
+    """Messages are in the order of their issue slots, in their windows, and gather nothing before its reduction."""
+    units, length = plan.profile.units, plan.period.length
     reduced: set[tuple[int, int]] = set()
     previous = 0
-    for i, message in enumerate(plan.messages):
-        kind, micro = message.kind, message.micro
-        if not message.parts:
-            raise PlanError(f"message {i} is empty")
-        if not 0 <= message.slot < plan.period.length:
-            raise PlanError(f"{_where(plan, i)}: no slot {message.slot} in a period of {plan.period.length}")
-        if message.slot < previous:
-            raise PlanError(
-                f"{_where(plan, i)}: issue slot {message.slot} comes before {previous} of the message ahead of it"
-            )
-        previous = message.slot
-        for u, b in message.parts:
-            if (Op(kind, u, micro), b) not in expected:
-                raise PlanError(f"{_where(plan, i)}: the strategies have no block {b} of unit {u} to send")
-        slot = plan.unrolled(message)
-        for u, b in message.parts:
-            op = Op(kind, u, micro)
-            carried[op, b] += 1
-            first, last = plan.period.window(op)
-            if not first <= slot <= last:
-                raise PlanError(f"{_where(plan, i)}: issue slot {message.slot} is outside its window {first}..{last}")
-            if kind is Kind.RS:
-                reduced.add((u, b))
-            early = kind is Kind.AG_F and micro == 0 and (u, b) not in reduced
-            if early and units[u].trainable:
-                raise PlanError(f"{_where(plan, i)}: gathers block {b} of {units[u].name} before its reduce-scatter")
-    for (op, b), n in carried.items():
-        if n != 1:
-            raise PlanError(f"block {b} of {units[op.unit].name} is sent {n} times as {op.kind}")
-    missing = expected - set(carried)
-    if missing:
-        op, b = min(missing)
-        raise PlanError(f"block {b} of {units[op.unit].name} is never sent as {op.kind} (micro-step {op.micro})")
+    for i, (message, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
+        slot = message.slot
+        if not previous <= slot < length:
+            if not 0 <= slot < length:
+                raise PlanError(f"{_where(plan, i)}: no slot {slot} in a period of {length}")
+            raise PlanError(f"{_where(plan, i)}: issue slot {slot} comes before {previous} of the message ahead of it")
+        previous = slot
+        if not first <= (slot if slot >= first else slot + length) <= last:
+            raise PlanError(f"{_where(plan, i)}: issue slot {slot} is outside its window {first}..{last}")
+        if message.kind is Kind.RS:
+            reduced.update(message.parts)
+        elif message.kind is Kind.AG_F and message.micro == 0:
+            for part in message.parts:
+                if part not in reduced and units[part[0]].trainable:
+                    raise PlanError(
+                        f"{_where(plan, i)}: gathers block {part[1]} of {units[part[0]].name} before its reduce-scatter"
+                    )
 
 
 def _where(plan: Plan, i: int) -> str:

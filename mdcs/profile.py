@@ -40,7 +40,7 @@ class Unit:
         if self.trainable and self.backward is None:
             raise ValueError(f"unit {self.name}: is trainable but has no backward slot")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(self.segments)
 

@@ -11,32 +11,52 @@ Periods are replayed from the prologue (iteration 1 starts at the first forward 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-from mdcs.ledger import Ledger, SlotLimits, most_in_flight
+from mdcs.ledger import Ledger, MessageBytes, SlotLimits, most_in_flight
 from mdcs.link import Kind
-from mdcs.measure.timeline import Interval, Span, StepTimes, intersection_length, length
-from mdcs.plan import CATEGORIES, Plan, PlanError, Prediction
+from mdcs.measure.timeline import Interval, Span, StepTimes
+from mdcs.plan import CATEGORIES, Period, Plan, PlanError, Prediction
+from mdcs.profile import Profile
 
 _MAX_PERIODS = 12
 _REPEATS = 1e-9  # of a period: two periods that differ by less are the same
 
 
-@dataclass
 class Replay:
-    """Times in seconds from the start of the last replayed period (its first backward slot)."""
+    """What the replay of a plan gives. Planners replay thousands of plans: what is not asked for is not worked out.
 
-    period_s: float
-    times: StepTimes
-    intervals: list[Interval] = field(default_factory=list)
-    peak: dict[str, int] = field(default_factory=dict)  # by category, each at its own peak, and "total"
-    curve: list[dict[str, int]] = field(default_factory=list)  # per slot, by category, and "total"
+    Times are in seconds from the start of the last replayed period (its first backward slot).
+    """
+
+    def __init__(self, plan: Plan, trace: _Trace, ledger: Ledger | None) -> None:
+        self._plan, self._trace, self._ledger = plan, trace, ledger
+        self.period_s = trace.ended - trace.began
+
+    @cached_property
+    def times(self) -> StepTimes:
+        trace = self._trace
+        return StepTimes.of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
+
+    @cached_property
+    def intervals(self) -> list[Interval]:
+        return _intervals(self._plan, self._trace)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category, each at its own peak, and of all together ("total")."""
+        return {key: max([slot[key] for slot in self.curve]) for key in (*CATEGORIES, "total")}
+
+    @cached_property
+    def curve(self) -> list[dict[str, int]]:
+        """The same for every slot. A slot includes the wait before it."""
+        return _memory(self._plan, self._ledger or Ledger(self._plan), self._trace)
 
     def prediction(self) -> Prediction:
-        """Raises ValueError for a replay without ``detail``, which knows no memory."""
-        if not self.peak:
-            raise ValueError("a prediction needs a replay with detail")
-        t = self.times
+        t, peak = self.times, self.peak
         return Prediction(
             step_s=self.period_s,
             compute_s=t.compute_s,
@@ -44,28 +64,22 @@ class Replay:
             overlap_s=t.overlap_s,
             exposed_s=t.exposed_s,
             overlap_ratio=t.overlap_ratio,
-            peak_bytes=self.peak["total"],
-            memory=self.peak,
+            peak_bytes=peak["total"],
+            memory=peak,
         )
 
 
-def replay(plan: Plan, *, detail: bool = True, ledger: Ledger | None = None) -> Replay:
-    """Replay until the period repeats. ``detail`` adds intervals and the memory of the last period.
+def replay(plan: Plan, *, ledger: Ledger | None = None) -> Replay:
+    """Replay until the period repeats; ``ledger`` is the plan's, if it is at hand.
 
     Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
     """
-    ledger = ledger or Ledger(plan)
-    costs = _Costs(plan)
-    trace = _run(plan, ledger, costs)
-    result = Replay(trace.ended - trace.began, _times(trace))
-    if detail:
-        result.intervals = _intervals(plan, trace)
-        result.peak, result.curve = _memory(plan, ledger, trace)
-    return result
+    if plan.budget is not None:
+        ledger = ledger or Ledger(plan)
+    return Replay(plan, _run(plan, ledger), ledger)
 
 
-@dataclass(frozen=True)
-class Steady:
+class Steady(NamedTuple):
     """Times of the last replayed period, in seconds from its start.
 
     ``slots`` are (arrival, begin, end) of compute; ``bytes`` when the link begins and ends to carry the bytes of each
@@ -79,45 +93,68 @@ class Steady:
 
 def steady_state(plan: Plan) -> Steady:
     """When slots and messages of the steady period happen. Raises PlanError as :func:`replay`."""
-    costs = _Costs(plan)
-    trace = _run(plan, Ledger(plan), costs)
-    began, n, length = trace.began, len(plan.messages), trace.slots
-    slots = zip(trace.arrivals[-length:], trace.begins[-length:], trace.ends[-length:], strict=True)
-    finishes = [t - began for t in trace.finishes[len(trace.finishes) - n :]]
+    trace = replay(plan)._trace
+    began, n, length = trace.began, trace.messages, trace.slots
+    slots = zip(trace.arrivals[-length - 1 : -1], trace.begins[-length:], trace.arrivals[-length:], strict=True)
+    finishes = [finish - began for _, finish in trace.spans[len(trace.spans) - n :]]
     return Steady(
         trace.ended - began,
         tuple((a - began, b - began, e - began) for a, b, e in slots),
-        tuple((end - transfer, end) for end, transfer in zip(finishes, costs.transfer, strict=True)),
+        tuple((end - cost.transfer, end) for end, cost in zip(finishes, trace.course.costs, strict=True)),
     )
 
 
-class _Costs:
-    """Seconds of every message of a plan, looked up once."""
-
-    def __init__(self, plan: Plan) -> None:
-        profile, opt = plan.profile, plan.profile.optimizer
-        alpha = dict(zip(Kind, profile.link.alpha, strict=True))
-        beta = dict(zip(Kind, profile.link.beta, strict=True))
-        self.alpha = [alpha[m.kind] for m in plan.messages]
-        self.transfer = [beta[m.kind] * plan.wire(m) for m in plan.messages]
-        self.copy: list[float] = []
-        self.update: list[float] = []
-        summed = profile.collectives.reduce_scatter == "all_to_all"
-        at_barrier, last_reduction = 0.0, -1
-        for i, m in enumerate(plan.messages):
-            passes = int(summed and m.kind is Kind.RS) + 2 * int(len(m.parts) > 1)
-            self.copy.append(profile.copy_seconds_per_byte * plan.payload(m) * passes if passes else 0.0)
-            seconds = 0.0
-            if not m.kind.is_gather:
-                share = 1 if m.kind is Kind.AR else plan.world
-                seconds = plan.elements(m) / share * opt.seconds_per_element + len(m.parts) * opt.seconds_per_run
-                at_barrier, last_reduction = at_barrier + seconds, i
-            self.update.append(seconds if plan.cross_iteration else 0.0)
-        if not plan.cross_iteration and last_reduction >= 0:
-            self.update[last_reduction] = at_barrier
+# ---- seconds
 
 
-@dataclass
+class _Cost(NamedTuple):
+    """Seconds of a message: latency and bytes on the link, then summing and unpacking, then the update."""
+
+    alpha: float
+    transfer: float
+    copy: float
+    update: float
+
+
+_known: WeakKeyDictionary[Period, dict[tuple[Kind, int, int], _Cost]] = WeakKeyDictionary()
+
+
+def _costs(plan: Plan) -> list[_Cost]:
+    """The seconds of every message, each worked out once for all plans of a profile."""
+    known = _known.setdefault(plan.period, {})
+    blocks, out = plan.blocks, []
+    for m in plan.messages:
+        elements = sum([blocks[u][b] for u, b in m.parts])
+        key = m.kind, elements, len(m.parts)
+        cost = known.get(key)
+        if cost is None:
+            cost = known[key] = _cost(plan.profile, *key)
+        out.append(cost)
+    if not plan.cross_iteration:
+        total = sum(cost.update for cost in out)
+        last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
+        out = [cost._replace(update=total if i == last else 0.0) for i, cost in enumerate(out)]
+    return out
+
+
+def _cost(profile: Profile, kind: Kind, elements: int, parts: int) -> _Cost:
+    payload = elements * (profile.param_bytes if kind.is_gather else profile.grad_bytes)
+    passes = int(profile.collectives.reduce_scatter == "all_to_all" and kind is Kind.RS) + 2 * int(parts > 1)
+    update = 0.0
+    if not kind.is_gather:
+        share = 1 if kind is Kind.AR else profile.world
+        update = elements / share * profile.optimizer.seconds_per_element + parts * profile.optimizer.seconds_per_run
+    return _Cost(
+        profile.link.alpha_of(kind),
+        profile.link.beta_of(kind) * profile.wire(kind, payload),
+        profile.copy_seconds_per_byte * payload * passes if passes else 0.0,
+        update,
+    )
+
+
+# ---- time
+
+
 class _Trace:
     """When everything happened, in seconds since the prologue began.
 
@@ -125,112 +162,153 @@ class _Trace:
     slots and the last ``messages`` messages are the last period.
     """
 
-    slots: int
-    messages: int
-    starts: list[float] = field(default_factory=list)  # of messages
-    finishes: list[float] = field(default_factory=list)  # off the link
-    landed: list[float] = field(default_factory=list)  # summed or unpacked
-    processed: list[float] = field(default_factory=list)  # and updated
-    arrivals: list[float] = field(default_factory=list)  # of compute at slots
-    begins: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    issued: list[int] = field(default_factory=list)  # messages by then
-    _busy_from: int = 0  # no message before it is in flight any more
+    def __init__(self, course: _Course) -> None:
+        self.course, self.slots, self.messages = course, len(course.slots), len(course.costs)
+        self.spans: list[Span] = []  # of messages on the link
+        self.processed: list[float] = []  # when they are summed or unpacked, and updated
+        self.arrivals: list[float] = []  # of compute at slots, and at last at the end
+        self.begins: list[float] = []
+        self._busy_from = 0  # no message before it is in flight any more
 
     @property
     def began(self) -> float:
-        return self.arrivals[-self.slots]
+        return self.arrivals[-self.slots - 1]
 
     @property
     def ended(self) -> float:
-        return self.ends[-1]
+        return self.arrivals[-1]
 
-    def in_flight(self, since: int) -> list[float]:
-        """Times, from the end of the last slot on, of what is not done by then of the messages from ``since`` on."""
-        now, messages = self.ended, range(since, len(self.starts))
+    def in_flight(self, now: float, since: int) -> list[float]:
+        """Times from now on of what is not done of the messages from ``since`` on."""
         return [
-            times[g] - now for g in messages if self.processed[g] > now for times in (self.starts, self.finishes, self.processed)
+            time - now
+            for span, done in zip(self.spans[since:], self.processed[since:], strict=True)
+            if done > now
+            for time in (*span, done)
         ]
 
     def slowed(self, now: float, work: float, slowdown: float) -> float:
         """When ``work`` seconds of computing are done: they take ``slowdown`` times as long beside a message."""
-        while self._busy_from < len(self.finishes) and self.finishes[self._busy_from] <= now:
+        spans = self.spans
+        while self._busy_from < len(spans) and spans[self._busy_from][1] <= now:
             self._busy_from += 1
-        for g in range(self._busy_from, len(self.starts)):
-            alone = max(0.0, self.starts[g] - now)
+        for g in range(self._busy_from, len(spans)):
+            start, finish = spans[g]
+            alone = max(0.0, start - now)
             if alone >= work:
                 break
             now, work = now + alone, work - alone
-            beside = max(0.0, self.finishes[g] - now)
+            beside = max(0.0, finish - now)
             if work * slowdown <= beside:
                 return now + work * slowdown
             now, work = now + beside, work - beside / slowdown
         return now + work
 
+    def compute(self) -> list[Span]:
+        """The slots of the last period, from its start."""
+        began, last = self.began, self.slots
+        return [(a - began, b - began) for a, b in zip(self.begins[-last:], self.arrivals[-last:], strict=True)]
 
-def _run(plan: Plan, ledger: Ledger, costs: _Costs) -> _Trace:
-    n, period, depth = len(plan.messages), plan.period, plan.profile.link.depth
-    alpha, transfer, copy, update, after = costs.alpha, costs.transfer, costs.copy, costs.update, plan.waits_for
-    blocking = [m.blocking for m in plan.messages]
-    seconds = [plan.profile.slots[s.place].seconds for s in period.slots]
-    slowdown = 1 + plan.profile.interference
-    limits = SlotLimits(plan)
-    trace = _Trace(period.length, n)
-    starts, finishes, landed, processed = trace.starts, trace.finishes, trace.landed, trace.processed
-    admission = None if plan.budget is None else _Admission(plan, ledger, trace)
+    def seen(self, spans: list[Span]) -> dict[int, Span]:
+        """What messages do in the last period, by their index: from its start, cut off at both its ends."""
+        began, ended = self.began, self.ended
+        oldest = max(0, len(spans) - 2 * self.messages)  # those of the period before may still be in flight
+        return {
+            g: ((start if start > began else began) - began, (end if end < ended else ended) - began)
+            for g, (start, end) in enumerate(spans[oldest:], oldest)
+            if end > began and start < ended
+        }
+
+
+class _Course:
+    """What compute and the link do in a period: all that a replay needs of a plan.
+
+    ``slots`` has, per slot, its index, the messages issued there, the last message that must be done (-1: the last of
+    the period before) and the seconds of compute. A message is (index, blocking, the message it waits for, whether it
+    is in the prologue, its seconds). The prologue begins at the turn, with all that is issued by then.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.limits, self.costs = SlotLimits(plan), _costs(plan)
+        issued, period = self.limits.issued, plan.period
+        messages = [
+            (i, m.blocking, after, plan.in_prologue(m), *cost)
+            for i, (m, after, cost) in enumerate(zip(plan.messages, plan.waits_for, self.costs, strict=True))
+        ]
+        spans = zip([0, *issued], issued, self.limits.done, period.seconds, strict=False)
+        self.slots = [(q, messages[first:last], done - 1, work) for q, (first, last, done, work) in enumerate(spans)]
+        q, _, done, work = self.slots[period.turn]
+        self.prologue = [(q, messages[: issued[q]], done, work), *self.slots[q + 1 :]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Course:
+        """Plans are immutable, and some are replayed again."""
+        course: _Course = vars(plan).get("_course") or cls(plan)
+        vars(plan)["_course"] = course
+        return course
+
+
+def _run(plan: Plan, ledger: Ledger | None) -> _Trace:
+    # Called thousands of times: names are local, and one loop does it all.
+    turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
+    course = _Course.of(plan)
+    trace = _Trace(course)
+    spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins
+    admission = None if plan.budget is None or ledger is None else _Admission(plan, ledger, trace)
     now = last_start = last_finish = last_processed = 0.0
     before: list[float] | None = None  # what was in flight at the last turn
     repeats = False
+    sent = base = 0  # messages: so far, before this period
     for p in range(_MAX_PERIODS):
-        base = p * n
-        issued = 0
-        for q in range(period.turn if p == 0 else 0, period.length):
-            trace.arrivals.append(now)
-            for i in range(issued, limits.issued[q]):
-                g = base + i
-                if p == 0 and not plan.in_prologue(plan.messages[i]):
-                    for times in (starts, finishes, landed, processed):
-                        times.append(last_processed)
+        for q, ahead, done, work in course.slots if p else course.prologue:
+            arrivals.append(now)
+            for i, blocking, after, in_prologue, alpha, transfer, copy, update in ahead:
+                if not (p or in_prologue):
+                    spans.append((last_processed, last_processed))
+                    processed.append(last_processed)
+                    sent += 1
                     continue
                 if admission is not None:
                     now = admission.message(now, q, i)
-                begin = now if now > last_start else last_start
-                if g >= depth and processed[g - depth] > begin:
-                    begin = processed[g - depth]
-                if p and after[i] >= 0 and processed[base + after[i]] > begin:
-                    begin = processed[base + after[i]]
-                last_start = begin
-                last_finish = max(begin + alpha[i], last_finish) + transfer[i]
-                landed.append(max(last_finish, last_processed) + copy[i])
-                last_processed = landed[g] + update[i]
-                starts.append(begin)
-                finishes.append(last_finish)
+                if now > last_start:
+                    last_start = now
+                if sent >= depth and processed[sent - depth] > last_start:
+                    last_start = processed[sent - depth]
+                if after >= 0 and p and processed[base + after] > last_start:
+                    last_start = processed[base + after]
+                started = last_start + alpha
+                last_finish = (started if started > last_finish else last_finish) + transfer
+                landed = (last_finish if last_finish > last_processed else last_processed) + copy
+                last_processed = landed + update
+                spans.append((last_start, last_finish))
                 processed.append(last_processed)
-                if blocking[i]:
+                sent += 1
+                if blocking:
                     now = last_processed
-            issued = limits.issued[q]
-            trace.issued.append(base + issued)
-            done = base + limits.done[q] - 1
-            if done >= 0 and processed[done] > now:
-                now = processed[done]
+            if base + done >= 0 and processed[base + done] > now:
+                now = processed[base + done]
             if admission is not None:
                 now = admission.slot(now, q)
-            trace.begins.append(now)
-            now = now + seconds[q] if slowdown == 1 else trace.slowed(now, seconds[q], slowdown)
-            trace.ends.append(now)
+            begins.append(now)
+            now = now + work if slowdown == 1 else trace.slowed(now, work, slowdown)
             if admission is not None:
                 admission.leave(q)
-            if q == period.turn - 1:
-                in_flight = trace.in_flight(base)
+            if q == turn - 1:
+                in_flight = trace.in_flight(now, base)
                 repeats = before is not None and _same(before, in_flight, _REPEATS * now / (p + 1))
                 before = in_flight
         if repeats:
             break
+        base = sent
+    arrivals.append(now)
     return trace
 
 
 def _same(a: list[float], b: list[float], tolerance: float) -> bool:
     return len(a) == len(b) and all(abs(x - y) <= tolerance for x, y in zip(a, b, strict=True))
+
+
+# ---- memory
 
 
 class _Admission:
@@ -284,67 +362,51 @@ class _Admission:
             now = processed[self._done]
 
 
-def _slots(trace: _Trace) -> list[Span]:
-    """The slots of the last period, from its start."""
-    began, last = trace.began, trace.slots
-    return [(a - began, b - began) for a, b in zip(trace.begins[-last:], trace.ends[-last:], strict=True)]
-
-
-def _seen(trace: _Trace, starts: list[float], ends: list[float]) -> dict[int, Span]:
-    """What messages do in the last period, by their index: from its start, cut off at both its ends."""
-    began, ended = trace.began, trace.ended
-    out = {}
-    # Messages of the period before may still be in flight; none is older.
-    for g in range(max(0, len(starts) - 2 * trace.messages), len(starts)):
-        if ends[g] > began and starts[g] < ended:
-            out[g] = max(starts[g], began) - began, min(ends[g], ended) - began
-    return out
-
-
-def _times(trace: _Trace) -> StepTimes:
-    """As :func:`mdcs.measure.timeline.step_times`, without making intervals."""
-    compute, messages = _slots(trace), _seen(trace, trace.starts, trace.finishes).values()
-    step_s, compute_s, communication_s = trace.ended - trace.began, length(compute), length(messages)
-    overlap_s = intersection_length(compute, messages)
-    return StepTimes(
-        step_s=step_s,
-        compute_s=compute_s,
-        communication_s=communication_s,
-        overlap_s=overlap_s,
-        exposed_s=max(0.0, step_s - compute_s),
-        overlap_ratio=min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0,
-    )
+# ---- the last period, in detail
 
 
 def _intervals(plan: Plan, trace: _Trace) -> list[Interval]:
-    units = plan.profile.units
+    units, first = plan.profile.units, len(trace.spans) - 2 * trace.messages
     out = [
         Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
-        for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, _slots(trace), strict=True))
+        for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, trace.compute(), strict=True))
     ]
-    messages = _seen(trace, trace.starts, trace.finishes)
-    updates = _seen(trace, trace.landed, trace.processed)
+    landed = _landed(trace, first)
+    messages = trace.seen(trace.spans)
+    updates = trace.seen([*trace.spans[:first], *zip(landed, trace.processed[first:], strict=True)])
     for g in sorted({*messages, *updates}):
         m = plan.messages[g % trace.messages]
         names = "+".join(dict.fromkeys(units[u].name for u, _ in m.parts))
         if g in messages:
             out.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, *messages[g], plan.wire(m)))
-        if g in updates and trace.landed[g] < trace.processed[g]:
+        if g in updates and landed[g - first] < trace.processed[g]:
             out.append(Interval("update", f"update:{names}", "update", names, *updates[g]))
     return out
 
 
-_Event = tuple[float, int, str, int]  # time, order of causes at one time, category or mark, bytes or slot
+def _landed(trace: _Trace, since: int) -> list[float]:
+    """When messages from ``since`` on are summed or unpacked; their updates follow."""
+    copies = [cost.copy for cost in trace.course.costs]
+    out, before = [], trace.processed[since - 1] if since else 0.0
+    for g, ((_, finish), done) in enumerate(zip(trace.spans[since:], trace.processed[since:], strict=True), since):
+        out.append(max(finish, before) + copies[g % trace.messages])
+        before = done
+    return out
+
+
+_Event = tuple[float, str, int]
+"""Time, category or mark, bytes or slot. Those of one time keep the order of their causes."""
+
 _ARRIVE, _BEGIN, _END = "arrive", "begin", "end"  # marks of compute
 
 
-def _memory(plan: Plan, ledger: Ledger, trace: _Trace) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """Peak by category, and by slot and category, of the last period. A slot includes the wait before it."""
-    live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
-    known, rest = ledger.rest_bytes, 0
+def _memory(plan: Plan, ledger: Ledger, trace: _Trace) -> list[dict[str, int]]:
+    """By slot of the last period and category, each at its own peak, and "total". A slot includes the wait before it."""
+    live, events = _events(plan, ledger, trace)
+    known, rest = sum(live.values()), 0
     window: dict[str, int] | None = None
     curve: list[dict[str, int]] = []
-    for _, _, what, size in sorted(_events(plan, ledger, trace)):
+    for _, what, size in sorted(events, key=itemgetter(0)):
         if what == _ARRIVE:
             rest = ledger.slots[size].live
             window = dict(live, activations=rest, total=known + rest)
@@ -357,48 +419,60 @@ def _memory(plan: Plan, ledger: Ledger, trace: _Trace) -> tuple[dict[str, int], 
             live[what] += size
             known += size
         if window is not None:
-            if what in live:
-                window[what] = max(window[what], live[what])
-            window["activations"] = max(window["activations"], rest)
-            window["total"] = max(window["total"], known + rest)
-    curve = curve[-trace.slots :]
-    return {key: max(window[key] for window in curve) for key in (*CATEGORIES, "total")}, curve
+            if what in live and live[what] > window[what]:
+                window[what] = live[what]
+            if rest > window["activations"]:
+                window["activations"] = rest
+            if known + rest > window["total"]:
+                window["total"] = known + rest
+    return curve
 
 
-def _events(plan: Plan, ledger: Ledger, trace: _Trace) -> list[_Event]:
-    """Every allocation and release of a registered buffer since the prologue, and what compute does."""
+def _events(plan: Plan, ledger: Ledger, trace: _Trace) -> tuple[dict[str, int], list[_Event]]:
+    """What registered buffers hold when the last period begins, and every allocation and release from then on."""
+    live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
+    n, turn, began = trace.messages, plan.period.turn, trace.began
+    # Every later period frees as much as it allocates.
+    live["full_parameters"] += sum(
+        size
+        for m, e in zip(plan.messages, ledger.messages, strict=True)
+        if plan.in_prologue(m)
+        for _, size in e.full
+    )
+    live["full_parameters"] -= sum(slot.freed for slot in ledger.slots[turn:])
+    live["gradients"] += sum(slot.allocated for slot in ledger.slots[turn:])
     out: list[_Event] = []
+    first = len(trace.spans) - 2 * n
+    times = zip(trace.spans[first:], _landed(trace, first), trace.processed[first:], strict=True)
+    messages = [(start, landed, done) for (start, _), landed, done in times]
+    for e, (start, landed, done) in zip(ledger.messages, messages[:n], strict=True):
+        if done <= began:
+            continue
+        for event in _effects(e, start, landed, done):
+            if event[0] > began:  # else it is among what is held already
+                live[event[1]] -= event[2]
+                out.append(event)
+    arrivals, begins = trace.arrivals[-trace.slots - 1 :], trace.begins[-trace.slots :]
+    issued, sent = trace.course.limits.issued, 0
+    for q, (arrival, begin, end, slot) in enumerate(zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)):
+        out.append((arrival, _ARRIVE, q))
+        for i in range(sent, issued[q]):
+            out += _effects(ledger.messages[i], *messages[n + i])
+        sent = issued[q]
+        out.append((begin, _BEGIN, q))
+        if slot.allocated:
+            out.append((begin, "gradients", slot.allocated))
+        out.append((end, _END, q))
+        if slot.freed:
+            out.append((end, "full_parameters", -slot.freed))
+    return live, out
 
-    def add(time: float, what: str, size: int) -> None:
-        if size or what not in CATEGORIES:
-            out.append((time, len(out), what, size))
 
-    sent = 0
-    compute = zip(trace.issued, trace.arrivals, trace.begins, trace.ends, strict=True)
-    for k, (issued, arrival, begin, end) in enumerate(compute, plan.period.turn):
-        q = k % trace.slots
-        add(arrival, _ARRIVE, q)
-        for g in range(sent, issued):
-            i = g % trace.messages
-            if g < trace.messages and not plan.in_prologue(plan.messages[i]):
-                continue
-            effect, start, landed, done = ledger.messages[i], trace.starts[g], trace.landed[g], trace.processed[g]
-            for _, b in effect.full:
-                add(start, "full_parameters", b)
-            add(start, "staging", effect.staging)
-            add(start, "gradient_shards", effect.shards)
-            add(landed, "staging", -effect.staging)
-            for _, b in effect.gradients_after_link:
-                add(landed, "gradients", -b)
-            add(landed, "update_scratch", effect.scratch)
-            add(done, "update_scratch", -effect.scratch)
-            add(done, "gradient_shards", -effect.shards_freed)
-            for _, b in effect.gradients_after_update:
-                add(done, "gradients", -b)
-        sent = issued
-        slot = ledger.slots[q]
-        add(begin, _BEGIN, q)
-        add(begin, "gradients", slot.allocated)
-        add(end, _END, q)
-        add(end, "full_parameters", -slot.freed)
-    return out
+def _effects(e: MessageBytes, start: float, landed: float, done: float) -> list[_Event]:
+    """What a message allocates and frees."""
+    events = [(start, what, size) for what, size in e.at_start]
+    if e.when_landed:
+        events += [(landed, what, size) for what, size in e.when_landed]
+    if e.when_done:
+        events += [(done, what, size) for what, size in e.when_done]
+    return events

@@ -127,7 +127,7 @@ def _solved(
 
 def _best(plans: Iterator[Plan]) -> Timed | None:
     """The plan with the shortest step."""
-    timed = [(replay(plan, detail=False).period_s, plan) for plan in plans]
+    timed = [(replay(plan).period_s, plan) for plan in plans]
     return min(timed, key=lambda t: t[0], default=None)
 
 

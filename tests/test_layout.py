@@ -18,6 +18,8 @@ PLANNING = (
         "mdcs/link",
         "mdcs/simulator",
         "mdcs/planner",
+        "mdcs/tradeoff",
+        "mdcs/explain",
     ),
     *("mdcs/hooks", "mdcs/strategies", "mdcs/schedulers"),
 )

@@ -17,30 +17,31 @@ _NOTES = 3
 
 @style.styled
 def step_time_over_budget(frame: pd.DataFrame, model: str | None = None) -> Figure:
-    """Measured step time (ms; median, p10–p90) over the budget, a line per strategy · scheduler; predicted hollow.
+    """Step time (ms) over the budget, a line per strategy · scheduler: measured (median, p10–p90), predicted hollow.
 
     Where runs differ only in schedule_share, the one at the stop point is drawn. Runs that failed, are infeasible
-    or incomplete are not drawn but named below. Raises ValueError if nothing was measured.
+    or incomplete are not drawn but named below. Raises ValueError if there is nothing to draw.
     """
     workload, rows = choose_workload(frame, model)
-    looks = style.look(ask.series(ask.measured(rows)))
+    looks = style.look(ask.series(ask.drawn(rows)))
     figure = style.new_figure(8.2, 4.2, workload.title)
     axes = figure.subplots()
     draw_budgets(axes, rows, looks)
-    style.legend_below(figure, style.series_handles(looks) + budget_handles(), notes=missing_notes(rows))
+    style.legend_below(figure, style.series_handles(looks) + budget_handles(rows), notes=missing_notes(rows))
     return figure
 
 
 def choose_workload(frame: pd.DataFrame, model: str | None = None) -> tuple[ask.Workload, pd.DataFrame]:
     groups = ask.workloads(frame if model is None else frame[frame["model"] == model])
     for workload, rows in groups:
-        if len(ask.measured(rows)):
+        if len(ask.drawn(rows)):
             return workload, rows
-    raise ValueError("no step times to draw: no run was measured to its end")
+    raise ValueError("no step times to draw: nothing was predicted, and no run was measured to its end")
 
 
-def budget_handles() -> list[Line2D]:
+def budget_handles(rows: pd.DataFrame) -> list[Line2D]:
     return [
+        *([style.measured_handle()] if len(ask.measured(rows)) else []),
         style.predicted_handle(),
         Line2D([], [], color=style.INK, ls=":", lw=1.2, label="compute alone"),
     ]
@@ -60,22 +61,25 @@ def missing_notes(rows: pd.DataFrame, width: int = 130) -> str:
 
 
 def draw_budgets(axes: Axes, rows: pd.DataFrame, looks: dict[str, dict[str, str]]) -> None:
-    measured = ask.measured(rows)
-    positions = _Budgets(measured["budget_bytes"])
-    by_label = ask.series(measured)
+    shown, time = ask.drawn(rows), ask.time_of(rows)
+    positions = _Budgets(shown["budget_bytes"])
+    by_label = ask.series(shown)
     for index, (label, of_label) in enumerate(by_label.items()):
         # Neighbouring series stand side by side, so that bars at one budget do not hide each other.
         shift = (index - (len(by_label) - 1) / 2) * min(0.012, 0.06 / len(by_label)) * positions.span
-        points = _best_share(of_label)
+        points = _best_share(of_label, time)
         x = [positions.x(budget) + shift for budget in points["budget_bytes"]]
         step, colour = points["step_s"] * 1e3, looks[label]["color"]
         bars = [
             (step - points["step_s_p10"] * 1e3).clip(lower=0),
             (points["step_s_p90"] * 1e3 - step).clip(lower=0),
         ]
+        dashes = "--" if time == "predicted_step_s" else ""
         axes.plot(
-            x, points["predicted_step_s"] * 1e3, "o", mfc="white", mec=colour, mew=1.2, ms=6.5, zorder=2
+            x, points["predicted_step_s"] * 1e3, marker="o", ls=dashes, lw=1.1, c=colour, mfc="white", mew=1.2, ms=6.5, zorder=2
         )
+        if not step.notna().any():
+            continue
         limited = points["budget_bytes"].notna().tolist()
         axes.plot(
             [v for v, has in zip(x, limited, strict=True) if has],
@@ -95,12 +99,13 @@ def draw_budgets(axes: Axes, rows: pd.DataFrame, looks: dict[str, dict[str, str]
             capsize=2.5,
             zorder=4,
         )
-    axes.axhline(measured["compute_s"].min() * 1e3, color=style.INK, ls=":", lw=1.2)
+    compute = shown["compute_s"].fillna(shown["predicted_compute_s"])
+    axes.axhline(compute.min() * 1e3, color=style.INK, ls=":", lw=1.2)
     axes.set_xticks(*positions.ticks())
     axes.margins(x=0.06, y=0.1)
     axes.set_title("time per iteration over budget")
     several_shares = (
-        measured.groupby(["strategy", "scheduler", "budget_bytes"])["schedule_share"].nunique().gt(1).any()
+        shown.groupby(["strategy", "scheduler", "budget_bytes"])["schedule_share"].nunique().gt(1).any()
     )
     axes.set_xlabel(
         f"budget per rank ({positions.unit}{', each at its stop point' if several_shares else ''})"
@@ -108,13 +113,12 @@ def draw_budgets(axes: Axes, rows: pd.DataFrame, looks: dict[str, dict[str, str]
     axes.set_ylabel("ms")
 
 
-def _best_share(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per budget: the share of least step time (medians over repeats), all runs for those without a share."""
+def _best_share(rows: pd.DataFrame, time: str) -> pd.DataFrame:
+    """One row per budget: the share, or no share, of least step time (medians over repeats)."""
     best = []
     for budget, at_budget in rows.groupby("budget_bytes", dropna=False):
-        with_share = at_budget[at_budget["schedule_share"].notna()]
-        point = ask.stop_point(with_share) if len(with_share) else at_budget.median(numeric_only=True)
-        best.append(point.to_dict() | {"budget_bytes": budget})
+        points = at_budget.groupby("schedule_share", dropna=False).median(numeric_only=True)
+        best.append(points.loc[points[time].idxmin()].to_dict() | {"budget_bytes": budget})
     return pd.DataFrame(best)
 
 
@@ -135,10 +139,10 @@ class _Budgets:
         return self._unlimited_x if pd.isna(budget_bytes) else budget_bytes / self._scale
 
     def ticks(self) -> tuple[list[float], list[str]]:
-        # Ticks only where runs are; close ones (under 6 % of the axis) would write over each other.
+        # Ticks only where runs are; close ones (under 8 % of the axis) would write over each other.
         shown: list[float] = []
         for value in self._limited:
-            if not shown or value - shown[-1] >= 0.06 * self.span:
+            if not shown or value - shown[-1] >= 0.08 * self.span:
                 shown.append(value)
         labels = [f"{value:.4g}" for value in shown]
         if self._has_unlimited:

@@ -12,7 +12,7 @@ from analysis.pictures import budget, style, tradeoff
 @style.styled
 def overview(frame: pd.DataFrame, model: str | None = None) -> Figure:
     """Left the trade-off curve over schedule_share, right step time over budget; one of them if the sweep varies
-    only one. Raises ValueError if nothing was measured."""
+    only one. Raises ValueError if there is nothing to draw."""
     workload, rows = budget.choose_workload(frame, model)
     curves = ask.share_curves(rows)
     if not curves:
@@ -21,7 +21,7 @@ def overview(frame: pd.DataFrame, model: str | None = None) -> Figure:
         return tradeoff.tradeoff_curve(rows)
 
     curve = curves[0]
-    looks = style.look(ask.series(pd.concat([ask.measured(rows), curve])))
+    looks = style.look(ask.series(pd.concat([ask.drawn(rows), curve])))
     figure = style.new_figure(11.2, 5.6, workload.title)
     grid = figure.add_gridspec(3, 2, height_ratios=(2.2, 1, 1), width_ratios=(1.15, 1))
     left = figure.add_subplot(grid[0, 0])
@@ -33,5 +33,5 @@ def overview(frame: pd.DataFrame, model: str | None = None) -> Figure:
     budget.draw_budgets(figure.add_subplot(grid[:, 1]), rows, looks)
     notes = budget.missing_notes(rows, width=170)
     handles = style.series_handles(looks) + tradeoff.curve_handles(curve)
-    style.legend_below(figure, handles + budget.budget_handles()[1:], notes=notes)
+    style.legend_below(figure, handles + budget.budget_handles(rows)[-1:], notes=notes)
     return figure

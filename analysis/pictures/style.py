@@ -87,6 +87,10 @@ def series_handles(looks: dict[str, dict[str, str]]) -> list[Line2D]:
     return [Line2D([], [], label=label, **look) for label, look in looks.items()]  # type: ignore[arg-type]
 
 
+def measured_handle() -> Line2D:
+    return Line2D([], [], color=GREY, label="measured")
+
+
 def predicted_handle() -> Line2D:
     return Line2D(
         [], [], color=GREY, ls="--", lw=1.1, marker="o", mfc="white", mew=1.1, ms=6.5, label="predicted"

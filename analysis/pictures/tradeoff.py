@@ -48,7 +48,7 @@ def choose_curve(
     curves = ask.share_curves(rows)
     if not curves:
         raise ValueError(
-            "no trade-off curve: that needs measured runs of one budget with two schedule shares or more"
+            "no trade-off curve: that needs runs or plans of one budget with two schedule shares or more"
         )
     return curves[0]
 
@@ -61,13 +61,14 @@ def curve_title(curve: pd.DataFrame) -> str:
 
 def curve_handles(curve: pd.DataFrame) -> list[Line2D]:
     handles = [
+        *([style.measured_handle()] if len(ask.measured(curve)) else []),
         style.predicted_handle(),
         Line2D([], [], color="none", marker="*", **_STAR, label="stop point"),
     ]
-    if len(ask.not_measured(curve)):
-        handles.append(
-            Line2D([], [], color="none", marker="x", mec=style.GREY, mew=1.4, label="not measured")
-        )
+    missing = ask.not_measured(curve)
+    if len(missing):
+        words = "infeasible" if (missing["status"] == "infeasible").all() else "not measured"
+        handles.append(Line2D([], [], color="none", marker="x", mec=style.GREY, mew=1.4, label=words))
     return handles
 
 
@@ -76,7 +77,7 @@ def draw_curve(axes: Sequence[Axes], curve: pd.DataFrame, looks: dict[str, dict[
     by_label = ask.series(curve)
     for panel, (column, title) in zip(axes, PANELS, strict=True):
         for label, rows in by_label.items():
-            _draw_line(panel, ask.measured(rows), column, looks[label])
+            _draw_line(panel, ask.drawn(rows), column, looks[label])
         panel.set_title(title)
         panel.set_ylabel("ms")
         panel.yaxis.set_major_locator(MaxNLocator(5 if column == "step_s" else 3, min_n_ticks=3))
@@ -107,6 +108,8 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, column: str, look: dict[str, str]
     axes.plot(
         share, predicted, color=colour, ls="--", lw=1.1, marker="o", mfc="white", mew=1.1, ms=7, zorder=2
     )
+    if not points[column].notna().any():
+        return
     axes.plot(share, points[column] * 1e3, color=colour, marker=look["marker"], zorder=3, clip_on=False)
     if column == "step_s":
         low, high = points["step_s_p10"] * 1e3, points["step_s_p90"] * 1e3
@@ -115,12 +118,13 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, column: str, look: dict[str, str]
 
 def _mark_stop_points(axes: Axes, by_label: dict[str, pd.DataFrame]) -> None:
     best: pd.Series | None = None
+    time = ask.time_of(pd.concat(list(by_label.values())))
     for rows in by_label.values():
-        if not len(ask.measured(rows)):
+        if not len(ask.drawn(rows)):
             continue
-        point = ask.stop_point(rows)
-        axes.plot(point["schedule_share"], point["step_s"] * 1e3, "*", **_STAR, zorder=5)
-        best = point if best is None or point["step_s"] < best["step_s"] else best
+        point = ask.stop_point(ask.drawn(rows), time)
+        axes.plot(point["schedule_share"], point[time] * 1e3, "*", **_STAR, zorder=5)
+        best = point if best is None or point[time] < best[time] else best
     if best is not None:
-        words = f"stop point {best['schedule_share']:.3g}: {best['step_s'] * 1e3:.0f} ms"
+        words = f"{'' if time == 'step_s' else 'predicted '}stop point {best['schedule_share']:.3g}: {best[time] * 1e3:.0f} ms"
         axes.set_title(words, loc="right", color=style.INK, fontweight="bold")

@@ -63,15 +63,17 @@ class Interval:
 
 def union(intervals: Iterable[Interval | Span]) -> tuple[Span, ...]:
     """The disjoint spans covered by `intervals`, in order. Touching spans are merged, empty ones dropped."""
-    spans = sorted((i.start, i.end) if isinstance(i, Interval) else i for i in intervals)
     merged: list[Span] = []
-    for start, end in spans:
+    reached = -math.inf
+    for span in sorted([(i.start, i.end) if isinstance(i, Interval) else i for i in intervals]):
+        start, end = span
         if end <= start:
             continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
+        if start > reached:
+            merged.append(span)
+        elif end > reached:
+            merged[-1] = merged[-1][0], end
+        reached = max(reached, end)
     return tuple(merged)
 
 
@@ -82,7 +84,11 @@ def length(intervals: Iterable[Interval | Span]) -> float:
 
 def intersection(a: Iterable[Interval | Span], b: Iterable[Interval | Span]) -> tuple[Span, ...]:
     """The disjoint spans covered by both `a` and `b`."""
-    left, right = union(a), union(b)
+    return overlaps(union(a), union(b))
+
+
+def overlaps(left: Sequence[Span], right: Sequence[Span]) -> tuple[Span, ...]:
+    """The spans covered by two results of :func:`union`; disjoint, too."""
     common: list[Span] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -94,11 +100,6 @@ def intersection(a: Iterable[Interval | Span], b: Iterable[Interval | Span]) -> 
         else:
             j += 1
     return tuple(common)
-
-
-def intersection_length(a: Iterable[Interval | Span], b: Iterable[Interval | Span]) -> float:
-    """Seconds covered by both `a` and `b`."""
-    return length(intersection(a, b))
 
 
 def sublanes(intervals: Sequence[Interval]) -> tuple[int, ...]:
@@ -133,6 +134,24 @@ class StepTimes:
     exposed_s: float
     overlap_ratio: float
 
+    @classmethod
+    def of(cls, step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -> StepTimes:
+        """The times of a step of ``step_s`` seconds in which compute and messages ran in these spans."""
+        computing, sending = union(compute), union(messages)
+        compute_s, communication_s, overlap_s = (
+            math.fsum([end - start for start, end in spans])
+            for spans in (computing, sending, overlaps(computing, sending))
+        )
+        return cls(
+            step_s=step_s,
+            compute_s=compute_s,
+            communication_s=communication_s,
+            overlap_s=overlap_s,
+            # Sums of spans that fill the step exactly may differ from end - begin in the last bit.
+            exposed_s=max(0.0, step_s - compute_s),
+            overlap_ratio=min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0,
+        )
+
 
 def step_times(intervals: Iterable[Interval], begin: float, end: float) -> StepTimes:
     """Measure the step from `begin` to `end` (seconds); what lies outside of it belongs to its neighbours.
@@ -145,17 +164,7 @@ def step_times(intervals: Iterable[Interval], begin: float, end: float) -> StepT
     step = ((begin, end),)
     compute = intersection((i for i in intervals if i.lane == "compute"), step)
     messages = intersection((i for i in intervals if i.lane == "message"), step)
-    compute_s, communication_s = length(compute), length(messages)
-    overlap_s = intersection_length(compute, messages)
-    return StepTimes(
-        step_s=end - begin,
-        compute_s=compute_s,
-        communication_s=communication_s,
-        overlap_s=overlap_s,
-        # Sums of spans that fill the step exactly may differ from end - begin in the last bit.
-        exposed_s=max(0.0, end - begin - compute_s),
-        overlap_ratio=min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0,
-    )
+    return StepTimes.of(end - begin, compute, messages)
 
 
 # --- the recorded period ---------------------------------------------------------------------------------------

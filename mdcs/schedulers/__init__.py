@@ -37,4 +37,4 @@ SCHEDULERS: dict[str, type[Scheduler]] = {
     "memory_aware": MemoryAware,
 }
 
-__all__ = ["SCHEDULERS", "Mix", "Scheduler"]
+__all__ = ["SCHEDULERS", "Mix", "Priority", "Scheduler"]

@@ -10,6 +10,7 @@ import pytest
 from analysis.load import load_sweep
 from analysis.pictures import gantt, memory_over_period, overview, step_time_over_budget, tradeoff_curve
 from analysis.pictures.style import shortened
+from analysis.tradeoff import share_curves
 from mdcs.measure.timeline import SlotMemory, Timeline
 
 
@@ -48,7 +49,7 @@ def test_the_trade_off_curve_has_three_panels_with_the_sweep_s_numbers(frame):
         assert list(solid.get_xdata()) == [0, 0.25, 0.5, 0.75, 1]
         assert np.allclose(solid.get_ydata(), rows[column] * 1e3)
         assert np.allclose(dashed.get_ydata(), rows[f"predicted_{column}"] * 1e3)
-    assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", "predicted", "stop point"]
+    assert legend_of(figure) == ["ilp · memory_aware", "ilp · priority", "measured", "predicted", "stop point"]
 
 
 def test_the_stop_point_is_a_star_on_each_curve_and_in_words(frame):
@@ -143,7 +144,7 @@ def test_many_series_still_fit(run_writer):
             for share in (0.0, 1.0):
                 run_writer(f"{name}-{other}-{share}", strategy=strategy, scheduler=scheduler, share=share)
     frame = load_sweep(run_writer.sweep)
-    assert len(legend_of(drawn(tradeoff_curve(frame)))) == 20
+    assert len(legend_of(drawn(tradeoff_curve(frame)))) == 21
     drawn(step_time_over_budget(frame))
 
 
@@ -214,3 +215,22 @@ def test_names_are_cut_to_what_tells_them_apart():
     }
     assert shortened(["layer1.0", "layer2.0"]) == {"layer1.0": "layer1.0", "layer2.0": "layer2.0"}
     assert shortened([]) == {}
+
+
+def test_what_is_only_predicted_is_drawn_and_called_so(run_writer):
+    for name, share in enumerate((0.0, 0.5, 1.0)):
+        run_writer(f"{name}", share=share, times={"step_s": 1.0 + share})
+    frame = load_sweep(run_writer.sweep)
+    frame["status"], frame["step_s"] = "predicted", float("nan")
+    fastest = frame["predicted_step_s"].idxmin()
+    figure = drawn(tradeoff_curve(frame))
+    assert f"predicted stop point {frame.loc[fastest, 'schedule_share']:.3g}: " in figure.axes[0].get_title("right")
+    words = legend_of(figure)
+    assert "predicted" in words and "measured" not in words and "not measured" not in words
+    drawn(step_time_over_budget(frame))
+
+
+def test_a_curve_is_of_one_strategy_and_scheduler(run_writer):
+    run_writer("0", share=0.0, scheduler="dear")
+    run_writer("1", share=1.0, scheduler="wfbp")
+    assert share_curves(load_sweep(run_writer.sweep)) == []

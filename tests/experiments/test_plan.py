@@ -1,6 +1,7 @@
-"""`plan.py` shows a plan; it takes one job."""
+"""`plan.py` shows a plan and why it is as it is; it takes one job."""
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,24 +9,47 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import plan as program
+from mdcs.plan import Plan
 from mdcs.planner import make_plan
 from mdcs.profile import Profile
 from mdcs.schedulers import Wfbp
-from mdcs.strategies import Uniform
+from mdcs.strategies import Greedy
+from mdcs.strategies.uniform import Uniform
 
 ROOT = Path(__file__).resolve().parents[2]
+PROFILE = Profile.from_json(Path(__file__).with_name("profile.json").read_text())
 
 
-def test_a_plan_is_shown_with_its_units_prediction_and_memory():
-    profile = Profile.from_json(Path(__file__).with_name("profile.json").read_text())
-    console = Console(width=100, record=True, file=io.StringIO())
-    program.show(make_plan(profile, Uniform("dp"), Wfbp(), budget=10**6), console)
+def test_a_plan_is_shown_with_its_units_prediction_bounds_and_memory():
+    console = Console(width=120, record=True, file=io.StringIO())
+    made = make_plan(PROFILE, Uniform("dp"), Wfbp(), budget=10**6)
+    program.show(made, Wfbp(), console)
     shown = console.export_text()
     assert "embed" in shown and "block" in shown
     assert "1 AR" in shown
     assert "step ms" in shown
+    assert "no plan within the budget is faster than" in shown
     assert "floor: smallest feasible" in shown
     assert f"{10**6 / 2**20:.2f}" in shown
+
+
+def test_the_document_has_what_is_shown():
+    made = make_plan(PROFILE, Greedy(), Wfbp(), budget=10**6)
+    document = json.loads(json.dumps(program.document(made, Wfbp())))
+    assert (document["schema"], document["plan"], document["budget_bytes"]) == (1, made.hash, 10**6)
+    assert [u["unit"] for u in document["units"]] == [u.name for u in PROFILE.units]
+    assert document["predicted"]["step_s"] >= document["bounds"]["structural_s"] >= document["bounds"]["traffic_s"]
+    assert document["binding_slot"]["bytes"] == document["predicted"]["peak_bytes"]
+
+
+def test_json_is_all_that_is_printed(tmp_path):
+    stub = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import plan; "
+    stub += "sys.exit(plan.main('tests.experiments.planning_worker'))"
+    command = [sys.executable, "-c", stub, "--format", "json", "strategy=dp", "hydra.run.dir=out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["plan"] == Plan.from_json((tmp_path / "out/plan.json").read_text()).hash
 
 
 def test_plan_takes_no_sweep(tmp_path):

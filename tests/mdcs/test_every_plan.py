@@ -85,7 +85,7 @@ def test_plans_keep_their_budget_their_share_and_their_word(seed: int, scheduler
 
 def replayed_sequential(plan: Plan) -> float:
     mix = Mix(plan.profile, plan.strategies, plan.micro_steps, plan.cross_iteration)
-    return replay(Sequential().schedule(mix), detail=False).period_s
+    return replay(Sequential().schedule(mix)).period_s
 
 
 def test_an_infeasible_budget_names_the_smallest_that_works() -> None:

@@ -41,7 +41,7 @@ def listed(plan: Plan, kind: Kind | None = None) -> list[tuple[str, int]]:
 
 
 def step_s(plan: Plan) -> float:
-    return replay(plan, detail=False).period_s
+    return replay(plan).period_s
 
 
 # ---- the mix

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 import pytest
@@ -223,10 +224,16 @@ def test_a_prediction_is_made_of_a_replay_with_memory() -> None:
     prediction = replay(plan).prediction()
     assert (prediction.step_s, prediction.overlap_ratio) == (12, 0)
     assert prediction.peak_bytes == prediction.memory["total"] == peak(plan)
-    quick = replay(plan, detail=False)
-    assert (quick.intervals, quick.peak, quick.curve) == ([], {}, [])
-    with pytest.raises(ValueError, match="needs a replay with detail"):
-        quick.prediction()
+    assert replay(plan, ledger=Ledger(plan)).prediction() == prediction
+
+
+def test_a_plan_is_replayed_again_as_it_was_at_first() -> None:
+    plan = replace(planned(PROFILE, "zero1", Wfbp()), budget=peak(planned(PROFILE, "zero1", Wfbp())))
+    first, second, copy = replay(plan), replay(plan), replay(pickle.loads(pickle.dumps(plan)))
+    assert first.period_s == second.period_s == copy.period_s
+    assert first.intervals == second.intervals == copy.intervals
+    assert first.curve == second.curve == copy.curve
+    assert set(vars(plan)) > {f.name for f in fields(plan)} == set(plan.__getstate__())
 
 
 # ---- against the longest path
@@ -344,7 +351,6 @@ def test_times_are_those_of_the_timeline(job: Job, seed: int, scheduler: Schedul
     plan = job.plan(RandomMix(seed), scheduler)
     result = replay(plan)
     assert result.times == step_times(result.intervals, 0.0, result.period_s)
-    assert replay(plan, detail=False).times == result.times
     assert all(0 <= i.start <= i.end <= result.period_s for i in result.intervals)
 
 

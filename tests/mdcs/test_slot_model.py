@@ -52,7 +52,7 @@ def test_whatever_the_simulator_does_satisfies_the_rows_and_costs_no_less(seed: 
         model = SlotModel(judge, fixed=plan.strategies, width=width)
         values = model.values_of(plan)
         assert values is not None, plan.scheduler
-        assert model.step_bound(model.problem.cost(values)) <= replay(plan, detail=False).period_s * (1 + 1e-9)
+        assert model.step_bound(model.problem.cost(values)) <= replay(plan).period_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -65,7 +65,7 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
             model = SlotModel(judge, width=width)
             answer = solve(model.problem, seconds=20)
             assert answer.status == "optimal" and answer.bound is not None
-            assert model.step_bound(answer.bound) <= replay(plan, detail=False).period_s * (1 + 1e-6)
+            assert model.step_bound(answer.bound) <= replay(plan).period_s * (1 + 1e-6)
         break
 
 

@@ -24,7 +24,7 @@ dp, zero1, sdp, fsdp = Strategy
 
 
 def step_s(judge: Judge, mix: tuple[Strategy, ...]) -> float:
-    return replay(judge.sequential(mix), detail=False).period_s
+    return replay(judge.sequential(mix)).period_s
 
 
 # ---- the judge

@@ -17,7 +17,6 @@ from mdcs.measure.timeline import (
     Timeline,
     chrome_trace,
     intersection,
-    intersection_length,
     length,
     step_times,
     sublanes,
@@ -60,9 +59,9 @@ def test_a_union_is_disjoint_ordered_and_as_long_as_the_grid_says(a):
 
 @given(spans, spans)
 def test_an_intersection_is_what_the_grid_finds_in_both(a, b):
-    assert intersection_length(a, b) == grid_length(a, b)
+    assert length(intersection(a, b)) == grid_length(a, b)
     assert intersection(a, b) == intersection(b, a)
-    assert intersection_length(a, b) + length([*a, *b]) == length(a) + length(b)
+    assert length(intersection(a, b)) + length([*a, *b]) == length(a) + length(b)
 
 
 @given(spans, spans, st.integers(0, GRID), st.integers(0, GRID))

@@ -1,0 +1,91 @@
+"""How many plans the simulator replays in a second, on one core.
+
+    python experiments/replays.py [--units 48] [--interference 0.2]
+
+The plan has one message per unit and kind: units are zero1, sdp and fsdp in turn, the scheduler is wfbp. "Again" is
+the same plan object once more; a "new" one is made, checked and prepared anew every time, as in a local search. Rates
+are of CPU time, the best of several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from rich.console import Console
+from rich.table import Table
+
+from mdcs.ledger import Ledger, peak
+from mdcs.link import Link
+from mdcs.plan import Plan, Strategy
+from mdcs.profile import Optimizer, Profile, Slot, Unit
+from mdcs.schedulers import Mix, Wfbp
+from mdcs.simulator import replay
+
+ROUNDS = 15
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python experiments/replays.py", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--units", type=int, default=48)
+    parser.add_argument("--interference", type=float, default=0.0, help="how much slower computing is beside a message")
+    arguments = parser.parse_args()
+    plan = example(arguments.units, arguments.interference)
+    bounded, ledger = dataclasses.replace(plan, budget=peak(plan)), Ledger(plan)
+    table = Table(title=f"{arguments.units} units, {len(plan.messages)} messages: replays per second", title_justify="left")
+    for heading in ("what is asked for", "again", "new"):
+        table.add_column(heading, justify="left" if heading == "what is asked for" else "right")
+
+    def row(what: str, of: Plan, ask: Callable[[Plan], object]) -> None:
+        fresh = rate(lambda: ask(dataclasses.replace(of)))
+        table.add_row(what, f"{rate(lambda: ask(of)):,.0f}", f"{fresh:,.0f}")
+
+    row("period", plan, lambda p: replay(p).period_s)
+    row("period, overlap", plan, lambda p: replay(p).times)
+    row("period, memory curve", plan, lambda p: replay(p).curve)
+    row("period, memory curve; ledger given", plan, lambda p: replay(p, ledger=ledger).curve)
+    row("period, with a tight budget", bounded, lambda p: replay(p).period_s)
+    row("all that a prediction has", plan, lambda p: replay(p).prediction())
+    Console(width=100).print(table)
+    return 0
+
+
+def example(units: int, interference: float) -> Plan:
+    """A transformer-like chain on 4 ranks and a link that is about as busy as compute."""
+    forward = [Slot(u, "F", 2e-3 + u * 1e-5, 10**6 * u, 10**6 * (u + 1)) for u in range(units)]
+    backward = [Slot(u, "B", 4e-3 + u * 1e-5, 10**6 * (u + 1), 10**6 * (u + 1)) for u in reversed(range(units))]
+    profile = Profile(
+        units=tuple(Unit(f"block {u}", (10**6 + u,), True, (u, u), (units - 1 - u,) * 2) for u in range(units)),
+        slots=(*forward, *backward),
+        world=4,
+        link=Link((2e-4, 1e-4, 1e-4, 1e-4), (5e-10,) * 4),
+        optimizer=Optimizer("adam", 2, 4, 2, 1e-10, 1e-6),
+        interference=interference,
+    )
+    strategies = (Strategy.zero1, Strategy.sdp, Strategy.fsdp)
+    return Wfbp().schedule(Mix(profile, tuple(strategies[u % 3] for u in range(units))))
+
+
+def rate(work: Callable[[], object], at_least_s: float = 0.02) -> float:
+    """Calls per second of CPU time, in the best of several rounds of about ``at_least_s`` seconds each."""
+    work()
+    best, calls = 0.0, 1
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        for _ in range(calls):
+            work()
+        took = max(1e-9, time.process_time() - began)
+        best = max(best, calls / took)
+        calls = max(1, round(at_least_s * best))
+    return best
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""The trade-off of a job: step time over the division of one budget, and over budgets, predicted and measured.
+
+    python experiments/tradeoff.py strategy=greedy scheduler=priority budget.over_floor=0.2 profile=outputs/…/profile.json
+    python experiments/tradeoff.py 'tradeoff.strategies=[greedy,zero1]' 'tradeoff.schedulers=[dear,priority]' …
+    python experiments/tradeoff.py … tradeoff.measure=stop
+
+With a budget: the curve over `budget.schedule_share` and its stop point, which a search finds with a part of the plans.
+For `tradeoff.budgets`: the front of step time over memory. All of it is predicted by replay; `tradeoff.measure` trains
+the jobs of some points as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import pandas as pd
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import analysis
+import mdcs
+from analysis.table import WIDTH
+from experiments import app, jobs, worker
+from experiments.config import BudgetConfig, Config, from_composed
+from experiments.errors import explain
+from mdcs import tradeoff
+from mdcs.tradeoff import Point
+
+GIB, MIB = 2**30, 2**20
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A strategy planner with a scheduler: a job's config with these, in which only the budget is open."""
+
+    config: Config
+    profile: mdcs.Profile
+    floor: int
+
+    @property
+    def label(self) -> str:
+        strategy = self.config.strategy.kind or self.config.strategy.name
+        return " · ".join(dict.fromkeys((strategy, self.config.scheduler.name)))
+
+    def job(self, budget: int, share: float | None) -> Config:
+        divided = BudgetConfig(gib=budget / GIB, schedule_share=share, reserve_mib=self.config.budget.reserve_mib)
+        return dataclasses.replace(self.config, budget=divided)
+
+    def make(self, budget: int, share: float | None) -> mdcs.Plan:
+        planning = worker.planning_options(self.config)
+        return worker.make_plan(self.job(budget, share), self.profile, self.floor, planning)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A point of a planner, and the folder of the run that measured it, if one did."""
+
+    planner: Planner
+    point: Point
+    part: str  # of what: the curve or the front
+    is_stop: bool = False
+    found: str = ""  # of a stop point: how the search did
+    run: Path | None = None
+
+    @property
+    def planned_for(self) -> tuple[int, float | None]:
+        return self.point.planned_for or self.point.budget, self.point.share
+
+    def row(self) -> dict[str, Any]:
+        """A row for :mod:`analysis`: the prediction, and what was measured."""
+        point, planner = self.point, self.planner
+        config = planner.job(*self.planned_for)
+        if point.plan is None:
+            start = {"strategy": config.strategy.kind or config.strategy.name, "scheduler": config.scheduler.name,
+                     "model": config.model.name, "world": planner.profile.world, "emulated": planner.profile.link.emulated,
+                     "floor_bytes": planner.floor, "schedule_share": point.share}  # fmt: skip
+        else:
+            start = worker.start_event(config, point.plan, planner.floor)
+        known = analysis.Run(self.run or Path(), start | {"budget_bytes": point.budget}, pd.DataFrame(), {}, {}).row()
+        known |= {"status": "infeasible" if point.plan is None else "predicted", "reason": point.reason}
+        if self.run is not None:
+            measured = analysis.load_run(self.run).row()
+            known |= {k: v for k, v in measured.items() if v is not None and k not in ("budget_bytes", "budget_gib")}
+        return known
+
+
+def main(module: str = jobs.WORKER) -> int:
+    """Search for what the command line asks for; returns the exit code. Jobs run the module `module`."""
+    console = Console()
+    console.width = console.width if console.is_terminal else WIDTH
+
+    def trade(config: Config, folder: Path) -> str:
+        configs = list(compared(config))
+        outcome = None if config.profile else jobs.run(_unlimited(config), folder, console, plan_only=True, worker=module)
+        if outcome is not None and not outcome.ok:
+            return outcome.reason
+        path = Path(config.profile) if config.profile else folder / "profile.json"
+        profile = worker.read_profile(config, path)
+        floor = mdcs.floor_bytes(profile, **worker.planning_options(config))
+        with console.status("planning"):
+            entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
+        folder.mkdir(parents=True, exist_ok=True)
+        failed = measure(entries, path, folder, console, module)
+        write(entries, folder)
+        show(entries, console)
+        written = analysis.write_report(analysis.table_of([entry.row() for entry in entries]), folder)
+        names = ", ".join(["tradeoff.json", *(file.name for file in written)])
+        console.print(f"in {folder}: {names}", markup=False, highlight=False, soft_wrap=True)
+        return f"{len(failed)} jobs failed: {'; '.join(failed)}" if failed else ""
+
+    return app.run(trade)
+
+
+def compared(config: Config) -> Iterable[Config]:
+    """The job with every strategy and scheduler that is compared. Raises ConfigError for one that cannot be."""
+    for strategy in config.tradeoff.strategies or [""]:
+        # joint decides the schedule too.
+        for scheduler in ["joint"] if strategy == "joint" else config.tradeoff.schedulers or [""]:
+            chosen = {"strategy": strategy, "scheduler": scheduler}
+            chosen = {group: name for group, name in chosen.items() if name}
+            given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
+            overrides = [*given, *(f"{group}={name}" for group, name in chosen.items())]
+            try:
+                yield from_composed(compose("config", overrides))
+            except HydraException as error:
+                raise explain(error, overrides) from error
+
+
+def _unlimited(config: Config) -> Config:
+    """A job whose profile is wanted: any plan will do."""
+    return dataclasses.replace(config, budget=BudgetConfig())
+
+
+def entries_of(planner: Planner, config: Config) -> list[Entry]:
+    """The curve of the config's budget, if it has one, with its stop point, and the front over `tradeoff.budgets`."""
+    make, asked = cache(planner.make), config.tradeoff
+    divides = planner.config.strategy.name != "joint"
+    of = tradeoff.shares(asked.shares) if divides else ()
+    budget = worker.budget_bytes(config, planner.floor) if divides else None
+    out: list[Entry] = []
+    if budget is not None:
+        searched = tradeoff.search(make, budget, of)
+        points = tradeoff.curve(make, budget, of) if asked.sweep else searched
+        stop, by_search = tradeoff.best(points), tradeoff.best(searched)
+        words = f"the search takes {len(searched)} of {len(of)} plans"
+        if by_search.step_s > stop.step_s:
+            words += f" and stops at {by_search.share:.3g}, {by_search.step_s / stop.step_s - 1:.1%} slower"
+        for p in points:
+            is_stop = p is stop and p.plan is not None
+            out.append(Entry(planner, p, "curve", is_stop, words if is_stop else ""))
+    budgets = [int(planner.floor * (1 + over)) for over in asked.budgets]
+    return out + [Entry(planner, p, "front") for p in tradeoff.front(make, budgets, of)]
+
+
+def measure(entries: list[Entry], profile: Path, folder: Path, console: Console, module: str) -> list[str]:
+    """Train the jobs of the points that `tradeoff.measure` names, write tradeoff.json after each, and put the runs
+    into `entries`. Returns what failed: the other jobs go on.
+    """
+    what = entries[0].planner.config.tradeoff.measure if entries else "none"
+    runs: dict[tuple[Any, ...], Path] = {}
+    failed = []
+    for i, entry in enumerate(entries):
+        wanted = entry.is_stop if what == "stop" else what in (entry.part, "all")
+        if not wanted or entry.point.plan is None:
+            continue
+        key = entry.planner.label, *entry.planned_for
+        if key not in runs:
+            runs[key] = folder / "runs" / str(len(runs))
+            job = entry.planner.job(*entry.planned_for)
+            job = dataclasses.replace(job, profile=str(profile), run=dataclasses.replace(job.run, sweep=folder.name))
+            outcome = jobs.run(job, runs[key], console, worker=module)
+            failed += [] if outcome.ok else [f"{runs[key].name} ({entry.planner.label}): {outcome.reason}"]
+        entries[i] = dataclasses.replace(entry, run=runs[key])
+        write(entries, folder)
+    return failed
+
+
+# ---- what is shown and written
+
+
+def write(entries: Sequence[Entry], folder: Path) -> None:
+    """tradeoff.json: every point with what is predicted and, where a run was made, measured."""
+    points = []
+    for entry in entries:
+        row, point = entry.row(), entry.point
+        made = None if point.plan is None else point.plan.prediction
+        points.append(
+            {
+                "part": entry.part, "strategy": row["strategy"], "scheduler": row["scheduler"],
+                "budget_bytes": point.budget, "schedule_share": point.share, "stop_point": entry.is_stop,
+                "planned_for_bytes": entry.planned_for[0], "plan_hash": point.plan.hash if point.plan else None,
+                "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made),
+                "measured": None if entry.run is None else {
+                    "run": str(entry.run.relative_to(folder)), "status": row["status"],
+                    **{key: row[key] for key in ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "peak_bytes")},
+                },
+            }
+        )  # fmt: skip
+    first = entries[0].planner if entries else None
+    about = {} if first is None else {
+        "floor_bytes": first.floor, "world": first.profile.world, "emulated": first.profile.link.emulated,
+        "profile": first.profile.about,
+    }  # fmt: skip
+    document = {"schema": SCHEMA, **about, "points": points}
+    (folder / "tradeoff.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+def show(entries: Sequence[Entry], console: Console) -> None:
+    """A table for the curve and one for the front, then each planner's stop point."""
+    for part, title in (("curve", "curve over budget.schedule_share"), ("front", "front over budgets")):
+        rows = [entry for entry in entries if entry.part == part]
+        if rows:
+            console.print(_table(rows, f"{title} (* is the stop point)" if part == "curve" else title))
+    for entry in entries:
+        if entry.is_stop:
+            at = f"schedule_share {entry.point.share:.3g}, step {entry.point.step_s * 1e3:.1f} ms predicted"
+            console.print(f"stop point of {entry.planner.label}: {at}; {entry.found}", markup=False, highlight=False)
+
+
+def _table(entries: Sequence[Entry], title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    predicted = ("step ms", "overlap ms", "extra ms", "peak MiB")
+    measured = ("step ms", "peak MiB") if any(entry.run is not None for entry in entries) else ()
+    table.add_column("strategy · scheduler", no_wrap=True)
+    for heading in ("budget MiB", "share", *(f"predicted\n{x}" for x in predicted), *(f"measured\n{x}" for x in measured)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in entries:
+        point, row = entry.point, entry.row()
+        share = "–" if point.share is None else f"{point.share:.3g}{' *' if entry.is_stop else ''}"
+        cells = [entry.planner.label, f"{point.budget / MIB:.1f}", share]
+        if point.plan is None:
+            table.add_row(*cells, "infeasible")
+            continue
+        cells += [_ms(row["predicted_step_s"]), _ms(row["predicted_overlap_s"]), _ms(row["predicted_extra_communication_s"]),
+                  f"{row['predicted_peak_bytes'] / MIB:.1f}"]  # fmt: skip
+        if entry.run is not None:
+            peak = row["peak_bytes"]
+            ok = row["status"] == "ok"
+            cells += [_ms(row["step_s"]) if ok else str(row["status"]), "–" if peak is None else f"{peak / MIB:.1f}"]
+        table.add_row(*cells)
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None or not math.isfinite(seconds) else f"{seconds * 1e3:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

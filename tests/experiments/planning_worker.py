@@ -1,0 +1,17 @@
+"""Stands in for `experiments.worker --plan-only`: plans for a profile that was measured elsewhere."""
+
+import os
+import sys
+from pathlib import Path
+
+import mdcs
+from experiments.config import load
+from experiments.worker import make_plan, planning_options
+
+folder = Path(sys.argv[1])
+config = load(folder / "config.yaml")
+profile = mdcs.Profile.from_json(Path(__file__).with_name("profile.json").read_text())
+if os.environ["RANK"] == "0":
+    planning = planning_options(config)
+    plan = make_plan(config, profile, mdcs.floor_bytes(profile, **planning), planning)
+    (folder / "plan.json").write_text(plan.to_json())

@@ -1,0 +1,85 @@
+"""`tradeoff.py` from a user's side: what is predicted, what is measured, and what is left when a job fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import tradeoff; "
+STUB += "sys.exit(tradeoff.main('tests.experiments.stub_worker'))"
+PROFILE = Path(__file__).with_name("profile.json")
+SMALL = (
+    "hydra.run.dir=out", "budget.over_floor=0.3", "tradeoff.shares=5", "tradeoff.budgets=[0.0,0.3]", "run.steps=3",
+    "run.warmup_steps=1", "strategy=greedy", "scheduler=dear", f"profile={PROFILE}",
+)  # fmt: skip
+
+
+def tradeoff(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", STUB, *SMALL, *overrides]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+def points(folder: Path, part: str) -> list[dict]:
+    document = json.loads((folder / "out/tradeoff.json").read_text())
+    assert document["schema"] == 1 and document["floor_bytes"] > 0
+    return [point for point in document["points"] if point["part"] == part]
+
+
+def test_curve_and_front_are_predicted_without_starting_a_rank(tmp_path):
+    done = tradeoff(tmp_path, "tradeoff.strategies=[greedy,dp]", "tradeoff.schedulers=[wfbp,dear]")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.rglob("launch.json"))
+    curve, front = points(tmp_path, "curve"), points(tmp_path, "front")
+    assert (len(curve), len(front)) == (4 * 5, 4 * 2)
+    assert {(p["strategy"], p["scheduler"]) for p in front} == {(s, c) for s in ("greedy", "dp") for c in ("wfbp", "dear")}
+    for own in (front[i : i + 2] for i in range(0, 8, 2)):
+        steps = [p["predicted"]["step_s"] if p["predicted"] else float("inf") for p in own]
+        assert steps == sorted(steps, reverse=True)
+    assert all(p["measured"] is None for p in curve + front)
+    assert all("does not fit" in p["reason"] for p in curve + front if p["predicted"] is None)
+    greedy = [p for p in curve if (p["strategy"], p["scheduler"]) == ("greedy", "dear")]
+    [stop] = [p for p in greedy if p["stop_point"]]
+    assert stop["predicted"]["step_s"] == min(p["predicted"]["step_s"] for p in greedy)
+    assert "predicted" in done.stdout and "measured" not in done.stdout
+    assert "stop point of greedy · dear: schedule_share " in done.stdout
+    assert (tmp_path / "out/tradeoff.png").stat().st_size > 1000
+    assert (tmp_path / "out/table.csv").read_text().count("\n") == 1 + 28
+
+
+def test_without_a_budget_there_is_a_front_and_no_curve(tmp_path):
+    done = tradeoff(tmp_path, "budget.over_floor=null")
+    assert done.returncode == 0
+    assert (points(tmp_path, "curve"), len(points(tmp_path, "front"))) == ([], 2)
+
+
+def test_only_what_the_search_asks_for_is_planned_without_the_sweep(tmp_path):
+    done = tradeoff(tmp_path, "tradeoff.sweep=false", "tradeoff.shares=33", "tradeoff.budgets=[]")
+    assert done.returncode == 0
+    assert 9 <= len(points(tmp_path, "curve")) < 33
+
+
+def test_the_stop_point_is_measured(tmp_path):
+    done = tradeoff(tmp_path, "tradeoff.measure=stop")
+    assert (done.returncode, done.stderr) == (0, "")
+    [measured] = [p for p in points(tmp_path, "curve") if p["measured"]]
+    assert measured["stop_point"]
+    assert (measured["measured"]["status"], measured["measured"]["step_s"]) == ("ok", 0.1)
+    assert measured["measured"]["run"] == "runs/0"
+    assert "step ms" in done.stdout and "100.0" in done.stdout
+
+
+def test_a_job_that_fails_ends_nothing_and_is_said(tmp_path):
+    done = tradeoff(tmp_path, "tradeoff.measure=front", "run.name=raise")
+    assert done.returncode == 1
+    assert done.stderr.startswith("failed: ") and "jobs failed: 0 (greedy · dear): " in done.stderr
+    assert [p["measured"]["status"] for p in points(tmp_path, "front")][0] == "failed"
+    assert len(points(tmp_path, "curve")) == 5
+    assert (tmp_path / "out/tradeoff.png").exists()
+
+
+def test_an_unknown_option_is_one_line(tmp_path):
+    done = tradeoff(tmp_path, "tradeoff.schedulers=[dear,deer]")
+    assert done.returncode == 2
+    assert done.stderr.startswith("scheduler: no such option deer; options: dear, ")
+    assert not (tmp_path / "out/tradeoff.json").exists()

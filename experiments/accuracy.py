@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -53,7 +54,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. run.steps=30")
     arguments = parser.parse_args()
-    console, turn, rows = Console(stderr=True), itertools.cycle(PLANS), []
+    console, turn = Console(stderr=True), itertools.cycle(PLANS)
+    rows: list[tuple[str, int, float, dict[str, Any]]] = []
     config.register()
     with tempfile.TemporaryDirectory(prefix="mdcs-accuracy-") as folder, initialize_config_dir(str(CONF), version_base=None):
         for model, ranks in itertools.product(arguments.models, arguments.ranks):
@@ -87,7 +89,7 @@ def rate_gbit(profile: Profile, ratio: float) -> float:
     return sent * 8e-9 / (ratio * sum(slot.seconds for slot in profile.slots))
 
 
-def show(rows: list[tuple[str, int, float, dict]]) -> None:
+def show(rows: list[tuple[str, int, float, dict[str, Any]]]) -> None:
     table = Table(title="step time by replay and as measured, emulated link")
     for heading in ("model", "ranks", "comm. / comp.", "strategy", "scheduler", "predicted ms", "measured ms", "error"):
         table.add_column(heading, justify="left" if heading in ("model", "strategy", "scheduler") else "right")

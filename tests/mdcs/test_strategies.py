@@ -176,7 +176,7 @@ def test_all_fsdp_must_fit() -> None:
 
 
 def test_every_strategy_planner_has_a_name() -> None:
-    assert set(STRATEGIES) == {"uniform", "random", "greedy", "ilp"}
+    assert set(STRATEGIES) == {"uniform", "random", "greedy", "ilp", "joint"}
     profile = chain(8, 8, 8)
     for planner in (STRATEGIES["uniform"](), STRATEGIES["random"](), STRATEGIES["greedy"]()):
         assert len(planner.choose(profile, Judge(profile, None))) == 3

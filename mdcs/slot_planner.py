@@ -32,6 +32,8 @@ _WHOLE = 60  # slots up to which it is solved in integers
 _COARSE = 24  # bins of the model that decides the strategies of larger problems
 _FINE = 96  # slots up to which their bound is proven without bins; beyond, by half as many bins
 _HEURISTICS = 0.15  # of the time, for the plans to start from
+_STRATEGIES = 0.55  # of what is left, for the strategies; then their schedule
+_DECODING = 0.08  # of the time, for messages out of the solution
 _REACH = 32  # slots by which a schedule for more than four times as many sends early or late
 
 Timed = tuple[float, Plan]
@@ -55,7 +57,7 @@ def solve_plan(
     """
     deadline = time.monotonic() + seconds
     known = _best(_until(deadline - (1 - _HEURISTICS) * seconds, _heuristics(judge, fixed)))
-    found = _solved(judge, name, fixed, known, block_bytes, solver, deadline)
+    found = _solved(judge, name, fixed, known, block_bytes, solver, deadline - _DECODING * seconds)
     candidates = [*found.plans, *([known] if known is not None and heuristics else [])]
     if not candidates:
         raise PlanError(f"{name}: no plan was found: {found.status}")
@@ -88,8 +90,8 @@ def _solved(
     solver: str,
     deadline: float,
 ) -> _Found:
-    """Small problems whole. Large ones twice at once: in two steps, strategies by a coarse relaxation and then their
-    schedule; and whole, of the largest only the linear relaxation, for the bound.
+    """Small problems whole. Of larger ones first the strategies, then their schedule, twice at once: with strategies by the
+    whole problem, and by a coarse relaxation of it. Of the largest the whole is relaxed, only for its bound.
     """
 
     def ask(model: SlotModel, part: float = 1.0, *, relax: bool = False) -> Answer:
@@ -97,32 +99,37 @@ def _solved(
         left = max(1.0, part * (deadline - time.monotonic()))
         return solve(model.problem, solver=solver, seconds=left, start=start, relax=relax)
 
-    def plans_of(model: SlotModel, answer: Answer) -> list[Timed]:
+    def in_two_steps(model: SlotModel) -> _Found:
+        answer = ask(model, _STRATEGIES)
+        bound = None if answer.bound is None else model.step_bound(answer.bound)
         if answer.values is None:
-            return []
-        best = _best(_decoded(judge, model.decide(answer.values), name, block_bytes))
-        return [] if best is None else [best]
+            return _Found(answer.status, bound, [])
+        mix = model.decide(answer.values).strategies
+        schedule = _solved(judge, name, mix, None, block_bytes, solver, deadline)
+        proven = answer.status == schedule.status == "optimal" and not model.coarse
+        return _Found("optimal" if proven else "feasible", bound, schedule.plans)
+
+    def only_bound(model: SlotModel) -> _Found:
+        answer = ask(model, relax=True)
+        return _Found(answer.status, None if answer.bound is None else model.step_bound(answer.bound), [])
 
     slots = Period.of(judge.profile, judge.micro_steps).length
     if slots <= _SMALL or fixed is not None:
         model = SlotModel(judge, fixed=fixed, reach=_REACH if slots > 4 * _REACH else None)
         answer = ask(model)
         bound = None if answer.bound is None or model.reach is not None else model.step_bound(answer.bound)
-        return _Found(answer.status, bound, plans_of(model, answer))
+        best = None
+        if answer.values is not None:
+            best = _best(_decoded(judge, model.decide(answer.values), name, block_bytes))
+        return _Found(answer.status, bound, [] if best is None else [best])
+    fine = SlotModel(judge, width=1 if slots <= _FINE else -(-slots // (_FINE // 2)))
+    coarse = SlotModel(judge, width=-(-slots // _COARSE))
     with ThreadPoolExecutor(1) as pool:
-        fine = SlotModel(judge, width=1 if slots <= _FINE else -(-slots // (_FINE // 2)))
-        whole = pool.submit(ask, fine, relax=slots > _WHOLE)
-        coarse = SlotModel(judge, width=-(-slots // _COARSE))
-        mixes = ask(coarse, 0.4)
-        in_two = _Found(mixes.status, None, [])
-        if mixes.values is not None:
-            mix = coarse.decide(mixes.values).strategies
-            in_two = _solved(judge, name, mix, None, block_bytes, solver, deadline)
-        at_once = whole.result()
-    plans = [*in_two.plans, *(plans_of(fine, at_once) if slots <= _WHOLE else [])]
-    bounds = [m.step_bound(a.bound) for m, a in ((coarse, mixes), (fine, at_once)) if a.bound is not None]
-    status = "optimal" if slots <= _WHOLE and at_once.status == "optimal" else "feasible" if plans else mixes.status
-    return _Found(status, max(bounds, default=None), plans)
+        other = pool.submit(in_two_steps if slots <= _WHOLE else only_bound, fine)
+        found = [in_two_steps(coarse), other.result()]
+    plans = [plan for each in found for plan in each.plans]
+    status = "optimal" if found[1].status == "optimal" and found[1].plans else "feasible" if plans else found[0].status
+    return _Found(status, max((each.bound for each in found if each.bound is not None), default=None), plans)
 
 
 def _best(plans: Iterator[Plan]) -> Timed | None:

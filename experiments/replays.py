@@ -22,7 +22,7 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 from rich.table import Table
 
-from mdcs.ledger import Ledger, peak
+from mdcs.ledger import peak
 from mdcs.link import Link
 from mdcs.plan import Plan, Strategy
 from mdcs.profile import Optimizer, Profile, Slot, Unit
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--interference", type=float, default=0.0, help="how much slower computing is beside a message")
     arguments = parser.parse_args()
     plan = example(arguments.units, arguments.interference)
-    bounded, ledger = dataclasses.replace(plan, budget=peak(plan)), Ledger(plan)
+    bounded = dataclasses.replace(plan, budget=peak(plan))
     table = Table(title=f"{arguments.units} units, {len(plan.messages)} messages: replays per second", title_justify="left")
     for heading in ("what is asked for", "again", "new"):
         table.add_column(heading, justify="left" if heading == "what is asked for" else "right")
@@ -50,7 +50,6 @@ def main() -> int:
     row("period", plan, lambda p: replay(p).period_s)
     row("period, overlap", plan, lambda p: replay(p).times)
     row("period, memory curve", plan, lambda p: replay(p).curve)
-    row("period, memory curve; ledger given", plan, lambda p: replay(p, ledger=ledger).curve)
     row("period, with a tight budget", bounded, lambda p: replay(p).period_s)
     row("all that a prediction has", plan, lambda p: replay(p).prediction())
     Console(width=100).print(table)

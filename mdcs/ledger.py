@@ -212,6 +212,13 @@ class Ledger:
         self.slots = _slots(plan.period, plan.strategies)
         self.messages = self._messages()
 
+    @classmethod
+    def of(cls, plan: Plan) -> Ledger:
+        """The one for planning: plans are immutable, and most are asked more than one question."""
+        ledger: Ledger = vars(plan).get("_ledger") or cls(plan)
+        vars(plan)["_ledger"] = ledger
+        return ledger
+
     def staging(self, message: Message) -> int:
         """Bytes of the buffers of a message whose collective is not zero-copy.
 
@@ -332,7 +339,7 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
 
     That is what compute can always wait for, so it is what must fit for admission never to deadlock.
     """
-    ledger = ledger or Ledger(plan)
+    ledger = ledger or Ledger.of(plan)
     issued = SlotLimits(plan).issued
     held = ledger.rest_bytes
     out: list[Need] = []

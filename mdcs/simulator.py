@@ -53,7 +53,7 @@ class Replay:
     @cached_property
     def curve(self) -> list[dict[str, int]]:
         """The same for every slot. A slot includes the wait before it."""
-        return _memory(self._plan, self._ledger or Ledger(self._plan), self._trace)
+        return _memory(self._plan, self._ledger or Ledger.of(self._plan), self._trace)
 
     def prediction(self) -> Prediction:
         t, peak = self.times, self.peak
@@ -75,7 +75,7 @@ def replay(plan: Plan, *, ledger: Ledger | None = None) -> Replay:
     Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
     """
     if plan.budget is not None:
-        ledger = ledger or Ledger(plan)
+        ledger = ledger or Ledger.of(plan)
     return Replay(plan, _run(plan, ledger), ledger)
 
 

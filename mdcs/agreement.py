@@ -59,7 +59,7 @@ def autoplan(
 
 
 def agree(profile: Profile, link: Link | None = None) -> Profile:
-    """One profile from those of all ranks: the median rank's times, the largest bytes of each slot."""
+    """One profile from those of all ranks: the median rank's times with the spread over all, the largest bytes."""
     import dataclasses
     import statistics
 
@@ -78,7 +78,10 @@ def agree(profile: Profile, link: Link | None = None) -> Profile:
         for versions in zip(*(p.slots for p in profiles), strict=True)
     )
     first: Profile = profiles[0]
-    return dataclasses.replace(first, slots=slots, link=link or first.link)
+    spread = {
+        name: (min(p.spread[name][0] for p in profiles), max(p.spread[name][1] for p in profiles)) for name in first.spread
+    }
+    return dataclasses.replace(first, slots=slots, link=link or first.link, spread=spread)
 
 
 def on_rank_zero(make: Callable[[], Plan]) -> Plan:

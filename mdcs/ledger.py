@@ -198,7 +198,7 @@ class Ledger:
                 continue
             parts = 1 if strategy is Strategy.dp else plan.world
             cuts = _cuts(unit.segments, blocks, parts)
-            self.at_rest["optimizer"] += total // parts * w * opt.state_tensors
+            self.at_rest["optimizer"] += int(total // parts * w * opt.state_tensors)
             pieces += len(blocks) + cuts.everywhere
             more.update(dict(cuts.on_rank))
             for b in range(len(blocks)):

@@ -71,12 +71,13 @@ class Optimizer:
     """Bytes and time of an update.
 
     A *run* is a contiguous piece of a shard with one parameter group: one tensor for the optimizer.
-    State is ``state_tensors`` copies of the run plus ``state_fixed`` bytes (Adam: its step counter); scratch
-    is ``scratch_tensors`` copies of the largest run (non-fused Adam: 2) plus ``scratch_fixed`` bytes.
+    State is ``state_tensors`` copies of the run (a fraction where others share it) plus ``state_fixed`` bytes (Adam:
+    its step counter); scratch is ``scratch_tensors`` copies of the largest run (non-fused Adam: 2) plus
+    ``scratch_fixed`` bytes.
     """
 
     name: str = "sgd"
-    state_tensors: int = 0
+    state_tensors: float = 0
     state_fixed: int = 0
     scratch_tensors: int = 0
     seconds_per_element: float = 0.0
@@ -85,14 +86,43 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Contention:
+    """What communicating costs where the cores that compute also copy bytes and run the dispatcher.
+
+    Computing takes longer by ``compute_per_message`` seconds for every message that is done beside it, by
+    ``compute_per_byte`` for every byte it sends, and by ``compute_per_work`` of the seconds of copying, summing and
+    updating that it brings. A message beside computing keeps the link for at least ``message_seconds`` +
+    ``seconds_per_byte`` · wire bytes; one that compute waits for lands ``dispatch_seconds`` after its bytes.
+    """
+
+    compute_per_message: float = 0.0
+    compute_per_byte: float = 0.0
+    compute_per_work: float = 0.0
+    message_seconds: float = 0.0
+    seconds_per_byte: float = 0.0
+    dispatch_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 0:
+                raise ValueError(f"contention {name} must be >= 0, got {value}")
+
+    def compute_lost(self, wire: int, work: float) -> float:
+        """Seconds that computing loses to one message of ``wire`` bytes and ``work`` seconds."""
+        return self.compute_per_message + self.compute_per_byte * wire + self.compute_per_work * work
+
+
+@dataclass(frozen=True)
 class Profile:
     """What was measured of (model, batch, device, world).
 
     ``slots`` are those of one micro-step in executed order: all forward slots, then all backward slots.
     ``collectives`` are the algorithms that the link was measured with, and that carry the messages.
-    ``interference`` is how much slower computing is while a message is in flight (0.2 = 20 %).
+    ``interference`` is how much slower computing is while a message is in flight (0.2 = 20 %), ``contention`` what
+    messages cost by their number and bytes.
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
-    ``about`` says what was measured (model, device, versions): free text for people and for file names.
+    ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
+    has the 10th and the 90th percentile of what was measured several times, by name.
     """
 
     units: tuple[Unit, ...]
@@ -104,8 +134,10 @@ class Profile:
     grad_bytes: int = 4
     collectives: Collectives = Collectives()
     interference: float = 0.0
+    contention: Contention = Contention()
     copy_seconds_per_byte: float = 0.0
     about: dict[str, str] = field(default_factory=dict, hash=False)
+    spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -160,6 +192,8 @@ class Profile:
                 link=Link.from_dict(data["link"]),
                 optimizer=Optimizer(**data["optimizer"]),
                 collectives=Collectives(**data["collectives"]),
+                contention=Contention(**data["contention"]),
+                spread={name: (low, high) for name, (low, high) in data["spread"].items()},
                 **{
                     k: data[k]
                     for k in (

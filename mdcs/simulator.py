@@ -11,6 +11,7 @@ Periods are replayed from the prologue (iteration 1 starts at the first forward 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from mdcs.ledger import Ledger, MessageBytes, SlotLimits, most_in_flight
 from mdcs.link import Kind
 from mdcs.measure.timeline import Interval, Span, StepTimes
 from mdcs.plan import CATEGORIES, Period, Plan, PlanError, Prediction
-from mdcs.profile import Profile
+from mdcs.profile import Contention, Profile
 
 _MAX_PERIODS = 12
 _REPEATS = 1e-9  # of a period: two periods that differ by less are the same
@@ -108,15 +109,20 @@ def steady_state(plan: Plan) -> Steady:
 
 
 class _Cost(NamedTuple):
-    """Seconds of a message: latency and bytes on the link, then summing and unpacking, then the update."""
+    """Seconds of a message: latency and bytes on the link, then summing and unpacking, then the update.
+
+    ``idle`` is ``transfer`` while nothing computes, ``lost`` what computing loses when the message is done beside it.
+    """
 
     alpha: float
     transfer: float
     copy: float
     update: float
+    idle: float
+    lost: float
 
 
-_known: WeakKeyDictionary[Period, dict[tuple[Kind, int, int], _Cost]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Period, dict[tuple[Kind, int, int, bool], _Cost]] = WeakKeyDictionary()
 
 
 def _costs(plan: Plan) -> list[_Cost]:
@@ -125,7 +131,7 @@ def _costs(plan: Plan) -> list[_Cost]:
     blocks, out = plan.blocks, []
     for m in plan.messages:
         elements = sum([blocks[u][b] for u, b in m.parts])
-        key = m.kind, elements, len(m.parts)
+        key = m.kind, elements, len(m.parts), m.blocking
         cost = known.get(key)
         if cost is None:
             cost = known[key] = _cost(plan.profile, *key)
@@ -133,23 +139,28 @@ def _costs(plan: Plan) -> list[_Cost]:
     if not plan.cross_iteration:
         total = sum(cost.update for cost in out)
         last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
-        out = [cost._replace(update=total if i == last else 0.0) for i, cost in enumerate(out)]
+        updates = [total if i == last else 0.0 for i in range(len(out))]
+        share = plan.profile.contention.compute_per_work
+        out = [c._replace(update=u, lost=c.lost + share * (u - c.update)) for c, u in zip(out, updates, strict=True)]
     return out
 
 
-def _cost(profile: Profile, kind: Kind, elements: int, parts: int) -> _Cost:
+def _cost(profile: Profile, kind: Kind, elements: int, parts: int, blocking: bool) -> _Cost:
     payload = elements * (profile.param_bytes if kind.is_gather else profile.grad_bytes)
     passes = int(profile.collectives.reduce_scatter == "all_to_all" and kind is Kind.RS) + 2 * int(parts > 1)
     update = 0.0
     if not kind.is_gather:
         share = 1 if kind is Kind.AR else profile.world
         update = elements / share * profile.optimizer.seconds_per_element + parts * profile.optimizer.seconds_per_run
-    return _Cost(
-        profile.link.alpha_of(kind),
-        profile.link.beta_of(kind) * profile.wire(kind, payload),
-        profile.copy_seconds_per_byte * payload * passes if passes else 0.0,
-        update,
-    )
+    wire, contention = profile.wire(kind, payload), profile.contention
+    idle = transfer = profile.link.beta_of(kind) * wire
+    copy = profile.copy_seconds_per_byte * payload * passes if passes else 0.0
+    lost = contention.compute_lost(wire, copy + update)
+    if blocking:
+        copy += contention.dispatch_seconds
+    else:
+        transfer = max(transfer, contention.message_seconds + contention.seconds_per_byte * wire)
+    return _Cost(profile.link.alpha_of(kind), transfer, copy, update, idle, lost)
 
 
 # ---- time
@@ -169,6 +180,7 @@ class _Trace:
         self.arrivals: list[float] = []  # of compute at slots, and at last at the end
         self.begins: list[float] = []
         self._busy_from = 0  # no message before it is in flight any more
+        self._paid = 0  # messages that have cost compute what they do
 
     @property
     def began(self) -> float:
@@ -204,6 +216,32 @@ class _Trace:
             now, work = now + beside, work - beside / slowdown
         return now + work
 
+    def hurried(self, now: float, awaited: int, depth: int) -> None:
+        """Compute waits from ``now`` on for the message ``awaited``: until that is done, none is slowed down."""
+        spans, processed = self.spans, self.processed
+        first = bisect_right(spans, now, key=itemgetter(1))
+        before = processed[first:]
+        last_finish, done = (spans[first - 1][1], processed[first - 1]) if first else (0.0, 0.0)
+        for g in range(first, len(spans)):
+            cost, (start, finish) = self.course.costs[g % self.messages], spans[g]
+            transfer = cost.transfer
+            if g <= awaited and transfer > 0:
+                served = max(0.0, now - (finish - transfer))
+                transfer = served + (1 - served / transfer) * cost.idle
+            if g - depth >= first and start > now:
+                start = max(now, start - (before[g - depth - first] - processed[g - depth]))
+            last_finish = max(start + cost.alpha, last_finish) + transfer
+            done = processed[g] = max(last_finish, done) + cost.copy + cost.update
+            spans[g] = start, last_finish
+
+    def delayed(self, begin: float, end: float) -> float:
+        """When a slot ends that would end at ``end`` but for the messages which are done by then."""
+        while self._paid < len(self.processed) and self.processed[self._paid] <= end:
+            if self.processed[self._paid] > begin:  # else compute was waiting
+                end += self.course.costs[self._paid % self.messages].lost
+            self._paid += 1
+        return end
+
     def compute(self) -> list[Span]:
         """The slots of the last period, from its start."""
         began, last = self.began, self.slots
@@ -232,7 +270,7 @@ class _Course:
         self.limits, self.costs = SlotLimits(plan), _costs(plan)
         issued, period = self.limits.issued, plan.period
         messages = [
-            (i, m.blocking, after, plan.in_prologue(m), *cost)
+            (i, m.blocking, after, plan.in_prologue(m), *cost[:4])
             for i, (m, after, cost) in enumerate(zip(plan.messages, plan.waits_for, self.costs, strict=True))
         ]
         spans = zip([0, *issued], issued, self.limits.done, period.seconds, strict=False)
@@ -251,6 +289,7 @@ class _Course:
 def _run(plan: Plan, ledger: Ledger | None) -> _Trace:
     # Called thousands of times: names are local, and one loop does it all.
     turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
+    contended = plan.profile.contention != Contention()
     course = _Course.of(plan)
     trace = _Trace(course)
     spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins
@@ -286,11 +325,16 @@ def _run(plan: Plan, ledger: Ledger | None) -> _Trace:
                 if blocking:
                     now = last_processed
             if base + done >= 0 and processed[base + done] > now:
+                if contended and p:
+                    trace.hurried(now, base + done, depth)
+                    (last_start, last_finish), last_processed = spans[-1], processed[-1]
                 now = processed[base + done]
             if admission is not None:
                 now = admission.slot(now, q)
             begins.append(now)
             now = now + work if slowdown == 1 else trace.slowed(now, work, slowdown)
+            if contended:
+                now = trace.delayed(begins[-1], now)
             if admission is not None:
                 admission.leave(q)
             if q == turn - 1:

@@ -7,10 +7,11 @@ side by side is what they do in training.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,25 +49,15 @@ def measure_profile(
         for _, p in unit.parameters:
             meter.retag(p.data, "parameters")
     recorder = _Recorder(units, meter, device)
-    with meter.tag("parameters"):  # not of a training step: kept out of what is measured as activations
-        saved = {name: b.detach().clone() for name, b in model.named_buffers()}
-        random_state = torch.random.get_rng_state()
-    hooks = Hooks(units, recorder)
-    collected = gc.isenabled()
-    gc.disable()  # a collection inside a slot would be measured as compute
-    try:
-        for i in range(warmup + iterations):
-            recorder.begin(keep=i >= warmup)
-            step().backward()
-            recorder.check(model)
-    finally:
-        hooks.remove()
-        if collected:
-            gc.enable()
-    with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(saved[name])
-    torch.random.set_rng_state(random_state)
+    with untouched(model, meter):
+        hooks = Hooks(units, recorder)
+        try:
+            for i in range(warmup + iterations):
+                recorder.begin(keep=i >= warmup)
+                step().backward()
+                recorder.check(model)
+        finally:
+            hooks.remove()
     groups = parameter_groups(optimizer)
     weight = units[0].parameters[0][1]
     return Profile(
@@ -80,7 +71,35 @@ def measure_profile(
         collectives=collectives or Collectives(),
         copy_seconds_per_byte=_copy_seconds_per_byte(weight),
         about=about or {},
+        spread={f"slot {i}": spread(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Steps that are only measured: nothing is collected in them, and buffers and the random state are put back."""
+    with meter.tag("parameters"):  # not of a training step: kept out of what is measured as activations
+        saved = {name: b.detach().clone() for name, b in model.named_buffers()}
+        random_state = torch.random.get_rng_state()
+    collected = gc.isenabled()
+    gc.disable()  # a collection inside a slot would be measured as compute
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(saved[name])
+    torch.random.set_rng_state(random_state)
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float]:
+    """Their 10th and 90th percentile."""
+    if len(samples) == 1:
+        return samples[0], samples[0]
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:

@@ -67,6 +67,6 @@ def extra_bytes(profile: Profile, unit: int, strategy: Strategy) -> int:
     w, world = profile.param_bytes, profile.world
     shard = total * w // world
     whole = total * w
-    state = profile.optimizer.state_tensors * whole if profile.units[unit].trainable else 0
+    state = int(profile.optimizer.state_tensors * whole) if profile.units[unit].trainable else 0
     more = {Strategy.sdp: whole, Strategy.zero1: whole - shard, Strategy.dp: whole - shard + state - state // world}
     return more.get(strategy, 0)

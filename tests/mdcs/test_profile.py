@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.profile import Profile, Slot, Unit
+from mdcs.profile import Contention, Profile, Slot, Unit
 from tests.mdcs.profiles import FREE, chain, examples, profiles
 
 A_FORWARD, A_BACKWARD = Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 2.0, 0, 0)
@@ -91,6 +91,14 @@ def test_json_without_a_field_is_no_profile(missing: str) -> None:
     del data[missing]
     with pytest.raises(ValueError, match=f"not a profile: '{missing}'"):
         Profile.from_dict(data)
+
+
+def test_contention_is_stored_and_never_negative() -> None:
+    profile = replace(chain(10), contention=Contention(1e-3, 1e-9, 1.0, 2e-3, 1e-8, 5e-4), spread={"slot 0": (0.5, 1.5)})
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.contention.compute_lost(10**6, 0.5) == pytest.approx(1e-3 + 1e-3 + 0.5)
+    with pytest.raises(ValueError, match="contention message_seconds must be >= 0, got -1"):
+        Contention(message_seconds=-1)
 
 
 def test_json_with_an_unknown_slot_field_is_no_profile() -> None:

@@ -15,7 +15,7 @@ from mdcs.ledger import Ledger, peak
 from mdcs.link import Kind
 from mdcs.measure.timeline import Interval, step_times
 from mdcs.plan import Op, Plan, PlanError
-from mdcs.profile import Optimizer, Profile
+from mdcs.profile import Contention, Optimizer, Profile
 from mdcs.schedulers import Scheduler
 from mdcs.schedulers.fusion import Fusion
 from mdcs.schedulers.priority import Priority
@@ -141,6 +141,44 @@ def test_computing_beside_a_message_is_slower() -> None:
     short = planned(replace(PROFILE, interference=0.5, link=link(1 / 64)), "zero1", Wfbp())
     # RS:b and AG_F:b take 0.5 s each: 1 s slowed down, 2/3 s of the work, and 4/3 s alone.
     assert spans(short, "compute")["B:a"] == (2, round(2 + 1 + 4 / 3, 6))
+
+
+def test_computing_loses_time_to_messages_that_are_done_beside_it() -> None:
+    plan = planned(replace(PROFILE, contention=Contention(compute_per_message=0.25, compute_per_byte=1 / 128)), "zero1", Wfbp())
+    # RS:b is done in B:a, which takes 2 s alone: 0.25 s for it and 0.25 s for the 32 bytes that it sends.
+    assert spans(plan, "message")["RS:b"] == (2, 4)
+    assert spans(plan, "compute")["B:a"] == (2, 4.5)
+    # What is done while compute waits for it costs compute nothing.
+    waited = replace(plan, messages=(replace(plan.messages[0], blocking=True), *plan.messages[1:]))
+    assert spans(waited, "compute")["B:a"] == (4, 6.5)
+
+
+def test_computing_loses_a_share_of_summing_and_updating() -> None:
+    profile = replace(
+        PROFILE, copy_seconds_per_byte=1 / 128, optimizer=replace(PROFILE.optimizer, seconds_per_run=0.5),
+        link=link(1 / 32), contention=Contention(compute_per_work=0.5),
+    )  # fmt: skip
+    plan = planned(profile, "zero1", Wfbp())
+    # RS:b takes 1 s on the link, 0.5 s to sum its 64 bytes and 0.5 s to update: done at the end of B:a, which loses half.
+    assert spans(plan, "compute")["B:a"] == (2, 4.5)
+
+
+def test_a_message_beside_computing_has_a_least_time_and_one_that_is_waited_for_lands_later() -> None:
+    plan = planned(replace(PROFILE, contention=Contention(message_seconds=1.0, seconds_per_byte=1 / 16)), "zero1", Wfbp())
+    # 1 s and its 32 bytes make 3 s instead of 2; what is left when B:a ends, a third, is served at the link's own rate.
+    assert spans(plan, "message")["RS:b"] == (2, round(4 + 2 / 3, 6))
+    plan = planned(replace(PROFILE, contention=Contention(dispatch_seconds=0.5)), "zero1", Wfbp())
+    assert spans(plan, "message")["RS:b"] == (2, 4)
+    first = replace(plan, messages=(replace(plan.messages[0], blocking=True), *plan.messages[1:]))
+    assert spans(first, "compute")["B:a"] == (4.5, 6.5)
+
+
+def test_messages_are_as_fast_as_the_link_while_compute_waits_for_them() -> None:
+    plan = planned(replace(PROFILE, contention=Contention(message_seconds=4.0)), "zero1", Wfbp())
+    # RS:b takes 4 s instead of 2, of which B:a covers 2; from then on compute waits: its second half in 1 s, AG_F:b 2 s,
+    # RS:a and AG_F:a 1 s each.
+    assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (9, 10), "F:b": (10, 11)}
+    assert spans(plan, "message") == {"RS:b": (2, 5), "AG_F:b": (5, 7), "RS:a": (7, 8), "AG_F:a": (8, 9)}
 
 
 def test_blocking_messages_are_waited_for_where_they_are_issued() -> None:

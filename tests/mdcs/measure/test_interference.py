@@ -1,0 +1,96 @@
+"""What computing and communicating cost each other: the arithmetic by hand, the measurement on two ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mdcs.agreement import agree
+from mdcs.link import Link
+from mdcs.measure.interference import Probe, contention, interference, line, measure_interference
+from mdcs.measure.profiler import measure_profile, spread
+from mdcs.profile import Contention, Profile
+from mdcs.units import ByLeaf, partition
+
+from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
+
+
+def probe(wire: int, **seconds: float) -> Probe:
+    return replace(Probe(2 * wire, 10, wire, work=0.001, link=wire * 1e-6, step_alone=1.0), **seconds)
+
+
+def test_contention_is_a_line_over_bytes() -> None:
+    # A message keeps the processor for 2 ms + 1 µs per byte beside its work, and the link for 3 ms + 2 µs per byte.
+    probes = [probe(b, processor=0.003 + 1e-6 * b, beside=0.003 + 2e-6 * b, alone=0.004 + 1e-6 * b) for b in (1000, 5000, 9000)]
+    found = contention(probes, share=0.5)
+    assert found.compute_per_message == pytest.approx(0.001)
+    assert found.compute_per_byte == pytest.approx(0.5e-6)
+    assert found.compute_per_work == 0.5
+    assert found.message_seconds == pytest.approx(0.003)
+    assert found.seconds_per_byte == pytest.approx(2e-6)
+    assert found.dispatch_seconds == pytest.approx(0.004)  # of the smallest, beyond what its bytes take
+
+
+def test_a_line_has_small_relative_errors_and_no_negative_part() -> None:
+    assert line([(1, 3.0), (2, 5.0), (100, 201.0)]) == pytest.approx((1, 2))
+    # A large message that is 10 % off hardly moves what a small one costs.
+    a, b = line([(1, 3.0), (2, 5.0), (1000, 2201.0)])
+    assert a + b == pytest.approx(3, rel=0.1)
+    assert line([(1, 2.0), (2, 1.0)]) == (pytest.approx(1.2), 0)
+    assert line([(1, 1.0), (2, 4.0)])[0] == 0
+    assert line([(1, 0.0)]) == (0, 0)
+
+
+def test_interference_is_what_is_lost_of_the_time_in_flight() -> None:
+    # Of 0.5 s in flight 0.1 s is lost: 0.4 s of work took 0.5 s.
+    assert interference([probe(1000, step_beside=1.1, overlap=0.5)]) == pytest.approx(0.25)
+    assert interference([probe(1000, step_beside=0.9, overlap=0.5)]) == 0
+
+
+def test_the_spread_is_that_of_the_samples() -> None:
+    assert spread([3.0]) == (3.0, 3.0)
+    assert spread([float(x) for x in range(11)]) == (1.0, 9.0)
+
+
+def measure() -> tuple[Profile, bool]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(), torch.nn.Linear(64, 8))
+    state = copy.deepcopy(model.state_dict())
+    random_state = torch.random.get_rng_state()
+    optimizer = torch.optim.Adam(model.parameters())
+    units = partition(model, ByLeaf())
+
+    def step() -> torch.Tensor:
+        return model(torch.ones(256, 64)).square().mean()
+
+    link = Link.uniform(1, 50, emulated=True)
+    profile = agree(measure_profile(model, units, step, optimizer, world=dist.get_world_size(), link=link))
+    measured = measure_interference(profile, model, step, optimizer, rounds=1)
+    same = all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    same = same and torch.equal(torch.random.get_rng_state(), random_state)
+    return measured, same and all(p.grad is None for p in model.parameters())
+
+
+def test_ranks_agree_on_what_they_measure_and_leave_the_model_alone(two) -> None:  # noqa: F811
+    (first, untouched), (second, also_untouched) = two.run(measure)
+    assert untouched and also_untouched
+    assert first.contention == second.contention != Contention()
+    assert first.interference == 0
+    names = [name for name in first.spread if name.startswith("step beside messages of ")]
+    assert len(names) == 4 and len(first.spread) == 4 + len(first.slots)
+    # An emulated message takes at least what its link gives it: 8 ns per byte, at 1 Gbit/s.
+    largest = 2**21
+    assert first.contention.message_seconds + first.contention.seconds_per_byte * largest > 0.9 * 8e-9 * largest
+
+
+def test_a_world_of_one_has_none() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = partition(model, ByLeaf())
+    link = Link((0.0,) * 4, (0.0,) * 4)
+    profile = measure_profile(model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=1, link=link)
+    assert measure_interference(profile, model, lambda: model(torch.ones(1, 4)).sum(), optimizer) is profile

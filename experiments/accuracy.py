@@ -25,6 +25,7 @@ from rich.table import Table
 
 from analysis import load_run
 from experiments import config, jobs
+from experiments.profiles import Profiles
 from mdcs.profile import Profile
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -54,29 +55,29 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. run.steps=30")
     arguments = parser.parse_args()
-    console, turn = Console(stderr=True), itertools.cycle(PLANS)
+    console, turn, share = Console(stderr=True), itertools.cycle(PLANS), Profiles()
     rows: list[tuple[str, int, float, dict[str, Any]]] = []
     config.register()
     with tempfile.TemporaryDirectory(prefix="mdcs-accuracy-") as folder, initialize_config_dir(str(CONF), version_base=None):
         for model, ranks in itertools.product(arguments.models, arguments.ranks):
-            common = f"{MODELS[model]} cluster.ranks={ranks} {STEPS}".split() + arguments.overrides
+            common = f"{MODELS[model]} cluster.ranks={ranks} {STEPS} profile.refresh=true".split() + arguments.overrides
             first = Path(folder) / f"{model}-{ranks}"
-            if not run(first, [*common, "strategy=zero1", "link=emulated"], console, plan_only=True):
+            if not run(first, [*common, "strategy=zero1", "link=emulated"], console, share, only="profile"):
                 return 1
             profile = Profile.from_json((first / "profile.json").read_text(encoding="utf-8"))
             for ratio in RATIOS:
                 link = ["link=emulated", f"link.rate_gbit={rate_gbit(profile, ratio):.4g}"]
                 for plan in itertools.islice(turn, PER_RATIO):
                     path = Path(folder) / f"{model}-{ranks}-{len(rows)}"
-                    if not run(path, [*common, *link, *plan.split()], console):
+                    if not run(path, [*common, *link, *plan.split()], console, share):
                         return 1
                     rows.append((model, ranks, ratio, load_run(path).row()))
     show(rows)
     return 0
 
 
-def run(folder: Path, overrides: list[str], console: Console, *, plan_only: bool = False) -> bool:
-    outcome = jobs.run(config.from_composed(compose("config", overrides)), folder, console, plan_only=plan_only)
+def run(folder: Path, overrides: list[str], console: Console, share: Profiles, only: str | None = None) -> bool:
+    outcome = jobs.run(config.from_composed(compose("config", overrides)), folder, console, share=share, only=only)
     if not outcome.ok:
         console.print(f"{' '.join(overrides)}: {outcome.reason}", markup=False)
     return outcome.ok

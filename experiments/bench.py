@@ -23,6 +23,7 @@ from rich.table import Table
 
 from analysis import load_run
 from experiments import config, jobs
+from experiments.profiles import Profiles
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 BASELINE = "sequential"
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. link.rate_gbit=0.5")
     arguments = parser.parse_args()
     console = Console(stderr=True)
-    profiles = jobs.Profiles()
+    profiles = Profiles()
     steps: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     overlap: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     config.register()
@@ -44,7 +45,7 @@ def main() -> int:
             for name in CANDIDATES:
                 composed = compose("config", ["experiment=bench", f"scheduler={name}", *arguments.overrides])
                 run = Path(folder) / f"{round_}-{name}"
-                outcome = jobs.run(config.from_composed(composed), run, console, profiles=profiles)
+                outcome = jobs.run(config.from_composed(composed), run, console, share=profiles)
                 if not outcome.ok:
                     console.print(f"{name}: {outcome.reason}", markup=False)
                     return 1

@@ -38,7 +38,7 @@ def main() -> int:
         if config.cluster.ranks < 2:
             return "cluster.ranks: must be >= 2 to compare collectives, got 1"
         config.run.name = config.run.name or "collectives"
-        outcome = jobs.run(config, folder, console, plan_only=True, worker="experiments.collectives")
+        outcome = jobs.run(config, folder, console, only="plan", worker="experiments.collectives")
         if outcome.ok:
             rows = json.loads((folder / FILE).read_text(encoding="utf-8"))
             console.print(table(rows, config.cluster.ranks, config.cluster.resolved_backend()))

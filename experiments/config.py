@@ -248,6 +248,41 @@ class ClusterConfig:
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
 
 
+def _analytic(about: str, **limits: Any) -> Any:
+    return _option(None, about, used_by=("analytic",), needed_by=("analytic",), **{"above": 0, **limits})
+
+
+@dataclass
+class ProfileConfig:
+    """Where the profile comes from: measured by the job's own ranks, kept for later jobs, or calculated."""
+
+    name: str = _option(
+        "measured", "measured, or analytic: a transformer calculated for planning", choices=("measured", "analytic")
+    )
+    path: str | None = _option(None, "a profile.json to plan with", used_by=("measured",))
+    cache: bool = _option(True, "reuse what an equal job has measured, and keep it for others", used_by=("measured",))
+    refresh: bool = _option(False, "measure anew, whatever is in the cache", used_by=("measured",))
+    group: str = _option(
+        "world", "parameters are sharded over so many devices", choices=("node", "world"), used_by=("analytic",)
+    )
+    layers: int | None = _analytic("transformer blocks")
+    width: int | None = _analytic("hidden size")
+    heads: int | None = _analytic("attention heads")
+    sequence: int | None = _analytic("tokens in a sequence")
+    vocab: int | None = _analytic("tokens in the vocabulary")
+    batch: int | None = _analytic("sequences per device and micro-step")
+    checkpointing: bool = _option(True, "recompute activations in backward", used_by=("analytic",))
+    tflops: float | None = _analytic("peak rate of a device")
+    efficiency: float | None = _analytic("share of the peak rate that is reached", at_most=1)
+    memory_gbyte: float | None = _analytic("rate of a device's memory, GB/s")
+    nodes: int | None = _analytic("nodes")
+    per_node: int | None = _analytic("devices of a node", at_least=2)
+    intra_gbyte: float | None = _analytic("rate of a device within its node, GB/s")
+    intra_us: float | None = _analytic("latency of a hop within a node")
+    inter_gbyte: float | None = _analytic("rate of a device across nodes, GB/s")
+    inter_us: float | None = _analytic("latency of a hop across nodes")
+
+
 @dataclass
 class TrackerConfig:
     """Where metrics go besides metrics.jsonl, which is always written."""
@@ -303,11 +338,11 @@ class Config:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)
-    profile: str | None = _option(None, "a profile.json to plan with; null: measure one")
 
 
 def register() -> None:
@@ -461,10 +496,14 @@ def _check_combinations(config: Config) -> None:
     if data.name == "digits" and model.classes is not None and model.classes < 10:
         raise ConfigError("model.classes", f"must be >= 10 for data.name=digits, got {model.classes}")
     has_budget = budget.gib is not None or budget.over_floor is not None
-    if has_budget and not config.cluster.measure_memory and config.profile is None:
+    profile = config.profile
+    measures = profile.name == "measured" and profile.path is None
+    if has_budget and measures and not config.cluster.measure_memory:
         raise ConfigError("cluster.measure_memory", "must be true with a budget: it counts activations; got false")
-    if config.profile is not None:
-        _check_profile(config, Path(config.profile))
+    if profile.path is not None:
+        if profile.refresh:
+            raise ConfigError("profile.refresh", f"measures a profile, and profile.path={profile.path} is one")
+        _check_profile(config, Path(profile.path))
 
 
 def measured_for(config: Config) -> dict[str, str]:
@@ -486,18 +525,18 @@ def measured_for(config: Config) -> dict[str, str]:
 
 def _check_profile(config: Config, path: Path) -> None:
     if not path.is_file():
-        raise ConfigError("profile", f"no such file: {path}")
+        raise ConfigError("profile.path", f"no such file: {path}")
     try:
         profile = Profile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError("profile", f"{path} is not a profile.json: {error}") from error
+        raise ConfigError("profile.path", f"{path} is not a profile.json: {error}") from error
     about = {"ranks": str(profile.world), **profile.about}  # one written by hand may say nothing of itself
     for key, value in measured_for(config).items():
         if about.get(key, value) != value:
             was = f"{path} was measured with {key} {about[key] or 'none'}"
-            raise ConfigError("profile", f"{was}; this job has {value or 'none'}")
+            raise ConfigError("profile.path", f"{was}; this job has {value or 'none'}")
     if profile.link.emulated and config.link.name == "real":
-        raise ConfigError("profile", f"{path} has not measured the link: it was emulated; add link=emulated")
+        raise ConfigError("profile.path", f"{path} has not measured the link: it was emulated; add link=emulated")
     if config.link.name == "real":
         for operation, name in config.collectives.named().items():
             measured = getattr(profile.collectives, operation)

@@ -8,18 +8,18 @@ folder.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
 import analysis
-from experiments.config import Config, save
+from experiments import profiles
+from experiments.config import Config, ConfigError, save
+from experiments.profiles import Profiles
 from experiments.progress import JobProgress
 from experiments.tracking import METRICS, JsonLines, Tail, open_mirror
 from launch import elastic
@@ -37,52 +37,36 @@ requested, so the budget does not see this.
 """
 
 
-@dataclass
-class Profiles:
-    """Profiles already measured in this sweep, by what a profile depends on: jobs that share one are
-    compared fairly, and start faster.
-    """
-
-    _paths: dict[str, Path] = field(default_factory=dict)
-
-    def find(self, config: Config) -> str | None:
-        path = self._paths.get(_profile_key(config))
-        return None if path is None else str(path)
-
-    def keep(self, config: Config, folder: Path) -> None:
-        """Remember the profile that a job left in its folder, if it is whole."""
-        path = folder / "profile.json"
-        try:
-            Profile.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return
-        self._paths.setdefault(_profile_key(config), path)
-
-
 def run(
     config: Config,
     folder: Path,
     console: Console,
     *,
-    profiles: Profiles | None = None,
-    plan_only: bool = False,
+    share: Profiles | None = None,
+    only: str | None = None,
     worker: str = WORKER,
 ) -> Outcome:
     """Run the job in `folder` to its end; how it ended is in metrics.jsonl too. Ctrl-C ends the ranks and
     is raised again.
 
-    plan_only: stop when plan.json and profile.json are written.
+    share: the profiles that this program knows; jobs that are given the same ones share what they measure.
+    only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
+    that is not of ranks.
     """
+    if config.profile.name == "analytic":
+        raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    measured_before = profiles.find(config) if profiles is not None and config.profile is None else None
-    resolved = resolve(config, profile=measured_before)
+    share = share or Profiles()
+    reused = share.find(config)
+    resolved = resolve(config, profile=reused)
+    _say(reused, console)
     save(resolved, folder / "config.yaml")
     name = str(resolved.run.name)
     mirror = open_mirror(
         resolved.tracker, folder, name=name, group=resolved.run.sweep, config=dataclasses.asdict(resolved)
     )
-    tail, ended_well = Tail(folder / METRICS), plan_only
+    tail, ended_well = Tail(folder / METRICS), only is not None
     tail.new()  # what an earlier job in this folder wrote
     outcome = Outcome(False, "interrupted")
     try:
@@ -99,7 +83,7 @@ def run(
             cluster = elastic.Cluster(
                 config.cluster.ranks, config.cluster.timeout_s, config.cluster.startup_s
             )
-            arguments = [str(folder), *(["--plan-only"] if plan_only else [])]
+            arguments = [str(folder), *([f"--{only}-only"] if only else [])]
             outcome = elastic.run(
                 folder, cluster, environment(resolved), module=worker, arguments=arguments, on_tick=on_tick
             )
@@ -110,19 +94,39 @@ def run(
             _record_failure(folder, outcome)
             for event in tail.new():
                 mirror.event(event)
-        if outcome.ok and not plan_only and resolved.tracker.name != "none":
+        if outcome.ok and only is None and resolved.tracker.name != "none":
             mirror.pictures(_draw(folder))
         mirror.finish(outcome.ok)
-    if profiles is not None:
-        profiles.keep(config, folder)
+    if reused is None:
+        share.keep(config, folder)
     return outcome
 
 
-def resolve(config: Config, *, profile: str | None = None) -> Config:
+def known_profile(config: Config, folder: Path, console: Console) -> tuple[Config, Profile] | None:
+    """The resolved config and its profile, if no ranks are needed for it; both are in the folder then."""
+    reused = Profiles().find(config)
+    resolved = resolve(config, profile=reused)
+    profile = profiles.known(resolved)
+    if profile is None:
+        return None
+    _say(reused, console)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(resolved, folder / "config.yaml")
+    (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+    return resolved, profile
+
+
+def _say(reused: Path | None, console: Console) -> None:
+    if reused is not None:
+        console.print(f"profile reused from {reused}", markup=False, highlight=False, soft_wrap=True)
+
+
+def resolve(config: Config, *, profile: Path | None = None) -> Config:
     """The config with everything decided that this machine decides, so that a rank has nothing left to
     choose.
     """
     name = config.run.name or _name(config)
+    path = profile or (Path(config.profile.path) if config.profile.path else None)
     return dataclasses.replace(
         config,
         cluster=dataclasses.replace(
@@ -131,7 +135,9 @@ def resolve(config: Config, *, profile: str | None = None) -> Config:
             backend=config.cluster.resolved_backend(),
         ),
         run=dataclasses.replace(config.run, name=name),
-        profile=str(Path(config.profile).resolve()) if config.profile else profile,
+        profile=config.profile
+        if path is None
+        else dataclasses.replace(config.profile, path=str(path.resolve()), refresh=False),
     )
 
 
@@ -155,14 +161,6 @@ def _name(config: Config) -> str:
     strategy = config.strategy.kind or config.strategy.name
     share = config.budget.schedule_share
     return f"{strategy} {config.scheduler.name}" + ("" if share is None else f" s={share:g}")
-
-
-def _profile_key(config: Config) -> str:
-    whole = dataclasses.asdict(config)
-    parts = {group: whole[group] for group in ("model", "data", "optimizer", "link", "collectives", "cluster", "run")}
-    for irrelevant in ("name", "sweep", "steps", "warmup_steps", "eval_every"):
-        parts["run"].pop(irrelevant)
-    return json.dumps(parts, sort_keys=True)
 
 
 def _draw(folder: Path) -> list[Path]:

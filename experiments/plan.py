@@ -1,11 +1,12 @@
 """Plan without training: print the plan that `train.py` would run, what it is predicted to cost, and why.
 
     python experiments/plan.py strategy=greedy scheduler=fusion budget.gib=0.5
-    python experiments/plan.py strategy=greedy scheduler=dear budget.gib=0.5 profile=outputs/…/profile.json
+    python experiments/plan.py strategy=greedy scheduler=dear budget.gib=0.5 profile.path=outputs/…/profile.json
+    python experiments/plan.py strategy=fsdp scheduler=dear budget.gib=72 profile=gpt3-1024 profile.group=node
     python experiments/plan.py --format json strategy=greedy budget.gib=0.5
 
-The profile is measured with the job's own ranks, or read from `profile=PATH`. `--format json` prints one JSON document
-and nothing else.
+A profile that is known already (named, calculated, or kept by an earlier job) is planned with at once; else the job's
+own ranks are started to measure one. `--format json` prints one JSON document and nothing else.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ def main(module: str = jobs.WORKER) -> int:
     console.width = console.width if console.is_terminal else WIDTH
 
     def plan(config: Config, folder: Path) -> str:
-        outcome = jobs.run(config, folder, console, plan_only=True, worker=module)
-        if outcome.ok:
+        reason = plan_known(config, folder, console)
+        if reason is None:
+            reason = jobs.run(config, folder, console, only="plan", worker=module).reason
+        if not reason:
             made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
             scheduler = Priority() if made.scheduler in SOLVED else worker.scheduler_of(config)
             if as_json:
@@ -59,9 +62,24 @@ def main(module: str = jobs.WORKER) -> int:
             else:
                 show(made, scheduler, console)
                 console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
-        return outcome.reason
+        return reason
 
     return app.run(plan)
+
+
+def plan_known(config: Config, folder: Path, console: Console) -> str | None:
+    """Plan in this process, with a profile that is known; None if it is not, else why there is no plan, or nothing."""
+    found = jobs.known_profile(config, folder, console)
+    if found is None:
+        return None
+    resolved, profile = found
+    planning = worker.planning_options(resolved)
+    try:
+        made = worker.make_plan(resolved, profile, floor_bytes(profile, **planning), planning)
+    except ValueError as error:
+        return str(error)
+    worker.write_plan(folder, made)
+    return ""
 
 
 def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The trade-off of a job: step time over the division of one budget, and over budgets, predicted and measured.
 
-    python experiments/tradeoff.py strategy=greedy scheduler=priority budget.over_floor=0.2 profile=outputs/…/profile.json
+    python experiments/tradeoff.py strategy=greedy scheduler=priority budget.over_floor=0.2 profile.path=outputs/…/profile.json
     python experiments/tradeoff.py 'tradeoff.strategies=[greedy,zero1]' 'tradeoff.schedulers=[dear,priority]' …
     python experiments/tradeoff.py … tradeoff.measure=stop
 
@@ -36,7 +36,7 @@ import analysis
 import mdcs
 from analysis.table import WIDTH
 from experiments import app, jobs, worker
-from experiments.config import BudgetConfig, Config, from_composed
+from experiments.config import BudgetConfig, Config, ProfileConfig, from_composed
 from experiments.errors import explain
 from mdcs import tradeoff
 from mdcs.tradeoff import Point
@@ -107,11 +107,12 @@ def main(module: str = jobs.WORKER) -> int:
 
     def trade(config: Config, folder: Path) -> str:
         configs = list(compared(config))
-        outcome = None if config.profile else jobs.run(_unlimited(config), folder, console, plan_only=True, worker=module)
-        if outcome is not None and not outcome.ok:
-            return outcome.reason
-        path = Path(config.profile) if config.profile else folder / "profile.json"
-        profile = worker.read_profile(config, path)
+        if jobs.known_profile(config, folder, console) is None:
+            outcome = jobs.run(_unlimited(config), folder, console, only="plan", worker=module)
+            if not outcome.ok:
+                return outcome.reason
+        path = folder / "profile.json"
+        profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
         floor = mdcs.floor_bytes(profile, **worker.planning_options(config))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
@@ -183,7 +184,8 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console,
         if key not in runs:
             runs[key] = folder / "runs" / str(len(runs))
             job = entry.planner.job(*entry.planned_for)
-            job = dataclasses.replace(job, profile=str(profile), run=dataclasses.replace(job.run, sweep=folder.name))
+            own = dataclasses.replace(job.run, sweep=folder.name)
+            job = dataclasses.replace(job, profile=ProfileConfig(path=str(profile)), run=own)
             outcome = jobs.run(job, runs[key], console, worker=module)
             failed += [] if outcome.ok else [f"{runs[key].name} ({entry.planner.label}): {outcome.reason}"]
         entries[i] = dataclasses.replace(entry, run=runs[key])

@@ -18,15 +18,16 @@ from rich.console import Console
 import analysis
 from experiments import app, jobs, sweep
 from experiments.config import Config
+from experiments.profiles import Profiles
 
 
 def main(worker: str = jobs.WORKER) -> int:
     """Run what the command line asks for; returns the exit code. The ranks run the module `worker`."""
-    started, console, profiles = time.time(), Console(), jobs.Profiles()
+    started, console, profiles = time.time(), Console(), Profiles()
 
     def train(config: Config, folder: Path) -> str:
         in_sweep = config.run.sweep is not None
-        outcome = jobs.run(config, folder, console, profiles=profiles if in_sweep else None, worker=worker)
+        outcome = jobs.run(config, folder, console, share=profiles, worker=worker)
         if outcome.ok and not in_sweep:
             print()
             analysis.print_table(analysis.load_sweep(folder))

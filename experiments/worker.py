@@ -1,4 +1,5 @@
-"""What every rank of a job runs: `python -m experiments.worker RUN_DIR [--plan-only]` under torch's elastic agent.
+"""What every rank of a job runs: `python -m experiments.worker RUN_DIR [--profile-only | --plan-only]` under torch's
+elastic agent.
 
 Builds model and data from the resolved config, measures a profile (or reads one), plans on rank 0, and trains
 with `mdcs.parallelize` like any other user of it. Rank 0 writes the files of the run folder.
@@ -24,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from experiments import data, models
+from experiments import data, models, profiles
 from experiments.config import Config, load, measured_for
 from experiments.tracking import METRICS, JsonLines
 from launch import status
 from mdcs.agreement import agree, on_rank_zero
-from mdcs.collectives import Collectives
+from mdcs.measure.interference import measure_interference
 from mdcs.measure.link import measure_link
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 from mdcs.planner import extra_communication_s, sent_bytes
@@ -42,8 +43,10 @@ MIB, GIB = 2**20, 2**30
 EVAL_BATCHES = 8
 
 
-def main(folder: Path, plan_only: bool) -> None:
-    """Run this rank to its end; whatever goes wrong is raised, for `launch.rank` to report."""
+def main(folder: Path, only: str | None = None) -> None:
+    """Run this rank to its end, or until the "profile" or the "plan" is written; whatever goes wrong is raised, for
+    `launch.rank` to report.
+    """
     config = load(folder / "config.yaml")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     status.set(phase="starting")
@@ -51,16 +54,17 @@ def main(folder: Path, plan_only: bool) -> None:
     job = Job(config, rank, world, device)
     status.set(phase="profiling")
     profile = job.profile(config)
-    status.set(phase="planning")
     print(f"collectives: {profile.collectives}", flush=True)
-    floor = mdcs.floor_bytes(profile, **job.planning)
-    plan = on_rank_zero(lambda: make_plan(config, profile, floor, job.planning))
     if rank == 0:
         (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
-        (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-        write_prediction(folder, plan)
-    if not plan_only:
-        train(folder, config, job, plan, floor)
+    if only != "profile":
+        status.set(phase="planning")
+        floor = mdcs.floor_bytes(profile, **job.planning)
+        plan = on_rank_zero(lambda: make_plan(config, profile, floor, job.planning))
+        if rank == 0:
+            write_plan(folder, plan)
+        if only != "plan":
+            train(folder, config, job, plan, floor)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -112,12 +116,13 @@ class Job:
         return self.task.loss(self.model, batch)
 
     def profile(self, config: Config) -> mdcs.Profile:
-        """The profile named by the config, or one measured now on all ranks at once."""
-        if config.profile is not None:
-            return read_profile(config, Path(config.profile))
-        link, collectives = emulated_link(config), asked_collectives(config)
-        if link is None:
-            link, collectives = measure_link(self.device, depth=config.link.depth, wanted=config.collectives.named())
+        """The profile that is known, or one measured now on all ranks at once."""
+        known = profiles.known(config)
+        if known is not None:
+            return known
+        link, collectives = profiles.emulated(config) or measure_link(
+            self.device, depth=config.link.depth, wanted=config.collectives.named()
+        )
         batches = self.batches()
         dist.barrier()
         profile = mdcs.measure_profile(
@@ -125,33 +130,14 @@ class Job:
             iterations=config.run.profile_iterations,
             collectives=collectives, about=about(config),
         )  # fmt: skip
-        return agree(profile)
-
-
-def emulated_link(config: Config) -> mdcs.Link | None:
-    if config.link.name != "emulated":
-        return None
-    assert config.link.rate_gbit is not None and config.link.latency_us is not None
-    return mdcs.Link.uniform(config.link.rate_gbit, config.link.latency_us, config.link.depth, emulated=True)
-
-
-def asked_collectives(config: Config) -> Collectives:
-    return dataclasses.replace(Collectives.default(config.cluster.resolved_backend()), **config.collectives.named())
-
-
-def read_profile(config: Config, path: Path) -> mdcs.Profile:
-    """A saved profile; an emulated link and its algorithms are what the config says, whatever was measured."""
-    known, link = mdcs.Profile.from_json(path.read_text(encoding="utf-8")), emulated_link(config)
-    if link is not None:
-        return dataclasses.replace(known, link=link, collectives=asked_collectives(config))
-    return dataclasses.replace(known, link=dataclasses.replace(known.link, depth=config.link.depth))
+        return measure_interference(agree(profile), self.model, lambda: self.loss(next(batches)), self.optimizer)
 
 
 def about(config: Config) -> dict[str, str]:
     return {
         **measured_for(config),
         "threads": str(config.cluster.threads),
-        "device": torch.cuda.get_device_name() if config.cluster.device == "cuda" else platform.machine(),
+        "device": profiles.device_name(config),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -254,8 +240,9 @@ def budget_bytes(config: Config, floor: int) -> int | None:
     return None if config.budget.over_floor is None else int(floor * (1 + config.budget.over_floor))
 
 
-def write_prediction(folder: Path, plan: mdcs.Plan) -> None:
-    """The replay of one period, in the format of a measured timeline."""
+def write_plan(folder: Path, plan: mdcs.Plan) -> None:
+    """The plan, and the replay of one period in the format of a measured timeline."""
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     replay = mdcs.replay(plan)
     names = tuple(plan.period.name(q) for q in range(plan.period.length))
     memory = tuple(SlotMemory(name, curve) for name, curve in zip(names, replay.curve, strict=True))
@@ -417,4 +404,4 @@ def write_timeline(folder: Path, job: Job, plan: mdcs.Plan, parallel: mdcs.Paral
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--plan-only" in sys.argv[2:])
+    main(Path(sys.argv[1]), next((what for what in ("profile", "plan") if f"--{what}-only" in sys.argv[2:]), None))

@@ -32,7 +32,7 @@ for folder in map(Path, sys.argv[1:]):
     different = load(folder / "config.yaml").run.name == "another plan"
     worker.on_rank_zero = on_every_rank_its_own if different else on_rank_zero
     try:
-        worker.main(folder, plan_only=False)
+        worker.main(folder)
     except ValueError as error:
         (folder / f"refused{rank}").write_text(f"{type(error).__name__}: {error}")
         dist.destroy_process_group()

@@ -26,4 +26,4 @@ def train_step_with_a_fault(config, job, batches):
 
 
 worker.train_step = train_step_with_a_fault
-worker.main(Path(sys.argv[1]), plan_only=False)
+worker.main(Path(sys.argv[1]))

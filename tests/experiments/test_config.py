@@ -138,7 +138,13 @@ WRONG = {
     "cluster.measure_memory=false budget.gib=1": (
         "cluster.measure_memory: must be true with a budget: it counts activations; got false"
     ),
-    "profile=/no/such/file": "profile: no such file: /no/such/file",
+    "profile.path=/no/such/file": "profile.path: no such file: /no/such/file",
+    "profile.path=x profile.refresh=true": "profile.refresh: measures a profile, and profile.path=x is one",
+    "profile.layers=2": "profile.layers: has no effect with profile.name=measured, got 2",
+    "profile.group=node": "profile.group: has no effect with profile.name=measured, got node",
+    "profile=gpt3-1024 profile.group=rack": "profile.group: must be one of node, world; got rack",
+    "profile=gpt3-1024 profile.efficiency=2": "profile.efficiency: must be <= 1, got 2",
+    "profile=gpt3-1024 profile.nodes=null": "profile.nodes: is needed with profile.name=analytic, got null",
     "nothing": "nothing: is not key=value (missing EQUAL at '<EOF>'), got nothing",
 }
 
@@ -204,13 +210,13 @@ def profile_of(tmp_path: Path, *overrides: str, emulated: bool = False) -> str:
     text["link"]["emulated"] = emulated
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(text))
-    return f"profile={path}"
+    return f"profile.path={path}"
 
 
 def test_a_profile_is_taken_for_the_job_it_was_measured_with(tmp_path):
     profile = profile_of(tmp_path, "strategy=dp", "run.steps=7")
     other_plan = ("strategy=fsdp", "scheduler=dear", "budget.gib=1", "run.accumulation=2")
-    assert composed(profile, *other_plan).profile == profile.partition("=")[2]
+    assert composed(profile, *other_plan).profile.path == profile.partition("=")[2]
     assert composed(profile, "link=emulated", "link.rate_gbit=10").link.rate_gbit == 10
 
 
@@ -230,7 +236,7 @@ def test_native_collectives_are_for_every_device():
 
 
 def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
-    assert composed(f"profile={PROFILE}", "model.layers=3").profile == str(PROFILE)
+    assert composed(f"profile.path={PROFILE}", "model.layers=3").profile.path == str(PROFILE)
 
 
 @pytest.mark.parametrize(
@@ -249,14 +255,14 @@ def test_a_profile_of_another_job_is_refused(tmp_path, override, reason):
     profile = profile_of(tmp_path)
     with pytest.raises(ConfigError) as error:
         composed(profile, override)
-    assert str(error.value) == f"profile: {profile.partition('=')[2]} was measured with {reason}"
+    assert str(error.value) == f"profile.path: {profile.partition('=')[2]} was measured with {reason}"
 
 
 def test_a_profile_without_the_link_does_not_plan_for_a_real_one(tmp_path):
-    with pytest.raises(ConfigError, match="profile: .* has not measured the link: it was emulated"):
+    with pytest.raises(ConfigError, match="profile.path: .* has not measured the link: it was emulated"):
         composed(profile_of(tmp_path, emulated=True))
 
 
 def test_what_is_no_profile_is_refused():
-    with pytest.raises(ConfigError, match="profile: .*setup.cfg is not a profile.json: Expecting value"):
-        composed("profile=setup.cfg")
+    with pytest.raises(ConfigError, match="profile.path: .*setup.cfg is not a profile.json: Expecting value"):
+        composed("profile.path=setup.cfg")

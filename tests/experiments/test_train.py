@@ -106,7 +106,7 @@ def test_a_sweep_goes_on_after_bad_jobs_and_ends_with_the_table(tmp_path):
     assert (tmp_path / "out/tradeoff.png").stat().st_size > 1000
     assert "sweep: out" in (tmp_path / "out/0/config.yaml").read_text()
     # The second job plans with the profile that the first has measured.
-    assert f"profile: {tmp_path / 'out/0/profile.json'}" in (tmp_path / "out/1/config.yaml").read_text()
+    assert f"path: {tmp_path / 'out/0/profile.json'}" in (tmp_path / "out/1/config.yaml").read_text()
 
 
 def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):

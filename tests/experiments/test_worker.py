@@ -24,7 +24,7 @@ from rich.console import Console
 import analysis
 from experiments import config as schema
 from experiments import errors, jobs
-from experiments.config import Config
+from experiments.config import Config, ProfileConfig
 from experiments.tracking import read_events
 from launch import elastic, orphans, status
 from mdcs.collectives import Collectives
@@ -70,7 +70,7 @@ REFUSED = {
     "another plan": ("model=mlp", "data=digits"),
     "other profile": (
         *("model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0"),
-        f"profile={Path(__file__).with_name('profile.json')}",
+        f"profile.path={Path(__file__).with_name('profile.json')}",
     ),
     "pattern of no parameter": ("model=mlp", "data=digits", "model.frozen=[layer.*]"),
 }
@@ -124,7 +124,9 @@ def batch(tmp_path_factory):
         config = jobs.resolve(composed(*WORKLOADS[workload], *overrides))
         profile = first.setdefault(workload, folder / str(number) / "profile.json")
         own = folder / str(number)
-        made.append((own, dataclasses.replace(config, profile=None if profile.parent == own else str(profile))))
+        if profile.parent != own:
+            config = dataclasses.replace(config, profile=ProfileConfig(path=str(profile)))
+        made.append((own, config))
     for name, overrides in REFUSED.items():
         made.append((folder / name, jobs.resolve(composed(*overrides, f"run.name={name}"))))
     for own, config in made:
@@ -146,8 +148,13 @@ def ran(batch):
 def test_the_jobs_choose_every_option_once():
     """An option that is added to conf/ needs a job here."""
     given = {override for workload, overrides in JOBS for override in (*WORKLOADS[workload], *overrides)}
-    given |= {"link=real", "collectives=auto", "cluster=local", "tracker=none"}  # the defaults
-    untried = {"cluster": {"cuda"}, "tracker": {"wandb"}, "model": {"gpt2-small", "bert-base", "resnet50", "resnet152"}}
+    given |= {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none"}  # the defaults
+    untried = {
+        "cluster": {"cuda"},
+        "profile": {"gpt3-1024"},
+        "tracker": {"wandb"},
+        "model": {"gpt2-small", "bert-base", "resnet50", "resnet152"},
+    }
     missing = [
         f"{group}={option}"
         for group, options in errors.groups().items()

@@ -1,0 +1,132 @@
+"""Measure the profile that a job is planned with, and show it: units, link, interference.
+
+    python experiments/profile.py model=gpt2-small link=emulated link.rate_gbit=10
+    python experiments/profile.py model=gpt2-small profile.refresh=true
+
+The command line is that of `train.py`. What an equal job has measured is shown again; `profile.refresh=true` measures anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import app, jobs
+from experiments.config import Config
+from mdcs.link import Kind
+from mdcs.profile import Profile, Unit
+
+MIB = 2**20
+
+
+def main(worker: str = jobs.WORKER) -> int:
+    """Show the profile of what the command line asks for, measured if need be; returns the exit code."""
+    console = Console()
+
+    def measure(config: Config, folder: Path) -> str:
+        if jobs.known_profile(config, folder, console) is None:
+            outcome = jobs.run(config, folder, console, only="profile", worker=worker)
+            if not outcome.ok:
+                return outcome.reason
+        show(Profile.from_json((folder / "profile.json").read_text(encoding="utf-8")), console)
+        console.print(f"the profile is {folder / 'profile.json'}", markup=False, highlight=False, soft_wrap=True)
+        return ""
+
+    return app.run(measure)
+
+
+def show(profile: Profile, console: Console) -> None:
+    """Print the profile's units, its link, and what computing and communicating cost each other."""
+    console.print(units_table(profile))
+    console.print(link_table(profile))
+    console.print(interference_table(profile))
+
+
+def units_table(profile: Profile) -> Table:
+    """A row per unit: its bytes, the seconds of its slots with their spread, of the update of a shard, and the
+    activations that its forward keeps.
+    """
+    table = Table(
+        title=f"{profile.world} ranks; medians, with the 10th and the 90th percentile",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for heading in ("unit", "MB", "forward ms", "backward ms", "update ms", "kept MiB"):
+        table.add_column(heading, justify="left" if heading == "unit" else "right", no_wrap=heading != "unit")
+    for index, unit in enumerate(profile.units):
+        times = (_slots(profile, index, phase) for phase in ("F", "B"))
+        megabytes = f"{unit.numel * profile.param_bytes / 1e6:.2f}"
+        table.add_row(unit.name, megabytes, *times, _update(profile, unit), f"{_kept(profile, index) / MIB:.2f}")
+    return table
+
+
+def link_table(profile: Profile) -> Table:
+    """A row per collective kind: latency, rate, and how much of it a block reaches."""
+    link = profile.link
+    about = f"{'emulated ' if link.emulated else ''}link: {link.depth} messages in flight, blocks of {link.block / MIB:.2f} MiB"
+    table = Table(title=about, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("collective", "α µs", "Gbit/s", "a block's share of the rate"):
+        table.add_column(heading, justify="left" if heading == "collective" else "right")
+    for kind in Kind:
+        alpha, beta = link.alpha_of(kind), link.beta_of(kind)
+        rate = f"{8 / beta / 1e9:.2f}" if beta else "∞"
+        served = beta * link.block
+        table.add_row(str(kind), f"{alpha * 1e6:.1f}", rate, f"{served / (alpha + served):.0%}" if alpha + served else "–")
+    return table
+
+
+def interference_table(profile: Profile) -> Table:
+    """What was seen of a step beside messages of several sizes, and what was fitted."""
+    table = Table(title="computing and communicating at the same time", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name, (low, high) in profile.spread.items():
+        if name.startswith("step beside"):  # 10th and 90th percentile
+            table.add_row(f"{name} takes longer by", f"{low - 1:.0%}, {high - 1:.0%}")
+    c = profile.contention
+    table.add_row("computing is slower while a message is in flight by", f"{profile.interference:.0%}")
+    table.add_row("computing loses per message", f"{c.compute_per_message * 1e6:.0f} µs")
+    table.add_row("computing loses per MB sent", f"{c.compute_per_byte * 1e9:.2f} ms")
+    table.add_row("computing loses of copying, summing and updating", f"{c.compute_per_work:.0%}")
+    table.add_row("a message beside computing takes at least", f"{c.message_seconds * 1e6:.0f} µs")
+    table.add_row("and per MB", f"{c.seconds_per_byte * 1e9:.2f} ms")
+    table.add_row("a message that is waited for lands later by", f"{c.dispatch_seconds * 1e6:.0f} µs")
+    return table
+
+
+def _slots(profile: Profile, unit: int, phase: str) -> str:
+    """Seconds of the unit's slots, summed, with the sum of their percentiles."""
+    own = [i for i, slot in enumerate(profile.slots) if (slot.unit, slot.phase) == (unit, phase)]
+    if not own:
+        return "–"
+    shown = f"{sum(profile.slots[i].seconds for i in own) * 1e3:.1f}"
+    spreads = [profile.spread[name] for name in (f"slot {i}" for i in own) if name in profile.spread]
+    if len(spreads) < len(own):  # calculated, or written by hand
+        return shown
+    low, high = (sum(s) * 1e3 for s in zip(*spreads, strict=True))
+    return f"{shown} ({low:.1f}, {high:.1f})"
+
+
+def _update(profile: Profile, unit: Unit) -> str:
+    if not unit.trainable:
+        return "–"
+    optimizer = profile.optimizer
+    seconds = unit.numel / profile.world * optimizer.seconds_per_element + len(unit.segments) * optimizer.seconds_per_run
+    return f"{seconds * 1e3:.2f}"
+
+
+def _kept(profile: Profile, unit: int) -> int:
+    """Activation bytes that the unit's forward slots keep for its backward."""
+    pairs = zip(profile.slots, profile.slots[1:], strict=False)
+    return sum(after.live - slot.live for slot, after in pairs if (slot.unit, slot.phase) == (unit, "F"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

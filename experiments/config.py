@@ -467,7 +467,9 @@ def _check_combinations(config: Config) -> None:
         )
     if config.strategy.name == "joint" and budget.schedule_share is not None:
         raise ConfigError("budget.schedule_share", f"strategy=joint divides the budget itself, got {budget.schedule_share:g}")
-    for key, seconds in (("strategy.seconds", config.strategy.seconds), ("scheduler.seconds", config.scheduler.seconds)):
+    limits = {"strategy.seconds": config.strategy.seconds} if config.strategy.name in ("ilp", "joint") else {}
+    limits |= {"scheduler.seconds": config.scheduler.seconds} if config.scheduler.name == "memory_aware" else {}
+    for key, seconds in limits.items():  # the other ranks wait for the solver
         if seconds > config.cluster.timeout_s / 2:
             raise ConfigError(key, f"must be at most half of cluster.timeout_s={config.cluster.timeout_s:g}, got {seconds:g}")
     if run.warmup_steps >= run.steps:

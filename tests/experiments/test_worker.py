@@ -59,10 +59,12 @@ JOBS = [
     ("clipped bert", ("strategy=sdp", "scheduler=partitioning", "scheduler.block_mib=0.05", "link=emulated",
                        "collectives=all_to_all")),
     ("resnet by size", ("strategy=sdp", "scheduler=wfbp")),
+    ("resnet by size", ("strategy=joint", "scheduler=joint", "strategy.seconds=5", "budget=over_floor", "budget.over_floor=0.2")),
     ("resnet by size", ("strategy=fsdp", "scheduler=random", "link=emulated", "collectives=reduce_broadcast")),
     ("resnet by size", ("strategy=dp", "scheduler=priority", "scheduler.block_mib=0.02", "budget=unlimited")),
     ("frozen fp64 mlp", ("strategy=zero1", "scheduler=priority", "scheduler.cross_iteration=false")),
     ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget.gib=0.5", "budget.reserve_mib=1")),
+    ("frozen fp64 mlp", ("strategy=sdp", "scheduler=memory_aware", "scheduler.seconds=5", "link=emulated")),
 ]
 REFUSED = {
     "infeasible": ("model=mlp", "data=digits", "budget.gib=1e-6"),

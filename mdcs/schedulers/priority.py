@@ -99,6 +99,16 @@ class _Link:
         for op, block, p in self._updated.pop(slot, ()):
             self.open(op, block, p)
 
+    def _take_updated(self, slot: int, now: float) -> None:
+        """Gathers whose update is over are ready, if their window has begun."""
+        while self._waiting and self._waiting[0][0] <= now:
+            op, block, p = heapq.heappop(self._waiting)[2:]
+            first = p * self.mix.period.length + self.windows[op][0]
+            if first <= slot:
+                self.open(op, block, p)
+            else:
+                self._updated.setdefault(first, []).append((op, block, p))
+
     def open(self, op: Op, block: int, p: int) -> None:
         deadline = p * self.mix.period.length + self.windows[op][1]
         heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, block, op, p))
@@ -120,17 +130,12 @@ class _Link:
     def send(self, slot: int, now: float, until: float) -> bool:
         """Start the most urgent block from ``now`` on and before ``until``; False if there is none."""
         begin = max(self._free, now)
-        if not self._ready and self._waiting:
+        while not self._ready and self._waiting and self._waiting[0][0] < until:
             begin = max(begin, self._waiting[0][0])
+            self._take_updated(slot, begin)
         if begin >= until:
             return False
-        while self._waiting and self._waiting[0][0] <= begin:
-            op, block, p = heapq.heappop(self._waiting)[2:]
-            first = p * self.mix.period.length + self.windows[op][0]
-            if first <= slot:
-                self.open(op, block, p)
-            else:
-                self._updated.setdefault(first, []).append((op, block, p))
+        self._take_updated(slot, begin)
         if not self._ready:
             return False
         *_, block, op, p = heapq.heappop(self._ready)

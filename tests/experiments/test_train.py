@@ -78,7 +78,7 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
         (["-m", "budget.gib=-5"], "budget.gib: must be > 0, got -5 (job budget.gib=-5)"),
         (
             ["-m", "strategy=foo"],
-            "strategy: no such option foo; options: dp, fsdp, greedy, ilp, random, sdp, zero1",
+            "strategy: no such option foo; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
         ),
         (["stratgy=dp"], "stratgy: no such key; did you mean strategy?"),
         (["experiment=none"], "experiment: no such option none; options: bench, quick"),

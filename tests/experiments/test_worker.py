@@ -230,7 +230,7 @@ def test_memory_is_what_the_ledger_says_to_the_byte(ran):
 
 def test_a_budget_is_kept(ran):
     with_budget = [run for run in ran if run.start["budget_bytes"] is not None]
-    assert len(with_budget) == 3
+    assert len(with_budget) == 4
     for run in with_budget:
         allowed = run.start["admission_bytes"] - run.plan.reserve
         assert run.start["floor_bytes"] <= run.start["admission_bytes"] <= run.start["budget_bytes"]

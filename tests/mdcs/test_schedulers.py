@@ -20,7 +20,7 @@ from mdcs.schedulers import SCHEDULERS, Mix, Scheduler
 from mdcs.schedulers.dear import Dear
 from mdcs.schedulers.fusion import Fusion, MgWfbp, optimal_merge
 from mdcs.schedulers.mix import Draft
-from mdcs.schedulers.priority import Priority
+from mdcs.schedulers.priority import Priority, nearest_deadline_first
 from mdcs.schedulers.random_order import RandomOrder
 from mdcs.schedulers.sequential import Sequential
 from mdcs.schedulers.wfbp import Partitioning, Wfbp, in_ready_order
@@ -417,3 +417,26 @@ def test_priority_waits_for_updates() -> None:
 def test_priority_uses_the_links_block() -> None:
     profile = replace(THREE, link=Link((0.0,) * 4, (0.0,) * 4, 1, 256))
     assert planned(profile, "dp", Priority()).blocks == ((64,) * 5,) * 3
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nearest_deadline_first_keeps_narrower_windows(seed: int) -> None:
+    """Gathers that wait for their update and for their window, reductions that are due early."""
+    rng = random.Random(seed)
+    count = rng.randint(2, 6)
+    profile = chain(
+        *(rng.randint(8, 400) for _ in range(count)), link=link(seconds_per_byte=rng.choice([1e-4, 1e-3, 1e-2])),
+        optimizer=Optimizer("adam", 2, 4, 2, seconds_per_element=rng.choice([0.0, 1e-3, 0.1]), seconds_per_run=0.05),
+    )  # fmt: skip
+    profile = replace(profile, interference=rng.choice([0.0, 0.5]))
+    mix = Mix(profile, tuple(rng.choice(list(Strategy)) for _ in range(count)), rng.choice([1, 2]), rng.random() < 0.7)
+    windows = {}
+    for op in mix.ops:
+        first, last = mix.window(op)
+        windows[op] = (rng.randint(first, last), last) if op.kind.is_gather else (first, rng.randint(first, last))
+    blocks = mix.cut(200)
+    drafts = nearest_deadline_first(mix, blocks, windows)
+    mix.plan("narrow", blocks, drafts)  # every block once, in an order that can be sent
+    for draft in drafts:
+        first, last = windows[Op(draft.kind, draft.parts[0][0], draft.micro)]
+        assert first <= draft.slot <= last

@@ -32,8 +32,9 @@ sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the tab
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
 	$(RUN) experiments/bench.py
 
-test: $(STAMP) ## run the tests
-	$(RUN) -m pytest
+test: $(STAMP) ## run the tests (minutes)
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'not alone'
+	$(RUN) -m pytest -m alone  # where the time matters, or all cores
 
 lint: $(STAMP) ## check style, and types
 	$(RUN) -m ruff check .

@@ -32,6 +32,8 @@ from mdcs.measure.timeline import PREDICTED_RANK, Timeline
 from mdcs.plan import Plan
 from mdcs.planner import sent_bytes
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARMUP = 4, 2
 SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=2", "cluster.threads=1")

@@ -18,6 +18,8 @@ from mdcs.units import ByLeaf, partition
 
 from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
 
+pytestmark = pytest.mark.alone
+
 
 def probe(wire: int, **seconds: float) -> Probe:
     return replace(Probe(2 * wire, 10, wire, work=0.001, link=wire * 1e-6, step_alone=1.0), **seconds)

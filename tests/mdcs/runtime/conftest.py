@@ -11,10 +11,6 @@ from mdcs.measure.memory import preload_env
 from tests.mdcs.runtime.ranks import Ranks
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-
-
 def _pool(world: int, environment: dict[str, str] | None = None) -> Iterator[Ranks]:
     ranks = Ranks(world, environment)
     yield ranks

@@ -36,6 +36,8 @@ from tests.mdcs.runtime.training import (
     train,
 )
 
+pytestmark = pytest.mark.alone
+
 GLOO, RING = Collectives(), Collectives("ring", "ring", "ring")
 TIMEOUT_S = 3.0
 SLACK_S = 6.0  # a busy machine, and threads that end

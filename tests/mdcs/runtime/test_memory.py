@@ -38,6 +38,8 @@ from tests.mdcs.runtime.training import (
     strategy_for,
 )
 
+pytestmark = pytest.mark.alone
+
 BUFFERS = tuple(c for c in CATEGORIES if c != "activations")
 STRATEGIES = ("dp", "zero1", "sdp", "fsdp", "random", "greedy")
 SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear", "random")

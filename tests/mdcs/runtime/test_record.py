@@ -12,6 +12,8 @@ from mdcs.runtime.record import Recorder
 from mdcs.schedulers import Mix
 from mdcs.schedulers.wfbp import Wfbp
 
+pytestmark = pytest.mark.alone
+
 
 def plan() -> Plan:
     unit = Unit("u", (8,), True, (0, 0), (0, 0))

@@ -57,7 +57,7 @@ def solve_plan(
     """
     deadline = time.monotonic() + seconds
     known = _best(_until(deadline - (1 - _HEURISTICS) * seconds, _heuristics(judge, fixed)))
-    found = _solved(judge, name, fixed, known, block_bytes, solver, deadline - _DECODING * seconds)
+    found = _solved(judge, name, fixed, known, block_bytes, solver, deadline, _DECODING * seconds)
     candidates = [*found.plans, *([known] if known is not None and heuristics else [])]
     if not candidates:
         raise PlanError(f"{name}: no plan was found: {found.status}")
@@ -89,6 +89,7 @@ def _solved(
     block_bytes: int,
     solver: str,
     deadline: float,
+    decoding_s: float,
 ) -> _Found:
     """Small problems whole. Of larger ones first the strategies, then their schedule, twice at once: with strategies by the
     whole problem, and by a coarse relaxation of it. Of the largest the whole is relaxed, only for its bound.
@@ -96,7 +97,7 @@ def _solved(
 
     def ask(model: SlotModel, part: float = 1.0, *, relax: bool = False) -> Answer:
         start = None if known is None or relax else model.values_of(known[1])
-        left = max(1.0, part * (deadline - time.monotonic()))
+        left = max(1.0, part * (deadline - decoding_s - time.monotonic()))
         return solve(model.problem, solver=solver, seconds=left, start=start, relax=relax)
 
     def in_two_steps(model: SlotModel) -> _Found:
@@ -105,7 +106,7 @@ def _solved(
         if answer.values is None:
             return _Found(answer.status, bound, [])
         mix = model.decide(answer.values).strategies
-        schedule = _solved(judge, name, mix, None, block_bytes, solver, deadline)
+        schedule = _solved(judge, name, mix, None, block_bytes, solver, deadline, decoding_s)
         proven = answer.status == schedule.status == "optimal" and not model.coarse
         return _Found("optimal" if proven else "feasible", bound, schedule.plans)
 
@@ -120,7 +121,7 @@ def _solved(
         bound = None if answer.bound is None or model.reach is not None else model.step_bound(answer.bound)
         best = None
         if answer.values is not None:
-            best = _best(_decoded(judge, model.decide(answer.values), name, block_bytes))
+            best = _best(_until(deadline, _decoded(judge, model.decide(answer.values), name, block_bytes)))
         return _Found(answer.status, bound, [] if best is None else [best])
     fine = SlotModel(judge, width=1 if slots <= _FINE else -(-slots // (_FINE // 2)))
     coarse = SlotModel(judge, width=-(-slots // _COARSE))

@@ -254,8 +254,10 @@ def test_timelines_show_a_whole_period_of_every_rank(ran):
                 assert [interval.name for interval in computed] == list(slots), run
                 assert all(a.end <= b.start for a, b in itertools.pairwise(computed)), run
                 sent = Counter(interval.kind for interval in rank.intervals if interval.lane == "message")
-                # A message that is in flight at an end of the period is there at both.
-                assert not Counter(str(message.kind) for message in plan.messages) - sent, run
+                # A message that is in flight at an end of the period is there at both. What is sent near an end may, as
+                # times vary, come just before this period and just after it.
+                missing = Counter(str(message.kind) for message in plan.messages) - sent
+                assert sum(missing.values()) <= (0 if ranks == [PREDICTED_RANK] else 2), (run, missing)
         assert run.timeline("predicted_timeline.json").period_s == pytest.approx(plan.prediction.step_s)
 
 

@@ -1,6 +1,11 @@
 """What holds for all tests."""
 
+import signal
+
 import pytest
+
+# A shell's background job ignores it, and so would the programs that are interrupted here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

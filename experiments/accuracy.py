@@ -13,22 +13,22 @@ import itertools
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
 from analysis import load_run
-from experiments import config, jobs
+from experiments import jobs
+from experiments.checks import compose_config, positive, run_composing
 from experiments.profiles import Profiles
 from mdcs.profile import Profile
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
 MODELS = {
     "gpt2": "model=gpt2-tiny data=stdlib_bytes model.layers=6 model.width=192 model.sequence=128 data.batch_size=4",
     "bert": "model=bert-tiny data=stdlib_bytes model.layers=6 model.width=192 model.sequence=128 data.batch_size=4",
@@ -49,38 +49,53 @@ PER_RATIO = 2  # plans, the next in turn
 STEPS = "run.steps=18 run.warmup_steps=5"
 
 
+Row = tuple[str, int, float, dict[str, Any]]
+"""Model, ranks, ratio, and what the run gave."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python experiments/accuracy.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 3])
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. run.steps=30")
     arguments = parser.parse_args()
-    console, turn, share = Console(stderr=True), itertools.cycle(PLANS), Profiles()
-    rows: list[tuple[str, int, float, dict[str, Any]]] = []
-    config.register()
-    with tempfile.TemporaryDirectory(prefix="mdcs-accuracy-") as folder, initialize_config_dir(str(CONF), version_base=None):
-        for model, ranks in itertools.product(arguments.models, arguments.ranks):
-            common = f"{MODELS[model]} cluster.ranks={ranks} {STEPS} profile.refresh=true".split() + arguments.overrides
-            first = Path(folder) / f"{model}-{ranks}"
-            if not run(first, [*common, "strategy=zero1", "link=emulated"], console, share, only="profile"):
-                return 1
-            profile = Profile.from_json((first / "profile.json").read_text(encoding="utf-8"))
-            for ratio in RATIOS:
-                link = ["link=emulated", f"link.rate_gbit={rate_gbit(profile, ratio):.4g}"]
-                for plan in itertools.islice(turn, PER_RATIO):
-                    path = Path(folder) / f"{model}-{ranks}-{len(rows)}"
-                    if not run(path, [*common, *link, *plan.split()], console, share):
-                        return 1
-                    rows.append((model, ranks, ratio, load_run(path).row()))
+    return run_composing(lambda: measure(arguments.models, arguments.ranks, arguments.overrides))
+
+
+def measure(models: list[str], counts: list[int], overrides: list[str]) -> int:
+    """Run everything and show the table, of the runs that ended well; returns the exit code. Raises ConfigError."""
+    turn, failed = itertools.cycle(PLANS), 0
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="mdcs-accuracy-") as folder:
+        for model, ranks in itertools.product(models, counts):
+            common = [*f"{MODELS[model]} cluster.ranks={ranks} {STEPS}".split(), *overrides]
+            for row in compare(Path(folder) / f"{model}-{ranks}", common, turn):
+                failed += row is None
+                rows += [] if row is None else [(model, ranks, *row)]
     show(rows)
-    return 0
+    return 1 if failed else 0
 
 
-def run(folder: Path, overrides: list[str], console: Console, share: Profiles, only: str | None = None) -> bool:
-    outcome = jobs.run(config.from_composed(compose("config", overrides)), folder, console, share=share, only=only)
-    if not outcome.ok:
-        console.print(f"{' '.join(overrides)}: {outcome.reason}", markup=False)
-    return outcome.ok
+def compare(folder: Path, common: list[str], turn: Iterator[str]) -> Iterator[tuple[float, dict[str, Any]] | None]:
+    """The runs of one model on so many ranks, each with its ratio; None for one that failed."""
+    share, console = Profiles(), Console(stderr=True)
+
+    def run(name: str, *overrides: str, only: str | None = None) -> Path | None:
+        outcome = jobs.run(compose_config([*common, *overrides]), folder / name, console, share=share, only=only)
+        if not outcome.ok:
+            console.print(f"{' '.join([*common, *overrides])}: {outcome.reason}", markup=False)
+        return folder / name if outcome.ok else None
+
+    first = run("profile", "profile.refresh=true", "strategy=zero1", "link=emulated", only="profile")
+    if first is None:
+        yield None
+        return
+    profile = Profile.from_json((first / "profile.json").read_text(encoding="utf-8"))
+    for ratio in RATIOS:
+        link = ("profile.refresh=true", "link=emulated", f"link.rate_gbit={rate_gbit(profile, ratio):.4g}")
+        for plan in itertools.islice(turn, PER_RATIO):
+            path = run(f"{ratio} {plan}", *link, *plan.split())
+            yield None if path is None else (ratio, load_run(path).row())
 
 
 def rate_gbit(profile: Profile, ratio: float) -> float:
@@ -90,7 +105,7 @@ def rate_gbit(profile: Profile, ratio: float) -> float:
     return sent * 8e-9 / (ratio * sum(slot.seconds for slot in profile.slots))
 
 
-def show(rows: list[tuple[str, int, float, dict[str, Any]]]) -> None:
+def show(rows: list[Row]) -> None:
     table = Table(title="step time by replay and as measured, emulated link")
     for heading in ("model", "ranks", "comm. / comp.", "strategy", "scheduler", "predicted ms", "measured ms", "error"):
         table.add_column(heading, justify="left" if heading in ("model", "strategy", "scheduler") else "right")
@@ -105,7 +120,8 @@ def show(rows: list[tuple[str, int, float, dict[str, Any]]]) -> None:
     console = Console(width=110)
     console.print(table)
     sizes = [abs(e) for e in errors]
-    console.print(f"{len(sizes)} runs: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}")
+    if sizes:
+        console.print(f"{len(sizes)} runs: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import help
-from experiments.config import Config, ConfigError, from_composed, register
+from experiments.checks import from_composed
+from experiments.config import Config, ConfigError, register
 from experiments.errors import CONF, explain
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
 

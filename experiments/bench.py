@@ -17,35 +17,37 @@ from pathlib import Path
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
 from analysis import load_run
-from experiments import config, jobs
+from experiments import jobs
+from experiments.checks import compose_config, positive, run_composing
 from experiments.profiles import Profiles
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
 BASELINE = "sequential"
 CANDIDATES = (BASELINE, "wfbp", "partitioning", "dear", "priority")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python experiments/bench.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="how often every candidate runs")
+    parser.add_argument("--rounds", type=positive, default=3, help="how often every candidate runs")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. link.rate_gbit=0.5")
     arguments = parser.parse_args()
-    console = Console(stderr=True)
+    return run_composing(lambda: compare(arguments.rounds, arguments.overrides, Console(stderr=True)))
+
+
+def compare(rounds: int, overrides: list[str], console: Console) -> int:
+    """Run all candidates in every round and show the table; returns the exit code. Raises ConfigError."""
     profiles = Profiles()
     steps: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     overlap: dict[str, list[float]] = {name: [] for name in CANDIDATES}
-    config.register()
-    with tempfile.TemporaryDirectory(prefix="mdcs-bench-") as folder, initialize_config_dir(str(CONF), version_base=None):
-        for round_ in range(arguments.rounds):
+    with tempfile.TemporaryDirectory(prefix="mdcs-bench-") as folder:
+        for round_ in range(rounds):
             for name in CANDIDATES:
-                composed = compose("config", ["experiment=bench", f"scheduler={name}", *arguments.overrides])
+                config = compose_config(["experiment=bench", f"scheduler={name}", *overrides])
                 run = Path(folder) / f"{round_}-{name}"
-                outcome = jobs.run(config.from_composed(composed), run, console, share=profiles)
+                outcome = jobs.run(config, run, console, share=profiles)
                 if not outcome.ok:
                     console.print(f"{name}: {outcome.reason}", markup=False)
                     return 1
@@ -54,7 +56,7 @@ def main() -> int:
                 overlap[name].append(row["overlap_ratio"])
                 communication, compute = row["communication_s"] * 1e3, row["compute_s"] * 1e3
                 facts = f"{row['strategy']}, communication {communication:.0f} ms, compute {compute:.0f} ms"
-    show(steps, overlap, facts, arguments.rounds)
+    show(steps, overlap, facts, rounds)
     return 0
 
 

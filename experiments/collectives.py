@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import app, jobs
-from experiments.config import Config, load
+from experiments.checks import load
+from experiments.config import Config
 from mdcs.collectives import ALGORITHMS, KIND, Collectives
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB

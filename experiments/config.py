@@ -1,30 +1,22 @@
 """What can be configured: the only place of names, types, defaults and ranges.
 
 The dataclasses are Hydra's schema (`register`), so the YAML files in conf/ can only choose among what is
-declared here. Ranges stand beside their field, as its metadata; `check` applies them, and the few rules
-that span several fields. Every complaint is a `ConfigError`: one line that starts with the full key.
-
-A resolved config is written once, by the parent process (`save`), and read by every rank (`load`): ranks
-never compose.
+declared here. Ranges stand beside their field, as its metadata; :mod:`experiments.checks` applies them. Every complaint
+is a `ConfigError`: one line that starts with the full key.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from mdcs.collectives import ALGORITHMS
-from mdcs.profile import Profile
 from mdcs.solver import SOLVERS
 
 SCHEMA_NAME = "mdcs_schema"
@@ -57,6 +49,8 @@ def _option(default: T, about: str, **limits: Any) -> T:
 
 
 TRANSFORMERS = ("gpt2", "gpt2-tiny", "gpt2-small", "bert", "bert-tiny", "bert-base")
+SOLVED_STRATEGIES = ("ilp", "joint")
+SOLVED_SCHEDULERS = ("memory_aware",)
 RESNETS = ("resnet50", "resnet152", "resnet-tiny")
 
 
@@ -140,8 +134,8 @@ class StrategyConfig:
     seed: int | None = _option(
         None, "seed of the draw", at_least=0, used_by=("random",), needed_by=("random",)
     )
-    solver: str = _option("HIGHS", "through python-mip", choices=SOLVERS, used_by=("ilp", "joint"))
-    seconds: float = _option(20.0, "limit of the solver", above=0, used_by=("ilp", "joint"))
+    solver: str = _option("HIGHS", "through python-mip", choices=SOLVERS, used_by=SOLVED_STRATEGIES)
+    seconds: float = _option(20.0, "limit of the solver", above=0, used_by=SOLVED_STRATEGIES)
 
 
 @dataclass
@@ -171,8 +165,8 @@ class SchedulerConfig:
     seed: int | None = _option(
         None, "seed of the draw", at_least=0, used_by=("random",), needed_by=("random",)
     )
-    solver: str = _option("HIGHS", "through python-mip", choices=SOLVERS, used_by=("memory_aware",))
-    seconds: float = _option(20.0, "limit of the solver", above=0, used_by=("memory_aware",))
+    solver: str = _option("HIGHS", "through python-mip", choices=SOLVERS, used_by=SOLVED_SCHEDULERS)
+    seconds: float = _option(20.0, "limit of the solver", above=0, used_by=SOLVED_SCHEDULERS)
     cross_iteration: bool = _option(
         True, "messages may cross from one iteration to the next; false: a barrier between"
     )
@@ -354,158 +348,16 @@ def register() -> None:
 
 def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
     """Every leaf of the config, by its full key."""
-    return {f"{group}{leaf.name}": leaf for group, _, leaf in _leaves(Config())}
+    return {f"{group}{leaf.name}": leaf for group, _, leaf in leaves(Config())}
 
 
-def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
     for leaf in dataclasses.fields(config):
         value = getattr(config, leaf.name)
         if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{leaf.name}.")
+            yield from leaves(value, f"{prefix}{leaf.name}.")
         else:
             yield prefix, config, leaf
-
-
-def from_composed(composed: DictConfig) -> Config:
-    """The typed, checked config of what Hydra composed. Raises ConfigError."""
-    try:
-        config = OmegaConf.to_object(composed)
-    except OmegaConfBaseException as error:
-        raise ConfigError(error.full_key or "config", str(error).partition("\n")[0]) from error
-    if not isinstance(config, Config):
-        raise ConfigError("config", f"the primary config does not start from {SCHEMA_NAME}")
-    _check_keys(composed, config)
-    check(config)
-    return config
-
-
-def save(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True), encoding="utf-8")
-
-
-def load(path: Path) -> Config:
-    """Read what `save` wrote. Raises ConfigError."""
-    schema = OmegaConf.structured(Config)
-    try:
-        merged = OmegaConf.merge(schema, OmegaConf.load(path))
-    except OmegaConfBaseException as error:
-        raise ConfigError(error.full_key or str(path), str(error).partition("\n")[0]) from error
-    assert isinstance(merged, DictConfig)
-    return from_composed(merged)
-
-
-# ---- checks
-
-
-def check(config: Config) -> None:
-    """Raise ConfigError for the first value out of its range, and for values that contradict each other."""
-    for prefix, group, leaf in _leaves(config):
-        _check_leaf(prefix, group, leaf)
-    _check_combinations(config)
-
-
-def _check_keys(composed: DictConfig, config: Any, prefix: str = "") -> None:
-    # Hydra's "+key=value" adds keys that no dataclass has; they would be ignored in silence.
-    declared = {leaf.name for leaf in dataclasses.fields(config)}
-    for name in map(str, composed):
-        if name not in declared:
-            raise ConfigError(f"{prefix}{name}", "no such key")
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            _check_keys(composed[name], value, f"{prefix}{name}.")
-
-
-def _check_leaf(prefix: str, group: Any, leaf: dataclasses.Field[Any]) -> None:
-    key, value, limits = prefix + leaf.name, getattr(group, leaf.name), leaf.metadata
-    name = getattr(group, "name", None)
-    if "used_by" in limits and name not in limits["used_by"] and value != _default(leaf):
-        raise ConfigError(key, f"has no effect with {prefix}name={name}, got {_shown(value)}")
-    if value is None:
-        if name in limits.get("needed_by", ()):
-            raise ConfigError(key, f"is needed with {prefix}name={name}, got null")
-        return
-    if "length" in limits and len(value) != limits["length"]:
-        raise ConfigError(key, f"must have {limits['length']} values, got {_shown(value)}")
-    for each in value if isinstance(value, list) else [value]:
-        _check_value(key, each, limits)
-
-
-def _check_value(key: str, value: Any, limits: Any) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(key, f"must be a finite number, got {_shown(value)}")
-    if "choices" in limits and value not in limits["choices"]:
-        raise ConfigError(key, f"must be one of {', '.join(limits['choices'])}; got {_shown(value)}")
-    # Written as "not inside", so that a value that compares with nothing is outside.
-    if "above" in limits and not value > limits["above"]:
-        raise ConfigError(key, f"must be > {limits['above']}, got {_shown(value)}")
-    if "at_least" in limits and not value >= limits["at_least"]:
-        raise ConfigError(key, f"must be >= {limits['at_least']}, got {_shown(value)}")
-    if "at_most" in limits and not value <= limits["at_most"]:
-        raise ConfigError(key, f"must be <= {limits['at_most']}, got {_shown(value)}")
-    if "below" in limits and not value < limits["below"]:
-        raise ConfigError(key, f"must be < {limits['below']}, got {_shown(value)}")
-
-
-def _check_combinations(config: Config) -> None:
-    model, data, budget, run = config.model, config.data, config.budget, config.run
-    if budget.gib is not None and budget.over_floor is not None:
-        raise ConfigError("budget.over_floor", "and budget.gib exclude each other, got both")
-    if budget.schedule_share is not None and budget.gib is None and budget.over_floor is None:
-        raise ConfigError(
-            "budget.schedule_share", "needs a budget to divide: set budget.gib or budget.over_floor"
-        )
-    if budget.gib is not None and budget.reserve_mib >= budget.gib * 1024:
-        raise ConfigError(
-            "budget.reserve_mib", f"must be below the budget of {budget.gib} GiB, got {budget.reserve_mib}"
-        )
-    if (config.strategy.name == "joint") != (config.scheduler.name == "joint"):
-        raise ConfigError(
-            "scheduler.name",
-            "strategy=joint decides the schedule too, with scheduler=joint and no other; got"
-            f" strategy={config.strategy.name} scheduler={config.scheduler.name}",
-        )
-    if config.strategy.name == "joint" and budget.schedule_share is not None:
-        raise ConfigError("budget.schedule_share", f"strategy=joint divides the budget itself, got {budget.schedule_share:g}")
-    limits = {"strategy.seconds": config.strategy.seconds} if config.strategy.name in ("ilp", "joint") else {}
-    limits |= {"scheduler.seconds": config.scheduler.seconds} if config.scheduler.name == "memory_aware" else {}
-    for key, seconds in limits.items():  # the other ranks wait for the solver
-        if seconds > config.cluster.timeout_s / 2:
-            raise ConfigError(key, f"must be at most half of cluster.timeout_s={config.cluster.timeout_s:g}, got {seconds:g}")
-    if run.warmup_steps >= run.steps:
-        raise ConfigError("run.warmup_steps", f"must be < run.steps={run.steps}, got {run.warmup_steps}")
-    if config.optimizer.fused and config.optimizer.foreach:
-        raise ConfigError("optimizer.foreach", "and optimizer.fused exclude each other, got both")
-    if config.cluster.backend == "nccl" and config.cluster.device != "cuda":
-        raise ConfigError("cluster.backend", f"nccl needs cluster.device=cuda, got {config.cluster.device}")
-    if config.cluster.device == "cuda":
-        for operation, name in config.collectives.named().items():
-            if name != "native":
-                raise ConfigError(f"collectives.{operation}", f"must be native with cluster.device=cuda, got {name}")
-    if model.width is not None and model.heads is not None and model.width % model.heads:
-        raise ConfigError("model.heads", f"must divide model.width={model.width}, got {model.heads}")
-    reads_text = model.name in TRANSFORMERS
-    if data.name == "digits" and reads_text:
-        raise ConfigError(
-            "data.name", f"digits are images and {model.name} reads tokens: use stdlib_bytes or synthetic"
-        )
-    if data.name == "stdlib_bytes" and not reads_text:
-        raise ConfigError(
-            "data.name", f"stdlib_bytes is text and {model.name} reads images: use digits or synthetic"
-        )
-    if data.name == "stdlib_bytes" and model.vocab is not None and model.vocab < 256:
-        raise ConfigError("model.vocab", f"must be >= 256 for data.name=stdlib_bytes, got {model.vocab}")
-    if data.name == "digits" and model.classes is not None and model.classes < 10:
-        raise ConfigError("model.classes", f"must be >= 10 for data.name=digits, got {model.classes}")
-    has_budget = budget.gib is not None or budget.over_floor is not None
-    profile = config.profile
-    measures = profile.name == "measured" and profile.path is None
-    if has_budget and measures and not config.cluster.measure_memory:
-        raise ConfigError("cluster.measure_memory", "must be true with a budget: it counts activations; got false")
-    if profile.path is not None:
-        if profile.refresh:
-            raise ConfigError("profile.refresh", f"measures a profile, and profile.path={profile.path} is one")
-        _check_profile(config, Path(profile.path))
 
 
 def measured_for(config: Config) -> dict[str, str]:
@@ -523,34 +375,3 @@ def measured_for(config: Config) -> dict[str, str]:
         "precision": config.run.precision,
         "ranks": str(config.cluster.ranks),
     }
-
-
-def _check_profile(config: Config, path: Path) -> None:
-    if not path.is_file():
-        raise ConfigError("profile.path", f"no such file: {path}")
-    try:
-        profile = Profile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError("profile.path", f"{path} is not a profile.json: {error}") from error
-    about = {"ranks": str(profile.world), **profile.about}  # one written by hand may say nothing of itself
-    for key, value in measured_for(config).items():
-        if about.get(key, value) != value:
-            was = f"{path} was measured with {key} {about[key] or 'none'}"
-            raise ConfigError("profile.path", f"{was}; this job has {value or 'none'}")
-    if profile.link.emulated and config.link.name == "real":
-        raise ConfigError("profile.path", f"{path} has not measured the link: it was emulated; add link=emulated")
-    if config.link.name == "real":
-        for operation, name in config.collectives.named().items():
-            measured = getattr(profile.collectives, operation)
-            if name != measured:
-                raise ConfigError(f"collectives.{operation}", f"{path} was measured with {measured}, got {name}")
-
-
-def _default(leaf: dataclasses.Field[Any]) -> Any:
-    return leaf.default if leaf.default_factory is dataclasses.MISSING else leaf.default_factory()
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "null" if value is None else str(value)

@@ -18,7 +18,8 @@ from rich.console import Console
 
 import analysis
 from experiments import profiles
-from experiments.config import Config, ConfigError, save
+from experiments.checks import save
+from experiments.config import Config, ConfigError
 from experiments.profiles import Profiles
 from experiments.progress import JobProgress
 from experiments.tracking import METRICS, JsonLines, Tail, open_mirror

@@ -25,6 +25,7 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 from rich.table import Table
 
+from experiments.checks import positive
 from mdcs.link import Link
 from mdcs.plan import PlanError, Strategy
 from mdcs.planner import floor_bytes, make_plan
@@ -100,16 +101,20 @@ def judge_planners(seed: int, seconds: float = 20.0) -> Result:
     best = make_plan(profile, Joint(seconds=seconds, heuristics=False), budget=budget)
     assert best.prediction is not None and best.bound_s is not None
     greedy = fastest(profile, budget, [Greedy()], heuristic_schedulers(), (None, *SHARES))
-    uniform = [Uniform(str(k)) for k in Strategy]
     return Result(
         seed,
         bound=best.bound_s,
         joint=best.prediction.step_s,
         two_steps=fastest(profile, budget, [Ilp()], [MemoryAware(seconds=seconds, heuristics=False)], SHARES),
         greedy=greedy,
-        heuristic=min(greedy, fastest(profile, budget, [*uniform, Ilp()], heuristic_schedulers(), (None,))),
+        heuristic=min(greedy, best_of_the_others(profile, budget)),
         chance=statistics.median(random_steps(profile, budget, 20)),
     )
+
+
+def best_of_the_others(profile: Profile, budget: int) -> float:
+    """The shortest step of one strategy for all units, and of the strategy ILP, under the simple schedulers."""
+    return fastest(profile, budget, [*(Uniform(str(k)) for k in Strategy), Ilp()], heuristic_schedulers(), (None,))
 
 
 def heuristic_schedulers() -> list[Scheduler]:
@@ -194,7 +199,8 @@ def gaps(solver: str, units: list[int], console: Console) -> None:
         began = time.monotonic()
         plan = make_plan(profile, Joint(solver, LIMITS_S[count], heuristics=False), budget=budget)
         took = time.monotonic() - began
-        heuristic = fastest(profile, budget, [Greedy()], [SCHEDULERS[n]() for n in ("priority", "dear")], (None, *SHARES[1:4]))
+        greedy = fastest(profile, budget, [Greedy()], heuristic_schedulers(), (None, *SHARES))
+        heuristic = min(greedy, best_of_the_others(profile, budget))
         assert plan.prediction is not None
         joint, bound = plan.prediction.step_s, plan.bound_s or 0.0
         table.add_row(
@@ -209,8 +215,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python experiments/planners.py", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     many = commands.add_parser("instances", help="joint against two steps, heuristics and chance")
-    many.add_argument("--count", type=int, default=200)
-    many.add_argument("--workers", type=int, default=2)
+    many.add_argument("--count", type=positive, default=200)
+    many.add_argument("--workers", type=positive, default=2)
     few = commands.add_parser("gaps", help="distance to the proven bound on the committed instances")
     few.add_argument("--solver", default="HIGHS", choices=("HIGHS", "CBC"))
     few.add_argument("--units", type=int, nargs="+", default=list(LIMITS_S), choices=list(LIMITS_S))

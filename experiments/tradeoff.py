@@ -25,9 +25,7 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import pandas as pd
-from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -36,8 +34,8 @@ import analysis
 import mdcs
 from analysis.table import WIDTH
 from experiments import app, jobs, worker
-from experiments.config import BudgetConfig, Config, ProfileConfig, from_composed
-from experiments.errors import explain
+from experiments.checks import compose_config
+from experiments.config import BudgetConfig, Config, ProfileConfig
 from mdcs import tradeoff
 from mdcs.tradeoff import Point
 
@@ -137,10 +135,7 @@ def compared(config: Config) -> Iterable[Config]:
             chosen = {group: name for group, name in chosen.items() if name}
             given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
             overrides = [*given, *(f"{group}={name}" for group, name in chosen.items())]
-            try:
-                yield from_composed(compose("config", overrides))
-            except HydraException as error:
-                raise explain(error, overrides) from error
+            yield compose_config(overrides)
 
 
 def _unlimited(config: Config) -> Config:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 import mdcs
 from experiments import data, models, profiles
-from experiments.config import Config, load, measured_for
+from experiments.checks import load
+from experiments.config import Config, measured_for
 from experiments.tracking import METRICS, JsonLines
 from launch import status
 from mdcs.agreement import agree, on_rank_zero

@@ -202,10 +202,8 @@ class SlotModel:
     def _precedence(self) -> None:
         for op, gather in self.sendings.items():
             reduction = self.sendings.get(Op(Kind.RS, op.unit, 0))
-            if op.kind is not Kind.AG_F or op.micro or reduction is None or not self.profile.units[op.unit].trainable:
+            if op.kind is not Kind.AG_F or op.micro or reduction is None:
                 continue
-            gathered_by_zero1 = any(k is not Strategy.dp for k in self.choices[op.unit])
-            assert gathered_by_zero1
             for stage in gather.stages[:-1]:
                 # What runs and what waits inside a bin is not in order.
                 self.problem.at_most([*gather.by(stage), *_negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0)
@@ -401,9 +399,8 @@ class SlotModel:
         Latencies are priced per block, but a plan may send larger messages: as if none paid any.
         """
         latency = 0.0
-        for z, u in zip(self.z, range(len(self.z)), strict=True):
-            per_strategy = [sum(self._latency(op) for op in self.ops[k] if op.unit == u) for k in z]
-            latency += max(per_strategy)
+        for u, z in enumerate(self.z):
+            latency += max(sum(self._latency(op) for op in self.ops[k] if op.unit == u) for k in z)
         return self.compute_s + max(0.0, bound - latency)
 
     def traffic(self) -> Problem:

@@ -52,6 +52,8 @@ def solve_plan(
 ) -> Plan:
     """The best plan found in about ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
 
+    The outcome ends with the gap, (step - bound) / step; ``optimal`` says that of the slot model, which the replay may miss.
+
     ``fixed`` strategies leave only the schedule open. Without ``heuristics`` only the solver's own plans are compared.
     Raises PlanError when there is none at all.
     """
@@ -68,7 +70,7 @@ def solve_plan(
     elif not found.plans:
         outcome = f"best heuristic ({plan.scheduler}): the solver gave nothing ({found.status})"
     if found.bound is not None:
-        outcome += f", {max(0.0, 1 - found.bound / step_s):.1%} above the proven bound"
+        outcome += f", gap {max(0.0, 1 - found.bound / step_s):.1%}"
     return dataclasses.replace(plan, scheduler=name, outcome=outcome, bound_s=found.bound)
 
 

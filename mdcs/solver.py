@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SOLVERS = ("HIGHS", "CBC")
+_GAP = 1e-6  # between the best solution and the bound: what counts as optimal
 _GRACE_S = 5.0  # on top of the solver's own limit, before it is killed
 
 Terms = list[tuple[int, float]]
@@ -22,17 +23,15 @@ Terms = list[tuple[int, float]]
 
 @dataclass
 class Problem:
-    """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``, x within its bounds, some x integer."""
+    """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``, every x in [0, 1], some x integer."""
 
     costs: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
     rows: list[tuple[Terms, bool, float]] = field(default_factory=list)  # terms, whether ==, right side
 
-    def column(self, cost: float = 0.0, *, upper: float = 1.0, integer: bool = False) -> int:
-        """A new variable in [0, upper]; its index."""
+    def column(self, cost: float = 0.0, *, integer: bool = False) -> int:
+        """A new variable; its index."""
         self.costs.append(cost)
-        self.upper.append(upper)
         self.integer.append(integer)
         return len(self.costs) - 1
 
@@ -66,7 +65,20 @@ class Answer:
     status: str
     values: tuple[float, ...] | None = None
     bound: float | None = None
-    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Solving:
+    """What planners that ask a solver have: ``solver`` is HIGHS or CBC, ``seconds`` bounds the solve."""
+
+    solver: str = "HIGHS"
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.solver not in SOLVERS:  # python-mip takes another one in silence
+            raise ValueError(f"solver must be {' or '.join(SOLVERS)}, got {self.solver!r}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be > 0, got {self.seconds}")
 
 
 def solve(
@@ -75,42 +87,31 @@ def solve(
     solver: str = "HIGHS",
     seconds: float = 20.0,
     start: Sequence[float] | None = None,
-    gap: float = 1e-6,
     relax: bool = False,
 ) -> Answer:
     """Solve within about ``seconds``. ``start`` is a solution to begin with: a value for every column.
 
     ``relax`` drops integrality and solves the linear program, by an interior point method where the solver has one.
-
-    Raises ValueError for an unknown solver (python-mip takes another one in silence).
     """
-    check_solver(solver)
     data = json.dumps(
         {
-            "costs": problem.costs, "upper": problem.upper, "integer": problem.integer, "rows": problem.rows,
-            "start": None if start is None else list(start), "solver": solver, "seconds": seconds, "gap": gap, "relax": relax,
+            "costs": problem.costs, "integer": problem.integer, "rows": problem.rows,
+            "start": None if start is None else list(start), "solver": solver, "seconds": seconds, "relax": relax,
         }
     )  # fmt: skip
-    began = time.monotonic()
     try:
         child = subprocess.run(
             [sys.executable, __file__],
             input=data, capture_output=True, text=True, timeout=seconds + _GRACE_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Answer(f"no answer within {seconds + _GRACE_S:g} s", seconds=seconds + _GRACE_S)
-    took = time.monotonic() - began
+        return Answer(f"no answer within {seconds + _GRACE_S:g} s")
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or ["no message"]
-        return Answer(f"the solver failed: {lines[-1]}", seconds=took)
+        return Answer(f"the solver failed: {lines[-1]}")
     answer = json.loads(child.stdout.splitlines()[-1])
     values = answer["values"]
-    return Answer(answer["status"], None if values is None else tuple(values), answer["bound"], took)
-
-
-def check_solver(solver: str) -> None:
-    if solver not in SOLVERS:
-        raise ValueError(f"solver must be {' or '.join(SOLVERS)}, got {solver!r}")
+    return Answer(answer["status"], None if values is None else tuple(values), answer["bound"])
 
 
 def main() -> None:
@@ -121,13 +122,13 @@ def main() -> None:
     data = json.load(sys.stdin)
     model = mip.Model(solver_name=data["solver"])
     model.verbose = 0
-    model.max_mip_gap = data["gap"]
+    model.max_mip_gap = _GAP
     if data["relax"] and data["solver"] == "HIGHS":
         model.lp_method = mip.LP_Method.BARRIERNOCROSS
     kinds = {True: mip.CONTINUOUS if data["relax"] else mip.INTEGER, False: mip.CONTINUOUS}
     columns = [
-        model.add_var(lb=0.0, ub=upper, obj=cost, var_type=kinds[integer])
-        for cost, upper, integer in zip(data["costs"], data["upper"], data["integer"], strict=True)
+        model.add_var(lb=0.0, ub=1.0, obj=cost, var_type=kinds[integer])
+        for cost, integer in zip(data["costs"], data["integer"], strict=True)
     ]
     for terms, equal, right in data["rows"]:
         merged: dict[int, float] = {}

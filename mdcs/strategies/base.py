@@ -10,6 +10,7 @@ from mdcs.plan import Plan, Strategy
 from mdcs.profile import Profile
 from mdcs.schedulers.mix import Mix
 from mdcs.schedulers.sequential import Sequential
+from mdcs.solver import Solving
 
 
 class InfeasibleBudget(ValueError):
@@ -22,6 +23,25 @@ class InfeasibleBudget(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[int, int | None, str]]:  # rank 0's goes to all ranks
         return type(self), (self.budget, self.smallest, self.what)
+
+
+@dataclass(frozen=True)
+class SlotPlanner(Solving):
+    """What plans by the slot model (:mod:`mdcs.slot_planner`); ``block_bytes`` 0: the link's block.
+
+    Without ``heuristics`` only the solver's own plans are compared, to judge it by.
+    """
+
+    block_bytes: int = 0
+    heuristics: bool = True
+
+    def solved(self, judge: Judge, name: str, fixed: Sequence[Strategy] | None = None) -> Plan:
+        from mdcs.slot_planner import solve_plan  # which imports strategies and schedulers
+
+        return solve_plan(
+            judge, name, fixed=fixed, solver=self.solver, seconds=self.seconds, block_bytes=self.block_bytes,
+            heuristics=self.heuristics,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from mdcs.plan import Strategy
 from mdcs.profile import Profile, Unit
 from mdcs.schedulers.mix import Mix
 from mdcs.schedulers.sequential import Sequential
-from mdcs.solver import Problem, check_solver, solve
+from mdcs.solver import Problem, Solving, solve
 from mdcs.strategies.base import Judge
 from mdcs.strategies.greedy import Greedy, seconds
 
@@ -31,15 +31,7 @@ Stage = tuple[int, bool, bool, int]
 
 
 @dataclass(frozen=True)
-class Ilp:
-    """``solver`` is HIGHS or CBC; ``seconds`` bounds the solve."""
-
-    solver: str = "HIGHS"
-    seconds: float = 20.0
-
-    def __post_init__(self) -> None:
-        check_solver(self.solver)
-
+class Ilp(Solving):
     def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
         """The better of the solver's mix and greedy's. Raises InfeasibleBudget."""
         return self.solve(profile, judge)[0]

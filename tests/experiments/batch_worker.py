@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from experiments import worker
-from experiments.config import load
+from experiments.checks import load
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import mdcs
-from experiments.config import load
+from experiments.checks import load
 from experiments.worker import make_plan, planning_options
 
 folder = Path(sys.argv[1])

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.config import load
+from experiments.checks import load
 from experiments.tracking import METRICS, JsonLines
 from launch import status
 

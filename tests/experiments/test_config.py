@@ -7,22 +7,15 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
+from experiments import checks, errors, models
 from experiments import config as schema
-from experiments import errors, models
 from experiments.config import Config, ConfigError
 
 
 def composed(*overrides: str) -> Config:
-    schema.register()
-    with initialize_config_dir(str(errors.CONF), version_base="1.3"):
-        try:
-            return schema.from_composed(compose("config", overrides=list(overrides)))
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise errors.explain(error, overrides) from error
+    with checks.composing():
+        return checks.compose_config(overrides)
 
 
 OPTIONS = [(group, option) for group, options in errors.groups().items() for option in options]
@@ -170,16 +163,16 @@ def test_no_limit_is_left_unchecked():
 
 def test_a_saved_config_is_loaded_unchanged(tmp_path):
     made = composed("strategy=greedy", "scheduler=fusion", "budget.gib=0.5", "optimizer.betas=[0.8,0.9]")
-    schema.save(made, tmp_path / "config.yaml")
-    assert schema.load(tmp_path / "config.yaml") == made
+    checks.save(made, tmp_path / "config.yaml")
+    assert checks.load(tmp_path / "config.yaml") == made
 
 
 def test_a_saved_config_that_was_edited_is_checked(tmp_path):
     path = tmp_path / "config.yaml"
-    schema.save(composed(), path)
+    checks.save(composed(), path)
     path.write_text(path.read_text().replace("steps: 30", "steps: -1"))
     with pytest.raises(ConfigError, match=r"^run\.steps: must be >= 1, got -1$"):
-        schema.load(path)
+        checks.load(path)
 
 
 def test_threads_are_the_cores_divided_by_ranks(monkeypatch):

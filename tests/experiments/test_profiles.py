@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from experiments import config as schema
-from experiments import errors, jobs
+from experiments import checks, jobs
 from experiments import profile as program
 from experiments.config import Config, ConfigError
 from experiments.profiles import Profiles, cache_folder, known
@@ -26,9 +24,8 @@ PROFILE = Path(__file__).with_name("profile.json")
 
 
 def composed(*overrides: str) -> Config:
-    schema.register()
-    with initialize_config_dir(str(errors.CONF), version_base="1.3"):
-        return schema.from_composed(compose("config", overrides=list(overrides)))
+    with checks.composing():
+        return checks.compose_config(list(overrides))
 
 
 @pytest.fixture

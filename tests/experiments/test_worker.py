@@ -18,12 +18,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 import analysis
-from experiments import config as schema
-from experiments import errors, jobs
+from experiments import checks, errors, jobs
 from experiments.config import Config, ProfileConfig
 from experiments.tracking import read_events
 from launch import elastic, orphans, status
@@ -81,9 +79,8 @@ REFUSED = {
 
 
 def composed(*overrides: str) -> Config:
-    schema.register()
-    with initialize_config_dir(str(errors.CONF), version_base="1.3"):
-        return schema.from_composed(compose("config", overrides=[*SMALL, *overrides]))
+    with checks.composing():
+        return checks.compose_config([*SMALL, *overrides])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +132,7 @@ def batch(tmp_path_factory):
         made.append((folder / name, jobs.resolve(composed(*overrides, f"run.name={name}"))))
     for own, config in made:
         own.mkdir()
-        schema.save(config, own / "config.yaml")
+        checks.save(config, own / "config.yaml")
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(made[0][1]),
         module="tests.experiments.batch_worker", arguments=[str(own) for own, _ in made],

@@ -156,7 +156,7 @@ def test_no_limit_is_left_unchecked():
     for key, leaf in schema.fields_by_key().items():
         assert set(leaf.metadata) <= known, key
         assert leaf.metadata["about"], key
-    checked = inspect.getsource(schema)
+    checked = inspect.getsource(checks)
     for limit in known - {"about"}:
         assert f'"{limit}"' in checked
 

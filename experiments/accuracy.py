@@ -32,7 +32,7 @@ from mdcs.profile import Profile
 MODELS = {
     "gpt2": "model=gpt2-tiny data=stdlib_bytes model.layers=6 model.width=192 model.sequence=128 data.batch_size=4",
     "bert": "model=bert-tiny data=stdlib_bytes model.layers=6 model.width=192 model.sequence=128 data.batch_size=4",
-    "resnet": "model=resnet-tiny data=digits model.depths=[2,2,2,2] data.batch_size=32",
+    "resnet": "model=resnet-tiny data=digits model.depths=[2,2,2,2] model.width_divisor=4 data.batch_size=64",
 }
 RATIOS = (0.5, 1.0, 3.0)
 PLANS = (
@@ -46,7 +46,7 @@ PLANS = (
     "strategy=greedy scheduler=memory_aware budget=over_floor budget.over_floor=0.2",
 )
 PER_RATIO = 2  # plans, the next in turn
-STEPS = "run.steps=18 run.warmup_steps=5"
+STEPS = "run.steps=26 run.warmup_steps=5 run.profile_iterations=12"
 
 
 Row = tuple[str, int, float, dict[str, Any]]

@@ -97,7 +97,8 @@ def interference_table(profile: Profile) -> Table:
     table.add_row("computing loses of copying, summing and updating", f"{c.compute_per_work:.0%}")
     table.add_row("a message beside computing takes at least", f"{c.message_seconds * 1e6:.0f} µs")
     table.add_row("and per MB", f"{c.seconds_per_byte * 1e9:.2f} ms")
-    table.add_row("a message that is waited for lands later by", f"{c.dispatch_seconds * 1e6:.0f} µs")
+    table.add_row("computing that waits for a message goes on later by", f"{c.dispatch_seconds * 1e6:.0f} µs")
+    table.add_row("and loses of the time it has waited", f"{c.compute_per_wait:.0%}")
     return table
 
 

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from launch import status
 from mdcs.agreement import agree, on_rank_zero
 from mdcs.measure.interference import measure_interference
 from mdcs.measure.link import measure_link
+from mdcs.measure.rehearsal import rehearse
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 from mdcs.planner import extra_communication_s, sent_bytes
 from mdcs.runtime.record import StepRecord
@@ -127,11 +129,16 @@ class Job:
         batches = self.batches()
         dist.barrier()
         profile = mdcs.measure_profile(
-            self.model, self.units, lambda: self.loss(next(batches)), self.optimizer, world=self.world, link=link,
+            self.model, self.units, partial(self._next_loss, batches), self.optimizer, world=self.world, link=link,
             iterations=config.run.profile_iterations,
             collectives=collectives, about=about(config),
         )  # fmt: skip
-        return measure_interference(agree(profile), self.model, lambda: self.loss(next(batches)), self.optimizer)
+        step = partial(self._next_loss, batches)
+        profile = measure_interference(agree(profile), self.model, step, self.optimizer)
+        return rehearse(profile, self.model, self.units, step, self.optimizer)
+
+    def _next_loss(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
+        return self.loss(next(batches))
 
 
 def about(config: Config) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 from mdcs.collectives import Collectives
 from mdcs.link import Kind, Link
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class Contention:
     Computing takes longer by ``compute_per_message`` seconds for every message that is done beside it, by
     ``compute_per_byte`` for every byte it sends, and by ``compute_per_work`` of the seconds of copying, summing and
     updating that it brings. A message beside computing keeps the link for at least ``message_seconds`` +
-    ``seconds_per_byte`` · wire bytes; one that compute waits for lands ``dispatch_seconds`` after its bytes.
+    ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on ``dispatch_seconds`` after it is done,
+    and then takes longer by ``compute_per_wait`` of the time it has waited: its caches are cold, its core has slept.
     """
 
     compute_per_message: float = 0.0
@@ -101,6 +102,7 @@ class Contention:
     message_seconds: float = 0.0
     seconds_per_byte: float = 0.0
     dispatch_seconds: float = 0.0
+    compute_per_wait: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():

@@ -71,9 +71,7 @@ def _cost(profile: Profile, kind: Kind, elements: int, parts: int, blocking: boo
     idle = transfer = profile.link.beta_of(kind) * wire
     copy = profile.copy_seconds_per_byte * payload * passes if passes else 0.0
     lost = contention.compute_lost(wire, copy + update)
-    if blocking:
-        copy += contention.dispatch_seconds
-    else:
+    if not blocking:
         transfer = max(transfer, contention.message_seconds + contention.seconds_per_byte * wire)
     return Cost(profile.link.alpha_of(kind), transfer, copy, update, idle, lost)
 
@@ -204,7 +202,8 @@ class Course:
 def run(plan: Plan, ledger: Ledger | None) -> Trace:
     # Called thousands of times: names are local, and one loop does it all.
     turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
-    contended = plan.profile.contention != Contention()
+    contention = plan.profile.contention
+    contended, dispatch, per_wait = contention != Contention(), contention.dispatch_seconds, contention.compute_per_wait
     course = Course.of(plan)
     trace = Trace(course)
     spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins
@@ -238,15 +237,17 @@ def run(plan: Plan, ledger: Ledger | None) -> Trace:
                 processed.append(last_processed)
                 sent += 1
                 if blocking:
-                    now = last_processed
+                    now = last_processed + dispatch
             if base + done >= 0 and processed[base + done] > now:
                 if contended and p:
                     trace.hurried(now, base + done, depth)
                     (last_start, last_finish), last_processed = spans[-1], processed[-1]
-                now = processed[base + done]
+                now = processed[base + done] + dispatch
             if admission is not None:
                 now = admission.slot(now, q)
             begins.append(now)
+            if per_wait:
+                work += per_wait * (now - arrivals[-1])
             now = now + work if slowdown == 1 else trace.slowed(now, work, slowdown)
             if contended:
                 now = trace.delayed(begins[-1], now)

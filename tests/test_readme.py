@@ -16,8 +16,6 @@ from experiments.tracking import read_events
 from mdcs.plan import Plan, Strategy
 from mdcs.schedulers import SCHEDULERS
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RUNNABLE = re.findall(r"<!-- runnable -->\n```sh\n(.*?)```", README, re.S)

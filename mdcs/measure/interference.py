@@ -115,14 +115,12 @@ def contention(probes: Sequence[Probe], share: float) -> Contention:
     """Lines over the wire bytes of a message; computing loses ``share`` of the processor time of messages."""
     per_message, per_byte = line([(p.wire, max(0.0, p.processor - p.work)) for p in probes])
     least_message, least_byte = line([(p.wire, p.beside) for p in probes])
-    smallest = min(probes, key=lambda p: p.wire)
     return Contention(
         compute_per_message=share * per_message,
         compute_per_byte=share * per_byte,
         compute_per_work=share,
         message_seconds=least_message,
         seconds_per_byte=least_byte,
-        dispatch_seconds=max(0.0, smallest.alone - smallest.link),
     )
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -333,9 +333,16 @@ class Parallel:
         if self.plan.world > 1 or any(not s.is_full for s in self._storages):
             for u, unit in enumerate(self.units):
                 if self.plan.strategies[u].value != "dp":
-                    for module in unit.modules:
-                        module.register_forward_pre_hook(_refuse_closed)
+                    self._guards += [m.register_forward_pre_hook(_refuse_closed) for m in unit.modules]
         self._destroy_groups()
+
+    def undo(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
+        """Close, and give the model back the tensors it had before ``parallelize``: nothing of the training is left."""
+        self.close()
+        for handle in self._guards:
+            handle.remove()
+        for p, tensor in weights.items():
+            p.data, p.grad = tensor, None
 
 
 def _refuse_closed(module: nn.Module, args: Any) -> None:

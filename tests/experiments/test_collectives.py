@@ -6,13 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from experiments import collectives as program
 from mdcs.collectives import ALGORITHMS
-
-pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[2]
 

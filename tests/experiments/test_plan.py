@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from experiments import plan as program
@@ -16,8 +15,6 @@ from mdcs.profile import Profile
 from mdcs.schedulers import Wfbp
 from mdcs.strategies import Greedy
 from mdcs.strategies.uniform import Uniform
-
-pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = Profile.from_json(Path(__file__).with_name("profile.json").read_text())

@@ -17,8 +17,6 @@ from experiments.config import Config, ConfigError
 from experiments.profiles import Profiles, cache_folder, known
 from mdcs.profile import Contention, Profile
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = Path(__file__).with_name("profile.json")
 

@@ -5,10 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import tradeoff; "
 STUB += "sys.exit(tradeoff.main('tests.experiments.stub_worker'))"

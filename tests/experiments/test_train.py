@@ -16,8 +16,6 @@ import pytest
 from experiments.config import fields_by_key
 from experiments.tracking import read_events
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import train; "
 STUB += "sys.exit(train.main('tests.experiments.stub_worker'))"

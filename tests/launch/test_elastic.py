@@ -15,8 +15,6 @@ import pytest
 
 from launch import elastic, orphans, status
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 4.0
 CLUSTER = elastic.Cluster(ranks=2, timeout_s=TIMEOUT_S, startup_s=60.0)

@@ -3,11 +3,7 @@
 import os
 import time
 
-import pytest
-
 from launch import status
-
-pytestmark = pytest.mark.alone
 
 
 def test_what_is_set_is_read(tmp_path):

@@ -173,6 +173,13 @@ def test_a_message_beside_computing_has_a_least_time_and_one_that_is_waited_for_
     assert spans(first, "compute")["B:a"] == (4.5, 6.5)
 
 
+def test_computing_after_a_wait_takes_longer() -> None:
+    plan = planned(replace(PROFILE, contention=Contention(compute_per_wait=0.25)), "zero1", Wfbp())
+    # F:a waits until 9 s for what ends then, as B:a ended at 4 s: 5 s, which cost it 1.25 s.
+    waited = spans(replace(plan, profile=PROFILE), "compute")["F:a"][0] - 4
+    assert spans(plan, "compute")["F:a"] == (4 + waited, 4 + waited + 1 + waited / 4)
+
+
 def test_messages_are_as_fast_as_the_link_while_compute_waits_for_them() -> None:
     plan = planned(replace(PROFILE, contention=Contention(message_seconds=4.0)), "zero1", Wfbp())
     # RS:b takes 4 s instead of 2, of which B:a covers 2; from then on compute waits: its second half in 1 s, AG_F:b 2 s,

@@ -13,6 +13,7 @@ from mdcs.agreement import agree
 from mdcs.link import Link
 from mdcs.measure.interference import Probe, contention, interference, line, measure_interference
 from mdcs.measure.profiler import measure_profile, spread
+from mdcs.measure.rehearsal import factor, rehearse
 from mdcs.profile import Contention, Profile
 from mdcs.units import ByLeaf, partition
 
@@ -34,7 +35,6 @@ def test_contention_is_a_line_over_bytes() -> None:
     assert found.compute_per_work == 0.5
     assert found.message_seconds == pytest.approx(0.003)
     assert found.seconds_per_byte == pytest.approx(2e-6)
-    assert found.dispatch_seconds == pytest.approx(0.004)  # of the smallest, beyond what its bytes take
 
 
 def test_a_line_has_small_relative_errors_and_no_negative_part() -> None:
@@ -51,6 +51,13 @@ def test_interference_is_what_is_lost_of_the_time_in_flight() -> None:
     # Of 0.5 s in flight 0.1 s is lost: 0.4 s of work took 0.5 s.
     assert interference([probe(1000, step_beside=1.1, overlap=0.5)]) == pytest.approx(0.25)
     assert interference([probe(1000, step_beside=0.9, overlap=0.5)]) == 0
+
+
+def test_losses_that_are_seen_scale_the_modelled_ones_as_far_as_they_stand_out_of_the_noise() -> None:
+    assert factor([(1.0, 2.0), (3.0, 6.0)], noise=1e-6) == pytest.approx(2)
+    assert factor([(0.001, 0.5)], noise=0.1) == pytest.approx(1, rel=0.06)
+    assert factor([(1.0, -2.0)], noise=0.1) == 0
+    assert factor([(0.0, 1.0)], noise=0.0) == 1
 
 
 def test_the_spread_is_that_of_the_samples() -> None:
@@ -74,6 +81,11 @@ def measure() -> tuple[Profile, bool]:
     measured = measure_interference(profile, model, step, optimizer, rounds=1)
     same = all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     same = same and torch.equal(torch.random.get_rng_state(), random_state)
+    rehearsed = rehearse(measured, model, units, step, optimizer)
+    same = same and all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    same = same and torch.equal(torch.random.get_rng_state(), random_state) and step().requires_grad
+    assert rehearsed.contention.dispatch_seconds > 0 or rehearsed.contention.compute_per_wait > 0
+    assert rehearsed.contention.message_seconds == measured.contention.message_seconds
     return measured, same and all(p.grad is None for p in model.parameters())
 
 
@@ -96,3 +108,4 @@ def test_a_world_of_one_has_none() -> None:
     link = Link((0.0,) * 4, (0.0,) * 4)
     profile = measure_profile(model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=1, link=link)
     assert measure_interference(profile, model, lambda: model(torch.ones(1, 4)).sum(), optimizer) is profile
+    assert rehearse(profile, model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer) is profile

@@ -27,8 +27,6 @@ from mdcs.measure import memory
 from mdcs.measure.memory import CudaMeter, NullMeter, ShimMeter, current_meter
 from mdcs.plan import CATEGORIES
 
-pytestmark = pytest.mark.alone
-
 MIB = 2**20
 Story = Callable[["Change"], None]
 STORIES: dict[str, Story] = {}

@@ -67,16 +67,19 @@ def measure(models: list[str], counts: list[int], overrides: list[str]) -> int:
     turn, failed = itertools.cycle(PLANS), 0
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="mdcs-accuracy-") as folder:
-        for model, ranks in itertools.product(models, counts):
+        for model, ranks in itertools.product(MODELS, counts):
+            plans = list(itertools.islice(turn, len(RATIOS) * PER_RATIO))
+            if model not in models:  # the others keep their plans
+                continue
             common = [*f"{MODELS[model]} cluster.ranks={ranks} {STEPS}".split(), *overrides]
-            for row in compare(Path(folder) / f"{model}-{ranks}", common, turn):
+            for row in compare(Path(folder) / f"{model}-{ranks}", common, plans):
                 failed += row is None
                 rows += [] if row is None else [(model, ranks, *row)]
     show(rows)
     return 1 if failed else 0
 
 
-def compare(folder: Path, common: list[str], turn: Iterator[str]) -> Iterator[tuple[float, dict[str, Any]] | None]:
+def compare(folder: Path, common: list[str], plans: list[str]) -> Iterator[tuple[float, dict[str, Any]] | None]:
     """The runs of one model on so many ranks, each with its ratio; None for one that failed."""
     share, console = Profiles(), Console(stderr=True)
 
@@ -91,9 +94,9 @@ def compare(folder: Path, common: list[str], turn: Iterator[str]) -> Iterator[tu
         yield None
         return
     profile = Profile.from_json((first / "profile.json").read_text(encoding="utf-8"))
-    for ratio in RATIOS:
+    for i, ratio in enumerate(RATIOS):
         link = ("profile.refresh=true", "link=emulated", f"link.rate_gbit={rate_gbit(profile, ratio):.4g}")
-        for plan in itertools.islice(turn, PER_RATIO):
+        for plan in plans[i * PER_RATIO :][:PER_RATIO]:
             path = run(f"{ratio} {plan}", *link, *plan.split())
             yield None if path is None else (ratio, load_run(path).row())
 

@@ -99,6 +99,7 @@ def interference_table(profile: Profile) -> Table:
     table.add_row("and per MB", f"{c.seconds_per_byte * 1e9:.2f} ms")
     table.add_row("computing that waits for a message goes on later by", f"{c.dispatch_seconds * 1e6:.0f} µs")
     table.add_row("and loses of the time it has waited", f"{c.compute_per_wait:.0%}")
+    table.add_row("between backward and forward the loop takes", f"{c.turn_seconds * 1e3:.1f} ms")
     return table
 
 

@@ -94,6 +94,7 @@ class Contention:
     updating that it brings. A message beside computing keeps the link for at least ``message_seconds`` +
     ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on ``dispatch_seconds`` after it is done,
     and then takes longer by ``compute_per_wait`` of the time it has waited: its caches are cold, its core has slept.
+    Between backward and the next forward the training loop itself takes ``turn_seconds``.
     """
 
     compute_per_message: float = 0.0
@@ -103,6 +104,7 @@ class Contention:
     seconds_per_byte: float = 0.0
     dispatch_seconds: float = 0.0
     compute_per_wait: float = 0.0
+    turn_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():

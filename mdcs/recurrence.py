@@ -204,6 +204,7 @@ def run(plan: Plan, ledger: Ledger | None) -> Trace:
     turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
     contention = plan.profile.contention
     contended, dispatch, per_wait = contention != Contention(), contention.dispatch_seconds, contention.compute_per_wait
+    between = contention.turn_seconds
     course = Course.of(plan)
     trace = Trace(course)
     spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins
@@ -238,6 +239,8 @@ def run(plan: Plan, ledger: Ledger | None) -> Trace:
                 sent += 1
                 if blocking:
                     now = last_processed + dispatch
+            if q == turn and p:
+                now += between
             if base + done >= 0 and processed[base + done] > now:
                 if contended and p:
                     trace.hurried(now, base + done, depth)

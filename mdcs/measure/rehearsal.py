@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mdcs.measure.memory import current_meter
 from mdcs.measure.profiler import untouched
+from mdcs.measure.timeline import StepTimes
 from mdcs.plan import Plan
 from mdcs.planner import make_plan
 from mdcs.profile import Profile
@@ -30,7 +31,9 @@ _WARMUP = 2
 _MOST_PERIODS, _MOST_SECONDS = 8, 15.0
 
 _NOISE = 0.05  # of computing: by how much its time differs from minute to minute on a shared machine
-_OVERLAPPED: tuple[tuple[str, Scheduler], ...] = (("zero1", Dear()), ("fsdp", Wfbp()))  # few large messages, and many
+_SMALL = 1e-5  # seconds, to see what depends on the number of waits
+# The first overlaps nothing; of the others one has few large messages, the other many.
+_REHEARSED: tuple[tuple[str, Scheduler], ...] = (("fsdp", Sequential()), ("zero1", Dear()), ("fsdp", Wfbp()))
 
 
 def rehearse(
@@ -42,32 +45,33 @@ def rehearse(
 ) -> Profile:
     """The profile with its contention fitted to plans that ran for a few periods each, on a CPU.
 
-    All fsdp, ``sequential``: what compute takes longer than in the profile is put down to the time it waited, what it
-    waits longer than in the replay to the number of messages. Then two plans that overlap: what compute still takes
-    longer scales what it loses to messages. The model is not changed. Collective: call it on every rank, with the same
-    profile, whose ``step`` and ``optimizer`` are those of :func:`mdcs.measure.profiler.measure_profile`.
+    All fsdp, ``sequential``, and two plans that overlap. What compute takes longer than in the profile is put down to the
+    time it waited, where nothing overlaps, and then to messages beside it; what it waits longer than in the replay, to the
+    number of waits and to the training loop between backward and forward. The model is not changed. Collective: call it
+    on every rank, with the same profile, whose ``step`` and ``optimizer`` are those of
+    :func:`mdcs.measure.profiler.measure_profile`.
     """
     device = units[0].parameters[0][1].device
     if profile.world == 1 or device.type != "cpu":
         return profile
-
-    def seen(plan: Plan) -> tuple[float, float]:
-        return _run(plan, model, units, step, optimizer)
-
-    profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0)
-    plan = _plan(profile, "fsdp", Sequential())
-    computing, waiting = seen(plan)
-    profile = _with(
-        profile,
-        dispatch_seconds=max(0.0, waiting - replay(plan).times.exposed_s) / len(plan.messages),
-        compute_per_wait=max(0.0, computing - sum(slot.seconds for slot in profile.slots)) / waiting,
-    )
+    profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
+    plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
+    seen = [_run(plan, model, units, step, optimizer) for plan in plans]
+    computing, waiting = seen[0]
+    slots = sum(slot.seconds for slot in profile.slots)
+    profile = _with(profile, compute_per_wait=max(0.0, computing - slots) / waiting)
     losses = []
-    for kind, scheduler in _OVERLAPPED:
-        plan = _plan(profile, kind, scheduler)
-        without = replay(dataclasses.replace(plan, profile=_scaled(profile, 0.0))).times.compute_s
-        losses.append((replay(plan).times.compute_s - without, seen(plan)[0] - without))
-    return _scaled(profile, factor(losses, _NOISE * computing))
+    for plan, (computing, _) in zip(plans[1:], seen[1:], strict=True):
+        without, modelled = (_replay(plan, _scaled(profile, f)).compute_s for f in (0.0, 1.0))
+        losses.append((modelled - without, computing - without))
+    profile = _scaled(profile, factor(losses, _NOISE * slots))
+    waits = []
+    for plan, (_, waiting) in zip(plans, seen, strict=True):
+        exposed = _replay(plan, profile).exposed_s
+        later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).exposed_s
+        waits.append(((later - exposed) / _SMALL, waiting - exposed))
+    dispatch, turn = waiting_line(waits)
+    return _with(profile, dispatch_seconds=dispatch, turn_seconds=turn)
 
 
 def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
@@ -77,8 +81,19 @@ def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
     return max(0.0, scaled / (sum(modelled**2 for modelled, _ in losses) + square)) if square else 1.0
 
 
-def _plan(profile: Profile, kind: str, scheduler: Scheduler) -> Plan:
-    return make_plan(profile, Uniform(kind), scheduler)
+def waiting_line(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(seconds per wait, seconds besides) from the waits and the seconds of several plans: least squares, neither negative."""
+    count, seconds = (statistics.mean(values) for values in zip(*waits, strict=True))
+    square = sum((n - count) ** 2 for n, _ in waits)
+    slope = sum((n - count) * (s - seconds) for n, s in waits) / square if square else 0.0
+    if slope >= 0 and seconds >= slope * count:
+        return slope, seconds - slope * count
+    through_origin = sum(n * s for n, s in waits) / sum(n * n for n, _ in waits) if count else 0.0
+    return (max(0.0, through_origin), 0.0) if slope > 0 else (0.0, max(0.0, seconds))
+
+
+def _replay(plan: Plan, profile: Profile) -> StepTimes:
+    return replay(dataclasses.replace(plan, profile=profile)).times
 
 
 def _run(
@@ -88,14 +103,16 @@ def _run(
     expected = replay(plan).period_s
     periods = max(2, min(_MOST_PERIODS, int(_MOST_SECONDS / expected))) if expected else _MOST_PERIODS
     weights = {p: p.data for p in model.parameters()}
+    records = []
     with untouched(model, current_meter(units[0].parameters[0][1].device)):
         parallel = parallelize(model, optimizer, plan, list(units))
         try:
-            for _ in range(_WARMUP + periods + 1):  # the last is cut short by drain()
+            for _ in range(_WARMUP + periods + 1):  # the last is cut short
                 step().backward()
                 parallel.step()
+                records += parallel.records()
             parallel.drain()
-            times = [r.times for r in parallel.records(flush=True)[_WARMUP:-1]]
+            times = [r.times for r in records[_WARMUP:]]
         finally:
             parallel.undo(weights)
     own = statistics.median(t.compute_s for t in times), statistics.median(t.exposed_s for t in times)

@@ -121,8 +121,7 @@ def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("multirun", [(), ("-m",)])
+@pytest.mark.parametrize(("signum", "multirun"), [(signal.SIGINT, ("-m",)), (signal.SIGTERM, ())])
 def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     process = start(tmp_path, *multirun, "run.name=slow", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
     metrics = tmp_path / "out/0/metrics.jsonl"

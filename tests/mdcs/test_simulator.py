@@ -180,6 +180,15 @@ def test_computing_after_a_wait_takes_longer() -> None:
     assert spans(plan, "compute")["F:a"] == (4 + waited, 4 + waited + 1 + waited / 4)
 
 
+def test_the_loop_takes_time_between_backward_and_forward() -> None:
+    plan = planned(PROFILE, "dp", Wfbp())
+    later = replace(plan, profile=replace(PROFILE, contention=Contention(turn_seconds=10.0)))
+    end = spans(plan, "compute")["B:a"][1]
+    # The messages go on meanwhile: at the end of it nothing is left to wait for.
+    assert spans(later, "message") == spans(plan, "message")
+    assert spans(later, "compute")["F:a"][0] == end + 10
+
+
 def test_messages_are_as_fast_as_the_link_while_compute_waits_for_them() -> None:
     plan = planned(replace(PROFILE, contention=Contention(message_seconds=4.0)), "zero1", Wfbp())
     # RS:b takes 4 s instead of 2, of which B:a covers 2; from then on compute waits: its second half in 1 s, AG_F:b 2 s,

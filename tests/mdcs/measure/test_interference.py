@@ -13,7 +13,7 @@ from mdcs.agreement import agree
 from mdcs.link import Link
 from mdcs.measure.interference import Probe, contention, interference, line, measure_interference
 from mdcs.measure.profiler import measure_profile, spread
-from mdcs.measure.rehearsal import factor, rehearse
+from mdcs.measure.rehearsal import factor, rehearse, waiting_line
 from mdcs.profile import Contention, Profile
 from mdcs.units import ByLeaf, partition
 
@@ -58,6 +58,13 @@ def test_losses_that_are_seen_scale_the_modelled_ones_as_far_as_they_stand_out_o
     assert factor([(0.001, 0.5)], noise=0.1) == pytest.approx(1, rel=0.06)
     assert factor([(1.0, -2.0)], noise=0.1) == 0
     assert factor([(0.0, 1.0)], noise=0.0) == 1
+
+
+def test_what_is_waited_longer_is_a_line_over_the_number_of_waits() -> None:
+    assert waiting_line([(2, 0.7), (10, 1.5), (20, 2.5)]) == pytest.approx((0.1, 0.5))
+    assert waiting_line([(2, 0.0), (10, 1.0), (20, 2.0)])[1] == 0  # never less than nothing
+    assert waiting_line([(2, 2.0), (20, 1.0)]) == (0, 1.5)
+    assert waiting_line([(5, -1.0), (5, -1.0)]) == (0, 0)
 
 
 def test_the_spread_is_that_of_the_samples() -> None:

@@ -133,7 +133,7 @@ class SlotWalker:
             self.recorder.period(stamp)
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
-        if self.rounds or q > self.period.turn:
+        if previous.released and (self.rounds or q > self.period.turn):
             here = self.executor.mark()
             with self.executor.communicating():
                 self.executor.after(here)

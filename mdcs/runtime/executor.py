@@ -50,7 +50,7 @@ class Executor(Protocol):
         ...
 
     def limit(self, size: int | None) -> None:
-        """Let the allocator take no more than ``size`` bytes of the device, if it can be limited; None: no limit."""
+        """Let the allocator take little more than ``size`` bytes of the device, if it can be limited; None: no limit."""
         ...
 
     def retries(self) -> int | None:
@@ -83,6 +83,13 @@ class CpuExecutor:
 
     def retries(self) -> None:
         return None
+
+
+_SEGMENTS = 2 * (2 + 20) << 20
+"""What torch's allocator may have beyond what is asked of it: per stream a segment for small and one for larger tensors."""
+
+_FINE_SECONDS = 10.0
+"""CUDA tells times between events in single precision: to about a microsecond over so long, to a millisecond over hours."""
 
 
 class CudaExecutor:
@@ -120,13 +127,19 @@ class CudaExecutor:
 
     def seconds(self, stamp: torch.cuda.Event) -> float:
         stamp.synchronize()
-        return self._zero_seconds + self._zero.elapsed_time(stamp) / 1e3
+        elapsed = self._zero.elapsed_time(stamp) / 1e3
+        seconds = self._zero_seconds + elapsed
+        if elapsed > _FINE_SECONDS:
+            self._zero, self._zero_seconds = stamp, seconds
+        return seconds
 
     def limit(self, size: int | None) -> None:
         whole = torch.cuda.get_device_properties(self.device).total_memory
+        share = 1.0
         if size is not None:
             torch.cuda.empty_cache()  # what profiling has left there would count
-        torch.cuda.set_per_process_memory_fraction(1.0 if size is None else min(1.0, size / whole), self.device)
+            share = min(1.0, (size + _SEGMENTS) / whole)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def retries(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))

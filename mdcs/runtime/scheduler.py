@@ -134,7 +134,7 @@ class SlotWalker:
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
         if previous.released and (self.rounds or q > self.period.turn):
-            here = self.executor.mark()
+            here = self.executor.mark()  # compute must have left what is freed, and only then is it waited for
             with self.executor.communicating():
                 self.executor.after(here)
                 with lock:

@@ -37,7 +37,7 @@ COLUMNS: tuple[str, ...] = (
         "schedule_share",
         "floor_bytes",
     ),
-    *("cross_iteration", "world", "emulated", "status", "reason", "steps"),
+    *("cross_iteration", "world", "emulated", "emulated_ranks", "status", "reason", "steps"),
     *(
         "step_s",
         "step_s_p10",
@@ -56,7 +56,7 @@ COLUMNS: tuple[str, ...] = (
     *("plan_hash", "folder"),
 )
 _TEXT = ("name", "model", "strategy", "scheduler", "status", "reason", "plan_hash", "folder")
-_FLAGS = ("cross_iteration", "emulated")
+_FLAGS = ("cross_iteration", "emulated", "emulated_ranks")
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,8 @@ def _facts_without_start(folder: Path) -> dict[str, Any]:
             facts["budget_bytes"] = int(gib * GIB)
         if (link := _at(config, "link.name")) is not None:
             facts["emulated"] = link == "emulated"
+        if (cluster := _at(config, "cluster.name")) is not None:
+            facts["emulated_ranks"] = cluster == "emulated"
     except (OSError, yaml.YAMLError):
         pass
     try:

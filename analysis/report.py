@@ -32,7 +32,7 @@ def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
         best = ask.best_run(rows)
         if best is not None:
             run = load_run(best["folder"])
-            title = " · ".join([workload.model, ask.label(best), ask.budget_words(best["budget_bytes"])])
+            title = " · ".join([workload.title, ask.label(best), ask.budget_words(best["budget_bytes"])])
             written += _write_run_pictures(run, out, suffix, title, best["budget_bytes"])
     return written
 

@@ -12,11 +12,12 @@ class Workload(NamedTuple):
 
     model: str
     world: int
-    emulated: bool
+    emulated: bool  # the link
+    emulated_ranks: bool = False
 
     @property
     def title(self) -> str:
-        ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        ranks = "1 rank" if self.world == 1 else f"{self.world} {'emulated ' if self.emulated_ranks else ''}ranks"
         return " · ".join([self.model, ranks, *(["emulated link"] if self.emulated else [])])
 
 
@@ -26,9 +27,10 @@ def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
     Runs that failed too early to know their workload go with the only one there is, or are left out.
     """
     known = frame[frame["model"].notna() & frame["world"].notna() & frame["emulated"].notna()]
+    one_process = known["emulated_ranks"].eq(True)  # a run that does not say has real ones
     groups = [
-        (Workload(str(model), int(world), bool(emulated)), rows)
-        for (model, world, emulated), rows in known.groupby(["model", "world", "emulated"])
+        (Workload(str(model), int(world), bool(emulated), bool(alone)), rows)
+        for (model, world, emulated, alone), rows in known.groupby(["model", "world", "emulated", one_process])
     ]
     if len(groups) == 1:
         return [(groups[0][0], frame)]

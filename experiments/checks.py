@@ -186,6 +186,7 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("optimizer.foreach", "and optimizer.fused exclude each other, got both")
     if config.cluster.backend == "nccl" and config.cluster.device != "cuda":
         raise ConfigError("cluster.backend", f"nccl needs cluster.device=cuda, got {config.cluster.device}")
+    _check_emulation(config)
     if config.cluster.device == "cuda":
         for operation, name in config.collectives.named().items():
             if name != "native":
@@ -214,6 +215,19 @@ def _check_combinations(config: Config) -> None:
         if profile.refresh:
             raise ConfigError("profile.refresh", f"measures a profile, and profile.path={profile.path} is one")
         _check_profile(config, Path(profile.path))
+
+
+def _check_emulation(config: Config) -> None:
+    """One process that is a rank of many has a link to be timed by, and nothing that other ranks would send."""
+    cluster = config.cluster
+    if not cluster.emulated:
+        return
+    if config.link.name != "emulated":
+        raise ConfigError("link.name", f"must be emulated with cluster=emulated, which sends nothing; got {config.link.name}")
+    if cluster.rank >= cluster.ranks:
+        raise ConfigError("cluster.rank", f"must be < cluster.ranks={cluster.ranks}, got {cluster.rank}")
+    if config.run.eval_every is not None:
+        raise ConfigError("run.eval_every", f"must be null with cluster=emulated, without losses; got {config.run.eval_every}")
 
 
 def _check_profile(config: Config, path: Path) -> None:

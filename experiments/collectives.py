@@ -36,6 +36,8 @@ def main() -> int:
     console = Console(width=100)
 
     def compare(config: Config, folder: Path) -> str:
+        if config.cluster.emulated:
+            return "cluster.name: emulated ranks send nothing to compare"
         if config.cluster.ranks < 2:
             return "cluster.ranks: must be >= 2 to compare collectives, got 1"
         config.run.name = config.run.name or "collectives"

@@ -222,8 +222,13 @@ class CollectivesConfig:
 
 @dataclass
 class ClusterConfig:
-    ranks: int = _option(2, "processes", at_least=1)
-    threads: int | None = _option(None, "threads that compute, per rank; null: cores // ranks", at_least=1)
+    name: str = _option(
+        "local", "local: a process per rank; emulated: one process, and messages that only take time",
+        choices=("local", "emulated"),
+    )  # fmt: skip
+    ranks: int = _option(2, "ranks", at_least=1)
+    rank: int = _option(0, "which of the ranks the one process is", at_least=0, used_by=("emulated",))
+    threads: int | None = _option(None, "threads that compute, per rank; null: cores // processes", at_least=1)
     timeout_s: float = _option(60.0, "a job in which no rank moves for so long is ended", above=0)
     startup_s: float = _option(
         120.0, "granted on top of timeout_s until every rank has made a step", at_least=0
@@ -234,9 +239,17 @@ class ClusterConfig:
     )
     measure_memory: bool = _option(True, "count tensor bytes (on CPU: by a preloaded library)")
 
+    @property
+    def emulated(self) -> bool:
+        return self.name == "emulated"
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.emulated else self.ranks
+
     def resolved_threads(self) -> int:
         """Threads per rank: as given, or an equal part of the cores this process may use."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.processes)
 
     def resolved_backend(self) -> str:
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")

@@ -82,7 +82,7 @@ def run(
                     ended_well = ended_well or event.get("event") == "summary"
 
             cluster = elastic.Cluster(
-                config.cluster.ranks, config.cluster.timeout_s, config.cluster.startup_s
+                config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s
             )
             arguments = [str(folder), *([f"--{only}-only"] if only else [])]
             outcome = elastic.run(
@@ -160,8 +160,9 @@ def environment(config: Config) -> dict[str, str]:
 
 def _name(config: Config) -> str:
     strategy = config.strategy.kind or config.strategy.name
-    share = config.budget.schedule_share
-    return f"{strategy} {config.scheduler.name}" + ("" if share is None else f" s={share:g}")
+    share, cluster = config.budget.schedule_share, config.cluster
+    name = f"{strategy} {config.scheduler.name}" + ("" if share is None else f" s={share:g}")
+    return f"{name} (rank {cluster.rank} of {cluster.ranks}, emulated)" if cluster.emulated else name
 
 
 def _draw(folder: Path) -> list[Path]:

@@ -28,6 +28,7 @@ from rich.table import Table
 from analysis.table import WIDTH
 from experiments import app, jobs, worker
 from experiments.config import Config
+from experiments.profiles import ranks
 from mdcs import explain
 from mdcs.bounds import bounds_of
 from mdcs.plan import Plan
@@ -121,7 +122,7 @@ def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
 def units_table(plan: Plan, scheduler: Scheduler) -> Table:
     """A row per unit: bytes, strategy, messages per kind, what the strategy costs and saves."""
     table = Table(
-        title=f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {plan.world} ranks,"
+        title=f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {ranks(plan.profile)},"
         f" {len(plan.messages)} messages\ncollectives: {plan.profile.collectives}",
         title_justify="left",
         caption="costs, buys: against another strategy for this unit alone, in peak bytes of the sequential schedule",

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from experiments import app, jobs
 from experiments.config import Config
+from experiments.profiles import ranks
 from mdcs.link import Kind
 from mdcs.profile import Profile, Unit
 
@@ -54,7 +55,7 @@ def units_table(profile: Profile) -> Table:
     activations that its forward keeps.
     """
     table = Table(
-        title=f"{profile.world} ranks; medians, with the 10th and the 90th percentile",
+        title=f"{ranks(profile)}; medians, with the 10th and the 90th percentile",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )

@@ -87,6 +87,11 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
     return Link.uniform(link.rate_gbit, link.latency_us, link.depth, emulated=True), collectives
 
 
+def ranks(profile: Profile) -> str:
+    """How many, in words."""
+    return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks"
+
+
 def device_name(config: Config) -> str:
     """Of the GPU, or of the processor with the number of cores that this process may use."""
     if config.cluster.device == "cuda":

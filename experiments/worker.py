@@ -91,7 +91,10 @@ class Job:
     """The user's side of a training run: model, units, optimizer, data."""
 
     def __init__(self, config: Config, rank: int, world: int, device: torch.device) -> None:
-        self.rank, self.world, self.device = rank, world, device
+        """``rank`` and ``world`` are those of the process; an emulated world has others."""
+        self.processes, self.writes, self.device = world, rank == 0, device
+        self.emulate = mdcs.Emulation(config.cluster.rank, config.cluster.ranks) if config.cluster.emulated else None
+        self.rank, self.world = (self.emulate.rank, self.emulate.world) if self.emulate else (rank, world)
         self.dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
         self.task = models.build(config.model.name, seed=config.run.seed, **config.model.options())
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
@@ -100,7 +103,7 @@ class Job:
         self.optimizer = make_optimizer(config, self.model)
         self.schedule = make_schedule(config, self.optimizer)
         self.config = config
-        self.samples_per_step = config.data.batch_size * config.run.accumulation * world
+        self.samples_per_step = config.data.batch_size * config.run.accumulation * self.world
         self.planning = planning_options(config)
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
@@ -118,6 +121,10 @@ class Job:
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return self.task.loss(self.model, batch)
 
+    def shown(self, value: float) -> float | None:
+        """A loss or a norm, unless the ranks are emulated: then it means nothing."""
+        return None if self.emulate else value
+
     def profile(self, config: Config) -> mdcs.Profile:
         """The profile that is known, or one measured now on all ranks at once."""
         known = profiles.known(config)
@@ -134,8 +141,8 @@ class Job:
             collectives=collectives, about=about(config),
         )  # fmt: skip
         step = partial(self._next_loss, batches)
-        profile = measure_interference(agree(profile), self.model, step, self.optimizer)
-        return rehearse(profile, self.model, self.units, step, self.optimizer)
+        profile = measure_interference(agree(profile), self.model, step, self.optimizer, emulate=self.emulate)
+        return rehearse(profile, self.model, self.units, step, self.optimizer, emulate=self.emulate)
 
     def _next_loss(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
         return self.loss(next(batches))
@@ -144,6 +151,7 @@ class Job:
 def about(config: Config) -> dict[str, str]:
     return {
         **measured_for(config),
+        **({"emulated": f"rank {config.cluster.rank}"} if config.cluster.emulated else {}),
         "threads": str(config.cluster.threads),
         "device": profiles.device_name(config),
         "torch": torch.__version__,
@@ -264,7 +272,7 @@ def write_plan(folder: Path, plan: mdcs.Plan) -> None:
 
 
 def train(folder: Path, config: Config, job: Job, plan: mdcs.Plan, floor: int) -> None:
-    metrics = JsonLines(folder / METRICS) if job.rank == 0 else None
+    metrics = JsonLines(folder / METRICS) if job.writes else None
     if metrics:
         metrics.write(start_event(config, plan, floor))
     batches = job.batches()
@@ -275,7 +283,7 @@ def train(folder: Path, config: Config, job: Job, plan: mdcs.Plan, floor: int) -
     gc.disable()  # a collection in the middle of a slot would be measured as compute
     with mdcs.parallelize(
         job.model, job.optimizer, plan, job.units, clip_norm=config.optimizer.clip_norm,
-        timeout_s=config.cluster.timeout_s,
+        timeout_s=config.cluster.timeout_s, emulate=job.emulate,
     ) as parallel:  # fmt: skip
         for step in range(1, config.run.steps + 1):
             status.set(step=step, phase="training")
@@ -333,15 +341,17 @@ def report(
     """Write the steps that have ended, messages included: one step later than compute."""
     records = parallel.records(flush=flush)
     if metrics:
-        measured = parallel.memory()["measured"]
+        memory = parallel.memory()
+        measured = memory["measured"]
         for r in records:
             metrics.write(
                 {
                     "event": "step", "step": r.step, "warmup": r.step <= config.run.warmup_steps,
-                    "loss": losses[r.step], **dataclasses.asdict(r.times), "bytes": r.bytes, "messages": r.messages,
+                    "loss": job.shown(losses[r.step]), **dataclasses.asdict(r.times), "bytes": r.bytes, "messages": r.messages,
                     "throughput_samples_s": job.samples_per_step / r.times.step_s,
                     "peak_bytes": measured["total"] if measured else None,
-                    **({} if parallel.grad_norm is None else {"grad_norm": parallel.grad_norm}),
+                    **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
+                    **({} if parallel.grad_norm is None else {"grad_norm": job.shown(parallel.grad_norm)}),
                 }
             )  # fmt: skip
     return records
@@ -352,7 +362,8 @@ def start_event(config: Config, plan: mdcs.Plan, floor: int) -> dict[str, Any]:
     predicted = dataclasses.asdict(plan.prediction)
     predicted["extra_communication_s"] = extra_communication_s(plan.profile, sent_bytes(plan))
     return {
-        "event": "start", "time": time.time(), "emulated": plan.profile.link.emulated, "plan_hash": plan.hash,
+        "event": "start", "time": time.time(), "emulated": plan.profile.link.emulated,
+        "emulated_ranks": config.cluster.emulated, "plan_hash": plan.hash,
         "sweep": config.run.sweep, "name": config.run.name, "world": plan.world, "strategy": plan.strategy,
         "scheduler": plan.scheduler, "collectives": str(plan.profile.collectives), "model": config.model.name,
         "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget,
@@ -376,13 +387,14 @@ def summary_event(
     assert plan.prediction is not None
     whole = records[-2] if len(records) > 1 else records[-1]  # the last is cut short by drain()
     return {
-        "event": "summary", "status": "ok", "steps": config.run.steps,
+        "event": "summary", "status": "ok", "steps": config.run.steps, "emulated_ranks": config.cluster.emulated,
         "step_s": {"median": statistics.median(steps), "p10": quantile(steps, 0.1), "p90": quantile(steps, 0.9)},
         **{n: median(n) for n in ("compute_s", "communication_s", "overlap_s", "exposed_s", "overlap_ratio")},
-        "loss": losses[config.run.steps], "throughput_samples_s": job.samples_per_step / statistics.median(steps),
+        "loss": job.shown(losses[config.run.steps]), "throughput_samples_s": job.samples_per_step / statistics.median(steps),
         "bytes": whole.bytes, "messages": whole.messages,
         "extra_communication_s": extra_communication_s(plan.profile, whole.bytes),
         "memory": {"predicted": plan.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
+        **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
     }  # fmt: skip
 
 
@@ -397,17 +409,17 @@ def quantile(values: list[float], q: float) -> float:
 def write_timeline(folder: Path, job: Job, plan: mdcs.Plan, parallel: mdcs.Parallel) -> None:
     """The last whole period of every rank, on the clock that starts with rank 0's."""
     begin, end, intervals = parallel.last_period()
-    own = (begin, end, intervals, parallel.memory_by_slot())
-    gathered: list[Any] = [None] * job.world
+    own = (job.rank, intervals, parallel.memory_by_slot())
+    gathered: list[Any] = [None] * job.processes
     dist.all_gather_object(gathered, own)
-    if job.rank != 0 or not intervals:
+    if not job.writes or not intervals:
         return
     ranks = tuple(
         RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - begin, end=i.end - begin) for i in theirs))
-        for r, (_, _, theirs, _) in enumerate(gathered)
+        for r, theirs, _ in gathered
     )
     names = tuple(plan.period.name(q) for q in range(plan.period.length))
-    timeline = Timeline(end - begin, names, ranks, tuple(gathered[0][3]))
+    timeline = Timeline(end - begin, names, ranks, tuple(gathered[0][2]))
     (folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mdcs.measure.profiler import measure_profile
     from mdcs.runtime.api import Parallel, parallelize
     from mdcs.runtime.dispatcher import RunError
+    from mdcs.runtime.emulation import Emulation
     from mdcs.runtime.state import merge_shards
     from mdcs.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
 
@@ -37,15 +38,16 @@ _LAZY = {
     "Parallel": "mdcs.runtime.api",
     "parallelize": "mdcs.runtime.api",
     "RunError": "mdcs.runtime.dispatcher",
+    "Emulation": "mdcs.runtime.emulation",
     "merge_shards": "mdcs.runtime.state",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.units"),
 }
 
 __version__ = "0.1.0"
 __all__ = [
-    "ByClass", "ByLeaf", "BySize", "Collectives", "InfeasibleBudget", "Kind", "Link", "Message", "ModelUnit", "Parallel", "Plan",
-    "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan", "floor_bytes", "make_plan",
-    "measure_profile", "merge_shards", "parallelize", "partition", "replay",
+    "ByClass", "ByLeaf", "BySize", "Collectives", "Emulation", "InfeasibleBudget", "Kind", "Link", "Message", "ModelUnit",
+    "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan", "floor_bytes",
+    "make_plan", "measure_profile", "merge_shards", "parallelize", "partition", "replay",
 ]  # fmt: skip
 
 

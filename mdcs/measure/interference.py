@@ -27,6 +27,7 @@ from mdcs.measure.profiler import spread, untouched
 from mdcs.plan import Message, Plan, Strategy
 from mdcs.profile import Contention, Profile, Slot, Unit
 from mdcs.runtime.api import Parallel
+from mdcs.runtime.emulation import Emulation
 from mdcs.units import ModelUnit
 
 _SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # payload bytes
@@ -65,12 +66,13 @@ def measure_interference(
     optimizer: torch.optim.Optimizer,
     *,
     rounds: int | None = None,
+    emulate: Emulation | None = None,
 ) -> Profile:
     """The profile with its interference or contention, and how many times longer the step took beside messages.
 
     ``step`` is that of :func:`mdcs.measure.profiler.measure_profile`; the model is not changed. Collective: call it on
     every rank, with the same profile. A world of one has no interference. ``rounds`` samples of each size are taken; None:
-    five, or fewer if the step is slow.
+    five, or fewer if the step is slow. ``emulate`` is that of :func:`mdcs.parallelize`.
     """
     if profile.world == 1:
         return profile
@@ -82,7 +84,7 @@ def measure_interference(
     running: list[_Running] = []
     try:
         for size in _SIZES:
-            running.append(_Running(profile, optimizer, parameters[0], size))
+            running.append(_Running(profile, optimizer, parameters[0], size, emulate))
         with untouched(model, current_meter(device)):
             for _ in range(1 + rounds):  # sizes take turns, so that what else the machine does falls on all of them alike
                 dist.barrier()
@@ -93,15 +95,16 @@ def measure_interference(
     finally:
         for each in running:
             each.parallel.close()
-    seen: list[list[Probe]] = [[] for _ in range(profile.world)]
+    processes = dist.get_world_size()
+    seen: list[list[Probe]] = [[] for _ in range(processes)]
     dist.all_gather_object(seen, probes)
     probes = [_median(versions) for versions in zip(*seen, strict=True)]
     shown = {f"step beside messages of {p.size} bytes": spread(p.slowdowns) for p in probes}
     profile = dataclasses.replace(profile, spread=profile.spread | shown)
     if device.type == "cuda":
         return dataclasses.replace(profile, interference=interference(probes))
-    cores, computing = len(os.sched_getaffinity(0)), profile.world * torch.get_num_threads()
-    share = min(1.0, max(0.0, 1 - (cores - computing) / profile.world))  # of the processor time of messages: none is spare
+    cores, computing = len(os.sched_getaffinity(0)), processes * torch.get_num_threads()
+    share = min(1.0, max(0.0, 1 - (cores - computing) / processes))  # of the processor time of messages: none is spare
     return dataclasses.replace(profile, contention=contention(probes, share))
 
 
@@ -152,7 +155,9 @@ class _Weight(nn.Module):
 class _Running:
     """A probe in training: all its messages are issued when its backward ends."""
 
-    def __init__(self, profile: Profile, optimizer: torch.optim.Optimizer, like: Tensor, size: int) -> None:
+    def __init__(
+        self, profile: Profile, optimizer: torch.optim.Optimizer, like: Tensor, size: int, emulate: Emulation | None
+    ) -> None:
         block = size // like.element_size() // profile.world * profile.world
         sent = {kind: profile.wire(kind, block * like.element_size()) for kind in (Kind.RS, Kind.AG_F)}
         seconds = sum(profile.link.beta_of(kind) * wire for kind, wire in sent.items())
@@ -168,7 +173,7 @@ class _Running:
         options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names", "initial_lr")}
         trained = type(optimizer)([{**options, "params": [self.module.weight]}])  # type: ignore[call-arg]
         units = [ModelUnit("probe", (self.module,), (("weight", self.module.weight),), True)]
-        self.parallel = Parallel(self.module, trained, plan, units, None, None, _TIMEOUT_S)
+        self.parallel = Parallel(self.module, trained, plan, units, None, None, _TIMEOUT_S, emulate)
         updating = profile.optimizer.seconds_per_element * block / profile.world + profile.optimizer.seconds_per_run
         summing = profile.copy_seconds_per_byte * size if profile.collectives.reduce_scatter == "all_to_all" else 0.0
         work = (summing + updating) / 2  # the gather has none

@@ -22,6 +22,7 @@ from mdcs.plan import Plan
 from mdcs.planner import make_plan
 from mdcs.profile import Profile
 from mdcs.runtime.api import parallelize
+from mdcs.runtime.emulation import Emulation
 from mdcs.schedulers import Dear, Scheduler, Sequential, Wfbp
 from mdcs.simulator import replay
 from mdcs.strategies import Uniform
@@ -42,6 +43,8 @@ def rehearse(
     units: Sequence[ModelUnit],
     step: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
+    *,
+    emulate: Emulation | None = None,
 ) -> Profile:
     """The profile with its contention fitted to plans that ran for a few periods each, on a CPU.
 
@@ -49,14 +52,14 @@ def rehearse(
     time it waited, where nothing overlaps, and then to messages beside it; what it waits longer than in the replay, to the
     number of waits and to the training loop between backward and forward. The model is not changed. Collective: call it
     on every rank, with the same profile, whose ``step`` and ``optimizer`` are those of
-    :func:`mdcs.measure.profiler.measure_profile`.
+    :func:`mdcs.measure.profiler.measure_profile`; ``emulate`` is that of :func:`mdcs.parallelize`.
     """
     device = units[0].parameters[0][1].device
     if profile.world == 1 or device.type != "cpu":
         return profile
     profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
     plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
-    seen = [_run(plan, model, units, step, optimizer) for plan in plans]
+    seen = [_run(plan, model, units, step, optimizer, emulate) for plan in plans]
     computing, waiting = seen[0]
     slots = sum(slot.seconds for slot in profile.slots)
     profile = _with(profile, compute_per_wait=max(0.0, computing - slots) / waiting)
@@ -97,7 +100,12 @@ def _replay(plan: Plan, profile: Profile) -> StepTimes:
 
 
 def _run(
-    plan: Plan, model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], optimizer: torch.optim.Optimizer
+    plan: Plan,
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    emulate: Emulation | None,
 ) -> tuple[float, float]:
     """Seconds of an iteration in which compute runs and in which it does not: medians, averaged over the ranks."""
     expected = replay(plan).period_s
@@ -105,7 +113,7 @@ def _run(
     weights = {p: p.data for p in model.parameters()}
     records = []
     with untouched(model, current_meter(units[0].parameters[0][1].device)):
-        parallel = parallelize(model, optimizer, plan, list(units))
+        parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
         try:
             for _ in range(_WARMUP + periods + 1):  # the last is cut short
                 step().backward()
@@ -116,7 +124,7 @@ def _run(
         finally:
             parallel.undo(weights)
     own = statistics.median(t.compute_s for t in times), statistics.median(t.exposed_s for t in times)
-    seen: list[tuple[float, float]] = [own] * plan.world
+    seen: list[tuple[float, float]] = [own] * dist.get_world_size()
     dist.all_gather_object(seen, own)
     computing, waiting = (statistics.mean(values) for values in zip(*seen, strict=True))
     return computing, waiting

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.collectives import Collectives
 from mdcs.hooks import Hooks
 from mdcs.ledger import Ledger, check
 from mdcs.measure.memory import current_meter
@@ -24,8 +25,9 @@ from mdcs.measure.timeline import Interval
 from mdcs.plan import Plan, PlanError
 from mdcs.runtime import state
 from mdcs.runtime.account import Account
-from mdcs.runtime.collectives import backend_of
+from mdcs.runtime.collectives import Communicator, backend_of
 from mdcs.runtime.dispatcher import Dispatcher, RunError
+from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
 from mdcs.runtime.executor import executor_for
 from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.record import Recorder, StepRecord
@@ -45,6 +47,7 @@ def parallelize(
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
     timeout_s: float = 300.0,
+    emulate: Emulation | None = None,
 ) -> Parallel:
     """Train ``model`` as ``plan`` says, in the loop that you have.
 
@@ -60,10 +63,11 @@ def parallelize(
             parallel.step()          # after plan.micro_steps backward passes
 
     ``clip_norm`` clips the global gradient norm; it is a barrier, so the plan must have cross_iteration off.
-    ``timeout_s`` bounds every wait. Raises PlanError (ranks with another plan are named), ValueError for a plan
+    ``timeout_s`` bounds every wait. With ``emulate`` this one process is a rank of the plan's world, on its emulated link
+    (:mod:`mdcs.runtime.emulation`). Raises PlanError (ranks with another plan are named), ValueError for a plan
     that does not fit the model, and RunError, naming rank, step and message, when something fails later.
     """
-    return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s)
+    return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s, emulate)
 
 
 class Parallel:
@@ -71,36 +75,39 @@ class Parallel:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit],
-        group: dist.ProcessGroup | None, clip_norm: float | None, timeout_s: float,
+        group: dist.ProcessGroup | None, clip_norm: float | None, timeout_s: float, emulate: Emulation | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.optimizer, self.plan, self.units = model, optimizer, plan, units
-        world = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.model, self.optimizer, self.plan, self.units, self._emulate = model, optimizer, plan, units, emulate
+        self._processes = processes = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        if emulate is not None:
+            self.rank = emulate.rank
         groups = parameter_groups(optimizer)
         ordered: list[list[tuple[str, nn.Parameter]]] = []
         problem: ValueError | None = None
         try:
-            _fits_job(plan, world, backend_of(group), clip_norm, optimizer)
+            _fits_processes(plan, processes, backend_of(group), emulate)
+            _fits_job(plan, clip_norm, optimizer)
             check(plan)
             ordered = _match(plan, units, groups)
         except ValueError as e:
             problem = e
         # Every rank learns of every rank's problem: one that raised alone would leave the others waiting.
         self._own_groups: list[dist.ProcessGroup] = []
-        control = group
-        if world > 1:
+        control = None
+        if processes > 1:
             if dist.get_backend(group) == "gloo":
                 group = control = self._new_group(group, timeout_s)
             if clip_norm is not None or dist.get_backend(group) != "gloo":
                 control = self._new_group(group, timeout_s)  # its reductions must not mix with the plan's messages
         try:
-            _same_plan(plan, problem, self.rank, world, control)
+            _same_plan(plan, problem, self.rank, processes, control)
         except ValueError:
             self._destroy_groups()
             raise
         device = units[0].parameters[0][1].device
         self._meter, self._executor = current_meter(device), executor_for(device)
-        if world > 1:
+        if processes > 1:
             _broadcast(model, group)
         ledger = Ledger(plan, self.rank)
         self._storages = [
@@ -109,14 +116,20 @@ class Parallel:
         group_of = [list(dict.fromkeys(groups[p] for _, p in ps if p in groups)) or [0] for ps in ordered]
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
         lock = threading.Condition()
+        if plan.budget is not None:
+            self._executor.limit(plan.budget)
         cap = None if plan.budget is None else plan.budget - plan.reserve
         self._group = group
+
+        def connect(collectives: Collectives) -> Communicator | EmulatedCommunicator:
+            return Communicator(collectives, group) if emulate is None else EmulatedCommunicator(collectives, emulate)
+
         self._account = Account(lock, cap, ledger.at_rest)
-        self._wire = Wire(plan, self._storages, group, self._meter)
+        self._wire = Wire(plan, self._storages, connect, self._meter)
         self._recorder = Recorder(plan, self._executor)
         self._dispatcher = Dispatcher(
             plan, ledger, self._storages, self._wire, self._updates, self._account, self._executor, self._recorder,
-            control=control, pacer=_pacer(plan, self.rank, group), clip_norm=clip_norm, timeout_s=timeout_s,
+            control=control, pacer=_pacer(plan, self.rank, group, processes), clip_norm=clip_norm, timeout_s=timeout_s,
         )  # fmt: skip
         self._walker = SlotWalker(
             plan, ledger, self._storages, self._dispatcher, self._updates, self._account, self._executor,
@@ -188,7 +201,7 @@ class Parallel:
         if not self._walker.at_turn:
             raise RunError(f"rank {self.rank}, step {self._walker.step}: drain() inside an iteration")
         self._dispatcher.finish_iteration(self._walker.rounds * self._dispatcher.n)
-        if self.plan.world > 1:
+        if self._processes > 1:
             # As DDP with broadcast_buffers: rank 0's buffers (BatchNorm's statistics) are the model's.
             for name, buffer in self.model.named_buffers():
                 with self._during(f"broadcast of buffer {name}"):
@@ -268,14 +281,20 @@ class Parallel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict, on every rank, for the plain model; :meth:`drain` included."""
+        self._needs_ranks("state_dict()")
         self.drain()
         self._keep_gathered()
         return state.full_state(self.model, self._storages, self._gather, self._ungather)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part; :func:`mdcs.merge_shards` of all ranks' gives the plain model's state dict."""
+        self._needs_ranks("sharded_state_dict()")
         self.drain()
         return state.sharded_state(self.model, self._storages)
+
+    def _needs_ranks(self, what: str) -> None:
+        if self._emulate is not None:
+            raise RunError(f"rank {self.rank}: {what} of an emulated world would be made up: no rank has sent anything")
 
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
@@ -303,11 +322,12 @@ class Parallel:
     def memory(self) -> dict[str, Any]:
         """Peak bytes by category since the start or :meth:`reset_memory`: the ledger's as it ran, and the allocator's.
 
-        The latter is None where nothing is measured.
+        The latter is None where nothing is measured. ``retries`` is how often the process's allocator had to give
+        cached memory back to get some (None on CPU): each stops the device.
         """
         with self._account.lock:
             predicted = dict(self._account.peak)
-        return {"predicted": predicted, "measured": self._meter.peaks()}
+        return {"predicted": predicted, "measured": self._meter.peaks(), "retries": self._executor.retries()}
 
     def memory_by_slot(self) -> list[Any]:
         """:class:`mdcs.measure.timeline.SlotMemory` of every slot of a period, as last seen."""
@@ -327,6 +347,8 @@ class Parallel:
             return
         self._closed = True
         self._dispatcher.stop()
+        if self.plan.budget is not None:
+            self._executor.limit(None)
         self._hooks.remove()
         for handle in self._guards:
             handle.remove()
@@ -351,14 +373,24 @@ def _refuse_closed(module: nn.Module, args: Any) -> None:
     )
 
 
-def _fits_job(
-    plan: Plan, world: int, backend: str, clip_norm: float | None, optimizer: torch.optim.Optimizer
-) -> None:
-    if world != plan.world:
-        raise PlanError(f"the plan is for {plan.world} ranks, the process group has {world}")
+def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None) -> None:
+    """An emulated world is one process, whatever its backend is; else there is a process for every rank."""
+    if emulate is not None:
+        if processes != 1:
+            raise PlanError(f"an emulated world is one process, the process group has {processes}")
+        if emulate.world != plan.world:
+            raise PlanError(f"the plan is for {plan.world} ranks, the emulated world has {emulate.world}")
+        if not plan.profile.link.emulated:
+            raise PlanError("an emulated world sends nothing: plan with an emulated link")
+        return
+    if processes != plan.world:
+        raise PlanError(f"the plan is for {plan.world} ranks, the process group has {processes}")
     planned_backend = plan.profile.collectives.backend
-    if world > 1 and backend != planned_backend:
+    if processes > 1 and backend != planned_backend:
         raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}")
+
+
+def _fits_job(plan: Plan, clip_norm: float | None, optimizer: torch.optim.Optimizer) -> None:
     if clip_norm is not None and plan.cross_iteration:
         raise PlanError("clipping the global norm needs all gradients first: plan with cross_iteration=False")
     if clip_norm is not None and clip_norm <= 0:
@@ -375,14 +407,14 @@ def _fits_job(
 
 
 def _same_plan(
-    plan: Plan, problem: ValueError | None, rank: int, world: int, control: dist.ProcessGroup | None
+    plan: Plan, problem: ValueError | None, rank: int, processes: int, control: dist.ProcessGroup | None
 ) -> None:
     """Raise this rank's problem, or name the ranks that have one or have another plan."""
-    if problem is not None and world == 1:
+    if problem is not None and processes == 1:
         raise problem
-    if world == 1:
+    if processes == 1:
         return
-    answers: list[Any] = [None] * world
+    answers: list[Any] = [None] * processes
     dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem)), group=control)
     if problem is not None:
         raise problem
@@ -393,7 +425,7 @@ def _same_plan(
     common = Counter(hashes).most_common(1)[0][0]
     other = [r for r, h in enumerate(hashes) if h != common]
     if len(set(hashes)) == len(hashes) > 1:
-        common, other = hashes[0], [r for r in range(world) if hashes[r] != hashes[0]]
+        common, other = hashes[0], [r for r in range(processes) if hashes[r] != hashes[0]]
     if other:
         raise PlanError(
             f"rank {rank}, before step 1: rank{'s' if len(other) > 1 else ''} {', '.join(map(str, other))} "
@@ -433,9 +465,11 @@ def _broadcast(model: nn.Module, group: dist.ProcessGroup | None) -> None:
                 tensor.copy_(whole)
 
 
-def _pacer(plan: Plan, rank: int, group: dist.ProcessGroup | None) -> Pacer | None:
+def _pacer(plan: Plan, rank: int, group: dist.ProcessGroup | None, processes: int) -> Pacer | None:
     if not plan.profile.link.emulated or plan.world == 1:
         return None
+    if processes == 1:
+        return Pacer(None, 0, 1, plan.profile.link)
     name: list[Any] = [None]
     try:
         if rank == 0:

@@ -343,7 +343,7 @@ class Dispatcher:
             if not whole or self.wire.rank == 0:
                 # In the gradient's own precision: in another one torch would make a whole copy of it first.
                 total += torch.linalg.vector_norm(gradient).double().cpu() ** 2
-        if self.plan.world > 1:
+        if self.control is not None:
             dist.all_reduce(total, group=self.control)
         self.recorder.norm = float(total.sqrt())
         scale = min(1.0, self.clip_norm / (self.recorder.norm + 1e-6)) if self.clip_norm is not None else 1.0

@@ -2,9 +2,10 @@
 
 On both, a message is *done* when its bytes have really arrived and its update has really run, on the host's
 clock: buffers are freed then and not before, so no allocation depends on ``record_stream``. On CUDA messages
-run on one communication stream; it waits for compute by events, and the dispatcher thread, not the training
-thread, waits for it. Compute needs no event of that stream: waiting for the stream would mean waiting for
-messages queued behind the one it needs.
+run on one communication stream, and threads of the host wait for events: the dispatcher's starter for compute to
+come to where a message was issued, its finisher for the message. Neither stream waits for the other. In the
+communication stream whatever is queued behind a wait for compute would wait too, the ends of earlier messages among
+it; compute would wait for messages queued behind the one it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Executor(Protocol):
         ...
 
     def after(self, mark: Any) -> None:
-        """Make the communication stream wait for a point of compute."""
+        """Block this thread until compute has come to a point: what communicates afterwards sees what is before it."""
         ...
 
     def finish(self, works: Sequence[Waitable]) -> None:
@@ -46,6 +47,14 @@ class Executor(Protocol):
 
     def seconds(self, stamp: Any) -> float:
         """A stamp on the rank's clock; may wait for it to have happened."""
+        ...
+
+    def limit(self, size: int | None) -> None:
+        """Let the allocator take little more than ``size`` bytes of the device, if it can be limited; None: no limit."""
+        ...
+
+    def retries(self) -> int | None:
+        """How often the allocator had to give cached memory back to get some; None for one that caches none."""
         ...
 
 
@@ -69,6 +78,19 @@ class CpuExecutor:
     def seconds(self, stamp: float) -> float:
         return stamp
 
+    def limit(self, size: int | None) -> None:
+        pass
+
+    def retries(self) -> None:
+        return None
+
+
+_SEGMENTS = 2 * (2 + 20) << 20
+"""What torch's allocator may have beyond what is asked of it: per stream a segment for small and one for larger tensors."""
+
+_FINE_SECONDS = 10.0
+"""CUDA tells times between events in single precision: to about a microsecond over so long, to a millisecond over hours."""
+
 
 class CudaExecutor:
     def __init__(self, device: torch.device) -> None:
@@ -83,12 +105,12 @@ class CudaExecutor:
         return torch.cuda.stream(self.stream)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # the thread that waits for it takes no core from others
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def after(self, mark: torch.cuda.Event) -> None:
-        self.stream.wait_event(mark)
+        mark.synchronize()
 
     def finish(self, works: Sequence[Waitable]) -> None:
         with torch.cuda.stream(self.stream):
@@ -105,7 +127,22 @@ class CudaExecutor:
 
     def seconds(self, stamp: torch.cuda.Event) -> float:
         stamp.synchronize()
-        return self._zero_seconds + self._zero.elapsed_time(stamp) / 1e3
+        elapsed = self._zero.elapsed_time(stamp) / 1e3
+        seconds = self._zero_seconds + elapsed
+        if elapsed > _FINE_SECONDS:
+            self._zero, self._zero_seconds = stamp, seconds
+        return seconds
+
+    def limit(self, size: int | None) -> None:
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        share = 1.0
+        if size is not None:
+            torch.cuda.empty_cache()  # what profiling has left there would count
+            share = min(1.0, (size + _SEGMENTS) / whole)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
+
+    def retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
 def executor_for(device: torch.device) -> Executor:

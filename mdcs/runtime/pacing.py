@@ -2,7 +2,8 @@
 
 The ranks share one machine and so one clock. Each writes when it started a message into shared memory; when the
 real collective has ended, every rank has started it, and all compute the same end from the same formula that
-the simulator uses (:meth:`mdcs.link.Link.end`).
+the simulator uses (:meth:`mdcs.link.Link.end`). In an emulated world (:mod:`mdcs.runtime.emulation`) there is one rank
+to wait for, and nothing to share.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ _ENTRY = struct.Struct("<qd")
 
 
 class Pacer:
-    """``path`` names a file that all ranks map; rank 0 has created it with :meth:`create`."""
+    """``path`` names a file that all ranks map; rank 0 has created it with :meth:`create`. None: a world of this process."""
 
     @staticmethod
     def create(path: Path, world: int) -> None:
         path.write_bytes(b"\xff" * (_ENTRY.size * _RING * world))
 
-    def __init__(self, path: Path, rank: int, world: int, link: Link) -> None:
+    def __init__(self, path: Path | None, rank: int, world: int, link: Link) -> None:
         self.rank, self.world, self.link = rank, world, link
-        with path.open("r+b") as f:
-            self._memory = mmap.mmap(f.fileno(), _ENTRY.size * _RING * world)
+        if path is None:
+            self._memory = mmap.mmap(-1, _ENTRY.size * _RING * world)
+        else:
+            with path.open("r+b") as f:
+                self._memory = mmap.mmap(f.fileno(), _ENTRY.size * _RING * world)
         self._last_end = 0.0
 
     def started(self, sequence: int) -> None:

@@ -133,8 +133,8 @@ class SlotWalker:
             self.recorder.period(stamp)
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
-        if self.rounds or q > self.period.turn:
-            here = self.executor.mark()
+        if previous.released and (self.rounds or q > self.period.turn):
+            here = self.executor.mark()  # compute must have left what is freed, and only then is it waited for
             with self.executor.communicating():
                 self.executor.after(here)
                 with lock:

@@ -6,17 +6,19 @@ one collective serves all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.collectives import Collectives
 from mdcs.link import Kind
 from mdcs.measure.memory import Meter
 from mdcs.plan import Message, Plan
-from mdcs.runtime.collectives import Communicator, Running
+from mdcs.runtime.collectives import Communicator
+from mdcs.runtime.emulation import EmulatedCommunicator
+from mdcs.runtime.executor import Waitable
 from mdcs.runtime.storage import UnitStorage
 
 
@@ -31,7 +33,7 @@ class Transfer:
     sent: Tensor | None = None
     received: Tensor | None = None
     shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    works: list[Running] = field(default_factory=list)
+    works: list[Waitable] = field(default_factory=list)
 
     def free_staging(self) -> None:
         for buffer in (self.sent, self.received):
@@ -40,18 +42,21 @@ class Transfer:
         self.sent = self.received = None
 
 
+Connect = Callable[[Collectives], Communicator | EmulatedCommunicator]
+
+
 class Wire:
-    def __init__(
-        self, plan: Plan, storages: list[UnitStorage], group: dist.ProcessGroup | None, meter: Meter
-    ) -> None:
-        self.plan, self.storages, self.group, self.meter = plan, storages, group, meter
+    """``connect`` makes what runs collectives, if there is more than one rank."""
+
+    def __init__(self, plan: Plan, storages: list[UnitStorage], connect: Connect, meter: Meter) -> None:
+        self.plan, self.storages, self.meter = plan, storages, meter
         self.world = plan.world
         self.rank = storages[0].rank
         self.collectives = plan.profile.collectives
-        self._communicator = Communicator(self.collectives, group) if self.world > 1 else None
+        self._communicator = connect(self.collectives) if self.world > 1 else None
         # What is gathered outside of the plan has no buffer reserved, and the default algorithm needs none.
         default = Collectives.default(self.collectives.backend)
-        self._outside = Communicator(default, group) if self.world > 1 else None
+        self._outside = connect(default) if self.world > 1 else None
 
     def allocate(self, message: Message) -> Transfer:
         """Staging and gradient shards."""
@@ -99,12 +104,11 @@ class Wire:
                 buffer[where].copy_(storage.gradient[start : start + n])
         with self.meter.tag("staging"):  # a backend may copy
             if message.kind.is_gather:
-                running = communicator.all_gather(buffer)
+                transfer.works = [communicator.all_gather(buffer)]
             elif message.kind is Kind.AR:
-                running = communicator.all_reduce(buffer, transfer.received)
+                transfer.works = [communicator.all_reduce(buffer, transfer.received)]
             else:
-                running = communicator.reduce_scatter(buffer, transfer.received, self._reduced(transfer))
-        transfer.works = [running]
+                transfer.works = [communicator.reduce_scatter(buffer, transfer.received, self._reduced(transfer))]
 
     def land(self, transfer: Transfer) -> None:
         """Unpack or sum what has arrived; the staging buffers are then done with."""
@@ -141,7 +145,7 @@ class Wire:
                 storage.full[start : start + n].copy_(transfer.sent[where])
         transfer.works = []
 
-    def gather_now(self, unit: int) -> list[Running]:
+    def gather_now(self, unit: int) -> list[Waitable]:
         """Gather a whole unit in place, outside the plan; its full buffer must be allocated."""
         storage = self.storages[unit]
         blocks = range(len(storage.blocks))

@@ -27,6 +27,7 @@ def test_every_option_of_every_group_composes(group, option):
     images = option.startswith(("resnet", "mlp"))
     needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
     needed += ["strategy=joint"] if (group, option) == ("scheduler", "joint") else []
+    needed += ["link=emulated"] if (group, option) == ("cluster", "emulated") else []
     made = composed(f"{group}={option}", *needed)
     assert isinstance(made, Config)
 

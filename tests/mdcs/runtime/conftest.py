@@ -18,6 +18,12 @@ def _pool(world: int, environment: dict[str, str] | None = None) -> Iterator[Ran
 
 
 @pytest.fixture(scope="session")
+def single() -> Iterator[Ranks]:
+    """One process whose tensor memory is counted."""
+    yield from _pool(1, preload_env(os.environ))
+
+
+@pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
     yield from _pool(2)
 

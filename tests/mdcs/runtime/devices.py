@@ -1,4 +1,4 @@
-"""What the tests of CPU and CUDA share: the executor's contract and training on one rank, for any device."""
+"""What the tests of CPU and CUDA share: the executor's contract, training on one rank, emulated worlds, for any device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.measure.profiler import measure_profile
 from mdcs.runtime.executor import Executor
+from mdcs.runtime.record import StepRecord
 from mdcs.schedulers import SCHEDULERS
-from tests.mdcs.runtime.training import How, scheduler_for, strategy_for
+from tests.mdcs.runtime.training import How, Setup, scheduler_for, strategy_for
 
 # ---- the executor's contract
 
@@ -114,6 +116,7 @@ class Watching:
         self.marks: list[Any] = []
         self.waited = 0
         self.misuse: list[str] = []
+        self.limits: list[int | None] = []
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -151,6 +154,12 @@ class Watching:
 
     def seconds(self, stamp: Any) -> float:
         return self.inner.seconds(stamp)
+
+    def limit(self, size: int | None) -> None:
+        self.limits.append(size)
+
+    def retries(self) -> int:
+        return 7
 
 
 # ---- training on one rank
@@ -239,3 +248,63 @@ HOWS = [
         ("dp", "zero1", "sdp", "fsdp", "random", "fsdp", "random", "zero1"), SCHEDULERS, strict=False
     )
 ]
+
+
+# ---- one process as a rank of many
+
+
+@dataclass
+class Emulated:
+    """What a rank of an emulated world did: ``sent`` are (round, index) of messages in the order in which they were done."""
+
+    plan: mdcs.Plan
+    memory: dict[str, Any]
+    slots: list[tuple[str, dict[str, int], dict[str, int]]]
+    shards: int  # elements
+    records: list[StepRecord]
+    sent: list[tuple[int, int]]
+
+
+def emulated_run(
+    made: Setup, optimizer: torch.optim.Optimizer, how: How, emulate: mdcs.Emulation, link: mdcs.Link, *,
+    steps: int = 5, clip_norm: float | None = None, micro_steps: int = 1,
+) -> Emulated:  # fmt: skip
+    """Profile, plan and train; the first two steps are warm-up."""
+    units = mdcs.partition(made.model, made.policy)
+    device = units[0].parameters[0][1].device
+
+    def loss(step: int, micro: int = 0) -> Tensor:
+        batch = {name: value.to(device) for name, value in made.batch(step, micro, emulate.rank).items()}
+        return made.loss(made.model, batch)
+
+    profile = measure_profile(
+        made.model, units, lambda: loss(0), optimizer, world=emulate.world, link=link, iterations=2,
+        collectives=how.collectives,
+    )  # fmt: skip
+    options = {"micro_steps": micro_steps, "cross_iteration": how.cross_iteration and clip_norm is None}
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(profile, **options))
+    plan = mdcs.make_plan(profile, strategy_for(how), scheduler_for(how), budget=budget, **options)
+    sent = []
+    with mdcs.parallelize(
+        made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate
+    ) as parallel:
+        note = parallel._recorder.message
+        index = {id(m): i for i, m in enumerate(plan.messages)}
+
+        def noted(message: mdcs.Message, round_: int, begin: Any, end: Any) -> None:
+            sent.append((round_, index[id(message)]))
+            note(message, round_, begin, end)
+
+        parallel._recorder.message = noted  # type: ignore[method-assign]
+        for step in range(steps):
+            for micro in range(micro_steps):
+                (loss(step, micro) / micro_steps).backward()
+            parallel.step()
+            if step == 1:
+                parallel.reset_memory()
+        in_order = len(sent)  # draining sends reductions ahead of their turn
+        parallel.drain()
+        slots = [(s.slot, dict(s.predicted), dict(s.measured or {})) for s in parallel.memory_by_slot()]
+        shards = sum(s.shard.numel() for s in parallel._storages if s.shard is not None)
+        records = parallel.records(flush=True)
+        return Emulated(plan, parallel.memory(), slots, shards, records[2:-1], sent[:in_order])

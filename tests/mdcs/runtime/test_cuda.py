@@ -1,4 +1,4 @@
-"""The same contract and the same training on a GPU; run with ``-m gpu`` on a machine that has one."""
+"""The same contract, training and emulated worlds on a GPU; run with ``-m gpu`` on a machine that has one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mdcs
+from mdcs.collectives import Collectives
 from mdcs.runtime.executor import CudaExecutor, executor_for
-from tests.mdcs.runtime.devices import CONTRACT, HOWS, equal, parallel_run, plain_run
+from tests.mdcs.runtime.devices import CONTRACT, HOWS, emulated_run, equal, parallel_run, plain_run
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import How
+from tests.mdcs.runtime.training import How, optimizer_for, setup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +34,7 @@ def test_contract(clause):
 
 
 def test_a_mark_holds_communication_back():
-    """Without after() the communication stream overtakes compute; with it, it does not."""
+    """Without after() communication overtakes compute; with it, it does not."""
     executor = CudaExecutor(cuda())
     flag = torch.zeros(1, device=cuda())
     torch.cuda._sleep(200_000_000)  # about 0.1 s on the compute stream
@@ -86,3 +88,38 @@ def train_on_one_gpu(how: How) -> bool:
 def test_two_ranks_on_one_gpu_over_gloo(two: Ranks, scheduler: str):
     """gloo reduces and broadcasts CUDA tensors; it has no all-to-all for them, so all units are dp."""
     assert two.run(train_on_one_gpu, How("dp", scheduler), timeout_s=120) == [True, True]
+
+
+# ---- emulated worlds, budgets
+
+
+@pytest.mark.parametrize("world", [8, 64])
+@pytest.mark.parametrize(("strategy", "scheduler"), [("dp", "wfbp"), ("zero1", "dear"), ("fsdp", "priority"), ("sdp", "fusion")])
+def test_an_emulated_world(strategy: str, scheduler: str, world: int):
+    """Messages in the order of the plan, no faster than the link; shards of the size that they have on so many ranks."""
+    made = setup("line-96-128-128-64")
+    made.model.to(cuda())
+    link = mdcs.Link.uniform(0.5, 100.0, depth=1, emulated=True)
+    how = How(strategy, scheduler, collectives=Collectives.default("nccl"), bytes=40_000)
+    found = emulated_run(made, optimizer_for("adam", made.model), how, mdcs.Emulation(world // 3, world), link, steps=8)
+    plan = found.plan
+    assert found.sent == sorted(found.sent)
+    assert [i for round_, i in found.sent if 1 <= round_ < 7] == [*range(len(plan.messages))] * 6
+    assert found.shards == sum(plan.padded(u) for u, s in enumerate(plan.strategies) if s.sharded) // world
+    least = sum(link.beta_of(m.kind) * plan.wire(m) for m in plan.messages)
+    steps = sorted(r.times.step_s for r in found.records)
+    assert steps[len(steps) // 2] >= 0.98 * least
+    assert all(r.times.communication_s >= 0.9 * least for r in found.records)
+    assert found.memory["measured"]["total"] > 0 and found.memory["retries"] is not None
+
+
+def test_the_budget_is_the_allocator_s():
+    """While a plan with a budget runs, torch gives no more than the budget; afterwards it does."""
+    executor = executor_for(cuda())
+    executor.limit(64 << 20)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(128 << 20, dtype=torch.uint8, device=cuda())
+    finally:
+        executor.limit(None)
+    assert torch.empty(128 << 20, dtype=torch.uint8, device=cuda()).numel() == 128 << 20

@@ -5,22 +5,27 @@ The same contract and the same training run on CUDA in test_cuda.py.
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 import mdcs
 from mdcs.runtime import api
-from mdcs.runtime.executor import CpuExecutor, executor_for
+from mdcs.runtime.executor import CpuExecutor, CudaExecutor, executor_for
 from tests.mdcs.runtime.devices import (
     CONTRACT,
     HOWS,
     Watching,
+    emulated_run,
     equal,
     make,
     parallel_run,
     plain_run,
 )
-from tests.mdcs.runtime.training import How
+from tests.mdcs.runtime.training import How, optimizer_for, setup
 
 CPU = torch.device("cpu")
 
@@ -57,6 +62,94 @@ def test_the_runtime_keeps_to_the_contract(monkeypatch: pytest.MonkeyPatch, stra
     monkeypatch.setattr(api, "executor_for", lambda device: watching)
     assert equal(parallel_run(CPU, How(strategy, "random", seed=1), 4), plain_run(CPU, 4))
     assert watching.misuse == [] and watching.waited > 20 and watching.depth == 0
+
+
+@pytest.mark.parametrize("budget", [None, 1.2])
+def test_a_budget_limits_the_allocator_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch, budget: float | None):
+    watching = Watching(CpuExecutor())
+    monkeypatch.setattr(api, "executor_for", lambda device: watching)
+    made, link = setup("tied"), mdcs.Link.uniform(10, 10, emulated=True)
+    how = How("fsdp", "wfbp", budget=budget)
+    run = emulated_run(made, optimizer_for("adam", made.model), how, mdcs.Emulation(0, 2), link)
+    assert watching.limits == ([] if budget is None else [run.plan.budget, None])
+    assert run.memory["retries"] == 7
+
+
+class FakeEvent:
+    """Notes who waits for it, and tells times as CUDA does: milliseconds in single precision."""
+
+    now = 0.0
+
+    def __init__(self, **options: bool) -> None:
+        self.waited: list[str] = []
+
+    def record(self, stream: Any) -> None:
+        self.seconds = FakeEvent.now
+
+    def synchronize(self) -> None:
+        self.waited.append("host")
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return torch.tensor((later.seconds - self.seconds) * 1e3, dtype=torch.float32).item()
+
+
+class FakeStream:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def wait_event(self, event: FakeEvent) -> None:
+        event.waited.append("stream")
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the executor asks of torch.cuda, without a device: 8 GB, and an allocator that has tried again three times."""
+    said = SimpleNamespace(fractions=[], emptied=0)
+
+    def empty() -> None:
+        said.emptied += 1
+
+    for name, value in {
+        "Event": FakeEvent,
+        "Stream": FakeStream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": lambda device: "compute",
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=8_000_000_000),
+        "set_per_process_memory_fraction": lambda fraction, device: said.fractions.append(fraction),
+        "empty_cache": empty,
+        "memory_stats": lambda device: {"num_alloc_retries": 3},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return said
+
+
+def test_on_cuda_a_thread_waits_for_compute_and_the_communication_stream_never_does(fake_cuda: SimpleNamespace):
+    executor = executor_for(torch.device("cuda", 0))
+    assert isinstance(executor, CudaExecutor)
+    mark: Any = executor.mark()
+    with executor.communicating():
+        executor.after(mark)
+    assert mark.waited == ["host"]
+
+
+def test_on_cuda_times_are_as_fine_after_a_day_as_at_first(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    executor = executor_for(torch.device("cuda", 0))
+    begin: Any
+    for second in range(0, 86_400, 60):
+        monkeypatch.setattr(FakeEvent, "now", float(second))
+        begin = executor.stamp()
+        monkeypatch.setattr(FakeEvent, "now", second + 0.010)
+        end = executor.stamp()
+        assert executor.seconds(end) - executor.seconds(begin) == pytest.approx(0.010, abs=1e-5)
+
+
+def test_on_cuda_the_budget_limits_the_share_of_the_device(fake_cuda: SimpleNamespace):
+    executor = executor_for(torch.device("cuda", 0))
+    executor.limit(2_000_000_000 - (44 << 20))  # what it may have beyond that
+    executor.limit(9_000_000_000)
+    executor.limit(None)
+    assert fake_cuda.fractions == [0.25, 1.0, 1.0] and fake_cuda.emptied == 2
+    assert executor.retries() == 3
 
 
 def test_autoplan_on_one_rank():

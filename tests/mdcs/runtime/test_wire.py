@@ -15,6 +15,7 @@ from mdcs.link import Kind, Link
 from mdcs.measure.memory import NullMeter
 from mdcs.plan import Message, Strategy
 from mdcs.profile import Profile, Slot, Unit
+from mdcs.runtime.collectives import Communicator
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Transfer, Wire
 from mdcs.schedulers import Mix
@@ -38,7 +39,7 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
         UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, NullMeter())
         for u, n in enumerate(SIZES)
     ]
-    wire = Wire(plan, storages, None, NullMeter())
+    wire = Wire(plan, storages, lambda collectives: Communicator(collectives, None), NullMeter())
     parts = [(u, b) for u in range(3) for b in range(len(plan.blocks[u]))]
     wrong = []
     reduced = {}

@@ -1,0 +1,126 @@
+"""Jobs of one process that is a rank of many: they say so wherever a result is shown, and claim no losses."""
+
+import dataclasses
+import io
+import math
+
+import pytest
+
+import analysis
+from experiments import checks, jobs
+from experiments.config import Config, ConfigError
+from experiments.plan import units_table
+from experiments.profile import units_table as profile_table
+from experiments.tracking import read_events
+from launch import elastic
+from mdcs.measure.timeline import Timeline
+from mdcs.plan import Plan
+from mdcs.schedulers import Wfbp
+
+pytestmark = pytest.mark.alone
+
+SMALL = ("run.steps=5", "run.warmup_steps=2", "run.profile_iterations=2", "cluster.threads=1")
+EMULATED = ("cluster=emulated", "link=emulated", "link.rate_gbit=10")
+MODEL = ("model=mlp", "data=digits", "data.batch_size=2")
+JOBS = {
+    "of 64": (*MODEL, "strategy=fsdp", "scheduler=dear", "run.accumulation=2"),
+    "of 8": (*MODEL, "strategy=greedy", "scheduler=priority", "budget.over_floor=0.1", "optimizer.clip_norm=1",
+             "cluster.ranks=8", "cluster.rank=5"),
+}  # fmt: skip
+
+
+def composed(*overrides: str) -> Config:
+    with checks.composing():
+        return checks.compose_config([*SMALL, *EMULATED, *overrides])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of all jobs, which one process has run one after the other."""
+    folder = tmp_path_factory.mktemp("emulated")
+    for name, overrides in JOBS.items():
+        (folder / name).mkdir()
+        checks.save(jobs.resolve(composed(*overrides)), folder / name / "config.yaml")
+    config = composed(*JOBS["of 64"])
+    outcome = elastic.run(
+        folder / "launch", elastic.Cluster(config.cluster.processes, 60, 60), jobs.environment(jobs.resolve(config)),
+        module="tests.experiments.batch_worker", arguments=[str(folder / name) for name in JOBS],
+    )  # fmt: skip
+    assert outcome.ok, outcome.reason
+    return {name: folder / name for name in JOBS}
+
+
+@pytest.mark.parametrize(("job", "world", "rank"), [("of 64", 64, 0), ("of 8", 8, 5)])
+def test_a_job_says_that_its_ranks_are_emulated_and_nothing_of_losses(folders, job, world, rank):
+    start, *steps, summary = read_events(folders[job] / "metrics.jsonl")
+    assert (start["emulated_ranks"], start["emulated"], start["world"]) == (True, True, world)
+    assert start["name"].endswith(f" (rank {rank} of {world}, emulated)")
+    assert summary["emulated_ranks"] is True and summary["status"] == "ok"
+    assert [step["loss"] for step in (*steps, summary)] == [None] * 6
+    assert all(step.get("grad_norm") is None for step in steps)
+    [measured] = Timeline.from_json((folders[job] / "timeline.json").read_text()).ranks
+    assert measured.rank == rank and {i.lane for i in measured.intervals} == {"compute", "message", "update"}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_its_memory_is_the_ledger_s_to_the_byte(folders, job):
+    start, *_, summary = read_events(folders[job] / "metrics.jsonl")
+    ledger, measured = summary["memory"]["ledger"], summary["memory"]["measured"]
+    buffers = ledger.keys() - {"activations", "total"}
+    assert {c: ledger[c] for c in buffers} == {c: measured[c] for c in buffers}
+    assert measured["total"] <= ledger["total"] + 64
+    assert start["admission_bytes"] is None or measured["total"] <= start["admission_bytes"]
+
+
+def test_tables_and_pictures_say_so(folders):
+    frame = analysis.table_of([analysis.load_run(folder).row() for folder in folders.values()])
+    assert frame["emulated_ranks"].all() and all(math.isnan(loss) for loss in frame["loss"])
+    printed = io.StringIO()
+    analysis.print_table(frame, printed)
+    assert "mlp · 64 emulated ranks · emulated link" in printed.getvalue()
+    assert "mlp · 8 emulated ranks · emulated link" in printed.getvalue()
+    plan = Plan.from_json((folders["of 64"] / "plan.json").read_text())
+    for table in (units_table(plan, Wfbp()), profile_table(plan.profile)):
+        assert "64 emulated ranks" in str(table.title)
+
+
+def test_a_job_that_failed_before_its_first_line_says_so_too(tmp_path):
+    checks.save(jobs.resolve(composed()), tmp_path / "config.yaml")
+    (tmp_path / "metrics.jsonl").write_text('{"event": "failure", "reason": "no luck"}\n')
+    assert analysis.load_run(tmp_path).row()["emulated_ranks"] is True
+
+
+def test_one_process_has_all_cores_and_is_all_that_is_started(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    cluster = dataclasses.replace(composed().cluster, threads=None)
+    assert (cluster.ranks, cluster.processes, cluster.resolved_threads()) == (64, 1, 8)
+
+
+WRONG = {
+    "link=real": "link.name: must be emulated with cluster=emulated, which sends nothing; got real",
+    "cluster.ranks=8 cluster.rank=8": "cluster.rank: must be < cluster.ranks=8, got 8",
+    "cluster=local cluster.rank=1": "cluster.rank: has no effect with cluster.name=local, got 1",
+    "run.eval_every=2": "run.eval_every: must be null with cluster=emulated, without losses; got 2",
+    "link.rate_gbit=null": "link.rate_gbit: is needed with link.name=emulated, got null",
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG.items(), ids=WRONG)
+def test_a_wrong_value_is_one_line_with_its_key(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        given = [o for o in EMULATED if not (overrides == "link=real" and o.startswith("link"))]
+        with checks.composing():
+            checks.compose_config([*given, *overrides.split()])
+    assert str(caught.value) == message
+
+
+def test_emulated_ranks_have_no_collectives_to_compare(tmp_path, monkeypatch, capsys):
+    from experiments import collectives
+
+    monkeypatch.setattr("sys.argv", ["collectives.py", *EMULATED, f"hydra.run.dir={tmp_path}"])
+    assert collectives.main() == 1
+    assert "cluster.name: emulated ranks send nothing to compare" in capsys.readouterr().err
+
+
+def test_a_job_that_is_resolved_has_a_name_that_says_so():
+    assert jobs.resolve(composed("strategy=fsdp")).run.name == "fsdp wfbp (rank 0 of 64, emulated)"

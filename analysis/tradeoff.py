@@ -13,11 +13,14 @@ class Workload(NamedTuple):
     model: str
     world: int
     emulated: bool
+    shaped_gbit: float | None
 
     @property
     def title(self) -> str:
         ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
-        return " · ".join([self.model, ranks, *(["emulated link"] if self.emulated else [])])
+        link = ["emulated link"] if self.emulated else []
+        link += [] if self.shaped_gbit is None else [f"link shaped to {self.shaped_gbit:g} Gbit/s"]
+        return " · ".join([self.model, ranks, *link])
 
 
 def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
@@ -27,8 +30,8 @@ def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
     """
     known = frame[frame["model"].notna() & frame["world"].notna() & frame["emulated"].notna()]
     groups = [
-        (Workload(str(model), int(world), bool(emulated)), rows)
-        for (model, world, emulated), rows in known.groupby(["model", "world", "emulated"])
+        (Workload(str(model), int(world), bool(emulated), None if pd.isna(rate) else float(rate)), rows)
+        for (model, world, emulated, rate), rows in known.groupby(["model", "world", "emulated", "shaped_gbit"], dropna=False)
     ]
     if len(groups) == 1:
         return [(groups[0][0], frame)]

@@ -222,7 +222,13 @@ class CollectivesConfig:
 
 @dataclass
 class ClusterConfig:
+    name: str = _option(
+        "local", "local, or shaped: each rank behind a real link of its own, of a set rate", choices=("local", "shaped")
+    )
     ranks: int = _option(2, "processes", at_least=1)
+    rate_gbit: float | None = _option(
+        None, "of a rank's link, in each direction", at_least=0.001, used_by=("shaped",), needed_by=("shaped",)
+    )
     threads: int | None = _option(None, "threads that compute, per rank; null: cores // ranks", at_least=1)
     timeout_s: float = _option(60.0, "a job in which no rank moves for so long is ended", above=0)
     startup_s: float = _option(
@@ -240,6 +246,10 @@ class ClusterConfig:
 
     def resolved_backend(self) -> str:
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
+
+    def shaped_link(self) -> str:
+        """In words, for profiles; empty for a link that is not shaped."""
+        return "" if self.rate_gbit is None else f"{self.rate_gbit:g} Gbit/s"
 
 
 def _analytic(about: str, **limits: Any) -> Any:

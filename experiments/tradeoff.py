@@ -87,7 +87,8 @@ class Entry:
         if point.plan is None:
             start = {"strategy": config.strategy.kind or config.strategy.name, "scheduler": config.scheduler.name,
                      "model": config.model.name, "world": planner.profile.world, "emulated": planner.profile.link.emulated,
-                     "floor_bytes": planner.floor, "schedule_share": point.share}  # fmt: skip
+                     "shaped_gbit": config.cluster.rate_gbit, "floor_bytes": planner.floor,
+                     "schedule_share": point.share}  # fmt: skip
         else:
             start = worker.start_event(config, point.plan, planner.floor)
         known = analysis.Run(self.run or Path(), start | {"budget_bytes": point.budget}, pd.DataFrame(), {}, {}).row()

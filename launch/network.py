@@ -23,7 +23,10 @@ INTERFACE = "eth0"
 """Of every rank: each has its own."""
 
 _SUBNET = ipaddress.ip_network("10.77.0.0/16")  # nothing else is in these namespaces
-_BURST, _LIMIT = "256kb", "2mb"  # of the token buckets: what may pass at once, what may wait
+# Of the token buckets. What passes at once after a pause: at least a segment as TCP hands it over (64 KiB and headers),
+# or it would be cut, and what the rate carries until a timer is sure to have fired. And what may wait.
+_BURST_BYTES, _BURST_SECONDS = 96 << 10, 0.25e-3
+_LIMIT = "2mb"
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PLACES = os.pathsep.join(["/usr/sbin", "/sbin", "/usr/bin", "/bin"])  # where users' PATH need not lead
 _TRY_SECONDS = 30.0
@@ -130,8 +133,10 @@ def rank_commands(address: str, rate_gbit: float) -> list[list[str]]:
 
 def shape_command(device: str, rate_gbit: float) -> list[str]:
     """What lets `device` send `rate_gbit` Gbit/s and no more."""
-    rate = f"{round(rate_gbit * 1e9)}bit"
-    return ["tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", _BURST, "limit", _LIMIT]
+    rate = round(rate_gbit * 1e9)
+    burst = max(_BURST_BYTES, round(rate / 8 * _BURST_SECONDS))
+    shape = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", _LIMIT]
+    return ["tc", "qdisc", "add", "dev", device, "root", *shape]
 
 
 def _run(command: Sequence[str], *kept: int) -> None:

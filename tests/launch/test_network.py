@@ -15,9 +15,12 @@ def test_every_rank_has_an_address_of_its_own():
     assert all(address in subnet and address != subnet.network_address for address in made)
 
 
-@pytest.mark.parametrize(("rate_gbit", "rate"), [(1, "1000000000bit"), (0.5, "500000000bit"), (2.5, "2500000000bit")])
-def test_both_ends_of_a_link_have_its_rate(rate_gbit, rate):
-    shape = ["root", "tbf", "rate", rate, "burst", "256kb", "limit", "2mb"]
+@pytest.mark.parametrize(
+    ("rate_gbit", "rate", "burst"),
+    [(1, "1000000000bit", "98304b"), (0.5, "500000000bit", "98304b"), (10, "10000000000bit", "312500b")],
+)
+def test_both_ends_of_a_link_have_its_rate(rate_gbit, rate, burst):
+    shape = ["root", "tbf", "rate", rate, "burst", burst, "limit", "2mb"]
     port = network.port_commands(3, "/proc/self/fd/9", rate_gbit)
     assert ["tc", "qdisc", "add", "dev", "port3", *shape] in port
     assert ["ip", "link", "add", "port3", "type", "veth", "peer", "name", "eth0", "netns", "/proc/self/fd/9"] in port

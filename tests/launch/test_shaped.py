@@ -77,12 +77,13 @@ def test_a_killed_rank_ends_the_job_with_its_name(tmp_path):
 
 
 def test_a_network_that_is_lost_ends_the_job(tmp_path):
-    seen = Seen()
+    seen, killed = Seen(), []
 
     def kill_the_holder(said):
         seen.look(said)
-        if (tmp_path / "ready").exists():
+        if (tmp_path / "ready").exists() and not killed:
             os.kill(seen.holder, signal.SIGKILL)
+            killed.append(seen.holder)
 
     arguments = ["hung", str(tmp_path)]
     outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=arguments, on_tick=kill_the_holder)

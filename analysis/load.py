@@ -37,7 +37,8 @@ COLUMNS: tuple[str, ...] = (
         "schedule_share",
         "floor_bytes",
     ),
-    *("cross_iteration", "world", "emulated", "emulated_ranks", "status", "reason", "steps"),
+    *("cross_iteration", "world", "emulated", "emulated_ranks", "shaped_gbit", "congestion_control"),
+    *("status", "reason", "steps"),
     *(
         "step_s",
         "step_s_p10",
@@ -55,7 +56,7 @@ COLUMNS: tuple[str, ...] = (
     *("messages_total", *(f"messages_{kind}" for kind in KINDS)),
     *("plan_hash", "folder"),
 )
-_TEXT = ("name", "model", "strategy", "scheduler", "status", "reason", "plan_hash", "folder")
+_TEXT = ("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash", "folder")
 _FLAGS = ("cross_iteration", "emulated", "emulated_ranks")
 
 
@@ -303,6 +304,7 @@ _CONFIG_PATHS: dict[str, tuple[str, ...]] = {
     "schedule_share": ("budget.schedule_share",),
     "cross_iteration": ("scheduler.cross_iteration",),
     "world": ("cluster.ranks",),
+    "shaped_gbit": ("cluster.rate_gbit",),
 }
 
 

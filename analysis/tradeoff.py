@@ -13,12 +13,15 @@ class Workload(NamedTuple):
     model: str
     world: int
     emulated: bool  # the link
-    emulated_ranks: bool = False
+    emulated_ranks: bool
+    shaped_gbit: float | None
 
     @property
     def title(self) -> str:
         ranks = "1 rank" if self.world == 1 else f"{self.world} {'emulated ' if self.emulated_ranks else ''}ranks"
-        return " · ".join([self.model, ranks, *(["emulated link"] if self.emulated else [])])
+        link = ["emulated link"] if self.emulated else []
+        link += [] if self.shaped_gbit is None else [f"link shaped to {self.shaped_gbit:g} Gbit/s"]
+        return " · ".join([self.model, ranks, *link])
 
 
 def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
@@ -29,8 +32,10 @@ def workloads(frame: pd.DataFrame) -> list[tuple[Workload, pd.DataFrame]]:
     known = frame[frame["model"].notna() & frame["world"].notna() & frame["emulated"].notna()]
     one_process = known["emulated_ranks"].eq(True)  # a run that does not say has real ones
     groups = [
-        (Workload(str(model), int(world), bool(emulated), bool(alone)), rows)
-        for (model, world, emulated, alone), rows in known.groupby(["model", "world", "emulated", one_process])
+        (Workload(str(model), int(world), bool(emulated), bool(alone), None if pd.isna(rate) else float(rate)), rows)
+        for (model, world, emulated, alone, rate), rows in known.groupby(
+            ["model", "world", "emulated", one_process, "shaped_gbit"], dropna=False
+        )
     ]
     if len(groups) == 1:
         return [(groups[0][0], frame)]

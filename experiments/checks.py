@@ -187,6 +187,10 @@ def _check_combinations(config: Config) -> None:
     if config.cluster.backend == "nccl" and config.cluster.device != "cuda":
         raise ConfigError("cluster.backend", f"nccl needs cluster.device=cuda, got {config.cluster.device}")
     _check_emulation(config)
+    if config.cluster.name == "shaped" and config.cluster.device != "cpu":
+        raise ConfigError("cluster.device", f"must be cpu with cluster.name=shaped, got {config.cluster.device}")
+    if config.cluster.name == "shaped" and config.link.name == "emulated":
+        raise ConfigError("link.name", "must be real with cluster.name=shaped, got emulated")
     if config.cluster.device == "cuda":
         for operation, name in config.collectives.named().items():
             if name != "native":
@@ -238,7 +242,8 @@ def _check_profile(config: Config, path: Path) -> None:
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError("profile.path", f"{path} is not a profile.json: {error}") from error
     about = {"ranks": str(profile.world), **profile.about}  # one written by hand may say nothing of itself
-    for key, value in measured_for(config).items():
+    link = {"shaped_link": config.cluster.shaped_link()} if config.link.name == "real" else {}
+    for key, value in (measured_for(config) | link).items():
         if about.get(key, value) != value:
             was = f"{path} was measured with {key} {about[key] or 'none'}"
             raise ConfigError("profile.path", f"{was}; this job has {value or 'none'}")

@@ -1,8 +1,10 @@
 """Measure the collective algorithms against each other, on the ranks and the device of the config.
 
     python experiments/collectives.py cluster.ranks=2
+    python experiments/collectives.py cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
 
-Prints median milliseconds by algorithm and message size, in which * is the fastest, and what one rank sends and holds.
+Prints median milliseconds by algorithm and message size, in which * is the fastest, what one rank sends and holds, and
+at which rate it sends the largest message.
 An emulated link would make all algorithms alike: this always measures the real one.
 """
 
@@ -25,6 +27,7 @@ from rich.table import Table
 from experiments import app, jobs
 from experiments.checks import load
 from experiments.config import Config
+from launch import network
 from mdcs.collectives import ALGORITHMS, KIND, Collectives
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
@@ -33,7 +36,7 @@ FILE = "collectives.json"
 
 def main() -> int:
     """Measure what the command line asks for and print the table; returns the exit code."""
-    console = Console(width=100)
+    console = Console(width=110)
 
     def compare(config: Config, folder: Path) -> str:
         if config.cluster.emulated:
@@ -44,7 +47,7 @@ def main() -> int:
         outcome = jobs.run(config, folder, console, only="plan", worker="experiments.collectives")
         if outcome.ok:
             rows = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            console.print(table(rows, config.cluster.ranks, config.cluster.resolved_backend()))
+            console.print(table(rows, config.cluster.ranks, config.cluster.resolved_backend(), shaped_link(config)))
         return outcome.reason
 
     return app.run(compare)
@@ -67,12 +70,18 @@ def measure(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def table(rows: list[dict[str, Any]], world: int, backend: str) -> Table:
+def shaped_link(config: Config) -> str:
+    """For the title; empty for a link that is not shaped."""
+    link = config.cluster.shaped_link()
+    return f", link shaped to {link} ({network.congestion_control()})" if link else ""
+
+
+def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
     """``seconds`` of a row are by size; bytes sent and held are per byte of the message."""
-    made = Table(title=f"{backend}, {world} ranks: median ms", title_justify="left", box=box.SIMPLE_HEAD)
+    made = Table(title=f"{backend}, {world} ranks{link}: median ms", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("operation", "algorithm"):
         made.add_column(heading, no_wrap=True)
-    for heading in (*(f"{s >> 10}K" if s < 2**20 else f"{s >> 20}M" for s in SIZES), "sent", "buffer"):
+    for heading in (*(f"{s >> 10}K" if s < 2**20 else f"{s >> 20}M" for s in SIZES), "sent", "buffer", "Gbit/s"):
         made.add_column(heading, justify="right", no_wrap=True)
     for operation, kind in KIND.items():
         own = [row for row in rows if row["operation"] == operation]
@@ -81,7 +90,8 @@ def table(rows: list[dict[str, Any]], world: int, backend: str) -> Table:
             collectives = replace(Collectives.default(backend), **{operation: row["algorithm"]})
             share = (f"{of(kind, SIZES[-1], world) / SIZES[-1]:.2f}" for of in (collectives.sent, collectives.buffer))
             times = (f"{'*' if s == best else ''}{s * 1e3:.2f}" for s, best in zip(row["seconds"], fastest, strict=True))
-            made.add_row(operation, row["algorithm"], *times, *share)
+            rate = collectives.sent(kind, SIZES[-1], world) * 8e-9 / row["seconds"][-1]
+            made.add_row(operation, row["algorithm"], *times, *share, f"{rate:.2f}")
         made.add_section()
     return made
 

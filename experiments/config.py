@@ -223,11 +223,16 @@ class CollectivesConfig:
 @dataclass
 class ClusterConfig:
     name: str = _option(
-        "local", "local: a process per rank; emulated: one process, and messages that only take time",
-        choices=("local", "emulated"),
-    )  # fmt: skip
+        "local",
+        "local: a process per rank; shaped: each behind a real link of its own, of a set rate; emulated: one process, and "
+        "messages that only take time",
+        choices=("local", "shaped", "emulated"),
+    )
     ranks: int = _option(2, "ranks", at_least=1)
     rank: int = _option(0, "which of the ranks the one process is", at_least=0, used_by=("emulated",))
+    rate_gbit: float | None = _option(
+        None, "of a rank's link, in each direction", at_least=0.001, used_by=("shaped",), needed_by=("shaped",)
+    )
     threads: int | None = _option(None, "threads that compute, per rank; null: cores // processes", at_least=1)
     timeout_s: float = _option(60.0, "a job in which no rank moves for so long is ended", above=0)
     startup_s: float = _option(
@@ -253,6 +258,10 @@ class ClusterConfig:
 
     def resolved_backend(self) -> str:
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
+
+    def shaped_link(self) -> str:
+        """In words, for profiles; empty for a link that is not shaped."""
+        return "" if self.rate_gbit is None else f"{self.rate_gbit:g} Gbit/s"
 
 
 def _analytic(about: str, **limits: Any) -> Any:

@@ -23,7 +23,7 @@ from experiments.config import Config, ConfigError
 from experiments.profiles import Profiles
 from experiments.progress import JobProgress
 from experiments.tracking import METRICS, JsonLines, Tail, open_mirror
-from launch import elastic
+from launch import elastic, network
 from launch.elastic import Outcome
 from launch.status import Status
 from mdcs.measure.memory import preload_env
@@ -52,10 +52,13 @@ def run(
 
     share: the profiles that this program knows; jobs that are given the same ones share what they measure.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
-    that is not of ranks.
+    that is not of ranks, and for a shaped link that this machine or user cannot have.
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
+    rate = config.cluster.rate_gbit
+    if rate is not None and (why := network.refusal(rate)):
+        raise ConfigError("cluster.name", f"shaped is not possible here: {why}")
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     share = share or Profiles()
@@ -82,7 +85,7 @@ def run(
                     ended_well = ended_well or event.get("event") == "summary"
 
             cluster = elastic.Cluster(
-                config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s
+                config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s, rate
             )
             arguments = [str(folder), *([f"--{only}-only"] if only else [])]
             outcome = elastic.run(

@@ -71,7 +71,10 @@ def units_table(profile: Profile) -> Table:
 def link_table(profile: Profile) -> Table:
     """A row per collective kind: latency, rate, and how much of it a block reaches."""
     link = profile.link
-    about = f"{'emulated ' if link.emulated else ''}link: {link.depth} messages in flight, blocks of {link.block / MIB:.2f} MiB"
+    kind = "emulated link" if link.emulated else "link"
+    if shaped := profile.about.get("shaped_link"):
+        kind = f"link shaped to {shaped} ({profile.about['congestion_control']})"
+    about = f"{kind}: {link.depth} messages in flight, blocks of {link.block / MIB:.2f} MiB"
     table = Table(title=about, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("collective", "α µs", "Gbit/s", "a block's share of the rate"):
         table.add_column(heading, justify="left" if heading == "collective" else "right")

@@ -11,6 +11,7 @@ import platform
 from pathlib import Path
 
 from experiments.config import Config, ProfileConfig
+from launch import network
 from mdcs.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.collectives import Collectives
 from mdcs.link import Link
@@ -126,6 +127,8 @@ def _key(config: Config) -> str:
     for group, names in _OTHER_KEYS.items():
         parts[group] = {name: value for name, value in parts[group].items() if name not in names}
     parts["cluster"] |= cluster
+    if config.cluster.name == "shaped":
+        parts["congestion_control"] = network.congestion_control()
     parts |= {"device": device_name(config), "torch": importlib.metadata.version("torch"), "schema": SCHEMA}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 

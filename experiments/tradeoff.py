@@ -87,7 +87,7 @@ class Entry:
         if point.plan is None:
             start = {"strategy": config.strategy.kind or config.strategy.name, "scheduler": config.scheduler.name,
                      "model": config.model.name, "world": planner.profile.world, "emulated": planner.profile.link.emulated,
-                     "emulated_ranks": config.cluster.emulated,
+                     "emulated_ranks": config.cluster.emulated, "shaped_gbit": config.cluster.rate_gbit,
                      "floor_bytes": planner.floor, "schedule_share": point.share}  # fmt: skip
         else:
             start = worker.start_event(config, point.plan, planner.floor)

@@ -30,7 +30,7 @@ from experiments import data, models, profiles
 from experiments.checks import load
 from experiments.config import Config, measured_for
 from experiments.tracking import METRICS, JsonLines
-from launch import status
+from launch import network, status
 from mdcs.agreement import agree, on_rank_zero
 from mdcs.measure.interference import measure_interference
 from mdcs.measure.link import measure_link
@@ -152,6 +152,8 @@ def about(config: Config) -> dict[str, str]:
     return {
         **measured_for(config),
         **({"emulated": f"rank {config.cluster.rank}"} if config.cluster.emulated else {}),
+        "shaped_link": config.cluster.shaped_link(),
+        "congestion_control": network.congestion_control(),
         "threads": str(config.cluster.threads),
         "device": profiles.device_name(config),
         "torch": torch.__version__,
@@ -368,6 +370,7 @@ def start_event(config: Config, plan: mdcs.Plan, floor: int) -> dict[str, Any]:
         "scheduler": plan.scheduler, "collectives": str(plan.profile.collectives), "model": config.model.name,
         "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget,
         "schedule_share": config.budget.schedule_share, "floor_bytes": floor,
+        "shaped_gbit": config.cluster.rate_gbit, "congestion_control": network.congestion_control(),
         "cross_iteration": plan.cross_iteration, "outcome": plan.outcome, "bound_s": plan.bound_s,
         "predicted": predicted,
     }  # fmt: skip

@@ -1,8 +1,8 @@
-"""The process between the launcher and the ranks: torch's elastic agent, `python -m launch.agent RUN_DIR`.
+"""The process between the launcher and the ranks: torch's elastic agent, `python -m launch.agent RUN_DIR PARENT [NODE]`.
 
 Reads `launch.json`, runs the ranks to their end with no restarts, and writes each failed rank's exit code
 to `agent.json`. What a failure means is decided by the launcher (`launch.elastic`), which also sees the
-ranks' own reasons.
+ranks' own reasons. With NODE it runs that one rank, and other agents the others (`launch.shaped`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from launch import orphans
+from launch import network, orphans
 from launch.rank import AGENT_PID
 
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 2
+_PORT = 29500  # of the rendezvous, where nobody else can have taken it
 
 
-def main(folder: Path) -> int:
-    """Run the job described by `folder`/launch.json; 0 when every rank ended well."""
+def main(folder: Path, parent: int, node: int | None) -> int:
+    """Run the job described by `folder`/launch.json, or `node`'s part of it; 0 when every rank ended well."""
     job = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
-    orphans.die_with_parent(job["parent"])
+    orphans.die_with_parent(parent)
 
     # Imported only now: until the line above a launcher that died would leave this process behind.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -34,13 +36,8 @@ def main(folder: Path) -> int:
     os.environ[AGENT_PID] = str(os.getpid())
     with tempfile.TemporaryDirectory() as logs:
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=job["ranks"],
+            **_nodes(job["ranks"], node),
             run_id=job["id"],
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # this agent serves the rendezvous, on a port that was free
-            local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
             shutdown_timeout=_CLOSE_SECONDS,
@@ -52,11 +49,29 @@ def main(folder: Path) -> int:
             elastic_launch(config, sys.executable)("-u", *rank)
         except ChildFailedError as error:
             exit_codes = {int(rank): failure.exitcode for rank, failure in error.failures.items()}
-    temporary = folder / "agent.json.part"
+    report = folder / ("agent.json" if node is None else f"agent{node}.json")
+    temporary = report.with_suffix(".part")
     temporary.write_text(json.dumps({"schema": 1, "exit_codes": exit_codes}), encoding="utf-8")
-    temporary.replace(folder / "agent.json")
+    temporary.replace(report)
     return 1 if exit_codes else 0
 
 
+def _nodes(ranks: int, node: int | None) -> dict[str, Any]:
+    """How the agents of a job find each other."""
+    if node is None:  # there is one, which serves the rendezvous on a port that was free
+        alone = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": ranks}
+        return {**alone, "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+    where = network.addresses(ranks)
+    return {
+        "min_nodes": ranks,
+        "max_nodes": ranks,
+        "nproc_per_node": 1,
+        "rdzv_backend": "static",  # which gives node n rank n
+        "rdzv_configs": {"rank": node},
+        "rdzv_endpoint": f"{where[0]}:{_PORT}",
+        "local_addr": where[node],
+    }
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None))

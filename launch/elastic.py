@@ -2,6 +2,7 @@
 
     launcher (this process) → torch's elastic agent (`launch.agent`) → ranks (`launch.rank`)
 
+A shaped cluster has an agent per rank, and `launch.shaped` between them and this process; "the agent" is that then.
 The agent starts the ranks and sees them die; this process watches both, since an agent only notices
 processes that end. It ends a job in which no rank moves, gives a failing job a moment to report, and kills
 whatever is left. Every rank leads a session of its own, so a rank's children go with it.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import orphans, status
+from launch import network, orphans, status
 from launch.status import Status
 
 _POLL_SECONDS = 0.1
@@ -45,12 +46,15 @@ class Cluster:
     """How many ranks, and how long a job may stand still.
 
     timeout_s: seconds without any rank's status changing after which the job is ended; startup_s: added to
-    it until every rank has reported a step. Raises ValueError when one is out of range.
+    it until every rank has reported a step. rate_gbit: shaped, each rank in a network namespace of its own behind a
+    link of this rate (`launch.network`); None: all share this machine's loopback. Raises ValueError when one is out
+    of range.
     """
 
     ranks: int
     timeout_s: float = 60.0
     startup_s: float = 120.0
+    rate_gbit: float | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -59,6 +63,13 @@ class Cluster:
             raise ValueError(
                 f"timeout_s must be > 0 and startup_s >= 0, got {self.timeout_s} and {self.startup_s}"
             )
+        if self.rate_gbit is not None and not self.rate_gbit > 0:
+            raise ValueError(f"rate_gbit must be > 0, got {self.rate_gbit}")
+
+    @property
+    def interface(self) -> str:
+        """The network interface that every rank talks through."""
+        return "lo" if self.rate_gbit is None else network.INTERFACE
 
 
 @dataclass(frozen=True)
@@ -99,16 +110,17 @@ def run(
     job = {
         "schema": 1,
         "id": uuid.uuid4().hex,
-        "parent": os.getpid(),
         "ranks": cluster.ranks,
+        "rate_gbit": cluster.rate_gbit,
         "module": module,
         "arguments": list(arguments),
-        "env": {"GLOO_SOCKET_IFNAME": "lo", **env},
+        "env": {"GLOO_SOCKET_IFNAME": cluster.interface, **env},
     }
     (run_dir / "launch.json").write_text(json.dumps(job, indent=1), encoding="utf-8")
+    module_of_agent = "launch.agent" if cluster.rate_gbit is None else "launch.shaped"
     with (run_dir / "agent.log").open("wb") as log:
         agent = subprocess.Popen(
-            [sys.executable, "-m", "launch.agent", str(run_dir)],
+            [sys.executable, "-m", module_of_agent, str(run_dir), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -163,13 +175,13 @@ def _end(run_dir: Path, cluster: Cluster, agent: subprocess.Popen[bytes]) -> Non
     orphans.kill_groups([agent.pid, *ranks])  # the agent first: a rank it sees die it would report
     agent.wait()
     orphans.wait_until_gone(ranks, _REPORT_SECONDS)
-    orphans.reap(ranks)
+    orphans.reap([agent.pid, *ranks])
 
 
 def _clear(run_dir: Path) -> None:
     """Remove what an earlier job in the same folder said: pids in it may be others' by now."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent.json"):
+    for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent*.json"):
         for file in run_dir.glob(pattern):
             file.unlink()
 
@@ -179,8 +191,8 @@ def _clear(run_dir: Path) -> None:
 
 def _outcome(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | None) -> Outcome:
     errors = sorted((_read(file) for file in run_dir.glob("rank*.error")), key=lambda error: error["time"])
-    report = _read(run_dir / "agent.json") if (run_dir / "agent.json").exists() else {"exit_codes": {}}
-    codes = {int(rank): code for rank, code in report["exit_codes"].items()}
+    reports = [_read(file) for file in run_dir.glob("agent*.json")]
+    codes = {int(rank): code for report in reports for rank, code in report["exit_codes"].items()}
     explained = {error["rank"] for error in errors}
     if agent_code == 0 and not errors:
         return Outcome(ok=True)

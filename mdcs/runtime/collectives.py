@@ -100,16 +100,18 @@ class Communicator:
 
     def _ring_reduce_scatter(self, buffer: Tensor, received: Tensor, out: Tensor, tag: int) -> Steps:
         """Each part travels once around, from the rank behind its owner to the owner, and collects the summands."""
+        # Receives are asked for before sends: gloo tells a sender that it may start on the connection that its own
+        # message is on, behind that message. The other way round the two ranks would send one after the other.
         parts = buffer.chunk(self.world)
         for k in range(1, self.world):
             sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
-            yield [self._send(sent, self.rank + 1, tag), self._receive(received, self.rank - 1, tag)]
+            yield [self._receive(received, self.rank - 1, tag), self._send(sent, self.rank + 1, tag)]
             torch.add(arriving, received, out=arriving if k < self.world - 1 else out)
 
     def _ring_all_gather(self, parts: tuple[Tensor, ...], tag: int) -> Steps:
         for k in range(self.world - 1):
             sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
-            yield [self._send(sent, self.rank + 1, tag), self._receive(arriving, self.rank - 1, tag)]
+            yield [self._receive(arriving, self.rank - 1, tag), self._send(sent, self.rank + 1, tag)]
 
     def _reduce_broadcast(self, buffer: Tensor, received: Tensor) -> Steps:
         """Up a binomial tree with rank 0 at its root, and down again."""

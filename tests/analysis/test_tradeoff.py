@@ -70,3 +70,14 @@ def test_the_best_run_is_the_fastest_that_finished(run_writer):
     frame = load_sweep(run_writer.sweep)
     assert best_run(frame)["name"] == "1"
     assert best_run(frame[frame["name"] == "2"]) is None
+
+
+def test_runs_behind_links_of_different_rates_are_different_workloads(run_writer):
+    for name in ("0", "1", "2"):
+        run_writer(name, emulated=False)
+    frame = load_sweep(run_writer.sweep)
+    frame["shaped_gbit"] = [1.0, 0.5, None]
+    titles = [workload.title for workload, _ in workloads(frame)]
+    assert sorted(titles) == [
+        "gpt-small · 2 ranks", "gpt-small · 2 ranks · link shaped to 0.5 Gbit/s", "gpt-small · 2 ranks · link shaped to 1 Gbit/s",
+    ]  # fmt: skip

@@ -107,6 +107,12 @@ WRONG = {
     "cluster.threads=0": "cluster.threads: must be >= 1, got 0",
     "cluster.timeout_s=0": "cluster.timeout_s: must be > 0, got 0",
     "cluster.backend=nccl": "cluster.backend: nccl needs cluster.device=cuda, got cpu",
+    "cluster.rate_gbit=1": "cluster.rate_gbit: has no effect with cluster.name=local, got 1",
+    "cluster=shaped cluster.rate_gbit=0": "cluster.rate_gbit: must be >= 0.001, got 0",
+    "cluster=shaped cluster.rate_gbit=null": "cluster.rate_gbit: is needed with cluster.name=shaped, got null",
+    "cluster=shaped cluster.device=cuda": "cluster.device: must be cpu with cluster.name=shaped, got cuda",
+    "cluster=shaped link=emulated": "link.name: must be real with cluster.name=shaped, got emulated",
+    "cluster=shapd": "cluster: no such option shapd; options: cuda, local, shaped",
     "run.steps=0": "run.steps: must be >= 1, got 0",
     "run.steps=2.5": "run.steps: must be an integer, got 2.5",
     "run.steps=true": "run.steps: must be an integer, got true",
@@ -197,10 +203,10 @@ def test_the_files_only_choose():
 PROFILE = Path(__file__).with_name("profile.json")
 
 
-def profile_of(tmp_path: Path, *overrides: str, emulated: bool = False) -> str:
+def profile_of(tmp_path: Path, *overrides: str, emulated: bool = False, shaped_link: str = "") -> str:
     """A profile as a job with these overrides would have measured it."""
     text = json.loads(PROFILE.read_text())
-    text["about"] = schema.measured_for(composed(*overrides))
+    text["about"] = schema.measured_for(composed(*overrides)) | {"shaped_link": shaped_link}
     text["link"]["emulated"] = emulated
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(text))
@@ -250,6 +256,20 @@ def test_a_profile_of_another_job_is_refused(tmp_path, override, reason):
     with pytest.raises(ConfigError) as error:
         composed(profile, override)
     assert str(error.value) == f"profile.path: {profile.partition('=')[2]} was measured with {reason}"
+
+
+def test_a_profile_of_another_link_is_refused(tmp_path):
+    shaped = ("cluster=shaped", "cluster.rate_gbit=2")
+    profile = profile_of(tmp_path, shaped_link="1 Gbit/s")
+    assert composed(profile, "cluster=shaped").cluster.rate_gbit == 1
+    assert composed(profile, "link=emulated").link.name == "emulated"
+    was = f"profile.path: {profile.partition('=')[2]} was measured with shaped_link"
+    for link, overrides, reason in (("1 Gbit/s", shaped, "1 Gbit/s; this job has 2 Gbit/s"),
+                                    ("1 Gbit/s", (), "1 Gbit/s; this job has none"),
+                                    ("", shaped, "none; this job has 2 Gbit/s")):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            composed(profile_of(tmp_path, shaped_link=link), *overrides)
+        assert str(error.value) == f"{was} {reason}"
 
 
 def test_a_profile_without_the_link_does_not_plan_for_a_real_one(tmp_path):

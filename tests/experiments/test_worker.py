@@ -149,7 +149,7 @@ def test_the_jobs_choose_every_option_once():
     given = {override for workload, overrides in JOBS for override in (*WORKLOADS[workload], *overrides)}
     given |= {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none"}  # the defaults
     untried = {
-        "cluster": {"cuda", "emulated"},  # the latter is in test_emulated.py
+        "cluster": {"cuda", "shaped", "emulated"},  # test_shaped.py, test_emulated.py
         "profile": {"gpt3-1024"},
         "tracker": {"wandb"},
         "model": {"gpt2-small", "bert-base", "resnet50", "resnet152"},

@@ -1,0 +1,59 @@
+"""Between the launcher and the agents of a shaped cluster: `python -m launch.shaped RUN_DIR LAUNCHER_PID`.
+
+    launcher → this process, which holds the network (`launch.network`) → an agent per rank, in its namespace → the rank
+
+To the launcher it is what one agent is on a plain cluster: the leader of a process group, which ends when the ranks
+have, with 1 if one failed. Agents and ranks are killed by the kernel when it ends, and the network goes with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launch import orphans
+from launch.network import Network, NetworkError
+
+_POLL_SECONDS = 0.05
+_REPORT_SECONDS = 1.0
+"""What the other agents get when one has failed: its rank need not be the first to have failed."""
+
+
+def main(folder: Path, launcher: int) -> int:
+    """Run the job described by `folder`/launch.json; 0 when every rank ended well."""
+    job = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
+    orphans.die_with_parent(launcher)
+    try:
+        network = Network(job["ranks"], job["rate_gbit"])
+    except NetworkError as error:
+        print(error)  # the last line of agent.log is the launcher's reason
+        return 1
+    agents = []
+    for rank in range(job["ranks"]):
+        with network.inside(rank):
+            command = [sys.executable, "-m", "launch.agent", str(folder), str(os.getpid()), str(rank)]
+            agents.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+    _wait(agents)
+    for agent in agents:
+        agent.kill()
+    return int(any([agent.wait() for agent in agents]))
+
+
+def _wait(agents: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or one has failed and the others have had their time."""
+    failed = None
+    while None in (codes := [agent.poll() for agent in agents]):
+        now = time.monotonic()
+        if any(codes):
+            failed = failed or now
+            if now - failed > _REPORT_SECONDS:
+                return
+        time.sleep(_POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

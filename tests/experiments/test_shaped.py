@@ -1,0 +1,72 @@
+"""A real job behind real links of a set rate: it runs like any other, and its profile has measured that rate."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+import analysis
+from experiments import checks, jobs
+from experiments import profile as program
+from experiments.config import Config, ConfigError
+from experiments.profiles import Profiles
+from experiments.tracking import read_events
+from launch import network
+from mdcs.link import Kind
+from mdcs.profile import Profile
+
+pytestmark = pytest.mark.alone
+
+RATE = 0.5  # slow enough to be reached on any machine
+JOB = ("cluster=shaped", f"cluster.rate_gbit={RATE}", "model=mlp", "data=synthetic", "cluster.threads=1")
+CARRIED = ("collectives.reduce_scatter=ring", "collectives.all_gather=ring", "collectives.all_reduce=native")
+SMALL = (*CARRIED, "run.steps=4", "run.warmup_steps=2", "run.profile_iterations=2")
+
+
+def composed(*overrides: str) -> Config:
+    with checks.composing():
+        return checks.compose_config([*JOB, *overrides])
+
+
+def test_a_job_trains_behind_the_link_and_says_so(tmp_path):
+    if why := network.refusal(RATE):
+        pytest.skip(f"no shaped network: {why}")
+    outcome = jobs.run(composed(*SMALL, "strategy=fsdp"), tmp_path, Console(file=io.StringIO()))
+    assert outcome.ok, outcome.reason
+    profile = Profile.from_json((tmp_path / "profile.json").read_text())
+    for kind in (Kind.AR, Kind.AG_F, Kind.RS):
+        rate = 8e-9 / profile.link.beta_of(kind)
+        assert 0.75 * RATE <= rate <= 1.02 * RATE, (kind, rate, profile.collectives)
+    assert (profile.about["shaped_link"], profile.link.emulated) == ("0.5 Gbit/s", False)
+    congestion = profile.about["congestion_control"]
+    start = read_events(tmp_path / "metrics.jsonl")[0]
+    assert (start["shaped_gbit"], start["congestion_control"], start["emulated"]) == (RATE, congestion, False)
+    assert congestion == network.congestion_control() != ""
+    row = analysis.load_run(tmp_path).row()
+    assert (row["status"], row["shaped_gbit"], row["congestion_control"]) == ("ok", RATE, congestion)
+    printed = io.StringIO()
+    analysis.print_table(analysis.load_sweep(tmp_path), printed)
+    assert "mlp · 2 ranks · link shaped to 0.5 Gbit/s" in printed.getvalue()
+    console = Console(width=120, record=True, file=io.StringIO())
+    program.show(profile, console)
+    assert f"link shaped to 0.5 Gbit/s ({congestion}): 2 messages in flight" in console.export_text()
+
+
+def test_where_it_cannot_work_nothing_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(network, "_found", lambda program: None)
+    folder = tmp_path / "job"
+    with pytest.raises(ConfigError) as error:
+        jobs.run(composed(), folder, Console(file=io.StringIO()))
+    assert str(error.value) == "cluster.name: shaped is not possible here: needs the program ip (of iproute2)"
+    assert not folder.exists()
+
+
+def test_a_profile_belongs_to_its_rate_and_congestion_control(tmp_path, monkeypatch):
+    text = Profile.from_json((checks.CONF.parent / "tests/experiments/profile.json").read_text()).to_json()
+    (tmp_path / "profile.json").write_text(text)
+    Profiles().keep(composed(), tmp_path)
+    assert Profiles().find(composed("scheduler=dear")) is not None
+    assert Profiles().find(composed("cluster.rate_gbit=1")) is None
+    assert Profiles().find(composed("cluster=local", "cluster.rate_gbit=null")) is None
+    monkeypatch.setattr(network, "congestion_control", lambda: "another")
+    assert Profiles().find(composed()) is None

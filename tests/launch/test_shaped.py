@@ -1,0 +1,111 @@
+"""Ranks in network namespaces of their own: they reach each other, and nothing is left of them, however they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import elastic, network, orphans, status
+
+WHY_NOT = network.refusal(1.0)
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = elastic.Cluster(ranks=2, timeout_s=10.0, startup_s=60.0, rate_gbit=1.0)
+
+
+def namespace(process: int | str) -> str:
+    try:
+        return os.readlink(f"/proc/{process}/ns/net")
+    except OSError:  # it has ended, or is another user's
+        return ""
+
+
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class Seen:
+    """The ranks of a job while it runs, and their namespaces, that of the holder included."""
+
+    def __init__(self) -> None:
+        self.interfaces = set(os.listdir("/sys/class/net"))
+        self.ranks: list[int] = []
+        self.holder = 0
+        self.namespaces: set[str] = set()
+
+    def look(self, said) -> None:
+        if all(said) and not self.ranks:
+            self.ranks = [each.pid for each in said]
+            self.holder = parent(parent(self.ranks[0]))
+            self.namespaces = {namespace(pid) for pid in (self.holder, *self.ranks)}
+
+    def assert_nothing_left(self) -> None:
+        assert len(self.namespaces) == 3 and namespace("self") not in self.namespaces
+        assert orphans.wait_until_gone([self.holder, *self.ranks], 10.0) == []
+        deadline = time.monotonic() + 10
+        while self.left() and time.monotonic() < deadline:  # a namespace that is empty goes a moment later
+            time.sleep(0.05)
+        assert self.left() == []
+        assert set(os.listdir("/sys/class/net")) == self.interfaces
+
+    def left(self) -> list[str]:
+        return [file.name for file in Path("/proc").glob("[0-9]*") if namespace(file.name) in self.namespaces]
+
+
+def test_a_job_ends_well_and_each_rank_was_in_a_namespace_of_its_own(tmp_path):
+    seen = Seen()
+    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.succeed", on_tick=seen.look)
+    assert outcome == elastic.Outcome(ok=True)
+    assert json.loads((tmp_path / "launch.json").read_text())["env"]["GLOO_SOCKET_IFNAME"] == network.INTERFACE
+    seen.assert_nothing_left()
+
+
+def test_a_killed_rank_ends_the_job_with_its_name(tmp_path):
+    seen = Seen()
+    arguments = ["killed", str(tmp_path)]
+    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=arguments, on_tick=seen.look)
+    assert (outcome.reason, outcome.rank, outcome.step) == ("rank 1 was killed by SIGKILL at step 3", 1, 3)
+    seen.assert_nothing_left()
+    children = [int(file.read_text()) for file in tmp_path.glob("child*")]
+    assert len(children) == 2 and orphans.wait_until_gone(children, 5.0) == []
+
+
+def test_a_network_that_is_lost_ends_the_job(tmp_path):
+    seen, killed = Seen(), []
+
+    def kill_the_holder(said):
+        seen.look(said)
+        if (tmp_path / "ready").exists() and not killed:
+            os.kill(seen.holder, signal.SIGKILL)
+            killed.append(seen.holder)
+
+    arguments = ["hung", str(tmp_path)]
+    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=arguments, on_tick=kill_the_holder)
+    assert outcome.reason.startswith("the launcher's agent ended with -9")
+    seen.assert_nothing_left()
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(tmp_path):
+    code = (
+        "import pathlib, sys; from launch import elastic; folder = pathlib.Path(sys.argv[1]);"
+        "cluster = elastic.Cluster(2, rate_gbit=1.0);"
+        "elastic.run(folder, cluster, {}, module='tests.launch.ranks.fail', arguments=['hung', str(folder)])"
+    )
+    seen = Seen()
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    seen.look([status.read(tmp_path, rank) for rank in (0, 1)])
+    assert parent(seen.holder) == launcher.pid
+    launcher.kill()
+    launcher.wait(10)
+    for file in tmp_path.glob("child*"):  # which did not ask to die with their rank
+        os.kill(int(file.read_text()), signal.SIGKILL)
+    seen.assert_nothing_left()

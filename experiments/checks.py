@@ -245,7 +245,7 @@ def _check_engine(config: Config) -> None:
     if engine.name in ("fairscale_fsdp", "dataparallel") and cluster.device != "cuda":
         raise ConfigError("engine.name", f"{engine.name} needs cluster.device=cuda, got {cluster.device}")
     if engine.name == "dataparallel" and cluster.ranks != 1:
-        raise ConfigError("cluster.ranks", f"must be 1 with engine=dataparallel: one process has all devices; got {cluster.ranks}")
+        raise ConfigError("cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {cluster.ranks}")
     if config.link.name == "emulated":
         raise ConfigError("link.name", f"an emulated link paces mdcs alone, not the messages of engine={engine.name}")
     for group, usual in _PLANNED.items():

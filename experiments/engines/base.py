@@ -236,7 +236,11 @@ class Peer:
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         self.drain()
-        yield
+        training, self.seen = self.seen, Seen()  # what an evaluation sends is no step's
+        try:
+            yield
+        finally:
+            self.seen = training
 
     # ---- what was measured
 

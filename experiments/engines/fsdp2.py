@@ -36,7 +36,7 @@ def prepare(config: Config, job: Job) -> Engine:
 class Fsdp2(Peer):
     def __init__(self, config: Config, job: Job) -> None:
         if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-            raise ConfigError("engine.name", f"fsdp2 needs a newer torch: fully_shard of {torch.__version__} takes no collectives")
+            raise ConfigError("engine.name", f"fsdp2 needs a newer torch: in {torch.__version__} it takes no collectives")
         engine, blocks = config.engine, job.blocks()
         mesh = init_device_mesh(job.device.type, (job.world,))
         reshard = {"always": True, "never": False, "group": engine.reshard_group}[engine.reshard or "always"]

@@ -64,12 +64,19 @@ def lines(
         step = Spread.of(steps)
         made.append(
             Line(
-                engine, fits, step, Spread.of(ratios) if ratios else None, *(
-                    _median(rows, key)
-                    for key in ("compute_s", "communication_s", "exposed_s", "overlap_ratio", "bytes_total")
-                ), peak, {name: step.median / bound - 1 for name, bound in bounds.items() if bound > 0},
+                engine=engine,
+                fits=fits,
+                step_s=step,
+                ratio=Spread.of(ratios) if ratios else None,
+                compute_s=_median(rows, "compute_s"),
+                communication_s=_median(rows, "communication_s"),
+                exposed_s=_median(rows, "exposed_s"),
+                overlap_ratio=_median(rows, "overlap_ratio"),
+                sent_bytes=_median(rows, "bytes_total"),
+                peak_bytes=peak,
+                above={name: step.median / bound - 1 for name, bound in bounds.items() if bound > 0},
             )
-        )  # fmt: skip
+        )
     return sorted(made, key=lambda line: line.step_s.median)
 
 

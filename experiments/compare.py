@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
+import math
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -24,7 +27,6 @@ from typing import Any
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -86,6 +88,11 @@ class Budget:
             return int(self.gib * GIB)
         return None if self.over_floor is None else int(floor * (1 + self.over_floor))
 
+    def __str__(self) -> str:
+        if self.gib is not None:
+            return f"{self.gib:g} GiB"
+        return "none" if self.over_floor is None else f"{self.over_floor * 100:g}%"
+
     @property
     def overrides(self) -> list[str]:
         values = {"budget.gib": self.gib, "budget.over_floor": self.over_floor}
@@ -112,7 +119,12 @@ def main(module: str = jobs.WORKER) -> int:
     parser.add_argument("--format", choices=("text", "json"), default="text", help="of what is printed")
     parser.add_argument("--out", type=Path, default=Path("results/compare"), help="the folder for what is written")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. model.layers=4")
-    return run_composing(lambda: Comparison(parser.parse_args(), module).run())
+    arguments = parser.parse_args()
+    try:
+        return run_composing(lambda: Comparison(arguments, module).run())
+    except KeyboardInterrupt:
+        print("interrupted: all ranks were ended", file=sys.stderr)
+        return 130
 
 
 class Comparison:
@@ -152,6 +164,8 @@ class Comparison:
     def run(self) -> int:
         """All rounds, and what is shown and written; returns the exit code."""
         floor = self._floor()
+        if floor is None:
+            return 1
         own = list(self._own(floor))
         for number in range(self.asked.rounds):
             candidates = [*own, *self.peers]
@@ -167,15 +181,17 @@ class Comparison:
         if self.asked.format == "json":
             print(json.dumps(document, indent=1))
         else:
-            show(document, self.asked.budgets)
+            show(document)
         self.console.print(f"in {self.out}: comparison.json, comparison.png, runs", markup=False, highlight=False, soft_wrap=True)
         return 1 if self.failed or not document["losses"]["equal"] else 0
 
-    def _floor(self) -> int:
+    def _floor(self) -> int | None:
+        """Of the profile, which is measured if it is not known; None, and a line, if that fails."""
         folder = self.out / "runs" / "profile"
         outcome = jobs.run(self.config, folder, self.console, share=self.share, only="profile", worker=self.module)
         if not outcome.ok:
-            raise ConfigError("profile", f"could not be measured: {outcome.reason}")
+            self.console.print(f"no profile: {outcome.reason}", markup=False, soft_wrap=True)
+            return None
         profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
         return mdcs.floor_bytes(profile, **worker.planning_options(self.config))
 
@@ -183,13 +199,13 @@ class Comparison:
         """mdcs with every plan under every budget; under one below the floor it cannot run."""
         for budget in self.asked.budgets:
             if (limit := budget.bytes(floor)) is not None and limit < floor:
-                self.left_out[BASE] = f"the smallest feasible budget is {floor} bytes, got {limit}"
+                self.left_out[f"{BASE} @ {budget}"] = f"the smallest feasible budget is {floor} bytes, got {limit}"
                 continue
             for name, overrides in self.plans.items():
                 yield Candidate(name, compose_config([*overrides, *budget.overrides, f"run.name='{name}'"]), budget)
 
     def _turn(self, number: int, candidate: Candidate) -> None:
-        folder = self.out / "runs" / f"{number}-{_key(candidate).replace(' ', '-').replace('%', '')}"
+        folder = self.out / "runs" / f"{number}-{re.sub(r'[^a-z0-9.]+', '-', _key(candidate).lower())}"
         outcome = jobs.run(candidate.config, folder, self.console, share=self.share, worker=self.module)
         if not outcome.ok:
             self.failed[_key(candidate)] = outcome.reason
@@ -204,15 +220,17 @@ class Comparison:
     def document(self, floor: int) -> dict[str, Any]:
         config, whole = self.config, self.asked.rounds
         complete = {key: rows for key, rows in self.runs.items() if len(rows) == whole}
-        base = next((key for key in self.curves if key.split(" @ ")[0] == BASE), None)
+        own = [key for key in self.curves if key.partition(" @ ")[0] == BASE]
+        base = next(iter([*own, *self.curves]), None)
         differences = {} if base is None else loss_differences(self.curves, base)
         return {
-            "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config), "torch": torch.__version__,
-            "model": config.model.name, "options": config.model.options(), "batch_size": config.data.batch_size,
-            "world": config.cluster.ranks, "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
+            "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
+            "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": config.model.options(),
+            "batch_size": config.data.batch_size, "world": config.cluster.ranks, "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
             "rounds": whole, "overrides": self.asked.overrides, "base": BASE, "floor_bytes": floor,
             "losses": {
-                "tolerance": self.asked.tolerance, "differences": differences,
+                "base": base, "tolerance": self.asked.tolerance,
+                "differences": {key: value if math.isfinite(value) else None for key, value in differences.items()},
                 "equal": all(difference <= self.asked.tolerance for difference in differences.values()),
             },
             "left_out": self.left_out, "failed": self.failed,
@@ -233,7 +251,7 @@ class Comparison:
         return {"budget_bytes": limit, "over_floor": budget.over_floor, "bounds": bounds, "lines": made}
 
 
-def show(document: dict[str, Any], budgets: Sequence[Budget]) -> None:
+def show(document: dict[str, Any]) -> None:
     """A table per budget of what fits, what does not, and whether the losses are equal."""
     console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else WIDTH
@@ -244,8 +262,9 @@ def show(document: dict[str, Any], budgets: Sequence[Budget]) -> None:
         console.print()
     losses = document["losses"]
     for engine, difference in losses["differences"].items():
-        if difference > losses["tolerance"]:
-            console.print(f"losses of {engine} differ by {difference:.2g} of those of {document['base']}")
+        if difference is None or difference > losses["tolerance"]:
+            words = "cannot be compared with" if difference is None else f"differ by {difference:.2g} of"
+            console.print(f"losses of {engine} {words} those of {losses['base']}")
     if losses["differences"] and losses["equal"]:
         greatest = max(losses["differences"].values())
         console.print(f"all losses are equal within {losses['tolerance']:g}; the greatest relative difference is {greatest:.1g}")
@@ -320,11 +339,8 @@ def _without(overrides: Sequence[str], others: Sequence[str]) -> list[str]:
 
 def _key(candidate: Candidate) -> str:
     """Its name, with its budget if it has one: mdcs @ 10%."""
-    budget = candidate.budget
-    if budget is None or budget == Budget():
-        return candidate.name
-    words = f"{budget.gib:g}GiB" if budget.gib is not None else f"{(budget.over_floor or 0) * 100:g}%"
-    return f"{candidate.name} @ {words}"
+    is_limited = candidate.budget not in (None, Budget())
+    return f"{candidate.name} @ {candidate.budget}" if is_limited else candidate.name
 
 
 if __name__ == "__main__":

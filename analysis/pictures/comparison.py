@@ -117,5 +117,6 @@ def _notes(document: Mapping[str, Any]) -> str:
     words = f"2.00 × takes twice as long as {document['base']}; bounds are predicted from the profile, all else is measured; "
     if not losses["differences"]:
         return words + "losses were not compared"
-    equal = "equal" if losses["equal"] else "NOT equal"
-    return words + f"losses are {equal} (greatest relative difference {max(losses['differences'].values()):.1g})"
+    if not losses["equal"]:
+        return words + "losses are NOT equal"
+    return words + f"losses are equal (greatest relative difference {max(losses['differences'].values()):.1g})"

@@ -6,10 +6,14 @@ is an engine, and has its name in the config; whatever else is installed for it 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from typing import TYPE_CHECKING
 
 from experiments.config import Config, ConfigError
-from experiments.engines.base import Engine, Job
+
+if TYPE_CHECKING:  # which import torch: whoever starts ranks need not wait for it
+    from experiments.engines.base import Engine, Job
 
 
 def require(config: Config) -> None:

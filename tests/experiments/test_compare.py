@@ -110,7 +110,7 @@ def test_losses_that_differ_are_an_error(ranks, monkeypatch, capsys):
 
 def test_under_a_budget_below_the_floor_peers_run_alone(ranks, monkeypatch, capsys):
     assert asked(monkeypatch, "--rounds", "1", "--engines", "ddp", "--budgets", "0.0000001") == 0
-    assert "left out: mdcs: the smallest feasible budget is " in capsys.readouterr().out
+    assert "left out: mdcs @ 1e-07 GiB: the smallest feasible budget is " in capsys.readouterr().out
 
 
 def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeypatch, capsys):

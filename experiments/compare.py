@@ -226,7 +226,8 @@ class Comparison:
         return {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
             "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": config.model.options(),
-            "batch_size": config.data.batch_size, "world": config.cluster.ranks, "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
+            "batch_size": config.data.batch_size, "world": config.cluster.ranks,
+            "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
             "rounds": whole, "overrides": self.asked.overrides, "base": BASE, "floor_bytes": floor,
             "losses": {
                 "base": base, "tolerance": self.asked.tolerance,

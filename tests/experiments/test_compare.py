@@ -1,5 +1,6 @@
 """`compare.py`: who takes turns, what is asked of whom, and what is said in the end. The runs are made up."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import mdcs
 from experiments import compare, jobs
 from experiments.tracking import METRICS, JsonLines
 from launch.elastic import Outcome
+from mdcs.bounds import Bounds
 from mdcs.schedulers import SCHEDULERS
 from mdcs.strategies import STRATEGIES
 
@@ -44,11 +46,12 @@ def ranks(monkeypatch, tmp_path):
                 off = 0.5 if wrong.get(name) == "differs" else 0
                 told = {"step": step, "warmup": step == 1, "loss": 1 / step + off, "step_s": STEP_S[name]}
                 metrics.write({"event": "step", **told})
-            spread = dict.fromkeys(("median", "p10", "p90"), STEP_S[name] * (1 + len(calls) % 2))
+            spread = dict.fromkeys(("median", "p10", "p90"), STEP_S[name])
             metrics.write({"event": "summary", "status": "ok", "step_s": spread, "peak_bytes": PEAK_MIB[name] * MIB})
         return Outcome(True)
 
     monkeypatch.setattr(jobs, "run", run)
+    monkeypatch.setattr(compare, "bounds_of", lambda plan, seconds: Bounds(0.05, 0.08, None))
     monkeypatch.chdir(tmp_path)
     return calls, wrong
 
@@ -67,7 +70,7 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     assert {config.strategy.name for config in calls if config.engine.name == "mdcs"} == {"greedy"}
     printed = capsys.readouterr().out
     limited, unlimited = printed.split("no limit")
-    assert "budget 0.0 MiB (floor + 50%)" in limited and "do not fit: mdcs (1.0 MiB), fsdp2 (1.0 MiB), ddp (8.0 MiB)" in limited
+    assert "budget 0.0 MiB (floor + 50%)" in limited and "do not fit: mdcs (1.0 MiB), ddp (8.0 MiB), fsdp2 (1.0 MiB)" in limited
     assert "traffic bound" in unlimited and "structural bound" in unlimited
     assert "all losses are equal within 0.005; the greatest relative difference is 0" in printed
     assert (Path("results/compare/comparison.png")).stat().st_size > 10_000
@@ -87,8 +90,8 @@ def test_json_is_all_that_is_printed_and_is_what_is_written(ranks, monkeypatch, 
     by_name = {line["engine"]: line for line in unlimited["lines"]}
     assert by_name["mdcs"]["ratio"]["median"] == 1 and by_name["ddp"]["peak_bytes"] == 8 * MIB
     assert by_name["ddp"]["exposed_s"] is None  # the made-up runs do not tell
-    step, bound = by_name["ddp"]["step_s"]["median"], unlimited["bounds"]["structural"]
-    assert by_name["ddp"]["above"]["structural"] == pytest.approx(step / bound - 1)
+    assert unlimited["bounds"] == {"traffic": 0.05, "structural": 0.08}
+    assert by_name["ddp"]["above"] == pytest.approx({"traffic": 0.15 / 0.05 - 1, "structural": 0.15 / 0.08 - 1})
 
 
 def test_an_engine_that_fails_is_left_alone_and_the_others_go_on(ranks, monkeypatch, capsys):
@@ -114,7 +117,8 @@ def test_under_a_budget_below_the_floor_peers_run_alone(ranks, monkeypatch, caps
 
 
 def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))
     monkeypatch.setitem(STEP_S, "ddp_no_overlap", 0.3)
     monkeypatch.setitem(PEAK_MIB, "ddp_no_overlap", 8)
     assert asked(monkeypatch, "--rounds", "1") == 0

@@ -140,7 +140,7 @@ WRONG = {
     "profile=gpt3-1024 profile.efficiency=2": "profile.efficiency: must be <= 1, got 2",
     "profile=gpt3-1024 profile.nodes=null": "profile.nodes: is needed with profile.name=analytic, got null",
     "engine=horovod": (
-        "engine: no such option horovod; options: ddp, ddp_no_overlap, deepspeed, dataparallel, fairscale, fairscale_fsdp,"
+        "engine: no such option horovod; options: dataparallel, ddp, ddp_no_overlap, deepspeed, fairscale, fairscale_fsdp,"
         " fsdp2, mdcs"
     ),
     "engine.name=fairscale_fsdp": "engine.name: fairscale_fsdp needs cluster.device=cuda, got cpu",

@@ -54,10 +54,13 @@ COLUMNS: tuple[str, ...] = (
     *(f"measured_memory_{category}" for category in CATEGORIES),
     *("bytes_total", *(f"bytes_{kind}" for kind in KINDS)),
     *("messages_total", *(f"messages_{kind}" for kind in KINDS)),
-    *("plan_hash", "folder"),
+    *("plan_hash", "folder", "engine", "fits"),
 )
-_TEXT = ("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash", "folder")
-_FLAGS = ("cross_iteration", "emulated", "emulated_ranks")
+_TEXT = (
+    *("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash", "folder"),
+    "engine",
+)
+_FLAGS = ("cross_iteration", "emulated", "emulated_ranks", "fits")
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ class Run:
         measured_memory = (summary.get("memory") or {}).get("measured") or {}
         if measured_memory.get("total") is not None:
             values["peak_bytes"] = measured_memory["total"]
+        values |= {key: summary[key] for key in ("peak_bytes", "fits") if summary.get(key) is not None}
         for key in ("bytes", "messages"):
             by_kind = summary.get(key) or counts[key]
             if isinstance(by_kind, Mapping):

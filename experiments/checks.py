@@ -27,8 +27,13 @@ from experiments.config import (
     SOLVED_SCHEDULERS,
     SOLVED_STRATEGIES,
     TRANSFORMERS,
+    CollectivesConfig,
     Config,
     ConfigError,
+    LinkConfig,
+    ProfileConfig,
+    SchedulerConfig,
+    StrategyConfig,
     leaves,
     measured_for,
     register,
@@ -219,6 +224,46 @@ def _check_combinations(config: Config) -> None:
         if profile.refresh:
             raise ConfigError("profile.refresh", f"measures a profile, and profile.path={profile.path} is one")
         _check_profile(config, Path(profile.path))
+    _check_engine(config)
+
+
+_PLANNED = {  # what only a plan is made of, as conf/config.yaml chooses it
+    "strategy": StrategyConfig(kind="dp"),
+    "scheduler": SchedulerConfig(),
+    "collectives": CollectivesConfig(),
+    "profile": ProfileConfig(),
+    "link": LinkConfig(),
+}
+
+
+def _check_engine(config: Config) -> None:
+    engine, cluster = config.engine, config.cluster
+    if (engine.reshard == "group") != (engine.reshard_group is not None):
+        raise ConfigError(
+            "engine.reshard_group",
+            f"goes with engine.reshard=group and no other; got {engine.reshard} with {_shown(engine.reshard_group)}",
+        )
+    if engine.reshard_group is not None and cluster.ranks % engine.reshard_group:
+        raise ConfigError("engine.reshard_group", f"must divide cluster.ranks={cluster.ranks}, got {engine.reshard_group}")
+    if engine.plans:
+        return
+    if engine.name in ("fairscale_fsdp", "dataparallel") and cluster.device != "cuda":
+        raise ConfigError("engine.name", f"{engine.name} needs cluster.device=cuda, got {cluster.device}")
+    if engine.name == "dataparallel" and cluster.ranks != 1:
+        raise ConfigError("cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {cluster.ranks}")
+    if config.link.name == "emulated":
+        raise ConfigError("link.name", f"an emulated link paces mdcs alone, not the messages of engine={engine.name}")
+    for group, usual in _PLANNED.items():
+        _check_usual(f"{group}.", getattr(config, group), usual, engine.name)
+    limit = dataclasses.replace(config.budget, gib=None)  # which is checked: measured peak against it
+    _check_usual("budget.", limit, type(limit)(), engine.name)
+
+
+def _check_usual(prefix: str, group: Any, usual: Any, engine: str) -> None:
+    for leaf in dataclasses.fields(group):
+        value = getattr(group, leaf.name)
+        if value != getattr(usual, leaf.name):
+            raise ConfigError(prefix + leaf.name, f"has no effect with engine={engine}, got {_shown(value)}")
 
 
 def _check_emulation(config: Config) -> None:

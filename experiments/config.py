@@ -315,6 +315,61 @@ class TrackerConfig:
     )
 
 
+PEERS = ("ddp", "ddp_no_overlap", "fsdp2", "fairscale", "fairscale_fsdp", "deepspeed", "dataparallel")
+
+
+@dataclass
+class EngineConfig:
+    """What trains the model: mdcs, or one of its peers for comparison."""
+
+    name: str = _option("mdcs", "what trains the model", choices=("mdcs", *PEERS))
+    bucket_mib: float | None = _option(
+        None,
+        "gradients are reduced in buckets of about so much",
+        above=0,
+        used_by=("ddp", "ddp_no_overlap", "fairscale"),
+        needed_by=("ddp", "ddp_no_overlap", "fairscale"),
+    )
+    gradient_as_bucket_view: bool | None = _option(
+        None, "gradients are views of the buckets, not copied to them", used_by=("ddp",), needed_by=("ddp",)
+    )
+    reshard: str | None = _option(
+        None,
+        "after forward a block is sharded as at rest, not at all, or over groups of ranks",
+        choices=("always", "never", "group"),
+        used_by=("fsdp2",),
+        needed_by=("fsdp2",),
+    )
+    reshard_group: int | None = _option(None, "ranks of a group, with reshard=group", at_least=2, used_by=("fsdp2",))
+    prefetch: int | None = _option(
+        None, "blocks gathered ahead, asynchronously; null: as fully_shard does by itself", at_least=1, used_by=("fsdp2",)
+    )
+    reduce_scatter: str | None = _option(
+        None,
+        "the backend's own, or an all-to-all with a local sum",
+        choices=("own", "all_to_all"),
+        used_by=("fsdp2",),
+        needed_by=("fsdp2",),
+    )
+    stage: int | None = _option(
+        None, "of ZeRO", at_least=1, at_most=3, used_by=("deepspeed",), needed_by=("deepspeed",)
+    )
+    loss_inside: bool | None = _option(
+        None, "each device computes the loss of its part", used_by=("dataparallel",), needed_by=("dataparallel",)
+    )
+
+    @property
+    def plans(self) -> bool:
+        """Whether it trains by a plan; peers decide by themselves."""
+        return self.name not in PEERS
+
+    @property
+    def label(self) -> str:
+        """The name, with what distinguishes variants of one engine: fsdp2 never all_to_all 2, deepspeed 3."""
+        shown = (self.reshard_group or self.reshard, self.reduce_scatter, self.prefetch, self.stage)
+        return " ".join([self.name, *(str(value) for value in shown if value is not None)])
+
+
 @dataclass
 class RunConfig:
     name: str | None = _option(None, "name in tables and plots; null: made of strategy and scheduler")
@@ -356,6 +411,7 @@ class Config:
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)

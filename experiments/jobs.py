@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 import analysis
-from experiments import profiles
+from experiments import engines, profiles
 from experiments.checks import save
 from experiments.config import Config, ConfigError
 from experiments.profiles import Profiles
@@ -52,17 +52,21 @@ def run(
 
     share: the profiles that this program knows; jobs that are given the same ones share what they measure.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
-    that is not of ranks, and for a shaped link that this machine or user cannot have.
+    that is not of ranks, for a shaped link that this machine or user cannot have, and for an engine that cannot run here
+    or, with `only`, does not plan.
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
     rate = config.cluster.rate_gbit
     if rate is not None and (why := network.refusal(rate)):
         raise ConfigError("cluster.name", f"shaped is not possible here: {why}")
+    if only is not None:
+        _require_plan(config)
+    engines.require(config)
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     share = share or Profiles()
-    reused = share.find(config)
+    reused = share.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
     save(resolved, folder / "config.yaml")
@@ -101,13 +105,16 @@ def run(
         if outcome.ok and only is None and resolved.tracker.name != "none":
             mirror.pictures(_draw(folder))
         mirror.finish(outcome.ok)
-    if reused is None:
+    if reused is None and config.engine.plans:
         share.keep(config, folder)
     return outcome
 
 
 def known_profile(config: Config, folder: Path, console: Console) -> tuple[Config, Profile] | None:
-    """The resolved config and its profile, if no ranks are needed for it; both are in the folder then."""
+    """The resolved config and its profile, if no ranks are needed for it; both are in the folder then. Raises ConfigError
+    for an engine that does not plan.
+    """
+    _require_plan(config)
     reused = Profiles().find(config)
     resolved = resolve(config, profile=reused)
     profile = profiles.known(resolved)
@@ -118,6 +125,11 @@ def known_profile(config: Config, folder: Path, console: Console) -> tuple[Confi
     save(resolved, folder / "config.yaml")
     (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     return resolved, profile
+
+
+def _require_plan(config: Config) -> None:
+    if not config.engine.plans:
+        raise ConfigError("engine.name", f"{config.engine.name} trains without a plan: there is none to make")
 
 
 def _say(reused: Path | None, console: Console) -> None:
@@ -162,6 +174,8 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def _name(config: Config) -> str:
+    if not config.engine.plans:
+        return config.engine.label
     strategy = config.strategy.kind or config.strategy.name
     share, cluster = config.budget.schedule_share, config.cluster
     name = f"{strategy} {config.scheduler.name}" + ("" if share is None else f" s={share:g}")

@@ -18,7 +18,7 @@ from mdcs.link import Link
 from mdcs.profile import SCHEMA, Profile
 
 # Of what a profile does not depend on; whatever else a config has makes another profile.
-_OTHER_GROUPS = ("strategy", "scheduler", "budget", "profile", "tracker", "tradeoff")
+_OTHER_GROUPS = ("strategy", "scheduler", "budget", "profile", "engine", "tracker", "tradeoff")
 _OTHER_KEYS = {
     "data": ("seed", "max_bytes"),
     "optimizer": ("lr", "betas", "eps", "schedule", "warmup_steps", "clip_norm"),

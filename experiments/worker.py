@@ -1,8 +1,8 @@
 """What every rank of a job runs: `python -m experiments.worker RUN_DIR [--profile-only | --plan-only]` under torch's
 elastic agent.
 
-Builds model and data from the resolved config, measures a profile (or reads one), plans on rank 0, and trains
-with `mdcs.parallelize` like any other user of it. Rank 0 writes the files of the run folder.
+Builds model and data from the resolved config, measures a profile (or reads one), plans on rank 0, and trains with the
+config's engine (`experiments.engines`): mdcs runs the plan, a peer needs none. Rank 0 writes the files of the run folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from experiments import data, models, profiles
+from experiments import data, engines, models, profiles
 from experiments.checks import load
 from experiments.config import Config, measured_for
+from experiments.engines.base import Engine, Record
 from experiments.tracking import METRICS, JsonLines
 from launch import network, status
 from mdcs.agreement import agree, on_rank_zero
@@ -37,7 +38,6 @@ from mdcs.measure.link import measure_link
 from mdcs.measure.rehearsal import rehearse
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 from mdcs.planner import extra_communication_s, sent_bytes
-from mdcs.runtime.record import StepRecord
 from mdcs.schedulers import SCHEDULERS, Scheduler
 from mdcs.strategies import STRATEGIES, JointPlanner, StrategyPlanner
 from mdcs.strategies.joint import Joint
@@ -55,21 +55,27 @@ def main(folder: Path, only: str | None = None) -> None:
     status.set(phase="starting")
     device = start(config)
     job = Job(config, rank, world, device)
+    floor = plan_job(folder, config, job, only) if config.engine.plans else None
+    if only is None:
+        train(folder, config, job, floor)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def plan_job(folder: Path, config: Config, job: Job, only: str | None) -> int:
+    """Give the job its plan, or only write the profile that it would be made of; returns the floor in bytes."""
     status.set(phase="profiling")
     profile = job.profile(config)
     print(f"collectives: {profile.collectives}", flush=True)
-    if rank == 0:
+    if job.writes:
         (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+    floor = mdcs.floor_bytes(profile, **job.planning)
     if only != "profile":
         status.set(phase="planning")
-        floor = mdcs.floor_bytes(profile, **job.planning)
-        plan = on_rank_zero(lambda: make_plan(config, profile, floor, job.planning))
-        if rank == 0:
-            write_plan(folder, plan)
-        if only != "plan":
-            train(folder, config, job, plan, floor)
-    dist.barrier()
-    dist.destroy_process_group()
+        job.plan = on_rank_zero(lambda: make_plan(config, profile, floor, job.planning))
+        if job.writes:
+            write_plan(folder, job.plan)
+    return floor
 
 
 def start(config: Config) -> torch.device:
@@ -88,7 +94,7 @@ def start(config: Config) -> torch.device:
 
 
 class Job:
-    """The user's side of a training run: model, units, optimizer, data."""
+    """The user's side of a training run: model, units, optimizer, data; and the plan, once there is one."""
 
     def __init__(self, config: Config, rank: int, world: int, device: torch.device) -> None:
         """``rank`` and ``world`` are those of the process; an emulated world has others."""
@@ -99,12 +105,32 @@ class Job:
         self.task = models.build(config.model.name, seed=config.run.seed, **config.model.options())
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
         freeze(self.model, config.model.frozen)
-        self.units = mdcs.partition(self.model, wrap_policy(config, self.task.block_classes))
-        self.optimizer = make_optimizer(config, self.model)
-        self.schedule = make_schedule(config, self.optimizer)
+        self.plan: mdcs.Plan | None = None
         self.config = config
         self.samples_per_step = config.data.batch_size * config.run.accumulation * self.world
         self.planning = planning_options(config)
+
+    @cached_property
+    def units(self) -> list[mdcs.ModelUnit]:
+        return mdcs.partition(self.model, wrap_policy(self.config, self.task.block_classes))
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer_of(self.model)
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(self.config, model)
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules that the wrap policy names, in the order of the model; where they nest, the inner ones first."""
+        named = {name: module for name, module in self.model.named_modules() if name}
+        policy = wrap_policy(self.config, self.task.block_classes)
+        chosen = policy.roots(self.model)
+        if not chosen:  # every module that has parameters, all of its own
+            units = mdcs.partition(self.model, policy)
+            owners = {u.modules[0] for u in units if len(u.modules) == 1}
+            chosen = {name for name, module in named.items() if module in owners}
+        return [module for name, module in sorted(named.items(), key=lambda each: -each[0].count(".")) if name in chosen]
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
         d = self.config.data
@@ -118,8 +144,9 @@ class Job:
                 for key, value in batch.items()
             }
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.task.loss(self.model, batch)
+    def loss(self, batch: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
+        """Of the model, or of another one that wraps it."""
+        return self.task.loss(self.model if model is None else model, batch)
 
     def shown(self, value: float) -> float | None:
         """A loss or a norm, unless the ranks are emulated: then it means nothing."""
@@ -252,10 +279,13 @@ def scheduler_of(config: Config) -> Scheduler:
     return SCHEDULERS[c.name](**options)
 
 
-def budget_bytes(config: Config, floor: int) -> int | None:
+def budget_bytes(config: Config, floor: int | None) -> int | None:
     if config.budget.gib is not None:
         return int(config.budget.gib * GIB)
-    return None if config.budget.over_floor is None else int(floor * (1 + config.budget.over_floor))
+    if config.budget.over_floor is None:
+        return None
+    assert floor is not None, "over_floor is refused where there is no floor"
+    return int(floor * (1 + config.budget.over_floor))
 
 
 def write_plan(folder: Path, plan: mdcs.Plan) -> None:
@@ -273,60 +303,59 @@ def write_plan(folder: Path, plan: mdcs.Plan) -> None:
 # ---- training
 
 
-def train(folder: Path, config: Config, job: Job, plan: mdcs.Plan, floor: int) -> None:
+def train(folder: Path, config: Config, job: Job, floor: int | None) -> None:
+    """Train with the config's engine; `floor` is that of the job's plan, if it has one."""
     metrics = JsonLines(folder / METRICS) if job.writes else None
     if metrics:
-        metrics.write(start_event(config, plan, floor))
+        metrics.write(start_event(config, job.plan, floor) if job.plan else start_of_peer(config, job))
     batches = job.batches()
     losses: dict[int, float] = {}
-    kept: list[StepRecord] = []
+    kept: list[Record] = []
     warmup = config.run.warmup_steps
     gc.collect()
     gc.disable()  # a collection in the middle of a slot would be measured as compute
-    with mdcs.parallelize(
-        job.model, job.optimizer, plan, job.units, clip_norm=config.optimizer.clip_norm,
-        timeout_s=config.cluster.timeout_s, emulate=job.emulate,
-    ) as parallel:  # fmt: skip
+    with engines.prepare(config, job) as engine:
+        schedule = make_schedule(config, engine.optimizer)
         for step in range(1, config.run.steps + 1):
             status.set(step=step, phase="training")
-            losses[step] = train_step(config, job, batches)
-            parallel.step()
-            job.schedule.step()
+            losses[step] = train_step(config, batches, engine)
+            engine.step()
+            schedule.step()
             if step == warmup:
-                parallel.reset_memory()
-            kept += report(metrics, config, job, parallel, losses, flush=False)
+                engine.reset_memory()
+            kept += report(metrics, config, job, engine, losses, flush=False)
             if config.run.eval_every and step % config.run.eval_every == 0:
-                evaluate(metrics, job, parallel, step)
+                evaluate(metrics, job, engine, step)
             if step % 50 == 0:
                 gc.collect()
-        parallel.drain()
+        engine.drain()
         status.set(phase="finishing")
-        kept += report(metrics, config, job, parallel, losses, flush=True)
-        memory = parallel.memory()
-        write_timeline(folder, job, plan, parallel)
+        kept += report(metrics, config, job, engine, losses, flush=True)
+        summary = summary_event(config, job, [r for r in kept if r.step > warmup], losses, engine, floor)
+        engine.write(folder)
     gc.enable()
     if metrics:
-        measured = [r for r in kept if r.step > warmup]
-        metrics.write(summary_event(config, job, plan, measured, losses, memory))
+        metrics.write(summary)
         metrics.close()
 
 
-def train_step(config: Config, job: Job, batches: Iterator[dict[str, Tensor]]) -> float:
+def train_step(config: Config, batches: Iterator[dict[str, Tensor]], engine: Engine) -> float:
     """Forward and backward of all micro-steps; the rank's mean loss."""
     total = 0.0
-    for _ in range(config.run.accumulation):
-        loss = job.loss(next(batches)) / config.run.accumulation
-        loss.backward()
+    for micro in range(config.run.accumulation):
+        with engine.micro_step(last=micro == config.run.accumulation - 1):
+            loss = engine.loss(next(batches)) / config.run.accumulation
+            engine.backward(loss)
         total += loss.item()
     return total
 
 
-def evaluate(metrics: JsonLines | None, job: Job, parallel: mdcs.Parallel, step: int) -> None:
+def evaluate(metrics: JsonLines | None, job: Job, engine: Engine, step: int) -> None:
     """Mean loss over the first held-out batches of all ranks."""
     status.set(phase="evaluating")
     job.model.eval()
     total = torch.zeros(2, dtype=torch.float64)
-    with parallel.evaluate(), torch.no_grad():
+    with engine.evaluate(), torch.no_grad():
         for _, batch in zip(range(EVAL_BATCHES), job.batches(held_out=True, epochs=1), strict=False):
             total += torch.tensor([job.loss(batch).item(), 1.0], dtype=torch.float64)
     job.model.train()
@@ -337,29 +366,27 @@ def evaluate(metrics: JsonLines | None, job: Job, parallel: mdcs.Parallel, step:
 
 
 def report(
-    metrics: JsonLines | None, config: Config, job: Job, parallel: mdcs.Parallel, losses: dict[int, float], *,
-    flush: bool,
-) -> list[StepRecord]:  # fmt: skip
+    metrics: JsonLines | None, config: Config, job: Job, engine: Engine, losses: dict[int, float], *, flush: bool
+) -> list[Record]:
     """Write the steps that have ended, messages included: one step later than compute."""
-    records = parallel.records(flush=flush)
+    records = engine.records(flush=flush)
     if metrics:
-        memory = parallel.memory()
-        measured = memory["measured"]
+        retries = engine.allocator_retries()
         for r in records:
             metrics.write(
                 {
                     "event": "step", "step": r.step, "warmup": r.step <= config.run.warmup_steps,
                     "loss": job.shown(losses[r.step]), **dataclasses.asdict(r.times), "bytes": r.bytes, "messages": r.messages,
                     "throughput_samples_s": job.samples_per_step / r.times.step_s,
-                    "peak_bytes": measured["total"] if measured else None,
-                    **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
-                    **({} if parallel.grad_norm is None else {"grad_norm": job.shown(parallel.grad_norm)}),
+                    "peak_bytes": engine.peak_bytes(),
+                    **({} if retries is None else {"allocator_retries": retries}),
+                    **({} if engine.grad_norm is None else {"grad_norm": job.shown(engine.grad_norm)}),
                 }
             )  # fmt: skip
     return records
 
 
-def start_event(config: Config, plan: mdcs.Plan, floor: int) -> dict[str, Any]:
+def start_event(config: Config, plan: mdcs.Plan, floor: int | None) -> dict[str, Any]:
     assert plan.prediction is not None
     predicted = dataclasses.asdict(plan.prediction)
     predicted["extra_communication_s"] = extra_communication_s(plan.profile, sent_bytes(plan))
@@ -372,32 +399,44 @@ def start_event(config: Config, plan: mdcs.Plan, floor: int) -> dict[str, Any]:
         "schedule_share": config.budget.schedule_share, "floor_bytes": floor,
         "shaped_gbit": config.cluster.rate_gbit, "congestion_control": network.congestion_control(),
         "cross_iteration": plan.cross_iteration, "outcome": plan.outcome, "bound_s": plan.bound_s,
-        "predicted": predicted,
+        "predicted": predicted, "engine": config.engine.name,
+    }  # fmt: skip
+
+
+def start_of_peer(config: Config, job: Job) -> dict[str, Any]:
+    """A peer has no plan: its name stands for the strategy, and the schedule is its own."""
+    return {
+        "event": "start", "time": time.time(), "emulated": False, "sweep": config.run.sweep, "name": config.run.name,
+        "world": job.world, "strategy": config.engine.label, "scheduler": "own", "model": config.model.name,
+        "budget_bytes": budget_bytes(config, None), "engine": config.engine.name,
     }  # fmt: skip
 
 
 def summary_event(
-    config: Config, job: Job, plan: mdcs.Plan, records: list[StepRecord], losses: dict[int, float],
-    memory: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Medians over the steps after warm-up; bytes and messages of a whole period, as every one sends the same."""
+    config: Config, job: Job, records: list[Record], losses: dict[int, float], engine: Engine, floor: int | None
+) -> dict[str, Any]:
+    """Medians over the steps after warm-up; bytes and messages of a whole period, as every one sends the same; memory of
+    the rank that held most. By all ranks together.
+    """
     times = [r.times for r in records]
     steps = sorted(t.step_s for t in times)
 
-    def median(name: str) -> float:
-        return statistics.median(getattr(t, name) for t in times)
+    def median(name: str) -> float | None:
+        known = [value for t in times if (value := getattr(t, name)) is not None]
+        return statistics.median(known) if known else None
 
-    assert plan.prediction is not None
     whole = records[-2] if len(records) > 1 else records[-1]  # the last is cut short by drain()
+    peaks: list[Any] = [None] * job.processes
+    dist.all_gather_object(peaks, engine.peak_bytes())
+    peak, budget = None if None in peaks else max(peaks), budget_bytes(config, floor)
     return {
         "event": "summary", "status": "ok", "steps": config.run.steps, "emulated_ranks": config.cluster.emulated,
         "step_s": {"median": statistics.median(steps), "p10": quantile(steps, 0.1), "p90": quantile(steps, 0.9)},
         **{n: median(n) for n in ("compute_s", "communication_s", "overlap_s", "exposed_s", "overlap_ratio")},
         "loss": job.shown(losses[config.run.steps]), "throughput_samples_s": job.samples_per_step / statistics.median(steps),
-        "bytes": whole.bytes, "messages": whole.messages,
-        "extra_communication_s": extra_communication_s(plan.profile, whole.bytes),
-        "memory": {"predicted": plan.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
-        **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
+        "bytes": whole.bytes, "messages": whole.messages, "peak_bytes": peak,
+        "fits": None if peak is None or budget is None else peak <= budget,
+        **engine.summary(whole.bytes),
     }  # fmt: skip
 
 
@@ -407,23 +446,6 @@ def quantile(values: list[float], q: float) -> float:
     low = int(where)
     high = min(low + 1, len(values) - 1)
     return values[low] + (where - low) * (values[high] - values[low])
-
-
-def write_timeline(folder: Path, job: Job, plan: mdcs.Plan, parallel: mdcs.Parallel) -> None:
-    """The last whole period of every rank, on the clock that starts with rank 0's."""
-    begin, end, intervals = parallel.last_period()
-    own = (job.rank, intervals, parallel.memory_by_slot())
-    gathered: list[Any] = [None] * job.processes
-    dist.all_gather_object(gathered, own)
-    if not job.writes or not intervals:
-        return
-    ranks = tuple(
-        RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - begin, end=i.end - begin) for i in theirs))
-        for r, theirs, _ in gathered
-    )
-    names = tuple(plan.period.name(q) for q in range(plan.period.length))
-    timeline = Timeline(end - begin, names, ranks, tuple(gathered[0][2]))
-    (folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ def fail(gradient):
     raise ZeroDivisionError("the test fails in backward, as told")
 
 
-def train_step_with_a_fault(config, job, batches):
+def train_step_with_a_fault(config, batches, engine):
     said = status.current()
     if os.environ["RANK"] == "1" and said is not None and said.step == 3:
-        handle = job.model.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        handle = engine.job.model.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
         try:
-            return train_step(config, job, batches)
+            return train_step(config, batches, engine)
         finally:
             handle.remove()
-    return train_step(config, job, batches)
+    return train_step(config, batches, engine)
 
 
 worker.train_step = train_step_with_a_fault

@@ -28,6 +28,7 @@ def test_every_option_of_every_group_composes(group, option):
     needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
     needed += ["strategy=joint"] if (group, option) == ("scheduler", "joint") else []
     needed += ["link=emulated"] if (group, option) == ("cluster", "emulated") else []
+    needed += ["cluster=cuda", "cluster.ranks=1"] if option in ("fairscale_fsdp", "dataparallel") else []
     made = composed(f"{group}={option}", *needed)
     assert isinstance(made, Config)
 
@@ -145,6 +146,37 @@ WRONG = {
     "profile=gpt3-1024 profile.group=rack": "profile.group: must be one of node, world; got rack",
     "profile=gpt3-1024 profile.efficiency=2": "profile.efficiency: must be <= 1, got 2",
     "profile=gpt3-1024 profile.nodes=null": "profile.nodes: is needed with profile.name=analytic, got null",
+    "engine=horovod": (
+        "engine: no such option horovod; options: dataparallel, ddp, ddp_no_overlap, deepspeed, fairscale, fairscale_fsdp,"
+        " fsdp2, mdcs"
+    ),
+    "engine.name=fairscale_fsdp": "engine.name: fairscale_fsdp needs cluster.device=cuda, got cpu",
+    "engine=dataparallel": "engine.name: dataparallel needs cluster.device=cuda, got cpu",
+    "engine=dataparallel cluster=cuda": (
+        "cluster.ranks: must be 1 with engine=dataparallel: one process, all devices; got 2"
+    ),
+    "engine=ddp engine.bucket_mib=0": "engine.bucket_mib: must be > 0, got 0",
+    "engine=ddp engine.bucket_mib=null": "engine.bucket_mib: is needed with engine.name=ddp, got null",
+    "engine.bucket_mib=4": "engine.bucket_mib: has no effect with engine.name=mdcs, got 4",
+    "engine=deepspeed engine.stage=4": "engine.stage: must be <= 3, got 4",
+    "engine=fsdp2 engine.reshard=group": (
+        "engine.reshard_group: goes with engine.reshard=group and no other; got group with null"
+    ),
+    "engine=fsdp2 engine.reshard_group=2": (
+        "engine.reshard_group: goes with engine.reshard=group and no other; got always with 2"
+    ),
+    "engine=fsdp2 engine.reshard=group engine.reshard_group=3": "engine.reshard_group: must divide cluster.ranks=2, got 3",
+    "engine=ddp strategy=fsdp": "strategy.kind: has no effect with engine=ddp, got fsdp",
+    "engine=ddp strategy=joint": "strategy.name: has no effect with engine=ddp, got joint",
+    "engine=fsdp2 scheduler=dear": "scheduler.name: has no effect with engine=fsdp2, got dear",
+    "engine=fsdp2 collectives=ring": "collectives.all_reduce: has no effect with engine=fsdp2, got ring",
+    "engine=ddp link.depth=3": "link.depth: has no effect with engine=ddp, got 3",
+    "engine=ddp profile.refresh=true": "profile.refresh: has no effect with engine=ddp, got True",
+    "engine=ddp budget.over_floor=0.1": "budget.over_floor: has no effect with engine=ddp, got 0.1",
+    "engine=ddp budget.gib=1 budget.reserve_mib=1": "budget.reserve_mib: has no effect with engine=ddp, got 1",
+    "engine=fairscale link=emulated": (
+        "link.name: an emulated link paces mdcs alone, not the messages of engine=fairscale"
+    ),
     "nothing": "nothing: is not key=value (missing EQUAL at '<EOF>'), got nothing",
 }
 

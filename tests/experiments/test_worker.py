@@ -22,7 +22,7 @@ from rich.console import Console
 
 import analysis
 from experiments import checks, errors, jobs
-from experiments.config import Config, ProfileConfig
+from experiments.config import PEERS, Config, ProfileConfig
 from experiments.tracking import read_events
 from launch import elastic, orphans, status
 from mdcs.collectives import Collectives
@@ -147,11 +147,12 @@ def ran(batch):
 def test_the_jobs_choose_every_option_once():
     """An option that is added to conf/ needs a job here."""
     given = {override for workload, overrides in JOBS for override in (*WORKLOADS[workload], *overrides)}
-    given |= {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none"}  # the defaults
+    given |= {"link=real", "collectives=auto", "profile=measured", "cluster=local", "engine=mdcs", "tracker=none"}  # the defaults
     untried = {
         "cluster": {"cuda", "shaped", "emulated"},  # test_shaped.py, test_emulated.py
         "profile": {"gpt3-1024"},
         "tracker": {"wandb"},
+        "engine": set(PEERS),  # test_engines.py
         "model": {"gpt2-small", "bert-base", "resnet50", "resnet152"},
     }
     missing = [

@@ -1,0 +1,99 @@
+"""Engines side by side: runs that took turns, put in relation to one of them, to a budget and to bounds.
+
+A *round* is one run of every engine, one after the other. Figures are medians over rounds; a ratio is taken within a round
+and then its median, so that what slows a machine for a while slows both sides. What an engine does not tell is None.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+"""A run: a row of :mod:`analysis.load`."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest over rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Line:
+    """An engine under a budget.
+
+    ratio: its step time as a multiple of the base's. above: by how much of each bound its step is longer than that bound.
+    fits: whether no rank of any run held more than the budget; None where memory was not measured.
+    """
+
+    engine: str
+    fits: bool | None
+    step_s: Spread
+    ratio: Spread | None
+    compute_s: float | None
+    communication_s: float | None
+    exposed_s: float | None
+    overlap_ratio: float | None
+    sent_bytes: float | None
+    peak_bytes: float | None
+    above: Mapping[str, float]
+
+
+def lines(
+    runs: Mapping[str, Sequence[Row]], base: str, budget_bytes: int | None, bounds: Mapping[str, float]
+) -> list[Line]:
+    """A line per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may be missing."""
+    made = []
+    for engine, rows in runs.items():
+        steps, peaks = [float(row["step_s"]) for row in rows], [row["peak_bytes"] for row in rows]
+        of_base = [float(row["step_s"]) for row in runs.get(base, ())]
+        ratios = [own / other for own, other in zip(steps, of_base, strict=False)]
+        peak = None if any(p is None for p in peaks) else max(peaks)
+        fits = True if budget_bytes is None else None if peak is None else peak <= budget_bytes
+        step = Spread.of(steps)
+        made.append(
+            Line(
+                engine=engine,
+                fits=fits,
+                step_s=step,
+                ratio=Spread.of(ratios) if ratios else None,
+                compute_s=_median(rows, "compute_s"),
+                communication_s=_median(rows, "communication_s"),
+                exposed_s=_median(rows, "exposed_s"),
+                overlap_ratio=_median(rows, "overlap_ratio"),
+                sent_bytes=_median(rows, "bytes_total"),
+                peak_bytes=peak,
+                above={name: step.median / bound - 1 for name, bound in bounds.items() if bound > 0},
+            )
+        )
+    return sorted(made, key=lambda line: line.step_s.median)
+
+
+def _median(rows: Sequence[Row], key: str) -> float | None:
+    known = [float(value) for row in rows if (value := row[key]) is not None]
+    return statistics.median(known) if len(known) == len(rows) else None
+
+
+def loss_differences(curves: Mapping[str, Sequence[Sequence[float]]], base: str) -> dict[str, float]:
+    """The greatest relative difference of any loss of an engine from that of the first run of ``base`` at the same step;
+    infinite for another number of steps, and for a loss that is not finite.
+    """
+    wanted = curves[base][0]
+    return {engine: max(_difference(curve, wanted) for curve in of) for engine, of in curves.items()}
+
+
+def _difference(curve: Sequence[float], wanted: Sequence[float]) -> float:
+    if len(curve) != len(wanted) or not all(map(math.isfinite, curve)):
+        return math.inf
+    return max(abs(own - other) / max(abs(other), 1e-12) for own, other in zip(curve, wanted, strict=True))

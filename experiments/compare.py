@@ -1,0 +1,348 @@
+"""mdcs beside its peers, under one or several budgets: paired runs that take turns, in one session.
+
+    python experiments/compare.py [--rounds 3] [--budgets 10%,30%,none] [--engines ddp,fsdp2] [override …]
+
+Every round runs mdcs once per budget and every peer once; the next round begins with the next one. A budget is GiB, a share
+of mdcs's floor on top of that floor (10%), or none; a peer fits it if no rank ever held more. Ratios are taken within a
+round. All losses are compared with those of the first run of mdcs. Overrides of strategy, scheduler, collectives and profile
+are for mdcs alone, and `--mdcs 'strategy=greedy scheduler=wfbp'` adds mdcs with another plan. comparison.json,
+comparison.png and the runs are left in `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import mdcs
+from analysis import load_run, pictures
+from analysis.comparison import Row, lines, loss_differences
+from analysis.table import WIDTH
+from experiments import engines, jobs, worker
+from experiments.checks import compose_config, positive, run_composing
+from experiments.config import Config, ConfigError
+from experiments.profiles import Profiles, device_name
+from mdcs.bounds import bounds_of
+
+SCHEMA = 1
+MIB, GIB = 2**20, 2**30
+BOUNDS_S = 20.0  # for each of two solves
+PEERS = {
+    "ddp": "engine=ddp",
+    "ddp-4MiB": "engine=ddp engine.bucket_mib=4",
+    "ddp-no-overlap": "engine=ddp_no_overlap",
+    "fsdp2": "engine=fsdp2",
+    "fsdp2-keep": "engine=fsdp2 engine.reshard=never",
+    "fsdp2-a2a": "engine=fsdp2 engine.prefetch=2 engine.reduce_scatter=all_to_all",
+    "fsdp2-keep-a2a": "engine=fsdp2 engine.reshard=never engine.prefetch=2 engine.reduce_scatter=all_to_all",
+    "fairscale": "engine=fairscale",
+    "fairscale-fsdp": "engine=fairscale_fsdp",
+    "zero-1": "engine=deepspeed engine.stage=1",
+    "zero-2": "engine=deepspeed engine.stage=2",
+    "zero-3": "engine=deepspeed engine.stage=3",
+}
+BASE = "mdcs"
+PLANNED = ("strategy", "scheduler", "collectives", "profile", "link")
+"""Groups that only mdcs has a use for, as far as peers can run."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes per rank, or a share of the floor beyond it; neither: no limit."""
+
+    gib: float | None = None
+    over_floor: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        if text == "none":
+            return cls()
+        try:
+            share = text.endswith("%")
+            value = float(text.removesuffix("%")) / (100 if share else 1)
+            if (value >= 0 if share else value > 0) and value < float("inf"):
+                return cls(over_floor=value) if share else cls(gib=value)
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"a budget is GiB (0.5), a share of the floor on top of it (10%) or none; got {text}")
+
+    def bytes(self, floor: int) -> int | None:
+        if self.gib is not None:
+            return int(self.gib * GIB)
+        return None if self.over_floor is None else int(floor * (1 + self.over_floor))
+
+    def __str__(self) -> str:
+        if self.gib is not None:
+            return f"{self.gib:g} GiB"
+        return "none" if self.over_floor is None else f"{self.over_floor * 100:g}%"
+
+    @property
+    def overrides(self) -> list[str]:
+        values = {"budget.gib": self.gib, "budget.over_floor": self.over_floor}
+        return [f"{key}={value}" for key, value in values.items() if value is not None]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What takes its turn in every round: a peer, or mdcs under a budget."""
+
+    name: str
+    config: Config
+    budget: Budget | None = None
+
+
+def main(module: str = jobs.WORKER) -> int:
+    """Compare what the command line asks for; returns the exit code. Jobs run the module `module`."""
+    parser = argparse.ArgumentParser(prog="python experiments/compare.py", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=positive, default=3, help="how often each engine runs")
+    parser.add_argument("--budgets", type=_each(Budget.parse), default=[Budget()], help="e.g. 0.5,10%%,none")
+    parser.add_argument("--engines", type=_each(_peer), help=f"peers, of {', '.join(PEERS)}; default: all that can run here")
+    parser.add_argument("--mdcs", action="append", default=[], metavar="OVERRIDES", help="mdcs with another plan as well")
+    parser.add_argument("--tolerance", type=float, default=5e-3, help="greatest relative difference of equal losses")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="of what is printed")
+    parser.add_argument("--out", type=Path, default=Path("results/compare"), help="the folder for what is written")
+    parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. model.layers=4")
+    arguments = parser.parse_args()
+    try:
+        return run_composing(lambda: Comparison(arguments, module).run())
+    except KeyboardInterrupt:
+        print("interrupted: all ranks were ended", file=sys.stderr)
+        return 130
+
+
+class Comparison:
+    """One session: the candidates, and what their runs gave. Raises ConfigError before anything is started."""
+
+    def __init__(self, arguments: argparse.Namespace, module: str) -> None:
+        self.asked, self.module, self.out = arguments, module, arguments.out.resolve()
+        self.console = Console(stderr=True)
+        self.share = Profiles()
+        self.plans = {BASE: _planned(arguments.overrides)}
+        for extra in arguments.mdcs:
+            name = " ".join([BASE, *(o.partition("=")[2] for o in extra.split())])
+            self.plans[name] = [*_without(self.plans[BASE], extra.split()), *extra.split()]
+        self.config = compose_config(self.plans[BASE])
+        self.left_out: dict[str, str] = {}
+        self.peers = list(self._peers(arguments.engines, arguments.overrides))
+        self.runs: dict[tuple[str, Budget | None], list[Row]] = {}
+        self.curves: dict[str, list[list[float]]] = {}
+        self.failed: dict[str, str] = {}
+
+    def _peers(self, names: Sequence[str] | None, overrides: Sequence[str]) -> Iterable[Candidate]:
+        """Raises ConfigError for one that was asked for and cannot run; one that was not is left out."""
+        if self.config.link.name == "emulated":
+            raise ConfigError("link.name", "an emulated link paces mdcs alone: peers are compared on a real one")
+        kept = [o for o in overrides if _group(o) not in PLANNED]
+        usual = ["strategy=dp", "scheduler=wfbp", "collectives=auto", "profile=measured", "link=real"]
+        for name in names if names is not None else PEERS:
+            try:
+                config = compose_config([*kept, *usual, *PEERS[name].split(), f"run.name={name}"])
+                engines.require(config)
+                yield Candidate(name, config)
+            except ConfigError as error:
+                if names is not None or error.key != "engine.name":
+                    raise
+                self.left_out[name] = str(error)
+
+    def run(self) -> int:
+        """All rounds, and what is shown and written; returns the exit code."""
+        floor = self._floor()
+        if floor is None:
+            return 1
+        own = list(self._own(floor))
+        for number in range(self.asked.rounds):
+            candidates = [*own, *self.peers]
+            first = number % len(candidates)
+            for candidate in [*candidates[first:], *candidates[:first]]:
+                if _key(candidate) not in self.failed:
+                    self._turn(number, candidate)
+        document = self.document(floor)
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "comparison.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        if any(budget["lines"] for budget in document["budgets"]):
+            pictures.save(pictures.engine_comparison(document), self.out / "comparison.png")
+        if self.asked.format == "json":
+            print(json.dumps(document, indent=1))
+        else:
+            show(document)
+        self.console.print(f"in {self.out}: comparison.json, comparison.png, runs", markup=False, highlight=False, soft_wrap=True)
+        return 1 if self.failed or not document["losses"]["equal"] else 0
+
+    def _floor(self) -> int | None:
+        """Of the profile, which is measured if it is not known; None, and a line, if that fails."""
+        folder = self.out / "runs" / "profile"
+        outcome = jobs.run(self.config, folder, self.console, share=self.share, only="profile", worker=self.module)
+        if not outcome.ok:
+            self.console.print(f"no profile: {outcome.reason}", markup=False, soft_wrap=True)
+            return None
+        profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
+        return mdcs.floor_bytes(profile, **worker.planning_options(self.config))
+
+    def _own(self, floor: int) -> Iterable[Candidate]:
+        """mdcs with every plan under every budget; under one below the floor it cannot run."""
+        for budget in self.asked.budgets:
+            if (limit := budget.bytes(floor)) is not None and limit < floor:
+                self.left_out[f"{BASE} @ {budget}"] = f"the smallest feasible budget is {floor} bytes, got {limit}"
+                continue
+            for name, overrides in self.plans.items():
+                yield Candidate(name, compose_config([*overrides, *budget.overrides, f"run.name='{name}'"]), budget)
+
+    def _turn(self, number: int, candidate: Candidate) -> None:
+        folder = self.out / "runs" / f"{number}-{re.sub(r'[^a-z0-9.]+', '-', _key(candidate).lower())}"
+        outcome = jobs.run(candidate.config, folder, self.console, share=self.share, worker=self.module)
+        if not outcome.ok:
+            self.failed[_key(candidate)] = outcome.reason
+            self.console.print(f"{_key(candidate)}: {outcome.reason}", markup=False, soft_wrap=True)
+            return
+        run = load_run(folder)
+        self.runs.setdefault((candidate.name, candidate.budget), []).append(run.row() | {"folder": str(folder)})
+        self.curves.setdefault(_key(candidate), []).append([float(loss) for loss in run.steps["loss"]])
+
+    # ---- what is written and shown
+
+    def document(self, floor: int) -> dict[str, Any]:
+        config, whole = self.config, self.asked.rounds
+        complete = {key: rows for key, rows in self.runs.items() if len(rows) == whole}
+        own = [key for key in self.curves if key.partition(" @ ")[0] == BASE]
+        base = next(iter([*own, *self.curves]), None)
+        differences = {} if base is None else loss_differences(self.curves, base)
+        return {
+            "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
+            "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": config.model.options(),
+            "batch_size": config.data.batch_size, "world": config.cluster.ranks,
+            "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
+            "rounds": whole, "overrides": self.asked.overrides, "base": BASE, "floor_bytes": floor,
+            "losses": {
+                "base": base, "tolerance": self.asked.tolerance,
+                "differences": {key: value if math.isfinite(value) else None for key, value in differences.items()},
+                "equal": all(difference <= self.asked.tolerance for difference in differences.values()),
+            },
+            "left_out": self.left_out, "failed": self.failed,
+            "budgets": [self._under(budget, floor, complete) for budget in self.asked.budgets],
+        }  # fmt: skip
+
+    def _under(
+        self, budget: Budget, floor: int, complete: dict[tuple[str, Budget | None], list[Row]]
+    ) -> dict[str, Any]:
+        runs = {name: rows for (name, of), rows in complete.items() if of in (None, budget)}
+        bounds: dict[str, float] = {}
+        if BASE in runs:
+            plan = mdcs.Plan.from_json((Path(runs[BASE][0]["folder"]) / "plan.json").read_text(encoding="utf-8"))
+            known = bounds_of(plan, BOUNDS_S)
+            bounds = {"traffic": known.traffic_s, "structural": known.structural_s}
+        limit = budget.bytes(floor)
+        made = [dataclasses.asdict(line) for line in lines(runs, BASE, limit, bounds)]
+        return {"budget_bytes": limit, "over_floor": budget.over_floor, "bounds": bounds, "lines": made}
+
+
+def show(document: dict[str, Any]) -> None:
+    """A table per budget of what fits, what does not, and whether the losses are equal."""
+    console = Console(highlight=False, markup=False)
+    console.width = console.width if console.is_terminal else WIDTH
+    for part in document["budgets"]:
+        console.print(table(document, part))
+        if others := [line for line in part["lines"] if not line["fits"]]:
+            console.print("do not fit: " + ", ".join(f"{line['engine']} ({_mib(line['peak_bytes'])} MiB)" for line in others))
+        console.print()
+    losses = document["losses"]
+    for engine, difference in losses["differences"].items():
+        if difference is None or difference > losses["tolerance"]:
+            words = "cannot be compared with" if difference is None else f"differ by {difference:.2g} of"
+            console.print(f"losses of {engine} {words} those of {losses['base']}")
+    if losses["differences"] and losses["equal"]:
+        greatest = max(losses["differences"].values())
+        console.print(f"all losses are equal within {losses['tolerance']:g}; the greatest relative difference is {greatest:.1g}")
+    for what, of in (("left out", document["left_out"]), ("failed", document["failed"])):
+        for name, reason in of.items():
+            console.print(f"{what}: {name}: {reason}", soft_wrap=True)
+
+
+def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
+    limit = "no limit" if part["budget_bytes"] is None else f"budget {part['budget_bytes'] / MIB:.1f} MiB"
+    if part["over_floor"] is not None:
+        limit += f" (floor + {part['over_floor']:.0%})"
+    bounds = ", ".join(f"{name} bound {seconds * 1e3:.1f} ms" for name, seconds in part["bounds"].items())
+    title = f"{document['model']}, {document['world']} ranks, medians of {document['rounds']} rounds; {limit}"
+    made = Table(title=f"{title}\n{bounds}", title_justify="left", box=box.SIMPLE_HEAD)
+    made.add_column("engine", no_wrap=True)
+    headings = ("step ms\n[range]", f"× {document['base']}\n[range]", "exposed\nms", "overlap\nratio", "peak\nMiB",
+                *(f"above\n{name}" for name in part["bounds"]))  # fmt: skip
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    for line in part["lines"]:
+        if line["fits"]:
+            step, ratio = line["step_s"], line["ratio"]
+            made.add_row(
+                line["engine"], f"{step['median'] * 1e3:.1f} [{step['low'] * 1e3:.1f}–{step['high'] * 1e3:.1f}]",
+                "–" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]",
+                "–" if line["exposed_s"] is None else f"{line['exposed_s'] * 1e3:.1f}",
+                "–" if line["overlap_ratio"] is None else f"{line['overlap_ratio']:.2f}",
+                _mib(line["peak_bytes"]), *(f"{above:+.0%}" for above in line["above"].values()),
+            )  # fmt: skip
+    return made
+
+
+def _mib(size: float | None) -> str:
+    return "–" if size is None else f"{size / MIB:.1f}"
+
+
+# ---- the command line
+
+
+def _each(parse: Any) -> Any:
+    def parse_all(text: str) -> list[Any]:
+        return [parse(part.strip()) for part in text.split(",")]
+
+    return parse_all
+
+
+def _peer(name: str) -> str:
+    if name not in PEERS:
+        raise argparse.ArgumentTypeError(f"no such engine {name}; engines: {', '.join(PEERS)}")
+    return name
+
+
+def _group(override: str) -> str:
+    return override.partition("=")[0].partition(".")[0]
+
+
+def _planned(overrides: Sequence[str]) -> list[str]:
+    """What mdcs is composed of; its strategy is joint if none is named. Raises ConfigError for what has an argument here."""
+    groups = {_group(override): override for override in overrides}
+    for group, argument in (("engine", "--engines"), ("budget", "--budgets")):
+        if group in groups:
+            raise ConfigError(groups[group].partition("=")[0], f"is chosen with {argument} here")
+    return [*overrides, *([] if groups.keys() & {"strategy", "scheduler", "experiment"} else ["strategy=joint"])]
+
+
+def _without(overrides: Sequence[str], others: Sequence[str]) -> list[str]:
+    """The overrides but those of strategy and scheduler, if the others have any."""
+    replaced = {"strategy", "scheduler"} if {"strategy", "scheduler"} & set(map(_group, others)) else set()
+    return [o for o in overrides if _group(o) not in replaced]
+
+
+def _key(candidate: Candidate) -> str:
+    """Its name, with its budget if it has one: mdcs @ 10%."""
+    is_limited = candidate.budget not in (None, Budget())
+    return f"{candidate.name} @ {candidate.budget}" if is_limited else candidate.name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""What the training loop asks of an engine, and what peers of mdcs have in common.
+
+Times of a peer are those that can be seen from outside of it. Its compute is forward and backward, less the time in which
+either waits for messages; where the engine does not show when it waits, or what it sends, the times are None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from experiments.config import Config
+from mdcs.collectives import Collectives
+from mdcs.link import Kind
+from mdcs.measure.memory import TOTAL, current_meter
+from mdcs.measure.timeline import Span, intersection, length, union
+from mdcs.plan import Plan
+from mdcs.runtime.emulation import Emulation
+from mdcs.runtime.executor import executor_for
+from mdcs.units import ModelUnit
+
+Batch = dict[str, Tensor]
+
+
+class Job(Protocol):
+    """What is trained. `rank` and `world` are those of the plan, `processes` how many there really are; one of them `writes`.
+
+    `units` and `optimizer` are made when asked for: a peer that replaces parameters must not."""
+
+    rank: int
+    world: int
+    processes: int
+    writes: bool
+    emulate: Emulation | None
+    device: torch.device
+    model: nn.Module
+    plan: Plan | None
+
+    @property
+    def units(self) -> list[ModelUnit]: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """A new optimizer, with the config's options."""
+        ...
+
+    def loss(self, batch: Batch, model: nn.Module | None = None) -> Tensor:
+        """Of the model, or of another one that wraps it."""
+        ...
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules that the wrap policy names, in the order of the model; where they nest, the inner ones first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where a step went, in seconds; None is not known. The words are those of `mdcs.measure.timeline.StepTimes`."""
+
+    step_s: float
+    compute_s: float | None = None
+    communication_s: float | None = None
+    overlap_s: float | None = None
+    exposed_s: float | None = None
+    overlap_ratio: float | None = None
+
+    @classmethod
+    def of(cls, step_s: float, compute_s: float | None, communication_s: float | None, overlap_s: float | None) -> Times:
+        """With what follows from what is known."""
+        exposed_s = None if compute_s is None else max(0.0, step_s - compute_s)
+        ratio = None
+        if communication_s is not None and overlap_s is not None:
+            ratio = min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0
+        return cls(step_s, compute_s, communication_s, overlap_s, exposed_s, ratio)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step; bytes on the wire and messages by kind, None where they are not known."""
+
+    step: int
+    times: Times
+    bytes: Mapping[str, int] | None = None
+    messages: Mapping[str, int] | None = None
+
+
+class Engine(Protocol):
+    """A model in training. Every rank drives its own, with the same calls; leaving the `with` block ends it.
+
+    A step is, for every micro-step, `loss` and `backward` inside `micro_step`, and then `step`.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None: ...
+
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]: ...
+
+    def loss(self, batch: Batch) -> Tensor: ...
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss` is divided by the number of micro-steps already."""
+        ...
+
+    def step(self) -> None: ...
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last step that was clipped."""
+        ...
+
+    def drain(self) -> None:
+        """Finish all that is in flight."""
+        ...
+
+    def evaluate(self) -> AbstractContextManager[Any]:
+        """Forward passes of the job's model without gradients."""
+        ...
+
+    def records(self, *, flush: bool = False) -> list[Record]:
+        """Steps that have ended and were not given before; the last one only with `flush`."""
+        ...
+
+    def reset_memory(self) -> None: ...
+
+    def allocator_retries(self) -> int | None:
+        """How often an allocation had to free what was kept first; None where nothing counts."""
+        ...
+
+    def peak_bytes(self) -> int | None:
+        """The allocator's highest total since the start or `reset_memory`; None where nothing is measured."""
+        ...
+
+    def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
+        """What the summary says of this engine alone; `sent` are the bytes of a whole step."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Files of this engine alone, by all ranks together."""
+        ...
+
+
+@dataclass
+class Seen:
+    """What was seen of a step under way: stamps of forward and backward, and messages on the host's clock."""
+
+    phases: list[tuple[Any, Any]] = field(default_factory=list)
+    messages: list[Span] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
+    sent: Counter[str] = field(default_factory=Counter)
+    count: Counter[str] = field(default_factory=Counter)
+
+    def message(self, kind: Kind, size: int, span: Span) -> None:
+        self.messages.append(span)
+        self.sent[str(kind)] += size
+        self.count[str(kind)] += 1
+
+
+class Peer:
+    """An engine around `self.model`, which wraps or is the job's; subclasses say what differs.
+
+    shows_waits: `Seen.waits` has whatever forward and backward wait for. shows_messages: `Seen.messages` has every message.
+    """
+
+    shows_waits = shows_messages = False
+
+    def __init__(self, config: Config, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.job, self.model, self.optimizer = job, model, optimizer
+        self.grad_norm: float | None = None
+        self.collectives = Collectives.default(config.cluster.resolved_backend())
+        self._clip = config.optimizer.clip_norm
+        self._executor, self._meter = executor_for(job.device), current_meter(job.device)
+        self.seen, self._steps = Seen(), 0
+        self._unread: list[tuple[int, Any, Any, Seen]] = []
+        self.reset_memory()
+        self._begin = self._executor.stamp()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what outlives the job."""
+
+    # ---- a step
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        begin = self._executor.stamp()
+        with self.synchronizing(last):
+            yield
+        self.seen.phases.append((begin, self._executor.stamp()))
+
+    def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        """Around a micro-step: gradients are reduced in the last one of a step."""
+        return nullcontext()
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self.job.loss(batch, self.model)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.reduce()
+        if self._clip is not None:
+            self.grad_norm = float(self.clip(self._clip))
+        self.update()
+        self._steps += 1
+        end = self._executor.stamp()
+        self._unread.append((self._steps, self._begin, end, self.seen))
+        self._begin, self.seen = end, Seen()
+
+    def reduce(self) -> None:
+        """What is left to reduce when backward has ended."""
+
+    def clip(self, norm: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    # ---- between steps
+
+    def drain(self) -> None:
+        """Nothing is in flight between steps; rank 0's buffers (BatchNorm's statistics) become the model's."""
+        if self.job.world > 1:
+            for buffer in self.job.model.buffers():
+                dist.broadcast(buffer, 0)
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        self.drain()
+        training, self.seen = self.seen, Seen()  # what an evaluation sends is no step's
+        try:
+            yield
+        finally:
+            self.seen = training
+
+    # ---- what was measured
+
+    def records(self, *, flush: bool = False) -> list[Record]:
+        ready, self._unread = (self._unread, []) if flush else (self._unread[:-1], self._unread[-1:])
+        return [self._record(*each) for each in ready]
+
+    def _record(self, step: int, begin: Any, end: Any, seen: Seen) -> Record:
+        seconds = self._executor.seconds
+        whole: Span = (seconds(begin), seconds(end))
+        phases = [(seconds(a), seconds(b)) for a, b in seen.phases]
+        sent = dict(seen.sent) if seen.sent or self.shows_messages else None
+        count = dict(seen.count) if seen.count or self.shows_messages else None
+        return Record(step, self.times(whole, phases, seen), sent, count)
+
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+        """Of a step, from what was seen of it."""
+        computed = length(phases) - length(intersection(phases, seen.waits)) if self.shows_waits else None
+        communicated = overlapped = None
+        if self.shows_messages:
+            messages = intersection(seen.messages, [whole])
+            communicated = length(messages)
+            if computed is not None:
+                hidden = intersection(messages, phases)
+                overlapped = length(hidden) - length(intersection(hidden, union(seen.waits)))
+        return Times.of(whole[1] - whole[0], computed, communicated, overlapped)
+
+    def reset_memory(self) -> None:
+        self._meter.reset()
+
+    def allocator_retries(self) -> int | None:
+        return self._executor.retries()
+
+    def peak_bytes(self) -> int | None:
+        return (self._meter.peaks() or {}).get(TOTAL)
+
+    def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
+        peak = self.peak_bytes()
+        return {"memory": {"measured": None if peak is None else {TOTAL: peak}}}
+
+    def write(self, folder: Path) -> None:
+        """Nothing but the metrics."""

@@ -1,0 +1,56 @@
+"""torch's DistributedDataParallel, with its own timers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments.config import Config
+from experiments.engines.base import Engine, Job, Peer, Seen, Times
+from mdcs.link import Kind
+from mdcs.measure.timeline import Span, length
+
+_NS = 1e-9
+
+
+def prepare(config: Config, job: Job) -> Engine:
+    return Ddp(config, job)
+
+
+class Ddp(Peer):
+    """Communication is from the start of the first bucket to the end of the last: that is what DDP's timers tell."""
+
+    def __init__(self, config: Config, job: Job) -> None:
+        assert config.engine.bucket_mib is not None and config.engine.gradient_as_bucket_view is not None
+        self._ddp: Any = DistributedDataParallel(
+            job.model,
+            bucket_cap_mb=config.engine.bucket_mib,
+            gradient_as_bucket_view=config.engine.gradient_as_bucket_view,
+            broadcast_buffers=False,  # before evaluation is soon enough, for all engines alike
+        )
+        self._ddp._set_ddp_runtime_logging_sample_rate(1)
+        self._timed: dict[int, dict[str, Any]] = {}
+        super().__init__(config, job, self._ddp, job.optimizer)
+        size = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad)
+        self._sent = self.collectives.sent(Kind.AR, size, job.world)
+
+    def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self._ddp.no_sync()
+
+    def reduce(self) -> None:
+        """All is reduced; what DDP's timers say of this step is overwritten in the next."""
+        self._ddp.logger.set_runtime_stats_and_log()
+        self._timed[id(self.seen)] = self._ddp._get_ddp_logging_data()
+        self.seen.sent[str(Kind.AR)] = self._sent
+
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+        timed = self._timed.pop(id(seen))
+        names = ("forward_compute_time", "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time")
+        if any(name not in timed for name in names):
+            return Times.of(whole[1] - whole[0], None, None, None)
+        forward, backward, communication, overlap = (timed[name] * _NS for name in names)
+        # Before the last micro-step nothing is sent.
+        return Times.of(whole[1] - whole[0], length(phases[:-1]) + forward + backward, communication, overlap)

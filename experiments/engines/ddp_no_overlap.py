@@ -1,0 +1,61 @@
+"""The reductions of DDP without the overlap: all of them after backward, in buckets that are in flight together."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.config import Config
+from experiments.engines.base import Engine, Job, Peer
+from mdcs.link import Kind
+
+MIB = 2**20
+
+
+def prepare(config: Config, job: Job) -> Engine:
+    return NoOverlap(config, job)
+
+
+class NoOverlap(Peer):
+    shows_waits = shows_messages = True  # there are none in forward and backward
+
+    def __init__(self, config: Config, job: Job) -> None:
+        assert config.engine.bucket_mib is not None
+        if job.world > 1:
+            for tensor in [*job.model.parameters(), *job.model.buffers()]:
+                dist.broadcast(tensor.data, 0)
+        self._parameters = [p for p in job.model.parameters() if p.requires_grad]
+        self._bucket = int(config.engine.bucket_mib * MIB)
+        super().__init__(config, job, job.model, job.optimizer)
+
+    def reduce(self) -> None:
+        if self.job.world == 1:
+            return
+        begin = self._executor.seconds(self._executor.stamp())
+        flights = []
+        for bucket in _buckets([p.grad for p in self._parameters if p.grad is not None], self._bucket):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self.job.world)
+            flights.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+        size = 0
+        for bucket, flat, work in flights:
+            work.wait()
+            size += flat.nbytes
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
+        end = self._executor.seconds(self._executor.stamp())
+        self.seen.message(Kind.AR, self.collectives.sent(Kind.AR, size, self.job.world), (begin, end))
+        self.seen.count[str(Kind.AR)] = len(flights)
+
+
+def _buckets(gradients: list[Tensor], size: int) -> list[list[Tensor]]:
+    """In the order of backward, as many together as fit ``size`` bytes, and at least one."""
+    buckets: list[list[Tensor]] = []
+    free = 0
+    for gradient in reversed(gradients):
+        if not buckets or gradient.nbytes > free:
+            buckets.append([])
+            free = size
+        buckets[-1].append(gradient)
+        free -= gradient.nbytes
+    return buckets

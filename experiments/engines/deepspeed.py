@@ -1,0 +1,53 @@
+"""DeepSpeed's ZeRO, stages 1 to 3, with torch's optimizer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+
+from experiments.config import Config
+from experiments.engines.base import Engine, Job, Peer
+
+
+def prepare(config: Config, job: Job) -> Engine:
+    return Zero(config, job)
+
+
+class Zero(Peer):
+    """It shows neither messages nor waits."""
+
+    def __init__(self, config: Config, job: Job) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", job.device.type)
+        import deepspeed
+
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": config.data.batch_size,
+            "gradient_accumulation_steps": config.run.accumulation,
+            "gradient_clipping": config.optimizer.clip_norm or 0.0,
+            "zero_optimization": {"stage": config.engine.stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 2**31,
+        }
+        optimizer = job.optimizer
+        self._zero, *_ = deepspeed.initialize(
+            model=job.model, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+        super().__init__(config, job, self._zero, optimizer)
+        self._clips = self._clip is not None
+        self._clip = None  # ZeRO does it in its step
+
+    def backward(self, loss: Tensor) -> None:
+        self._zero.backward(loss, scale_wrt_gas=False)  # it is divided already
+        if not self._zero.is_gradient_accumulation_boundary():
+            self._zero.step()
+
+    def update(self) -> None:
+        self._zero.step()
+        if self._clips:
+            self.grad_norm = float(self._zero.get_global_grad_norm())
+
+    def close(self) -> None:
+        self._zero.destroy()

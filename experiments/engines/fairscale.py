@@ -1,0 +1,72 @@
+"""FairScale's ShardedDataParallel with OSS: gradients and optimizer state sharded by parameter, parameters whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from experiments.config import Config
+from experiments.engines.base import Engine, Job, Peer, Seen, Times
+from mdcs.measure.timeline import Span
+
+MIB = 2**20
+
+
+def prepare(config: Config, job: Job) -> Engine:
+    return ShardedDdp(config, job)
+
+
+class ShardedDdp(Peer):
+    """Backward computes until its last gradient is there, and then waits for reductions; what is in flight it does not
+    show."""
+
+    shows_waits = True
+
+    def __init__(self, config: Config, job: Job) -> None:
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim import OSS
+
+        assert config.engine.bucket_mib is not None
+        made = job.optimizer
+        taken = inspect.signature(type(made)).parameters
+        options = {name: value for name, value in made.defaults.items() if name in taken}
+        parameters = [p for p in job.model.parameters() if p.requires_grad]
+        optimizer = OSS(parameters, optim=type(made), **options)
+        width = next(job.model.parameters()).element_size()
+        self._sharded: Any = ShardedDataParallel(
+            job.model, optimizer, reduce_buffer_size=int(config.engine.bucket_mib * MIB / width), broadcast_buffers=False
+        )
+        super().__init__(config, job, self._sharded, optimizer)
+        self._gradient = self._begin
+        self._hooks = [p.register_post_accumulate_grad_hook(self._stamp) for p in parameters]
+
+    def _stamp(self, _: Tensor) -> None:
+        self._gradient = self._executor.stamp()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self._sharded.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self.seen.waits.append((self._gradient, self._executor.stamp()))
+
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+        seconds = self._executor.seconds
+        seen.waits = [(seconds(begin), seconds(end)) for begin, end in seen.waits]
+        return super().times(whole, phases, seen)
+
+    def clip(self, norm: float) -> Tensor:
+        total: Tensor = self.optimizer.clip_grad_norm(norm)  # type: ignore[attr-defined]
+        return total
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self._sharded.zero_grad(set_to_none=True)

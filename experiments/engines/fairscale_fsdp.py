@@ -1,0 +1,40 @@
+"""FairScale's FullyShardedDataParallel, around every block and the rest. It runs on CUDA alone."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.config import Config
+from experiments.engines.base import Engine, Job, Peer
+
+
+def prepare(config: Config, job: Job) -> Engine:
+    return FairscaleFsdp(config, job)
+
+
+class FairscaleFsdp(Peer):
+    """It shows neither messages nor waits."""
+
+    def __init__(self, config: Config, job: Job) -> None:
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+        from fairscale.nn.wrap import auto_wrap, enable_wrap
+
+        blocks = set(job.blocks())
+
+        def is_block(module: nn.Module, recurse: bool, **_: Any) -> bool:
+            return recurse or module in blocks
+
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, auto_wrap_policy=is_block):
+            inner = auto_wrap(job.model)
+        self._sharded: Any = FullyShardedDataParallel(inner)
+        super().__init__(config, job, self._sharded, job.optimizer_of(self._sharded))
+
+    def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self._sharded.no_sync()
+
+    def clip(self, norm: float) -> Tensor:
+        return torch.as_tensor(self._sharded.clip_grad_norm_(norm))

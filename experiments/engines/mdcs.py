@@ -1,0 +1,95 @@
+"""mdcs itself: the job's plan through `mdcs.parallelize`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+import mdcs
+from experiments.config import Config
+from experiments.engines.base import Batch, Engine, Job, Record, Times
+from mdcs.measure.memory import TOTAL
+from mdcs.measure.timeline import RankTimeline, Timeline
+from mdcs.planner import extra_communication_s
+
+
+def prepare(config: Config, job: Job) -> Engine:
+    return Planned(config, job)
+
+
+class Planned:
+    """The job's model, run by the job's plan."""
+
+    def __init__(self, config: Config, job: Job) -> None:
+        assert job.plan is not None and job.plan.prediction is not None
+        self.job, self.plan, self.prediction = job, job.plan, job.plan.prediction
+        self.optimizer = job.optimizer
+        self._parallel = mdcs.parallelize(
+            job.model, job.optimizer, job.plan, job.units, clip_norm=config.optimizer.clip_norm,
+            timeout_s=config.cluster.timeout_s, emulate=job.emulate,
+        )  # fmt: skip
+        self.step, self.drain = self._parallel.step, self._parallel.drain
+        self.evaluate, self.reset_memory = self._parallel.evaluate, self._parallel.reset_memory
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        self._parallel.__exit__(error, *rest)
+
+    def micro_step(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self.job.loss(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @property
+    def grad_norm(self) -> float | None:
+        return self._parallel.grad_norm
+
+    def records(self, *, flush: bool = False) -> list[Record]:
+        return [
+            Record(r.step, Times(**dataclasses.asdict(r.times)), r.bytes, r.messages)
+            for r in self._parallel.records(flush=flush)
+        ]
+
+    def allocator_retries(self) -> int | None:
+        retries: int | None = self._parallel.memory()["retries"]
+        return retries
+
+    def peak_bytes(self) -> int | None:
+        measured = self._parallel.memory()["measured"]
+        return measured[TOTAL] if measured else None
+
+    def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
+        memory = self._parallel.memory()
+        return {
+            "extra_communication_s": extra_communication_s(self.plan.profile, dict(sent or {})),
+            **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
+            "memory": {"predicted": self.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
+        }
+
+    def write(self, folder: Path) -> None:
+        """The last whole period of every rank, on the clock that starts with rank 0's."""
+        begin, end, intervals = self._parallel.last_period()
+        own = (self.job.rank, intervals, self._parallel.memory_by_slot())
+        gathered: list[Any] = [None] * self.job.processes
+        dist.all_gather_object(gathered, own)
+        if not self.job.writes or not intervals:
+            return
+        ranks = tuple(
+            RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - begin, end=i.end - begin) for i in theirs))
+            for r, theirs, _ in gathered
+        )
+        names = tuple(self.plan.period.name(q) for q in range(self.plan.period.length))
+        timeline = Timeline(end - begin, names, ranks, tuple(gathered[0][2]))
+        (folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")

@@ -1,0 +1,105 @@
+"""Engines side by side: arithmetic on made-up runs, and the picture of a made-up comparison."""
+
+import math
+
+import matplotlib.image
+import pytest
+
+from analysis import pictures
+from analysis.comparison import Spread, lines, loss_differences
+
+
+def row(step_s, peak_bytes=100, **known):
+    other = dict.fromkeys(("compute_s", "communication_s", "exposed_s", "overlap_ratio", "bytes_total"))
+    return other | {"step_s": step_s, "peak_bytes": peak_bytes} | known
+
+
+RUNS = {
+    # The machine is slower in the second round; a ratio of medians would be 4 / 3.
+    "mdcs": [row(2.0, exposed_s=0.5), row(4.0, exposed_s=1.5), row(3.0, exposed_s=1.0)],
+    "ddp": [row(3.0, 120), row(6.0, 150), row(4.0, 110)],
+    "fsdp2": [row(5.0, 90, exposed_s=1.0), row(5.0, 90), row(5.0, 90, exposed_s=1.0)],
+}
+
+
+def test_a_ratio_is_taken_within_a_round():
+    by_name = {line.engine: line for line in lines(RUNS, "mdcs", None, {})}
+    assert by_name["ddp"].step_s == Spread(4.0, 3.0, 6.0)
+    assert by_name["ddp"].ratio == Spread(1.5, 4 / 3, 1.5)
+    assert by_name["mdcs"].ratio == Spread(1.0, 1.0, 1.0)
+
+
+def test_lines_are_sorted_and_the_fastest_is_first():
+    assert [line.engine for line in lines(RUNS, "mdcs", None, {})] == ["mdcs", "ddp", "fsdp2"]
+
+
+def test_a_budget_is_kept_by_the_highest_peak_of_all_rounds():
+    fits = {line.engine: (line.fits, line.peak_bytes) for line in lines(RUNS, "mdcs", 149, {})}
+    assert fits == {"mdcs": (True, 100), "ddp": (False, 150), "fsdp2": (True, 90)}
+    assert all(line.fits for line in lines(RUNS, "mdcs", 150, {}))
+
+
+def test_without_a_measured_peak_nobody_knows_whether_it_fits():
+    [line] = lines({"ddp": [row(1.0, None)]}, "mdcs", 10, {})
+    assert line.fits is None and line.ratio is None
+    [line] = lines({"ddp": [row(1.0, None)]}, "mdcs", None, {})
+    assert line.fits is True
+
+
+def test_what_an_engine_does_not_tell_of_every_round_is_not_known():
+    exposed = {line.engine: line.exposed_s for line in lines(RUNS, "mdcs", None, {})}
+    assert exposed == {"mdcs": 1.0, "ddp": None, "fsdp2": None}
+
+
+def test_distances_are_shares_of_the_bound():
+    line = lines(RUNS, "mdcs", None, {"traffic": 2.0, "structural": 2.5, "none": 0.0})[0]
+    assert line.above == pytest.approx({"traffic": 0.5, "structural": 0.2})
+
+
+def test_losses_are_compared_step_by_step_with_the_base_s_first_run():
+    curves = {
+        "mdcs": [[2.0, 1.0], [2.0, 1.1]],
+        "ddp": [[2.0, 1.0], [2.002, 1.0]],
+        "short": [[2.0]],
+        "broken": [[2.0, math.nan]],
+    }
+    found = loss_differences(curves, "mdcs")
+    assert found == pytest.approx({"mdcs": 0.1, "ddp": 0.001, "short": math.inf, "broken": math.inf})
+
+
+def line(engine, median, exposed_s, fits=True, overlap=0.5):
+    return {
+        "engine": engine, "fits": fits, "step_s": {"median": median, "low": median * 0.9, "high": median * 1.2},
+        "ratio": {"median": median / 0.1, "low": 1.0, "high": 2.0}, "exposed_s": exposed_s, "overlap_ratio": overlap,
+        "peak_bytes": 40e6,
+    }  # fmt: skip
+
+
+def document(*budgets):
+    losses = {"differences": {"ddp": 1e-7}, "equal": True}
+    return {"model": "gpt2", "world": 2, "rounds": 3, "base": "mdcs", "losses": losses, "budgets": list(budgets)}
+
+
+def test_the_picture_has_a_row_of_panels_for_every_budget(tmp_path):
+    both = [line("mdcs", 0.1, 0.02), line("zero-2", 0.2, None, fits=False, overlap=None)]
+    bounds = {"traffic": 0.06, "structural": 0.08}
+    figure = pictures.engine_comparison(
+        document(
+            {"budget_bytes": 50e6, "over_floor": 0.1, "bounds": bounds, "lines": both},
+            {"budget_bytes": None, "over_floor": None, "bounds": {}, "lines": both[:1]},
+        )
+    )
+    assert len(figure.axes) == 6
+    steps, overlap = figure.axes[:2]
+    assert [label.get_text() for label in steps.get_yticklabels()] == ["mdcs", "zero-2"]
+    assert [patch.get_width() for patch in steps.patches] == pytest.approx([80, 20, 200])  # the last cannot be divided
+    assert {text.get_text() for text in steps.texts} == {"1.00 ×", "does not fit"}
+    assert {text.get_text() for text in overlap.texts} == {"not known"}
+    assert steps.get_title(loc="left") == "47.7 MiB (floor + 10%): time per iteration"
+    path = pictures.save(figure, tmp_path / "comparison.png")
+    assert matplotlib.image.imread(path).std() > 0.1
+
+
+def test_nothing_measured_is_nothing_to_draw():
+    with pytest.raises(ValueError, match="no engine was measured"):
+        pictures.engine_comparison(document({"budget_bytes": None, "over_floor": None, "bounds": {}, "lines": []}))

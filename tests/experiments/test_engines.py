@@ -1,0 +1,184 @@
+"""Every engine that runs here trains as DDP does, in the same loop, and tells the same of it; the others say why not.
+
+Starting ranks costs seconds, so the jobs share one start.
+"""
+
+import importlib.util
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import analysis
+from experiments import checks, engines, jobs
+from experiments.config import PEERS, ConfigError
+from experiments.tracking import read_events
+from launch import elastic
+
+pytestmark = pytest.mark.alone
+
+STEPS, WARMUP = 4, 1
+SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=1", "cluster.threads=1")
+WORKLOADS = {
+    "tied gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "optimizer.schedule=linear", "run.eval_every=2"),
+    "clipped mlp": ("model=mlp", "data=digits", "optimizer=sgd", "optimizer.clip_norm=0.5", "run.accumulation=2",
+                    "model.frozen=[layers.1.*]"),
+    "resnet": ("model=resnet-tiny", "data=synthetic", "optimizer=adamw", "run.precision=fp64", "run.eval_every=3"),
+}  # fmt: skip
+ENGINES = {
+    "tied gpt2": [
+        "engine=ddp budget.gib=1", "engine=ddp_no_overlap engine.bucket_mib=0.05", "engine=fsdp2 budget.gib=0.0001",
+        "engine=fsdp2 engine.reshard=never engine.prefetch=2 engine.reduce_scatter=all_to_all",
+        "engine=fairscale", "engine=mdcs strategy=fsdp link=emulated link.rate_gbit=10",
+    ],
+    "clipped mlp": ["engine=ddp engine.bucket_mib=0.05 engine.gradient_as_bucket_view=false", "engine=ddp_no_overlap",
+                    "engine=fsdp2 model.wrap=leaf", "engine=fairscale"],
+    "resnet": ["engine=ddp", "engine=fsdp2 engine.reshard=group engine.reshard_group=2 engine.reduce_scatter=all_to_all"],
+}  # fmt: skip
+JOBS = [(workload, overrides) for workload, chosen in ENGINES.items() for overrides in chosen]
+
+
+def composed(*overrides):
+    with checks.composing():
+        return checks.compose_config([*SMALL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folders of all jobs, run by the same two ranks."""
+    folder = tmp_path_factory.mktemp("engines")
+    folders = {}
+    for number, (workload, overrides) in enumerate(JOBS):
+        own = folders[workload, overrides] = folder / str(number)
+        config = jobs.resolve(composed(*WORKLOADS[workload], *overrides.split()))
+        own.mkdir()
+        checks.save(config, own / "config.yaml")
+    outcome = elastic.run(
+        folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(config),
+        module="tests.experiments.batch_worker", arguments=[str(own) for own in folders.values()],
+    )  # fmt: skip
+    assert outcome.ok, outcome.reason
+    refused = {key: (own / "refused0").read_text() for key, own in folders.items() if (own / "refused0").exists()}
+    assert refused == {}
+    return folders
+
+
+def losses(folder):
+    return [(e["event"], e["step"], e["loss"]) for e in read_events(folder / "metrics.jsonl") if "loss" in e and "step" in e]
+
+
+def steps(folder):
+    return [event for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
+
+
+def summary(folder):
+    return read_events(folder / "metrics.jsonl")[-1]
+
+
+def test_every_engine_that_needs_no_gpu_and_is_installed_has_a_job():
+    tried = {overrides.split()[0].partition("=")[2] for _, overrides in JOBS}
+    assert {"mdcs", *PEERS} - tried == {"deepspeed", "fairscale_fsdp", "dataparallel"}
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_engine_trains_as_ddp_does(ran, workload):
+    curves = {overrides: losses(folder) for (of, overrides), folder in ran.items() if of == workload}
+    wanted = curves[ENGINES[workload][0]]
+    assert len({loss for event, _, loss in wanted if event == "step"}) == STEPS
+    for overrides, curve in curves.items():
+        assert [point[:2] for point in curve] == [point[:2] for point in wanted], overrides
+        # Two ranks sum two numbers; norms, and updates of flat shards, are summed in other orders.
+        assert [point[2] for point in curve] == pytest.approx([point[2] for point in wanted], rel=2e-6), overrides
+
+
+def test_times_of_a_step_add_up_and_what_an_engine_does_not_show_is_null(ran):
+    for (_, overrides), folder in ran.items():
+        assert len(steps(folder)) == STEPS
+        for step in steps(folder):
+            assert step["step_s"] >= step["compute_s"] > 0, overrides
+            assert step["exposed_s"] == pytest.approx(step["step_s"] - step["compute_s"])
+            if "fairscale" in overrides:
+                assert step["communication_s"] is step["overlap_ratio"] is step["bytes"] is None
+            else:
+                assert 0 <= step["overlap_s"] <= step["communication_s"]
+            if "ddp_no_overlap" in overrides or ("fsdp2" in overrides and "prefetch" not in overrides):
+                assert step["overlap_s"] == 0, overrides  # nothing runs beside compute
+        told = summary(folder)
+        assert told["step_s"]["p10"] <= told["step_s"]["median"] <= told["step_s"]["p90"]
+
+
+def test_bytes_are_those_of_the_collectives(ran):
+    """ddp and ddp_no_overlap send the same; fsdp2 gathers once or twice, and all-to-all halves what its reduction sends."""
+    # The step before the first evaluation, which leaves what is not in blocks gathered.
+    sent = {overrides: steps(folder)[1]["bytes"] for (workload, overrides), folder in ran.items() if workload == "tied gpt2"}
+    whole = sent["engine=ddp budget.gib=1"]["AR"]
+    assert sent["engine=ddp_no_overlap engine.bucket_mib=0.05"] == {"AR": whole}
+    always, never = (sent[name] for name in sent if "fsdp2" in name)
+    assert always["RS"] == whole and always["AG_F"] == whole // 2 and 0 < always["AG_B"] < whole // 2
+    assert never == {"RS": whole // 2, "AG_F": whole // 2}
+
+
+def test_a_budget_is_a_limit_that_peers_are_checked_against(ran):
+    """The peak is that of the rank that held most, as the allocator counts it."""
+    for (_, overrides), folder in ran.items():
+        told = summary(folder)
+        assert told["peak_bytes"] >= told["memory"]["measured"]["total"] > 0
+        assert told["fits"] is {"budget.gib=1": True, "budget.gib=0.0001": False}.get(overrides.split()[-1]), overrides
+    peaks = {overrides.split()[0]: summary(folder)["peak_bytes"] for (of, overrides), folder in ran.items() if of != "resnet"}
+    assert peaks["engine=fsdp2"] < peaks["engine=ddp"]
+
+
+def test_the_table_and_the_pictures_of_peers(ran, tmp_path):
+    folder = ran["tied gpt2", "engine=fairscale"].parent
+    printed = io.StringIO()
+    frame = analysis.load_sweep(folder)
+    analysis.print_table(frame, printed)
+    for label in ("ddp_no_overlap", "fairscale", "fsdp2"):
+        assert label in printed.getvalue()
+    assert set(frame["engine"]) == {"mdcs", "ddp", "ddp_no_overlap", "fsdp2", "fairscale"}
+    assert tmp_path / "tradeoff.png" in analysis.write_report(frame, tmp_path)
+
+
+# ---- what cannot run here
+
+
+def run_it(folder: Path, *overrides: str, only: str | None = None):
+    return jobs.run(composed("model=mlp", "data=digits", *overrides), folder, Console(file=io.StringIO()), only=only)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "only", "message"),
+    [
+        ("engine=deepspeed", None, "engine.name: deepspeed is not installed: pip install 'mdcs[deepspeed]'"),
+        ("engine=dataparallel cluster=cuda cluster.ranks=1", None,
+         "engine.name: dataparallel needs several CUDA devices, and torch finds 1"),
+        ("engine=ddp", "plan", "engine.name: ddp trains without a plan: there is none to make"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_says_so_before_anything_starts(tmp_path, monkeypatch, overrides, only, message):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError) as error:
+        run_it(tmp_path / "run", *overrides.split(), only=only)
+    assert str(error.value) == message and not (tmp_path / "run").exists()
+
+
+def test_an_engine_is_required_where_it_can_run():
+    for overrides in ("engine=mdcs", "engine=fsdp2"):
+        engines.require(composed(overrides))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("more", [(), ("optimizer.clip_norm=0.5", "run.accumulation=2")], ids=["plain", "clipped"])
+def test_zero_trains_as_ddp_does(tmp_path, stage, more):
+    for engine in ("engine=ddp", f"engine=deepspeed engine.stage={stage}"):
+        outcome = run_it(tmp_path / engine[7:10], *engine.split(), *more)
+        assert outcome.ok, outcome.reason
+    wanted, curve = losses(tmp_path / "ddp"), losses(tmp_path / "dee")
+    assert [point[2] for point in curve] == pytest.approx([point[2] for point in wanted], rel=2e-6)
+    assert summary(tmp_path / "dee")["peak_bytes"] > 0 and summary(tmp_path / "dee")["exposed_s"] is None
+    assert all(math.isfinite(step["step_s"]) for step in steps(tmp_path / "dee"))

@@ -113,7 +113,7 @@ WRONG = {
     "cluster=shaped cluster.rate_gbit=null": "cluster.rate_gbit: is needed with cluster.name=shaped, got null",
     "cluster=shaped cluster.device=cuda": "cluster.device: must be cpu with cluster.name=shaped, got cuda",
     "cluster=shaped link=emulated": "link.name: must be real with cluster.name=shaped, got emulated",
-    "cluster=shapd": "cluster: no such option shapd; options: cuda, local, shaped",
+    "cluster=shapd": "cluster: no such option shapd; options: cuda, emulated, local, shaped",
     "run.steps=0": "run.steps: must be >= 1, got 0",
     "run.steps=2.5": "run.steps: must be an integer, got 2.5",
     "run.steps=true": "run.steps: must be an integer, got true",

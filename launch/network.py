@@ -25,7 +25,7 @@ INTERFACE = "eth0"
 _SUBNET = ipaddress.ip_network("10.77.0.0/16")  # nothing else is in these namespaces
 # Of the token buckets. What passes at once after a pause: at least a segment as TCP hands it over (64 KiB and headers),
 # or it would be cut, and what the rate carries until a timer is sure to have fired. And what may wait.
-_BURST_BYTES, _BURST_SECONDS = 96 << 10, 0.25e-3
+_BURST_BYTES, _BURST_SECONDS = 128 << 10, 0.5e-3
 _LIMIT = "2mb"
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PLACES = os.pathsep.join(["/usr/sbin", "/sbin", "/usr/bin", "/bin"])  # where users' PATH need not lead

@@ -17,7 +17,7 @@ def test_every_rank_has_an_address_of_its_own():
 
 @pytest.mark.parametrize(
     ("rate_gbit", "rate", "burst"),
-    [(1, "1000000000bit", "98304b"), (0.5, "500000000bit", "98304b"), (10, "10000000000bit", "312500b")],
+    [(1, "1000000000bit", "131072b"), (0.5, "500000000bit", "131072b"), (10, "10000000000bit", "625000b")],
 )
 def test_both_ends_of_a_link_have_its_rate(rate_gbit, rate, burst):
     shape = ["root", "tbf", "rate", rate, "burst", burst, "limit", "2mb"]

@@ -8,10 +8,10 @@ RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install sweep bench test lint format clean
+.PHONY: help install sweep bench test test-slow lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12   which Python makes the virtual environment (3.10 or newer)"
 	@echo "  OUT=results/sweep   where make sweep writes"
@@ -33,8 +33,11 @@ bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interl
 	$(RUN) experiments/bench.py
 
 test: $(STAMP) ## run the tests (minutes)
-	$(RUN) -m pytest -n 2 --dist loadfile -m 'not alone'
-	$(RUN) -m pytest -m alone  # where the time matters, or all cores
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'not alone and not slow'
+	$(RUN) -m pytest -m 'alone and not slow'  # where the time matters, or all cores
+
+test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
+	$(RUN) -m pytest -m slow
 
 lint: $(STAMP) ## check style, and types
 	$(RUN) -m ruff check .

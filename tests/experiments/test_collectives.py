@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from experiments import collectives as program
@@ -35,6 +36,7 @@ def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.mark.slow
 def test_all_algorithms_are_measured(tmp_path):
     done = run(tmp_path, "cluster.ranks=2")
     assert done.returncode == 0, done.stderr

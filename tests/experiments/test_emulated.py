@@ -17,7 +17,7 @@ from mdcs.measure.timeline import Timeline
 from mdcs.plan import Plan
 from mdcs.schedulers import Wfbp
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.slow
 
 SMALL = ("run.steps=5", "run.warmup_steps=2", "run.profile_iterations=2", "cluster.threads=1")
 EMULATED = ("cluster=emulated", "link=emulated", "link.rate_gbit=10")

@@ -17,7 +17,7 @@ from experiments.config import PEERS, ConfigError
 from experiments.tracking import read_events
 from launch import elastic
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.slow
 
 STEPS, WARMUP = 4, 1
 SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=1", "cluster.threads=1")

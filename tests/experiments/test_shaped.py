@@ -15,7 +15,7 @@ from launch import network
 from mdcs.link import Kind
 from mdcs.profile import Profile
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.slow
 
 RATE = 0.5  # slow enough to be reached on any machine
 JOB = ("cluster=shaped", f"cluster.rate_gbit={RATE}", "model=mlp", "data=synthetic", "cluster.threads=1")

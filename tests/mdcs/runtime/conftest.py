@@ -11,6 +11,13 @@ from mdcs.measure.memory import preload_env
 from tests.mdcs.runtime.ranks import Ranks
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """More ranks than two share two cores."""
+    for item in items:
+        if {"three", "four"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+
+
 def _pool(world: int, environment: dict[str, str] | None = None) -> Iterator[Ranks]:
     ranks = Ranks(world, environment)
     yield ranks

@@ -335,7 +335,7 @@ def most_in_flight(transient: Sequence[int], depth: int) -> int:
 
 
 def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
-    """Bytes needed at each slot of the steady period when every message issued before is done.
+    """Bytes needed at each slot, of the steady period or the prologue, when every message issued before is done.
 
     That is what compute can always wait for, so it is what must fit for admission never to deadlock.
     """
@@ -343,8 +343,9 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     issued = SlotLimits(plan).issued
     held = ledger.rest_bytes
     out: list[Need] = []
+    prologue: list[Need] = []  # it issues at the turn what later periods issue at the slots before
     for round_ in range(3):  # the prologue, which only gathers; the first period; the steady state
-        out, sent = [], 0
+        prologue, out, sent = out if round_ == 1 else prologue, [], 0
         for q in range(plan.period.turn if round_ == 0 else 0, plan.period.length):
             slot, arrival = ledger.slots[q], 0
             for i in range(sent, issued[q]):
@@ -357,6 +358,8 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
             held += slot.allocated
             out.append(Need(arrival, held + slot.peak))
             held -= slot.freed
+    for q, other in enumerate(prologue, plan.period.turn):
+        out[q] = Need(max(out[q].arrival, other.arrival), max(out[q].running, other.running))
     return out
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.ledger import peak
-from mdcs.link import Kind
-from mdcs.plan import Op, Plan, PlanError
-from mdcs.profile import Profile
+from mdcs.link import Kind, Link
+from mdcs.plan import Op, Plan, PlanError, Strategy
+from mdcs.profile import Optimizer, Profile, Slot, Unit
 from mdcs.schedulers import Scheduler
 from mdcs.schedulers.admission import fit
 from mdcs.schedulers.dear import Dear
@@ -20,6 +20,7 @@ from mdcs.schedulers.priority import Priority
 from mdcs.schedulers.sequential import Sequential
 from mdcs.schedulers.wfbp import Partitioning
 from mdcs.simulator import replay
+from mdcs.strategies import Judge
 from mdcs.strategies.random_mix import RandomMix
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, planned, schedulers, seeds
 
@@ -114,6 +115,20 @@ def test_below_the_sequential_peak_nothing_fits(scheduler: Scheduler) -> None:
     fit(planned(profile, "sdp", scheduler), smallest)
     with pytest.raises(PlanError, match=r"slot 2 \(B:a\) needs \d+ bytes of \d+, with every gather as late and every"):
         fit(planned(profile, "sdp", scheduler), smallest - 1)
+
+
+def test_the_prologue_issues_at_the_turn_what_later_periods_issue_before() -> None:
+    """There what is held beside a gather differs: a fused one that fits in slot 3 may not fit at the turn."""
+    spans = [("a", 1, (0, 3), (0, 3)), ("b", 1, (1, 1), (2, 2)), ("c", 511, (2, 2), (1, 1))]
+    units = tuple(Unit(name, (elements,), True, forward, backward) for name, elements, forward, backward in spans)
+    forward = [(unit, "F", 5, 5) for unit in (0, 1, 2, 0)]
+    backward = [(0, "B", 5, 5), (2, "B", 0, 1032), (1, "B", 0, 0), (0, "B", 0, 5)]
+    slots = tuple(Slot(unit, phase, 0.0, live, top) for unit, phase, live, top in forward + backward)
+    profile = Profile(units, slots, 2, Link((0.0,) * 4, (0.0,) * 4, 1, 400), Optimizer(), 4, 2)
+    mix = Judge(profile, None).mix([Strategy.dp, Strategy.zero1, Strategy.sdp])
+    plan = fit(Fusion().schedule(mix), peak(Sequential().schedule(mix)))
+    assert [len(m.parts) for m in plan.messages if m.kind is AG_F] == [1, 1]
+    assert replay(plan).period_s == 0
 
 
 def test_the_reserve_is_part_of_the_budget() -> None:

@@ -426,6 +426,7 @@ def summary_event(
         return statistics.median(known) if known else None
 
     whole = records[-2] if len(records) > 1 else records[-1]  # the last is cut short by drain()
+    of_engine = engine.summary(whole.bytes)  # before the ranks talk of it, which takes bytes too
     peaks: list[Any] = [None] * job.processes
     dist.all_gather_object(peaks, engine.peak_bytes())
     peak, budget = None if None in peaks else max(peaks), budget_bytes(config, floor)
@@ -436,7 +437,7 @@ def summary_event(
         "loss": job.shown(losses[config.run.steps]), "throughput_samples_s": job.samples_per_step / statistics.median(steps),
         "bytes": whole.bytes, "messages": whole.messages, "peak_bytes": peak,
         "fits": None if peak is None or budget is None else peak <= budget,
-        **engine.summary(whole.bytes),
+        **of_engine,
     }  # fmt: skip
 
 

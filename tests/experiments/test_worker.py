@@ -30,6 +30,8 @@ from mdcs.measure.timeline import PREDICTED_RANK, Timeline
 from mdcs.plan import Plan
 from mdcs.planner import sent_bytes
 
+pytestmark = pytest.mark.alone  # on busy cores other messages meet in flight: staging is what was booked, or less
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARMUP = 4, 2
 SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=2", "cluster.threads=1")
@@ -379,7 +381,6 @@ def assert_over(folder: Path, pids: list[int]) -> list[dict]:
     return events
 
 
-@pytest.mark.alone
 def test_a_killed_rank_ends_the_job(tmp_path):
     plan = ("strategy=fsdp", "scheduler=dear", "cluster.timeout_s=20")
     outcome, pids, seconds = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGKILL))
@@ -389,7 +390,6 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     assert outcome.step >= 3 and seconds < 10  # what a busy machine needs, not a timeout
 
 
-@pytest.mark.alone
 def test_a_rank_that_raises_ends_the_job(tmp_path):
     plan = ("strategy=zero1", "scheduler=priority", "cluster.timeout_s=20")
     outcome, pids, seconds = start_and(tmp_path, *plan, worker="tests.experiments.faulty_worker")
@@ -401,7 +401,6 @@ def test_a_rank_that_raises_ends_the_job(tmp_path):
     assert seconds < 25
 
 
-@pytest.mark.alone
 def test_a_rank_that_hangs_ends_the_job(tmp_path):
     timeout_s = 3
     plan = ("strategy=sdp", "scheduler=wfbp", f"cluster.timeout_s={timeout_s}")

@@ -187,6 +187,8 @@ def _check_combinations(config: Config) -> None:
             raise ConfigError(key, f"must be at most half of cluster.timeout_s={config.cluster.timeout_s:g}, got {seconds:g}")
     if run.warmup_steps >= run.steps:
         raise ConfigError("run.warmup_steps", f"must be < run.steps={run.steps}, got {run.warmup_steps}")
+    if run.grad_precision != "same" and run.precision not in HALF:
+        raise ConfigError("run.grad_precision", f"has no effect with run.precision={run.precision}, got {run.grad_precision}")
     if config.optimizer.fused and config.optimizer.foreach:
         raise ConfigError("optimizer.foreach", "and optimizer.fused exclude each other, got both")
     if config.cluster.backend == "nccl" and config.cluster.device != "cuda":
@@ -227,6 +229,8 @@ def _check_combinations(config: Config) -> None:
     _check_engine(config)
 
 
+HALF = ("bf16", "fp16")
+
 _PLANNED = {  # what only a plan is made of, as conf/config.yaml chooses it
     "strategy": StrategyConfig(kind="dp"),
     "scheduler": SchedulerConfig(),
@@ -247,6 +251,8 @@ def _check_engine(config: Config) -> None:
         raise ConfigError("engine.reshard_group", f"must divide cluster.ranks={cluster.ranks}, got {engine.reshard_group}")
     if engine.plans:
         return
+    if config.run.precision in HALF:
+        raise ConfigError("run.precision", f"must be fp32 or fp64 with engine.name={engine.name}, got {config.run.precision}")
     if engine.name in ("fairscale_fsdp", "dataparallel") and cluster.device != "cuda":
         raise ConfigError("engine.name", f"{engine.name} needs cluster.device=cuda, got {cluster.device}")
     if engine.name == "dataparallel" and cluster.ranks != 1:

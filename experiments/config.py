@@ -378,7 +378,13 @@ class RunConfig:
     warmup_steps: int = _option(5, "the first of them, left out of the summary", at_least=0)
     accumulation: int = _option(1, "micro-steps per step", at_least=1)
     seed: int = _option(0, "seed of the weights", at_least=0)
-    precision: str = _option("fp32", "of parameters, gradients and messages", choices=("fp32", "fp64"))
+    precision: str = _option(
+        "fp32", "of compute and messages; bf16 and fp16 update fp32 masters", choices=("fp32", "fp64", "bf16", "fp16")
+    )
+    grad_precision: str = _option(
+        "same", "of gradients from the end of their backward on, on the wire and in shards; same: as precision",
+        choices=("same", "fp32"),
+    )  # fmt: skip
     eval_every: int | None = _option(None, "steps between evaluations; null: none", at_least=1)
     profile_iterations: int = _option(5, "iterations the profile is measured with", at_least=1)
 
@@ -451,5 +457,6 @@ def measured_for(config: Config) -> dict[str, str]:
         "optimizer": " ".join([optimizer.name, *(name for name, value in used.items() if value)]),
         "batch": str(config.data.batch_size),
         "precision": config.run.precision,
+        **({} if config.run.grad_precision == "same" else {"grad_precision": config.run.grad_precision}),
         "ranks": str(config.cluster.ranks),
     }

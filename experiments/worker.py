@@ -44,6 +44,7 @@ from mdcs.strategies.joint import Joint
 
 MIB, GIB = 2**20, 2**30
 EVAL_BATCHES = 8
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(folder: Path, only: str | None = None) -> None:
@@ -101,7 +102,10 @@ class Job:
         self.processes, self.writes, self.device = world, rank == 0, device
         self.emulate = mdcs.Emulation(config.cluster.rank, config.cluster.ranks) if config.cluster.emulated else None
         self.rank, self.world = (self.emulate.rank, self.emulate.world) if self.emulate else (rank, world)
-        self.dtype = torch.float64 if config.run.precision == "fp64" else torch.float32
+        self.dtype = PRECISIONS[config.run.precision]
+        # In mixed precision masters start from the rounded weights; buffers (BatchNorm's statistics) are rounded like them.
+        self.master_dtype = torch.float32 if self.dtype.itemsize < 4 else None
+        self.grad_dtype = torch.float32 if config.run.grad_precision == "fp32" else None
         self.task = models.build(config.model.name, seed=config.run.seed, **config.model.options())
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
         freeze(self.model, config.model.frozen)
@@ -164,8 +168,8 @@ class Job:
         dist.barrier()
         profile = mdcs.measure_profile(
             self.model, self.units, partial(self._next_loss, batches), self.optimizer, world=self.world, link=link,
-            iterations=config.run.profile_iterations,
-            collectives=collectives, about=about(config),
+            iterations=config.run.profile_iterations, collectives=collectives, about=about(config),
+            master_dtype=self.master_dtype, grad_dtype=self.grad_dtype,
         )  # fmt: skip
         step = partial(self._next_loss, batches)
         profile = measure_interference(agree(profile), self.model, step, self.optimizer, emulate=self.emulate)
@@ -237,7 +241,9 @@ def planning_options(config: Config) -> dict[str, Any]:
     """What a plan depends on beside profile, planners and budget."""
     return {
         "micro_steps": config.run.accumulation,
-        "cross_iteration": config.scheduler.cross_iteration and config.optimizer.clip_norm is None,
+        "cross_iteration": config.scheduler.cross_iteration
+        and config.optimizer.clip_norm is None
+        and config.run.precision != "fp16",  # whether its update is left out, all gradients say together
         "reserve": int(config.budget.reserve_mib * MIB),
     }
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mdcs.runtime.api import Parallel, parallelize
     from mdcs.runtime.dispatcher import RunError
     from mdcs.runtime.emulation import Emulation
+    from mdcs.runtime.scaling import LossScale
     from mdcs.runtime.state import merge_shards
     from mdcs.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
 
@@ -39,15 +40,16 @@ _LAZY = {
     "parallelize": "mdcs.runtime.api",
     "RunError": "mdcs.runtime.dispatcher",
     "Emulation": "mdcs.runtime.emulation",
+    "LossScale": "mdcs.runtime.scaling",
     "merge_shards": "mdcs.runtime.state",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.units"),
 }
 
 __version__ = "0.1.0"
 __all__ = [
-    "ByClass", "ByLeaf", "BySize", "Collectives", "Emulation", "InfeasibleBudget", "Kind", "Link", "Message", "ModelUnit",
-    "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan", "floor_bytes",
-    "make_plan", "measure_profile", "merge_shards", "parallelize", "partition", "replay",
+    "ByClass", "ByLeaf", "BySize", "Collectives", "Emulation", "InfeasibleBudget", "Kind", "Link", "LossScale", "Message",
+    "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan",
+    "floor_bytes", "make_plan", "measure_profile", "merge_shards", "parallelize", "partition", "replay",
 ]  # fmt: skip
 
 

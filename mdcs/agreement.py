@@ -31,13 +31,16 @@ def autoplan(
     strategy: str = "greedy",
     scheduler: str = "priority",
     budget: int | None = None,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Plan:
     """A plan for training ``model`` within ``budget`` bytes per rank; collective: call it on every rank.
 
     ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` is dp, zero1, sdp, fsdp or
     a name in :data:`mdcs.strategies.STRATEGIES`, ``scheduler`` one in :data:`mdcs.schedulers.SCHEDULERS`; ``options``
-    are :func:`mdcs.planner.make_plan`'s. On CPU, activations are measured in processes that are started with
+    are :func:`mdcs.planner.make_plan`'s. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
+    :func:`mdcs.measure.profiler.measure_profile`. On CPU, activations are measured in processes that are started with
     :func:`mdcs.measure.memory.preload_env`; elsewhere a budget does not count them, with a warning.
     """
     if strategy not in STRATEGIES and strategy not in ("dp", "zero1", "sdp", "fsdp"):
@@ -47,7 +50,10 @@ def autoplan(
     planner = STRATEGIES[strategy]() if strategy in STRATEGIES else Uniform(strategy)
     world = dist.get_world_size() if dist.is_initialized() else 1
     link, collectives = measure_link(units[0].parameters[0][1].device)
-    profile = measure_profile(model, units, step, optimizer, world=world, link=link, collectives=collectives)
+    profile = measure_profile(
+        model, units, step, optimizer, world=world, link=link, collectives=collectives,
+        master_dtype=master_dtype, grad_dtype=grad_dtype,
+    )  # fmt: skip
     profile = agree(profile)
     if budget is not None and not any(slot.peak for slot in profile.slots):
         warnings.warn(

@@ -6,13 +6,16 @@ For a message of S bytes (whole, unsharded) on N ranks; *sent* is what the rank 
 |---|---|---|---|
 | all-reduce | native (the backend's own) | 2 S (N-1)/N | - |
 | | ring: reduce-scatter and all-gather, each N-1 messages to the next rank | 2 S (N-1)/N | S/N |
+| | direct: a direct reduce-scatter and all-gather | 2 S (N-1)/N | S (N-1)/N |
 | | reduce_broadcast: to rank 0 along a binomial tree, and back | S ⌈log2 N⌉, by rank 0 | S |
 | reduce-scatter | all_to_all, then each rank sums what it got | S (N-1)/N | S |
 | | native: gloo's is an all-reduce, here in place | 2 S (N-1)/N | - |
 | | ring | S (N-1)/N | S/N |
+| | direct: from every rank to every other at once; each sums what it got | S (N-1)/N | S (N-1)/N |
 | all-gather | broadcast: one from every rank, in place | S (N-1)/N | - |
 | | native: gloo's gathers into a copy | S (N-1)/N | S |
 | | ring | S (N-1)/N | - |
+| | direct: from every rank to every other at once, in place | S (N-1)/N | - |
 
 NCCL has its native ones only: nothing is copied, and its reduce-scatter sends S (N-1)/N. gloo's were counted on the
 wire and with the memory meter (torch 2.13). Rings and trees: Thakur, Rabenseifner, Gropp, "Optimization of Collective
@@ -56,10 +59,16 @@ def _tree(size: int, world: int) -> int:
 
 _TABLES: dict[str, dict[str, dict[str, tuple[_Bytes, _Bytes]]]] = {  # backend, operation, algorithm: (sent, buffer)
     "gloo": {
-        "all_reduce": {"native": (_twice, _none), "ring": (_twice, _part), "reduce_broadcast": (_tree, _whole)},
-        "reduce_scatter": {"all_to_all": (_once, _whole), "native": (_twice, _none), "ring": (_once, _part)},
-        "all_gather": {"broadcast": (_once, _none), "native": (_once, _whole), "ring": (_once, _none)},
-    },
+        "all_reduce": {
+            "native": (_twice, _none), "ring": (_twice, _part), "direct": (_twice, _once), "reduce_broadcast": (_tree, _whole),
+        },
+        "reduce_scatter": {
+            "all_to_all": (_once, _whole), "native": (_twice, _none), "ring": (_once, _part), "direct": (_once, _once),
+        },
+        "all_gather": {
+            "broadcast": (_once, _none), "native": (_once, _whole), "ring": (_once, _none), "direct": (_once, _none),
+        },
+    },  # fmt: skip
     "nccl": {
         "all_reduce": {"native": (_twice, _none)},
         "reduce_scatter": {"native": (_once, _none)},

@@ -187,23 +187,25 @@ class Ledger:
     def __init__(self, plan: Plan, rank: int | None = None) -> None:
         self.plan, self.rank = plan, rank
         profile, opt = plan.profile, plan.profile.optimizer
-        w, g = profile.param_bytes, profile.grad_bytes
+        w, g, updated = profile.param_bytes, profile.grad_bytes, profile.updated_bytes
         self.at_rest = {"parameters": 0, "optimizer": 0}
         self._scratch: dict[tuple[int, int], int] = {}
         pieces, more = 0, Counter[int]()
         for u, (unit, strategy) in enumerate(zip(profile.units, plan.strategies, strict=True)):
             total, blocks = plan.padded(u), plan.blocks[u]
-            self.at_rest["parameters"] += total * w // (plan.world if strategy.sharded else 1)
+            if not (strategy.sharded and unit.trainable and profile.master_bytes):  # its master shard is all there is
+                self.at_rest["parameters"] += total * w // (plan.world if strategy.sharded else 1)
             if not unit.trainable:
                 continue
             parts = 1 if strategy is Strategy.dp else plan.world
             cuts = _cuts(unit.segments, blocks, parts)
-            self.at_rest["optimizer"] += int(total // parts * w * opt.state_tensors)
+            self.at_rest["optimizer"] += int(total // parts * (updated * opt.state_tensors + profile.master_bytes))
             pieces += len(blocks) + cuts.everywhere
             more.update(dict(cuts.on_rank))
             for b in range(len(blocks)):
                 largest = cuts.largest[b] if rank is None else max(n for _, n, _ in runs(plan, u, b, rank))
-                self._scratch[u, b] = opt.scratch_tensors * w * largest + opt.scratch_fixed
+                cast = blocks[b] // parts * updated if updated != g else 0  # the gradient in the optimizer's precision
+                self._scratch[u, b] = opt.scratch_tensors * updated * largest + opt.scratch_fixed + cast
         pieces += max(more.values(), default=0) if rank is None else more[rank]
         self.at_rest["optimizer"] += pieces * opt.state_fixed
         self.rest_bytes = sum(self.at_rest.values())

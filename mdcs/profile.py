@@ -15,7 +15,7 @@ from typing import Any
 from mdcs.collectives import Collectives
 from mdcs.link import Kind, Link
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ class Profile:
 
     ``slots`` are those of one micro-step in executed order: all forward slots, then all backward slots.
     ``collectives`` are the algorithms that the link was measured with, and that carry the messages.
+    ``param_bytes`` and ``grad_bytes`` are the widths of an element in compute and on the wire. ``master_bytes`` is that of the
+    copy which the optimizer updates, in mixed precision; 0: it updates the parameters themselves.
     ``interference`` is how much slower computing is while a message is in flight (0.2 = 20 %), ``contention`` what
     messages cost by their number and bytes.
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
@@ -136,6 +138,7 @@ class Profile:
     optimizer: Optimizer = Optimizer()
     param_bytes: int = 4
     grad_bytes: int = 4
+    master_bytes: int = 0
     collectives: Collectives = Collectives()
     interference: float = 0.0
     contention: Contention = Contention()
@@ -169,6 +172,11 @@ class Profile:
     def backward_slots(self) -> int:
         return len(self.slots) - self.forward_slots
 
+    @property
+    def updated_bytes(self) -> int:
+        """Width of an element of what the optimizer updates."""
+        return self.master_bytes or self.param_bytes
+
     def wire(self, kind: Kind, size: int) -> int:
         """Bytes that one rank sends for a message whose whole payload is ``size`` bytes."""
         return self.collectives.sent(kind, size, self.world)
@@ -201,7 +209,7 @@ class Profile:
                 **{
                     k: data[k]
                     for k in (
-                        "world", "param_bytes", "grad_bytes", "interference",
+                        "world", "param_bytes", "grad_bytes", "master_bytes", "interference",
                         "copy_seconds_per_byte", "about", "schema",
                     )
                 },

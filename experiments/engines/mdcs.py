@@ -32,6 +32,7 @@ class Planned:
         self.optimizer = job.optimizer
         self._parallel = mdcs.parallelize(
             job.model, job.optimizer, job.plan, job.units, clip_norm=config.optimizer.clip_norm,
+            loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
             timeout_s=config.cluster.timeout_s, emulate=job.emulate,
         )  # fmt: skip
         self.step, self.drain = self._parallel.step, self._parallel.drain
@@ -50,7 +51,7 @@ class Planned:
         return self.job.loss(batch)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        self._parallel.scaled(loss).backward()
 
     @property
     def grad_norm(self) -> float | None:

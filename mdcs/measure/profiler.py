@@ -36,9 +36,14 @@ def measure_profile(
     iterations: int = 3,
     warmup: int = 1,
     collectives: Collectives | None = None,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
     about: dict[str, str] | None = None,
 ) -> Profile:
     """Run ``step`` (forward, returns the loss) and its backward ``warmup + iterations`` times.
+
+    In mixed precision the optimizer updates a copy of the parameters in ``master_dtype``, and gradients are summed in
+    ``grad_dtype`` (None for either: that of the parameters).
 
     Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
     Raises UnsupportedModel when a parameter gets no gradient, or is used outside its module's forward.
@@ -65,9 +70,10 @@ def measure_profile(
         slots=recorder.slots(),
         world=world,
         link=link,
-        optimizer=optimizer_costs(optimizer, weight, meter),
+        optimizer=optimizer_costs(optimizer, weight.new_empty(0, dtype=master_dtype), meter),
         param_bytes=weight.element_size(),
-        grad_bytes=weight.element_size(),
+        grad_bytes=(grad_dtype or weight.dtype).itemsize,
+        master_bytes=0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
         collectives=collectives or Collectives(),
         copy_seconds_per_byte=_copy_seconds_per_byte(weight),
         about=about or {},

@@ -31,6 +31,7 @@ from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
 from mdcs.runtime.executor import executor_for
 from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.record import Recorder, StepRecord
+from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.scheduler import SlotWalker
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
@@ -46,6 +47,7 @@ def parallelize(
     *,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
+    loss_scale: LossScale | None = None,
     timeout_s: float = 300.0,
     emulate: Emulation | None = None,
 ) -> Parallel:
@@ -63,11 +65,13 @@ def parallelize(
             parallel.step()          # after plan.micro_steps backward passes
 
     ``clip_norm`` clips the global gradient norm; it is a barrier, so the plan must have cross_iteration off.
+    ``loss_scale`` is for float16, and a barrier, too: call ``parallel.scaled(loss).backward()`` then.
+    Where the plan's profile has masters, they start as the model's parameters, and stay in ``sharded_state_dict()``.
     ``timeout_s`` bounds every wait. With ``emulate`` this one process is a rank of the plan's world, on its emulated link
     (:mod:`mdcs.runtime.emulation`). Raises PlanError (ranks with another plan are named), ValueError for a plan
     that does not fit the model, and RunError, naming rank, step and message, when something fails later.
     """
-    return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s, emulate)
+    return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale)
 
 
 class Parallel:
@@ -76,6 +80,7 @@ class Parallel:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit],
         group: dist.ProcessGroup | None, clip_norm: float | None, timeout_s: float, emulate: Emulation | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.plan, self.units, self._emulate = model, optimizer, plan, units, emulate
         self._processes = processes = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -87,7 +92,7 @@ class Parallel:
         problem: ValueError | None = None
         try:
             _fits_processes(plan, processes, backend_of(group), emulate)
-            _fits_job(plan, clip_norm, optimizer)
+            _fits_job(plan, clip_norm, loss_scale, optimizer)
             check(plan)
             ordered = _match(plan, units, groups)
         except ValueError as e:
@@ -98,7 +103,7 @@ class Parallel:
         if processes > 1:
             if dist.get_backend(group) == "gloo":
                 group = control = self._new_group(group, timeout_s)
-            if clip_norm is not None or dist.get_backend(group) != "gloo":
+            if clip_norm is not None or loss_scale is not None or dist.get_backend(group) != "gloo":
                 control = self._new_group(group, timeout_s)  # its reductions must not mix with the plan's messages
         try:
             _same_plan(plan, problem, self.rank, processes, control)
@@ -129,8 +134,10 @@ class Parallel:
         self._recorder = Recorder(plan, self._executor)
         self._dispatcher = Dispatcher(
             plan, ledger, self._storages, self._wire, self._updates, self._account, self._executor, self._recorder,
-            control=control, pacer=_pacer(plan, self.rank, group, processes), clip_norm=clip_norm, timeout_s=timeout_s,
+            control=control, pacer=_pacer(plan, self.rank, group, processes), clip_norm=clip_norm,
+            loss_scale=loss_scale, timeout_s=timeout_s,
         )  # fmt: skip
+        self._loss_scale = loss_scale
         self._walker = SlotWalker(
             plan, ledger, self._storages, self._dispatcher, self._updates, self._account, self._executor,
             self._recorder, self._meter,
@@ -181,6 +188,10 @@ class Parallel:
             raise RunError(f"rank {self.rank}, step {self._walker.step}: {what}: {e}") from e
 
     # -- training -----------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to call ``backward`` on; itself where there is no ``loss_scale``."""
+        return loss if self._loss_scale is None else loss * self._loss_scale.value
 
     def step(self) -> None:
         """End an iteration. Updates need not be done: they are before their unit is used again."""
@@ -390,9 +401,12 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
         raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}")
 
 
-def _fits_job(plan: Plan, clip_norm: float | None, optimizer: torch.optim.Optimizer) -> None:
-    if clip_norm is not None and plan.cross_iteration:
-        raise PlanError("clipping the global norm needs all gradients first: plan with cross_iteration=False")
+def _fits_job(
+    plan: Plan, clip_norm: float | None, loss_scale: LossScale | None, optimizer: torch.optim.Optimizer
+) -> None:
+    for given, what in ((clip_norm, "clipping the global norm"), (loss_scale, "a dynamic loss scale")):
+        if given is not None and plan.cross_iteration:
+            raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
     if clip_norm is not None and clip_norm <= 0:
         raise ValueError(f"clip_norm must be > 0, got {clip_norm}")
     state, fixed, _ = optimizer_bytes(optimizer)

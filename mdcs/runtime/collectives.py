@@ -47,6 +47,7 @@ class Communicator:
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None) -> None:
         self.collectives, self.group = collectives, group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._others = [(self.rank + k) % self.world for k in range(1, self.world)]  # not all to the same one first
         self._tags = itertools.count()
 
     def all_reduce(self, buffer: Tensor, received: Tensor | None) -> Running:
@@ -54,6 +55,9 @@ class Communicator:
         if self.collectives.all_reduce == "ring":
             assert received is not None
             return Running(self._ring_all_reduce(buffer, received))
+        if self.collectives.all_reduce == "direct":
+            assert received is not None
+            return Running(self._direct_all_reduce(buffer, received))
         if self.collectives.all_reduce == "reduce_broadcast":
             assert received is not None
             return Running(self._reduce_broadcast(buffer, received))
@@ -66,6 +70,9 @@ class Communicator:
         if self.collectives.reduce_scatter == "ring":
             assert received is not None
             return Running(self._ring_reduce_scatter(buffer, received, out, self._tag()))
+        if self.collectives.reduce_scatter == "direct":
+            assert received is not None
+            return Running(self._direct_reduce_scatter(buffer, received, out, self._tag()))
         if self.collectives.reduce_scatter == "all_to_all":
             assert received is not None
             return _one(dist.all_to_all_single(received, buffer, group=self.group, async_op=True))
@@ -78,6 +85,8 @@ class Communicator:
         parts = buffer.chunk(self.world)
         if self.collectives.all_gather == "ring":
             return Running(self._ring_all_gather(parts, self._tag()))
+        if self.collectives.all_gather == "direct":
+            return Running(self._direct_all_gather(parts, self._tag()))
         if self.collectives.all_gather == "broadcast":
             return _one(
                 *(dist.broadcast(p, group_src=r, group=self.group, async_op=True) for r, p in enumerate(parts))
@@ -93,6 +102,9 @@ class Communicator:
 
     # -- from point to point ------------------------------------------------------------------------------------
 
+    # Receives are asked for before sends: gloo tells a sender that it may start on the connection that its own message is
+    # on, behind that message. The other way round two ranks would send to each other one after the other.
+
     def _ring_all_reduce(self, buffer: Tensor, received: Tensor) -> Steps:
         tag, parts = self._tag(), buffer.chunk(self.world)
         yield from self._ring_reduce_scatter(buffer, received, parts[self.rank], tag)
@@ -100,8 +112,6 @@ class Communicator:
 
     def _ring_reduce_scatter(self, buffer: Tensor, received: Tensor, out: Tensor, tag: int) -> Steps:
         """Each part travels once around, from the rank behind its owner to the owner, and collects the summands."""
-        # Receives are asked for before sends: gloo tells a sender that it may start on the connection that its own
-        # message is on, behind that message. The other way round the two ranks would send one after the other.
         parts = buffer.chunk(self.world)
         for k in range(1, self.world):
             sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
@@ -112,6 +122,30 @@ class Communicator:
         for k in range(self.world - 1):
             sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
             yield [self._receive(arriving, self.rank - 1, tag), self._send(sent, self.rank + 1, tag)]
+
+    def _direct_all_reduce(self, buffer: Tensor, received: Tensor) -> Steps:
+        tag, parts = self._tag(), buffer.chunk(self.world)
+        yield from self._direct_reduce_scatter(buffer, received, parts[self.rank], tag)
+        yield from self._direct_all_gather(parts, tag)
+
+    def _direct_reduce_scatter(self, buffer: Tensor, received: Tensor, out: Tensor, tag: int) -> Steps:
+        parts = list(buffer.chunk(self.world))
+        arriving = dict(zip(self._others, received.chunk(len(self._others)), strict=True))
+        yield [
+            *(self._receive(part, rank, tag) for rank, part in arriving.items()),
+            *(self._send(parts[rank], rank, tag) for rank in self._others),
+        ]
+        # Summed in rank order on every rank: the result does not depend on who arrives first.
+        first, *summands, last = (arriving.get(rank, parts[rank]) for rank in range(self.world))
+        for summand in summands:
+            first += summand
+        torch.add(first, last, out=out)
+
+    def _direct_all_gather(self, parts: tuple[Tensor, ...], tag: int) -> Steps:
+        yield [
+            *(self._receive(parts[rank], rank, tag) for rank in self._others),
+            *(self._send(parts[self.rank], rank, tag) for rank in self._others),
+        ]
 
     def _reduce_broadcast(self, buffer: Tensor, received: Tensor) -> Steps:
         """Up a binomial tree with rank 0 at its root, and down again."""

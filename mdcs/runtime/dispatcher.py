@@ -8,6 +8,7 @@ it completes and frees its buffers. Every count below is a FIFO index since the 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from mdcs.runtime.account import Account
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.record import Recorder
+from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.wire import Transfer, Wire
@@ -48,12 +50,14 @@ class Dispatcher:
         control: dist.ProcessGroup | None,
         pacer: Pacer | None,
         clip_norm: float | None,
+        loss_scale: LossScale | None,
         timeout_s: float,
     ) -> None:
         self.plan, self.ledger, self.storages = plan, ledger, storages
         self.wire, self.updates, self.account = wire, updates, account
         self.executor, self.recorder = executor, recorder
-        self.control, self.pacer, self.clip_norm, self.timeout_s = control, pacer, clip_norm, timeout_s
+        self.control, self.pacer, self.timeout_s = control, pacer, timeout_s
+        self.clip_norm, self.loss_scale = clip_norm, loss_scale
         self.lock = account.lock
         self.n = len(plan.messages)
         self.issued = self.started = self.processed = 0
@@ -318,13 +322,12 @@ class Dispatcher:
         for (u, b), shard in ready.items():
             storage = self.storages[u]
             gradients[u, b] = storage.gradient[storage.region(b)] if shard is None else shard
-        if self.clip_norm is not None:
-            self._clip(gradients)
+        is_finite, scale = self._scale(gradients)
         with self.lock:
             self.account.book("update_scratch", effect.scratch)
         begin = self.executor.stamp()
-        for (u, b), gradient in gradients.items():
-            self.updates.step(u, b, gradient)
+        for (u, b), gradient in gradients.items() if is_finite else ():
+            self.updates.step(u, b, gradient, scale)
         self.executor.finish([])
         self.recorder.update(message, begin, self.executor.stamp())
         self._shards.clear()
@@ -332,23 +335,33 @@ class Dispatcher:
             self.account.book("update_scratch", -effect.scratch)
         return [shard for shard in ready.values() if shard is not None]
 
-    def _clip(self, gradients: dict[tuple[int, int], Tensor]) -> None:
-        """Scale all gradients to a global norm of at most ``clip_norm``, as torch's clip_grad_norm_ does.
+    def _scale(self, gradients: dict[tuple[int, int], Tensor]) -> tuple[bool, float | None]:
+        """Whether all gradients are finite, and the factor that undoes the loss scale and brings their global norm down to
+        ``clip_norm``, as torch's clip_grad_norm_ does. (True, None) where there is nothing to scale.
 
         Shards are counted by their owner, whole (dp) gradients by rank 0; their squares are summed in float64.
         """
+        if self.clip_norm is None and self.loss_scale is None:
+            return True, None
         total = torch.zeros((), dtype=torch.float64)
         for (u, _), gradient in gradients.items():
             whole = self.plan.strategies[u].value == "dp"
             if not whole or self.wire.rank == 0:
-                # In the gradient's own precision: in another one torch would make a whole copy of it first.
-                total += torch.linalg.vector_norm(gradient).double().cpu() ** 2
+                # In the gradient's own precision, if it has enough: in another one torch would make a whole copy of it.
+                precision = torch.float32 if gradient.element_size() < 4 else None
+                total += torch.linalg.vector_norm(gradient, dtype=precision).double().cpu() ** 2
         if self.control is not None:
             dist.all_reduce(total, group=self.control)
-        self.recorder.norm = float(total.sqrt())
-        scale = min(1.0, self.clip_norm / (self.recorder.norm + 1e-6)) if self.clip_norm is not None else 1.0
-        for gradient in gradients.values():
-            gradient.mul_(scale)
+        norm, scale = float(total.sqrt()), 1.0
+        if self.loss_scale is not None:
+            is_finite, scale = math.isfinite(norm), 1 / self.loss_scale.value
+            self.loss_scale.update(is_finite)
+            if not is_finite:
+                return False, None
+        self.recorder.norm = norm * scale
+        if self.clip_norm is not None:
+            scale *= min(1.0, self.clip_norm / (self.recorder.norm + 1e-6))
+        return True, scale
 
     def _failure(self, index: int, e: Exception) -> RunError:
         """The step it names is the one in which the message was issued; compute may be in the next by now."""

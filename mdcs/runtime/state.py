@@ -102,9 +102,14 @@ def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Ten
         if not was_full:
             storage.allocate_full()
         with torch.no_grad():
-            storage.full[storage.used :].zero_()
+            # Not by way of the parameters: masters may have more digits.
+            whole = storage.full if storage.shard is None else storage.full.to(storage.shard.dtype)
+            whole[storage.used :].zero_()
             for i, name in members:
-                storage.parameters[i].copy_(full[name])
-        storage.reshard()
+                offset, n, shape = storage.places[i]
+                whole[offset : offset + n].view(shape).copy_(full[name])
+            storage.reshard(whole)
+            if whole is not storage.full:
+                storage.full.copy_(whole)
         if not was_full:
             storage.free_full()

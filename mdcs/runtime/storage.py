@@ -27,8 +27,9 @@ class UnitStorage:
         self.trainable = plan.profile.units[unit].trainable
         self.strategy = plan.strategies[unit]
         self.blocks, self.offsets = plan.blocks[unit], plan.offsets[unit]
-        first = self.parameters[0]
-        size = plan.padded(unit)
+        first, size = self.parameters[0], plan.padded(unit)
+        self.gradient_dtype = dtype_of(plan.profile.grad_bytes, first.dtype)
+        master = plan.profile.master_bytes if self.trainable else 0
         with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
             self.full = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.places: list[tuple[int, int, torch.Size]] = []  # offset, length, shape
@@ -42,24 +43,33 @@ class UnitStorage:
                 offset += n
         self.used = offset
         self.shard: Tensor | None = None
+        if self.strategy.sharded or master:
+            part, dtype = size if self._is_whole else size // plan.world, dtype_of(master, first.dtype)
+            with meter.tag("optimizer" if master else "parameters"):
+                self.shard = torch.empty(part, dtype=dtype, device=first.device)
+            self.reshard(self.full)
         if self.strategy.sharded:
-            with meter.tag("parameters"):
-                self.shard = torch.empty(size // plan.world, dtype=first.dtype, device=first.device)
-            self.reshard()
             self.free_full()
-        self.gradient: Tensor = torch.empty(0, dtype=first.dtype, device=first.device)
+        self.gradient: Tensor = torch.empty(0, dtype=self.gradient_dtype, device=first.device)
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every rank updates all of it."""
+        return self.strategy is Strategy.dp
+
     def own(self, block: int) -> slice:
-        """This rank's part of a block, in the full buffer."""
+        """What this rank updates of a block, in the full buffer."""
+        if self._is_whole:
+            return self.region(block)
         part = self.blocks[block] // self.plan.world
         start = self.offsets[block] + self.rank * part
         return slice(start, start + part)
 
     def in_shard(self, block: int) -> slice:
         """The same part in the shard."""
-        world = self.plan.world
+        world = 1 if self._is_whole else self.plan.world
         return slice(self.offsets[block] // world, (self.offsets[block] + self.blocks[block]) // world)
 
     def region(self, block: int) -> slice:
@@ -67,11 +77,7 @@ class UnitStorage:
 
     def at_rest(self, block: int) -> Tensor:
         """The parameters of a block that this rank updates."""
-        if self.strategy is Strategy.dp:
-            return self.full[self.region(block)]
-        if self.shard is None:
-            return self.full[self.own(block)]
-        return self.shard[self.in_shard(block)]
+        return self.full[self.own(block)] if self.shard is None else self.shard[self.in_shard(block)]
 
     def allocate_full(self) -> None:
         with self.meter.tag("full_parameters"):
@@ -89,21 +95,21 @@ class UnitStorage:
         return self.full.untyped_storage().nbytes() > 0
 
     def place_own(self, block: int) -> None:
-        """Put this rank's part of a block where the gather expects it."""
+        """Put what this rank has updated of a block where compute, or the gather, expects it."""
         if self.shard is not None:
             self.full[self.own(block)].copy_(self.shard[self.in_shard(block)])
 
-    def reshard(self) -> None:
-        """Take the shard from full parameters."""
+    def reshard(self, whole: Tensor) -> None:
+        """Take the shard from all of the unit's elements."""
         if self.shard is not None:
             for b in range(len(self.blocks)):
-                self.shard[self.in_shard(b)].copy_(self.full[self.own(b)])
+                self.shard[self.in_shard(b)].copy_(whole[self.own(b)])
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def allocate_gradient(self) -> None:
         with self.meter.tag("gradients"):
-            self.gradient = torch.empty_like(self.full, memory_format=torch.contiguous_format)
+            self.gradient = torch.empty(self.full.shape, dtype=self.gradient_dtype, device=self.full.device)
         self.gradient[self.used :].zero_()
 
     def free_gradient(self) -> None:
@@ -120,12 +126,15 @@ class UnitStorage:
         offset, n, shape = self.places[index]
         view = self.gradient[offset : offset + n].view(shape)
         assert p.grad is not None
-        if first and scale is not None:
+        if first and scale is not None and view.dtype == p.dtype:
             torch.mul(p.grad, scale, out=view)
-        elif first:
-            view.copy_(p.grad)
         else:
-            view.add_(p.grad)
+            view.copy_(p.grad) if first else view.add_(p.grad)
             if scale is not None:
                 view.mul_(scale)
         p.grad = None
+
+
+def dtype_of(width: int, like: torch.dtype) -> torch.dtype:
+    """That of parameters if it has their width in bytes (or 0), else the IEEE one of this width."""
+    return like if width in (0, like.itemsize) else {2: torch.float16, 4: torch.float32, 8: torch.float64}[width]

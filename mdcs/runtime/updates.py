@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mdcs.ledger import runs
 from mdcs.measure.memory import Meter
-from mdcs.plan import Plan
+from mdcs.plan import Plan, Strategy
 from mdcs.runtime.storage import UnitStorage
 
 
@@ -24,7 +24,7 @@ class Updates:
         self, plan: Plan, storages: list[UnitStorage], optimizer: torch.optim.Optimizer,
         group_of: list[list[int]], rank: int, meter: Meter,
     ) -> None:  # fmt: skip
-        self.optimizer, self.meter = optimizer, meter
+        self.optimizer, self.storages, self.meter = optimizer, storages, meter
         self.blocks: dict[tuple[int, int], tuple[torch.optim.Optimizer, list[slice]]] = {}
         self._tagged: set[tuple[int, int]] = set()
         for u, storage in enumerate(storages):
@@ -53,18 +53,27 @@ class Updates:
     def gradients(self, unit: int, block: int, gradient: Tensor) -> list[Tensor]:
         return [gradient[s] for s in self.blocks[unit, block][1]] if (unit, block) in self.blocks else []
 
-    def step(self, unit: int, block: int, gradient: Tensor) -> None:
-        """Update a block with this rank's reduced gradient of it (flat, as long as the rank's part)."""
+    def step(self, unit: int, block: int, gradient: Tensor, scale: float | None = None) -> None:
+        """Update a block with ``scale`` (None: 1) times this rank's reduced gradient of it, flat, as long as the rank's part.
+
+        The gradient is scaled in place, unless the optimizer updates a copy in another precision.
+        """
         if (unit, block) not in self.blocks:
             return
         optimizer, slices = self.blocks[unit, block]
-        for group, part in zip(optimizer.param_groups, slices, strict=True):
-            group.update(self._now[group["mdcs_group"]])
-            group["params"][0].grad = gradient[part]
+        storage = self.storages[unit]
         with self.meter.tag("update_scratch"):
+            gradient = gradient.to(storage.at_rest(block).dtype)
+            if scale is not None:
+                gradient.mul_(scale)
+            for group, part in zip(optimizer.param_groups, slices, strict=True):
+                group.update(self._now[group["mdcs_group"]])
+                group["params"][0].grad = gradient[part]
             optimizer.step()
         for group in optimizer.param_groups:
             group["params"][0].grad = None
+        if storage.strategy is Strategy.dp:  # of the others their gather does it
+            storage.place_own(block)
         if (unit, block) not in self._tagged:  # torch allocates optimizer state in the first step
             self._tagged.add((unit, block))
             for state in optimizer.state.values():

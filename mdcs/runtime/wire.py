@@ -61,19 +61,20 @@ class Wire:
     def allocate(self, message: Message) -> Transfer:
         """Staging and gradient shards."""
         transfer = Transfer(message)
-        first = self.storages[message.parts[0][0]].full
+        first = self.storages[message.parts[0][0]]
+        device, dtype = first.full.device, first.full.dtype if message.kind.is_gather else first.gradient_dtype
         elements = self.plan.elements(message)
         with self.meter.tag("staging"):
             if self.world > 1 and len(message.parts) > 1:
-                transfer.sent = torch.empty(elements, dtype=first.dtype, device=first.device)
+                transfer.sent = torch.empty(elements, dtype=dtype, device=device)
             more = self.collectives.buffer(message.kind, elements, self.world)
             if more and self.collectives.of(message.kind) != "native":
-                transfer.received = torch.empty(more, dtype=first.dtype, device=first.device)
+                transfer.received = torch.empty(more, dtype=dtype, device=device)
         if message.kind is Kind.RS:
             with self.meter.tag("gradient_shards"):
                 for part in message.parts:
                     n = self._size(part) // self.world
-                    transfer.shards[part] = torch.empty(n, dtype=first.dtype, device=first.device)
+                    transfer.shards[part] = torch.empty(n, dtype=dtype, device=device)
         return transfer
 
     def launch(self, transfer: Transfer) -> None:

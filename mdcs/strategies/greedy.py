@@ -64,9 +64,10 @@ def seconds(profile: Profile, unit: int, strategy: Strategy, micro_steps: int = 
 def extra_bytes(profile: Profile, unit: int, strategy: Strategy) -> int:
     """Bytes a unit holds at the end of the forward pass beyond fsdp: the usual place of the peak."""
     total = pad(profile.units[unit].numel, profile.world)
-    w, world = profile.param_bytes, profile.world
-    shard = total * w // world
-    whole = total * w
-    state = int(profile.optimizer.state_tensors * whole) if profile.units[unit].trainable else 0
+    world, is_updated = profile.world, profile.units[unit].trainable
+    master = profile.master_bytes if is_updated else 0
+    whole = total * profile.param_bytes
+    shard = 0 if master else whole // world
+    state = int(total * (profile.optimizer.state_tensors * profile.updated_bytes + master)) if is_updated else 0
     more = {Strategy.sdp: whole, Strategy.zero1: whole - shard, Strategy.dp: whole - shard + state - state // world}
     return more.get(strategy, 0)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_fastest_of_each_size_is_marked_and_bytes_are_per_byte():
-    times = {"native": 3.0, "ring": 1.0, "reduce_broadcast": 2.0, "all_to_all": 2.0, "broadcast": 2.0}
+    times = {"native": 3.0, "ring": 1.0, "reduce_broadcast": 2.0, "all_to_all": 2.0, "broadcast": 2.0, "direct": 2.0}
     rows = [
         {"operation": operation, "algorithm": name, "seconds": [times[name] * 1e-3] * len(program.SIZES)}
         for operation, names in ALGORITHMS["gloo"].items()
@@ -42,7 +42,7 @@ def test_all_algorithms_are_measured(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "gloo, 2 ranks: median ms" in done.stdout
     rows = json.loads((tmp_path / "out" / program.FILE).read_text())
-    assert len(rows) == 9 and all(min(row["seconds"]) > 0 for row in rows)
+    assert len(rows) == 12 and all(min(row["seconds"]) > 0 for row in rows)
 
 
 def test_one_rank_has_nothing_to_compare(tmp_path):

@@ -89,14 +89,17 @@ WRONG = {
     "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",
     "link=emulated link.latency_us=-1": "link.latency_us: must be >= 0, got -1",
     "link.depth=0": "link.depth: must be >= 1, got 0",
+    "run.precision=fp8": "run.precision: must be one of fp32, fp64, bf16, fp16; got fp8",
+    "run.grad_precision=fp32": "run.grad_precision: has no effect with run.precision=fp32, got fp32",
+    "run.precision=bf16 engine=ddp": "run.precision: must be fp32 or fp64 with engine.name=ddp, got bf16",
     "collectives=tree": (
-        "collectives: no such option tree; options: all_to_all, auto, native, reduce_broadcast, ring"
+        "collectives: no such option tree; options: all_to_all, auto, direct, native, reduce_broadcast, ring"
     ),
     "collectives.all_reduce=rng": (
-        "collectives.all_reduce: must be one of auto, native, ring, reduce_broadcast; got rng"
+        "collectives.all_reduce: must be one of auto, native, ring, direct, reduce_broadcast; got rng"
     ),
     "collectives.reduce_scatter=broadcast": (
-        "collectives.reduce_scatter: must be one of auto, all_to_all, native, ring; got broadcast"
+        "collectives.reduce_scatter: must be one of auto, all_to_all, native, ring, direct; got broadcast"
     ),
     "collectives.all_gather=null": "collectives.all_gather: must be text, got null",
     "collectives.gather=ring": "collectives.gather: no such key; did you mean collectives.all_gather?",

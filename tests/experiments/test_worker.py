@@ -39,6 +39,8 @@ SHARE = ("budget=over_floor", "budget.over_floor=0.1", "budget.schedule_share=0.
 
 WORKLOADS = {
     "tied gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "run.eval_every=2"),
+    "bf16 gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adamw", "run.precision=bf16", "run.grad_precision=fp32"),
+    "fp16 gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "run.precision=fp16", "run.eval_every=2"),
     "clipped bert": (
         *("model=bert-tiny", "data=synthetic", "optimizer=adamw", "optimizer.clip_norm=0.5"),
         *("optimizer.schedule=cosine", "run.accumulation=2", "model.checkpointing=true"),
@@ -53,6 +55,8 @@ JOBS = [
     ("tied gpt2", ("strategy=dp", "scheduler=sequential")),
     ("tied gpt2", ("strategy=greedy", "scheduler=priority", *SHARE)),
     ("tied gpt2", ("strategy=fsdp", "scheduler=dear", "link=emulated", "collectives=ring")),
+    ("bf16 gpt2", ("strategy=greedy", "scheduler=dear", *SHARE)),
+    ("fp16 gpt2", ("strategy=zero1", "scheduler=priority")),
     ("tied gpt2", ("strategy=random", "scheduler=random", "link=emulated", "link.depth=1", "collectives=native")),
     ("clipped bert", ("strategy=zero1", "scheduler=mg_wfbp")),
     ("clipped bert", ("strategy=ilp", "scheduler=fusion", *SHARE)),
@@ -64,7 +68,8 @@ JOBS = [
     ("resnet by size", ("strategy=dp", "scheduler=priority", "scheduler.block_mib=0.02", "budget=unlimited")),
     ("frozen fp64 mlp", ("strategy=zero1", "scheduler=priority", "scheduler.cross_iteration=false")),
     ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget.gib=0.5", "budget.reserve_mib=1")),
-    ("frozen fp64 mlp", ("strategy=sdp", "scheduler=memory_aware", "scheduler.seconds=5", "link=emulated")),
+    ("frozen fp64 mlp", ("strategy=sdp", "scheduler=memory_aware", "scheduler.seconds=5", "link=emulated",
+                         "collectives=direct")),
 ]
 REFUSED = {
     "infeasible": ("model=mlp", "data=digits", "budget.gib=1e-6"),
@@ -121,15 +126,14 @@ def batch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("batch")
     first: dict[str, Path] = {}
     made = []
-    for number, (workload, overrides) in enumerate(JOBS):
-        config = jobs.resolve(composed(*WORKLOADS[workload], *overrides))
-        profile = first.setdefault(workload, folder / str(number) / "profile.json")
-        own = folder / str(number)
-        if profile.parent != own:
+    jobs_of = [(str(n), workload, (*WORKLOADS[workload], *overrides)) for n, (workload, overrides) in enumerate(JOBS)]
+    refused = [(name, "refused", (*overrides, f"run.name={name}")) for name, overrides in REFUSED.items()]
+    for name, workload, overrides in [*jobs_of, *refused]:
+        config, own = jobs.resolve(composed(*overrides)), folder / name
+        profile = first.setdefault(workload, own / "profile.json")
+        if profile.parent != own and config.profile.path is None:
             config = dataclasses.replace(config, profile=ProfileConfig(path=str(profile)))
         made.append((own, config))
-    for name, overrides in REFUSED.items():
-        made.append((folder / name, jobs.resolve(composed(*overrides, f"run.name={name}"))))
     for own, config in made:
         own.mkdir()
         checks.save(config, own / "config.yaml")
@@ -275,6 +279,7 @@ def test_messages_are_carried_as_the_config_says(ran):
         named = next((o.partition("=")[2] for o in run.overrides if o.startswith("collectives=")), None)
         wanted = {
             "ring": Collectives("ring", "ring", "ring"),
+            "direct": Collectives("direct", "direct", "direct"),
             "native": Collectives("native", "native", "native"),
             "reduce_broadcast": Collectives("reduce_broadcast"),
         }.get(named, Collectives())

@@ -108,7 +108,9 @@ def test_an_exception_of_the_caller_ends_the_ranks(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGTERM))]
+)
 def test_a_launcher_that_dies_takes_the_ranks_along(tmp_path, signum):
     code = (
         "import pathlib, sys; from launch import elastic; folder = pathlib.Path(sys.argv[1]);"

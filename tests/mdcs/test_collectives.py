@@ -26,10 +26,13 @@ def using(kind: Kind, algorithm: str, backend: str = "gloo") -> Collectives:
         # Of 1,200 bytes on 2, 3 and 4 ranks a part is 600, 400 and 300.
         (AR, "native", (1200, 1600, 1800), (0, 0, 0)),
         (AR, "ring", (1200, 1600, 1800), (600, 400, 300)),
+        (AR, "direct", (1200, 1600, 1800), (600, 800, 900)),
         (AR, "reduce_broadcast", (1200, 2400, 2400), (1200, 1200, 1200)),  # the root sends once, twice, twice
         (RS, "all_to_all", (600, 800, 900), (1200, 1200, 1200)),
         (RS, "native", (1200, 1600, 1800), (0, 0, 0)),  # an all-reduce
         (RS, "ring", (600, 800, 900), (600, 400, 300)),
+        (RS, "direct", (600, 800, 900), (600, 800, 900)),
+        (AG_F, "direct", (600, 800, 900), (0, 0, 0)),
         (AG_F, "broadcast", (600, 800, 900), (0, 0, 0)),
         (AG_B, "native", (600, 800, 900), (1200, 1200, 1200)),
         (AG_B, "ring", (600, 800, 900), (0, 0, 0)),
@@ -65,8 +68,8 @@ def test_the_kinds_of_a_gather_share_an_algorithm() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"all_reduce": "rng"}, "all_reduce must be native or ring or reduce_broadcast on gloo, got 'rng'"),
-        ({"all_gather": "all_to_all"}, "all_gather must be broadcast or native or ring on gloo, got 'all_to_all'"),
+        ({"all_reduce": "rng"}, "all_reduce must be native or ring or direct or reduce_broadcast on gloo, got 'rng'"),
+        ({"all_gather": "all_to_all"}, "all_gather must be broadcast or native or ring or direct on gloo, got 'all_to_all'"),
         ({"backend": "nccl"}, "reduce_scatter must be native on nccl, got 'all_to_all'"),
         ({"backend": "mpi"}, "backend must be gloo or nccl, got 'mpi'"),
     ],

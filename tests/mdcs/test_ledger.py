@@ -106,6 +106,19 @@ def test_half_precision_parameters_with_whole_gradients() -> None:
     assert max(by_slot(plan, "gradient_shards", "staging")) == (16, 32)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "parameters", "optimizer", "scratch"),
+    [("dp", 24, 3 * 48 + 8, 32), ("zero1", 24, 3 * 24 + 8, 16), ("sdp", 0, 3 * 24 + 8, 16), ("fsdp", 0, 3 * 24 + 8, 16)],
+)
+def test_masters(strategy: str, parameters: int, optimizer: int, scratch: int) -> None:
+    """2 bytes in compute and on the wire, 4 in the optimizer: masters are with its state, a cast gradient is scratch."""
+    plan = planned(replace(PROFILE, param_bytes=2, grad_bytes=2, master_bytes=4), strategy)
+    assert Ledger(plan).at_rest == {"parameters": parameters, "optimizer": optimizer}
+    assert max(by_slot(plan, "update_scratch")) == (scratch + ADAM.scratch_tensors * scratch,)
+    frozen = replace(plan.profile, units=(replace(PROFILE.units[0], trainable=False), PROFILE.units[1]))
+    assert Ledger(planned(frozen, strategy)).at_rest["parameters"] == (8 if parameters == 0 else 24)
+
+
 @pytest.mark.parametrize(("strategy", "parameters"), [("dp", 48), ("zero1", 48), ("sdp", 24)])
 def test_a_frozen_unit_has_no_gradient_no_state_and_no_update(strategy: str, parameters: int) -> None:
     frozen_a = replace(PROFILE, units=(replace(PROFILE.units[0], trainable=False), PROFILE.units[1]))
@@ -184,6 +197,8 @@ A, B = (0, 0), (1, 0)
         (RS, (A,), "all_to_all", 2, 32),  # received beside the gradient
         (RS, (A,), "native", 2, 0),  # an all-reduce in place
         (RS, (A,), "ring", 2, 16),
+        (RS, (A,), "direct", 2, 16),  # what the other sends
+        (RS, (A, B), "direct", 3, 60 + 40),
         (RS, (A, B), "all_to_all", 2, 96),  # packed and received
         (RS, (A, B), "native", 2, 48),
         (RS, (A, B), "all_to_all", 3, 120),  # 9 and 6 elements

@@ -103,7 +103,8 @@ def interrupted(operation: str, algorithm: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("operation", "algorithm"), [("all_reduce", "ring"), ("all_reduce", "reduce_broadcast"), ("all_gather", "ring")]
+    ("operation", "algorithm"),
+    [("all_reduce", "ring"), ("all_reduce", "reduce_broadcast"), ("all_gather", "ring"), ("reduce_scatter", "direct")],
 )
 def test_a_rank_that_is_gone_is_an_error(operation: str, algorithm: str) -> None:
     ranks = Ranks(2)

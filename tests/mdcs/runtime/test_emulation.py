@@ -149,7 +149,7 @@ def test_replicated_units_train_as_equal_ranks_do():
     assert all(torch.equal(trained[name], wanted) for name, wanted in plain.model.named_parameters())
 
 
-@pytest.mark.parametrize("algorithm", ["all_to_all", "native", "ring"])
+@pytest.mark.parametrize("algorithm", ["all_to_all", "native", "ring", "direct"])
 def test_what_messages_bring(algorithm: str):
     """Rank 1 of 3: sums of three equal gradients, and copies of its own part of the parameters."""
     collectives = Collectives(reduce_scatter=algorithm)

@@ -120,7 +120,7 @@ def test_other_models(two: Ranks, model, strategy):
         assert result["bitwise"], result
 
 
-@pytest.mark.parametrize("name", ["native", "ring", "reduce_broadcast"])
+@pytest.mark.parametrize("name", ["native", "ring", "direct", "reduce_broadcast"])
 def test_other_collectives(two: Ranks, three: Ranks, name):
     """Two ranks sum two numbers; on more, some algorithms sum them in another order."""
     collectives = Collectives(name) if name == "reduce_broadcast" else Collectives(name, name, name)

@@ -344,7 +344,7 @@ def fail_on_rank_one(how: str) -> None:
             step(made, parallel, number)
 
 
-@pytest.mark.parametrize("how", ["dies", "dies, sequential", "dies, ring"])
+@pytest.mark.parametrize("how", ["dies", *(pytest.param(f"dies, {it}", marks=pytest.mark.slow) for it in ("sequential", "ring"))])
 def test_a_rank_that_dies(ranks: Ranks, how):
     survivor, dead = errors(ranks, fail_on_rank_one, how)
     assert dead.exit_code == 17
@@ -352,7 +352,7 @@ def test_a_rank_that_dies(ranks: Ranks, how):
     assert "message" in survivor.message and " of " in survivor.message  # e.g. "message 4 (RS of blocks.0[0])"
 
 
-@pytest.mark.parametrize("how", ["hangs", "hangs, ring"])
+@pytest.mark.parametrize("how", ["hangs", pytest.param("hangs, ring", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs(ranks: Ranks, how):
     waiting, late = errors(ranks, fail_on_rank_one, how)
     # It has gone on into the next step as far as it could without the other.

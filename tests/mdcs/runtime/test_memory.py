@@ -59,13 +59,13 @@ COMBINATIONS = [
 
 def profiled(job: Job, **shape: Any) -> tuple[Setup, Any, Profile]:
     """Measured anew: what a process holds beside the model must be the same in the profile and in training."""
-    made = setup(job.model, **shape)
+    made = setup(job.model, half=job.half, **shape)
     optimizer = optimizer_for(job.optimizer, made.model)
     units = mdcs.partition(made.model, made.policy)
     rank, world = dist.get_rank(), dist.get_world_size()
     profile = measure_profile(
         made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), optimizer,
-        world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=2,
+        world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=2, **job.mixed,
     )  # fmt: skip
     return made, optimizer, agree(profile)
 
@@ -163,6 +163,25 @@ def test_every_slot_is_exact(combinations, combination):
 @pytest.mark.parametrize(
     ("job", "how"),
     [
+        *((Job("gpt2", half="bf16"), How(s, "wfbp")) for s in ("dp", "zero1", "sdp", "fsdp")),
+        (Job("gpt2", 2, half="bf16", wide_gradients=True), How("random", "random", seed=3)),
+        (Job("resnet", half="bf16", optimizer="sgd"), How("fsdp", "fusion")),
+        (Job("bert", half="bf16", optimizer="adamw"), How("greedy", "priority", budget=1.2, bytes=BLOCK)),
+        (Job("gpt2", half="bf16", clip_norm=0.1), How("random", "partitioning", seed=4)),
+    ],
+    ids=lambda value: f"{value.model}-{value.wide_gradients}" if isinstance(value, Job) else value.strategy,
+)
+def test_mixed_precision(measured: Ranks, job, how):
+    """Masters are with the optimizer's state; a gradient is copied for its update unless it has their precision."""
+    for rank in measured.run(measure, job, how, SHAPES[job.model]):
+        assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
+        assert rank["measured"]["total"] <= 1.01 * rank["predicted"]["total"]
+        assert how.budget is None or rank["measured"]["total"] <= rank["budget"]
+
+
+@pytest.mark.parametrize(
+    ("job", "how"),
+    [
         (Job("tied", 2, optimizer="adamw"), How("random", "random", seed=1)),
         (Job("tied", 1, optimizer="adamw"), How("zero1", "partitioning")),
         (Job("gpt2", 2, optimizer="sgd"), How("fsdp", "priority", cross_iteration=False)),
@@ -179,7 +198,7 @@ def test_other_optimizers_accumulation_and_clipping(measured: Ranks, job, how):
 
 @pytest.mark.parametrize(
     "collectives",
-    [Collectives("native", "native", "native"), Collectives("ring", "ring", "ring"), Collectives("reduce_broadcast")],
+    [*(Collectives(name, name, name) for name in ("native", "ring", "direct")), Collectives("reduce_broadcast")],
     ids=str,
 )
 @pytest.mark.parametrize(("strategy", "scheduler"), [("zero1", "sequential"), ("fsdp", "fusion"), ("random", "random")])

@@ -71,7 +71,12 @@ def storage_sizes(parallel: mdcs.Parallel) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy"), [*(("tied", s) for s in STRATEGIES), *(("resnet", s) for s in STRATEGIES), ("twice", "fsdp")]
+    ("model", "strategy"),
+    [
+        *(("tied", s) for s in STRATEGIES),
+        ("twice", "fsdp"),
+        *(pytest.param("resnet", s, marks=pytest.mark.slow) for s in STRATEGIES),
+    ],
 )
 def test_evaluation_is_that_of_the_plain_model(two: Ranks, model, strategy):
     """BatchNorm's statistics are rank 0's on every rank, as with DDP; what was gathered for it is freed again."""

@@ -89,7 +89,7 @@ def test_reshard_and_place_own_are_inverse():
     storage, _ = storage_of(1)
     storage.allocate_full()
     storage.full.copy_(torch.arange(10.0, 18.0))
-    storage.reshard()
+    storage.reshard(storage.full)
     assert storage.shard is not None and storage.shard.tolist() == [14, 15, 16, 17]
     storage.full.zero_()
     storage.place_own(0)

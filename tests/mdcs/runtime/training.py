@@ -89,7 +89,10 @@ def tied(blocks: int = 3) -> Setup:
         return {"tokens": torch.randint(0, 11, (3, 5), generator=generator)}
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten())
+        logits = model(batch["tokens"]).flatten(0, 1)
+        if logits.element_size() < 4:
+            logits = logits.float()
+        return nn.functional.cross_entropy(logits, batch["tokens"].flatten())
 
     return Setup(model, loss, mdcs.ByClass(("Sequential",)), batch)
 
@@ -151,22 +154,29 @@ def tiny(name: str, samples: int = 2, **options: Any) -> Setup:
     return Setup(task.model, task.loss, mdcs.ByLeaf() if wrap else mdcs.ByClass(task.block_classes), batch)
 
 
-def setup(name: str, double: bool = False, **options: Any) -> Setup:
-    """"tied", "twice", "line-8-16-4" for linear layers of these widths, or a name that :func:`tiny` knows."""
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def setup(name: str, double: bool = False, half: str = "", **options: Any) -> Setup:
+    """"tied", "twice", "line-8-16-4" for linear layers of these widths, or a name that :func:`tiny` knows.
+
+    ``double`` is all in float64, ``half`` names another precision of all.
+    """
     if name.startswith("line-"):
         made = line(*map(int, name.split("-")[1:]))
     elif name in ("tied", "twice"):
         made = {"tied": tied, "twice": twice}[name](**options)
     else:
         made = tiny(name, **options)
-    if not double:
+    if not double and not half:
         return made
-    one = made.batch
+    one, dtype = made.batch, HALF.get(half, torch.float64)
+    made.model.to(dtype)
 
     def batch(step: int, micro: int, rank: int) -> Batch:
-        return {k: v.double() if v.is_floating_point() else v for k, v in one(step, micro, rank).items()}
+        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in one(step, micro, rank).items()}
 
-    return Setup(made.model.double(), made.loss, made.policy, batch)
+    return Setup(made.model, made.loss, made.policy, batch)
 
 
 def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -187,7 +197,9 @@ def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained. ``schedule`` halves the learning rate in the middle."""
+    """What is trained. ``halve_at`` is the step from which the learning rate is halved; ``half`` the precision of compute
+    where masters are float32, of gradients as well unless they are ``wide_gradients``.
+    """
 
     model: str
     micro_steps: int = 1
@@ -196,6 +208,16 @@ class Job:
     double: bool = False
     steps: int = 20
     halve_at: int | None = None
+    half: str = ""
+    wide_gradients: bool = False
+
+    @property
+    def mixed(self) -> dict[str, Any]:
+        """What a profile is told of the precision."""
+        return {
+            "master_dtype": torch.float32 if self.half else None,
+            "grad_dtype": torch.float32 if self.wide_gradients else None,
+        }
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(
@@ -292,13 +314,13 @@ _PROFILES: dict[tuple[Any, ...], Profile] = {}
 
 def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], model_optimizer: Any) -> Profile:
     """Measured once per kind of job and process; the link is made up."""
-    key = (job.model, job.optimizer, job.double)
+    key = (job.model, job.optimizer, job.double, job.half, job.wide_gradients)
     world, rank = dist.get_world_size(), dist.get_rank()
     if key not in _PROFILES:
         _PROFILES[key] = agree(
             measure_profile(
                 made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), model_optimizer,
-                world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
+                world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=1, **job.mixed,
             )
         )  # fmt: skip
     link = mdcs.Link.uniform(1.0, 50.0, how.depth, how.emulated)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import tempfile
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -138,6 +139,8 @@ class Parallel:
             loss_scale=loss_scale, timeout_s=timeout_s,
         )  # fmt: skip
         self._loss_scale = loss_scale
+        # Also when the program ends, or lets go of this, without close(): a thread that waits in C++ then would abort it.
+        self._stop_threads = weakref.finalize(self, self._dispatcher.stop)
         self._walker = SlotWalker(
             plan, ledger, self._storages, self._dispatcher, self._updates, self._account, self._executor,
             self._recorder, self._meter,
@@ -357,7 +360,7 @@ class Parallel:
         if self._closed:
             return
         self._closed = True
-        self._dispatcher.stop()
+        self._stop_threads()
         if self.plan.budget is not None:
             self._executor.limit(None)
         self._hooks.remove()

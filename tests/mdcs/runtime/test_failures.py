@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -437,3 +439,21 @@ def failing_start_leaves() -> dict[str, int]:
 
 def test_a_failed_start_leaves_nothing(ranks: Ranks):
     assert ranks.run(failing_start_leaves) == [{"groups": 0}] * 2
+
+
+NEVER_CLOSED = """
+import torch, mdcs
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.Adam(model.parameters())
+units = mdcs.partition(model, mdcs.ByLeaf())
+loss = lambda: model(torch.ones(1, 4)).sum()
+parallel = mdcs.parallelize(model, optimizer, mdcs.autoplan(model, optimizer, units, loss), units)
+loss().backward()
+parallel.step()
+"""
+
+
+def test_a_program_that_never_closes_ends_well() -> None:
+    """Its threads wait in C++ when the interpreter ends."""
+    done = subprocess.run([sys.executable, "-c", NEVER_CLOSED], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

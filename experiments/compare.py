@@ -226,7 +226,7 @@ class Comparison:
         return {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
             "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": config.model.options(),
-            "batch_size": config.data.batch_size, "world": config.cluster.ranks,
+            "batch_size": config.data.batch_size, "world": config.cluster.ranks, "shaped_link": config.cluster.shaped_link(),
             "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
             "rounds": whole, "overrides": self.asked.overrides, "base": BASE, "floor_bytes": floor,
             "losses": {
@@ -279,7 +279,8 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
     if part["over_floor"] is not None:
         limit += f" (floor + {part['over_floor']:.0%})"
     bounds = ", ".join(f"{name} bound {seconds * 1e3:.1f} ms" for name, seconds in part["bounds"].items())
-    title = f"{document['model']}, {document['world']} ranks, medians of {document['rounds']} rounds; {limit}"
+    link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
+    title = f"{document['model']}, {document['world']} ranks{link}, medians of {document['rounds']} rounds; {limit}"
     made = Table(title=f"{title}\n{bounds}", title_justify="left", box=box.SIMPLE_HEAD)
     made.add_column("engine", no_wrap=True)
     headings = ("step ms\n[range]", f"× {document['base']}\n[range]", "exposed\nms", "overlap\nratio", "peak\nMiB",

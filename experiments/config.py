@@ -195,7 +195,9 @@ class LinkConfig:
     latency_us: float | None = _option(
         None, "per message", at_least=0, used_by=("emulated",), needed_by=("emulated",)
     )
-    depth: int = _option(2, "messages in flight", at_least=1)
+    depth: int | None = _option(
+        2, "messages in flight; null: as few as are nearly as fast as any", at_least=1, needed_by=("emulated",)
+    )
 
 
 @dataclass

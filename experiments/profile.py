@@ -21,6 +21,7 @@ from rich.table import Table
 from experiments import app, jobs
 from experiments.config import Config
 from experiments.profiles import ranks
+from mdcs.collectives import OPERATION
 from mdcs.link import Kind
 from mdcs.profile import Profile, Unit
 
@@ -76,14 +77,26 @@ def link_table(profile: Profile) -> Table:
         kind = f"link shaped to {shaped} ({profile.about['congestion_control']})"
     about = f"{kind}: {link.depth} messages in flight, blocks of {link.block / MIB:.2f} MiB"
     table = Table(title=about, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("collective", "α µs", "Gbit/s", "a block's share of the rate"):
+    rates = sorted({name.partition(" with ")[2] for name in profile.spread if name.endswith(" in flight")})
+    for heading in ("collective", "α µs", "Gbit/s", "a block's share of the rate", *rates):
         table.add_column(heading, justify="left" if heading == "collective" else "right")
     for kind in Kind:
         alpha, beta = link.alpha_of(kind), link.beta_of(kind)
-        rate = f"{8 / beta / 1e9:.2f}" if beta else "∞"
+        rate = f"{8e-9 / beta:.2f}" if beta else "∞"
         served = beta * link.block
-        table.add_row(str(kind), f"{alpha * 1e6:.1f}", rate, f"{served / (alpha + served):.0%}" if alpha + served else "–")
+
+        operation = OPERATION[kind]
+        alphas, betas = (_between(profile, f"{what} of {operation}", scale) for what, scale in (("α", 1e6), ("1/β", 8e-9)))
+        flights = (_between(profile, f"{operation} with {name}", 8e-9) for name in rates)
+        share = f"{served / (alpha + served):.0%}" if alpha + served else "–"
+        table.add_row(str(kind), f"{alpha * 1e6:.1f} {alphas}".strip(), f"{rate} {betas}".strip(), share, *flights)
     return table
+
+
+def _between(profile: Profile, name: str, scale: float) -> str:
+    """The percentiles of what was measured by this name, times ``scale``; nothing if it was not."""
+    measured = profile.spread.get(name)
+    return "" if measured is None else "({:.3g}, {:.3g})".format(*(scale * value for value in measured))
 
 
 def interference_table(profile: Profile) -> Table:

@@ -67,11 +67,12 @@ def cache_folder() -> Path:
 def known(config: Config) -> Profile | None:
     """The profile that the config names or describes, with the config's link; None: it has to be measured."""
     if config.profile.name == "analytic":
-        return _analytic(config.profile, config.link.depth)
+        return _analytic(config.profile, config.link.depth or 1)
     if config.profile.path is None:
         return None
     profile = Profile.from_json(Path(config.profile.path).read_text(encoding="utf-8"))
-    link, collectives = dataclasses.replace(profile.link, depth=config.link.depth), profile.collectives
+    link = dataclasses.replace(profile.link, depth=config.link.depth or profile.link.depth)
+    collectives = profile.collectives
     link, collectives = emulated(config) or (link, collectives)  # is what the config says, whatever was measured
     return dataclasses.replace(profile, link=link, collectives=collectives)
 
@@ -81,7 +82,7 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
     link = config.link
     if link.name != "emulated":
         return None
-    assert link.rate_gbit is not None and link.latency_us is not None
+    assert link.rate_gbit is not None and link.latency_us is not None and link.depth is not None
     collectives = dataclasses.replace(
         Collectives.default(config.cluster.resolved_backend()), **config.collectives.named()
     )

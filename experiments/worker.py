@@ -161,7 +161,8 @@ class Job:
         known = profiles.known(config)
         if known is not None:
             return known
-        link, collectives = profiles.emulated(config) or measure_link(
+        made = profiles.emulated(config)
+        link, collectives, spread = (*made, {}) if made else measure_link(
             self.device, depth=config.link.depth, wanted=config.collectives.named()
         )
         batches = self.batches()
@@ -172,6 +173,7 @@ class Job:
             master_dtype=self.master_dtype, grad_dtype=self.grad_dtype,
         )  # fmt: skip
         step = partial(self._next_loss, batches)
+        profile = dataclasses.replace(profile, spread=profile.spread | spread)
         profile = measure_interference(agree(profile), self.model, step, self.optimizer, emulate=self.emulate)
         return rehearse(profile, self.model, self.units, step, self.optimizer, emulate=self.emulate)
 

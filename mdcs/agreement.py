@@ -49,7 +49,7 @@ def autoplan(
         raise ValueError(f"unknown scheduler {scheduler!r}: {', '.join(sorted(SCHEDULERS))}")
     planner = STRATEGIES[strategy]() if strategy in STRATEGIES else Uniform(strategy)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    link, collectives = measure_link(units[0].parameters[0][1].device)
+    link, collectives, _ = measure_link(units[0].parameters[0][1].device)
     profile = measure_profile(
         model, units, step, optimizer, world=world, link=link, collectives=collectives,
         master_dtype=master_dtype, grad_dtype=grad_dtype,

@@ -27,7 +27,9 @@ def engine_comparison(document: Mapping[str, Any]) -> Figure:
         raise ValueError("no engine was measured")
     heights = [0.55 + 0.27 * len(budget["lines"]) for budget in budgets]
     ranks = "1 rank" if document["world"] == 1 else f"{document['world']} ranks"
-    title = f"{document['model']} · {ranks} · medians of {document['rounds']} rounds"
+    link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
+    rounds = "1 round" if document["rounds"] == 1 else f"medians of {document['rounds']} rounds"
+    title = f"{document['model']} · {ranks}{link} · {rounds}"
     figure = style.new_figure(10.5, sum(heights) + 0.6, title)
     panels = figure.subplots(len(budgets), 3, squeeze=False, sharex="col", width_ratios=(5, 2, 3), height_ratios=heights)
     for row, budget in zip(panels, budgets, strict=True):

@@ -76,8 +76,8 @@ def line(engine, median, exposed_s, fits=True, overlap=0.5):
 
 
 def document(*budgets):
-    losses = {"differences": {"ddp": 1e-7}, "equal": True}
-    return {"model": "gpt2", "world": 2, "rounds": 3, "base": "mdcs", "losses": losses, "budgets": list(budgets)}
+    job = {"model": "gpt2", "world": 2, "shaped_link": "1 Gbit/s", "rounds": 3, "base": "mdcs"}
+    return {**job, "losses": {"differences": {"ddp": 1e-7}, "equal": True}, "budgets": list(budgets)}
 
 
 def test_the_picture_has_a_row_of_panels_for_every_budget(tmp_path):

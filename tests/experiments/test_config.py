@@ -89,6 +89,7 @@ WRONG = {
     "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",
     "link=emulated link.latency_us=-1": "link.latency_us: must be >= 0, got -1",
     "link.depth=0": "link.depth: must be >= 1, got 0",
+    "link=emulated link.depth=null": "link.depth: is needed with link.name=emulated, got null",
     "run.precision=fp8": "run.precision: must be one of fp32, fp64, bf16, fp16; got fp8",
     "run.grad_precision=fp32": "run.grad_precision: has no effect with run.precision=fp32, got fp32",
     "run.precision=bf16 engine=ddp": "run.precision: must be fp32 or fp64 with engine.name=ddp, got bf16",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mdcs.collectives import ALGORITHMS, KIND, Collectives
 from mdcs.link import Kind
-from mdcs.measure.link import measure_link
+from mdcs.measure.link import _shallowest, measure_link
 from mdcs.runtime.collectives import Communicator, Running
 from tests.mdcs.runtime.ranks import Ranks
 
@@ -119,7 +119,10 @@ def test_a_rank_that_is_gone_is_an_error(operation: str, algorithm: str) -> None
 
 
 def measured(wanted: dict[str, str]) -> tuple[float, float, int, Collectives]:
-    link, collectives = measure_link(torch.device("cpu"), depth=3, wanted=wanted)
+    link, collectives, spread = measure_link(torch.device("cpu"), depth=3, wanted=wanted)
+    operations = ("all_reduce", "reduce_scatter", "all_gather")
+    assert spread.keys() == {f"{name} of {operation}" for name in ("α", "1/β") for operation in operations}
+    assert all(0 <= low <= high for low, high in spread.values())
     assert len(link.alpha) == len(link.beta) == 4 and link.depth == 3 and not link.emulated
     assert link.alpha[2:] == (link.alpha[2],) * 2 and link.beta[2:] == (link.beta[2],) * 2
     return sum(link.alpha), sum(link.beta), link.block, collectives
@@ -131,6 +134,22 @@ def test_all_ranks_measure_the_same_link_and_choose_the_same(two: Ranks) -> None
     assert first[1] > 0 and 1 << 18 <= first[2] <= 1 << 22
 
 
+def measured_depth() -> tuple[int, list[str]]:
+    link, _, spread = measure_link(torch.device("cpu"), depth=None, wanted=dict.fromkeys(KIND, "ring"))
+    return link.depth, [name for name in spread if name.endswith("in flight")]
+
+
+def test_the_number_in_flight_is_measured_if_it_is_not_given(two: Ranks) -> None:
+    (first, names), second = two.run(measured_depth)
+    assert (first, names) == second and 1 <= first <= 4
+    assert names == [f"{operation} with {n} in flight" for operation in KIND for n in (1, 2, 3, 4)]
+
+
+def test_as_few_in_flight_as_are_nearly_as_fast_as_any() -> None:
+    assert _shallowest({1: [1.0, 9.0, 1.0], 2: [1.9, 2.0, 2.1], 3: [2.05], 4: [1.5]}) == 2
+    assert _shallowest({1: [1.0], 2: [1.02], 3: [1.1], 4: [1.2]}) == 4
+
+
 def test_what_is_named_is_chosen(two: Ranks) -> None:
     wanted = {"all_reduce": "reduce_broadcast", "reduce_scatter": "native", "all_gather": "ring"}
     for *_, collectives in two.run(measured, wanted):
@@ -140,7 +159,7 @@ def test_what_is_named_is_chosen(two: Ranks) -> None:
 
 
 def test_a_world_of_one_has_a_link_that_takes_no_time() -> None:
-    link, collectives = measure_link(torch.device("cpu"), wanted={"all_gather": "ring"})
+    link, collectives, _ = measure_link(torch.device("cpu"), wanted={"all_gather": "ring"})
     assert (link.alpha, link.beta, collectives) == ((0.0,) * 4, (0.0,) * 4, Collectives(all_gather="ring"))
     with pytest.raises(ValueError, match="all_reduce must be"):
         measure_link(torch.device("cpu"), wanted={"all_reduce": "rng"})

@@ -75,7 +75,7 @@ def link_table(profile: Profile) -> Table:
     kind = "emulated link" if link.emulated else "link"
     if shaped := profile.about.get("shaped_link"):
         kind = f"link shaped to {shaped} ({profile.about['congestion_control']})"
-    about = f"{kind}: {link.depth} messages in flight, blocks of {link.block / MIB:.2f} MiB"
+    about = f"{kind}: {link.depth} messages in flight, blocks of {profile.block / MIB:.2f} MiB"
     table = Table(title=about, title_justify="left", box=box.SIMPLE_HEAD)
     rates = sorted({name.partition(" with ")[2] for name in profile.spread if name.endswith(" in flight")})
     for heading in ("collective", "α µs", "Gbit/s", "a block's share of the rate", *rates):
@@ -83,7 +83,7 @@ def link_table(profile: Profile) -> Table:
     for kind in Kind:
         alpha, beta = link.alpha_of(kind), link.beta_of(kind)
         rate = f"{8e-9 / beta:.2f}" if beta else "∞"
-        served = beta * link.block
+        served = beta * profile.block
 
         operation = OPERATION[kind]
         alphas, betas = (_between(profile, f"{what} of {operation}", scale) for what, scale in (("α", 1e6), ("1/β", 8e-9)))

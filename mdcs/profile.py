@@ -85,6 +85,9 @@ class Optimizer:
     scratch_fixed: int = 0
 
 
+_LARGEST_BLOCK = 1 << 24
+
+
 @dataclass(frozen=True)
 class Contention:
     """What communicating costs where the cores that compute also copy bytes and run the dispatcher.
@@ -176,6 +179,15 @@ class Profile:
     def updated_bytes(self) -> int:
         """Width of an element of what the optimizer updates."""
         return self.master_bytes or self.param_bytes
+
+    @cached_property
+    def block(self) -> int:
+        """Payload bytes into which units are partitioned unless told otherwise: they saturate the link, and what a message
+        costs whatever its size, beside computing, is at most a tenth of it.
+        """
+        each = max(self.contention.message_seconds, self.contention.compute_per_message)
+        per_byte = max(self.link.beta) * (self.world - 1) / self.world
+        return max(self.link.block, int(min(9 * each / per_byte, _LARGEST_BLOCK)) if per_byte else 0)
 
     def wire(self, kind: Kind, size: int) -> int:
         """Bytes that one rank sends for a message whose whole payload is ``size`` bytes."""

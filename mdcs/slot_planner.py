@@ -21,14 +21,14 @@ from mdcs.schedulers.dear import Dear
 from mdcs.schedulers.mix import Mix
 from mdcs.schedulers.priority import Priority, nearest_deadline_first
 from mdcs.schedulers.sequential import Sequential
-from mdcs.schedulers.wfbp import Partitioning
+from mdcs.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.simulator import replay
 from mdcs.slot_model import Decision, SlotModel
 from mdcs.solver import Answer, solve
 from mdcs.strategies.base import Judge
 from mdcs.strategies.greedy import Greedy
 
-_FINER = (1, 2, 4, 8, 16)  # blocks are tried in fractions of the asked size: smaller ones need less staging
+_FINER = (2, 4, 8, 16)  # blocks are tried in these fractions of the asked size, too: smaller ones need less staging
 _SMALL = 36  # slots up to which only the whole problem is solved, strategies and schedule at once
 _WHOLE = 60  # slots up to which it is solved in integers
 _COARSE = 24  # bins of the model that decides the strategies of larger problems
@@ -185,10 +185,10 @@ def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
 def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> Iterator[Plan]:
     mix = judge.mix(decision.strategies)
     windows = decision.windows(mix)
-    block = block_bytes or mix.profile.link.block
+    block = block_bytes or mix.profile.block
     tried = set()
-    for parts in _FINER if judge.budget is not None else (1,):
-        blocks = mix.cut(max(1, block // parts))
+    finer = (mix.cut(max(1, block // parts)) for parts in _FINER if judge.budget is not None)
+    for blocks in (mix.cut(block), mix.whole(), *finer):
         if blocks not in tried:
             tried.add(blocks)
             yield from _fitted(judge, mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows)))
@@ -203,7 +203,7 @@ def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan
         if mix in tried:
             continue
         tried.add(mix)
-        for scheduler in (Priority(), Dear(), Partitioning()):
+        for scheduler in (Priority(), Dear(), Partitioning(), Wfbp()):
             yield from _fitted(judge, scheduler.schedule(mix))
         yield from _fitted(judge, Sequential().schedule(mix))
 

@@ -25,7 +25,7 @@ class Priority:
     block_bytes: int = 0
 
     def schedule(self, mix: Mix) -> Plan:
-        blocks = mix.cut(self.block_bytes or mix.profile.link.block)
+        blocks = mix.cut(self.block_bytes or mix.profile.block)
         return mix.plan("priority", blocks, nearest_deadline_first(mix, blocks))
 
 

@@ -48,4 +48,4 @@ class Partitioning:
     block_bytes: int = 0
 
     def schedule(self, mix: Mix) -> Plan:
-        return as_ready(mix, "partitioning", mix.cut(self.block_bytes or mix.profile.link.block))
+        return as_ready(mix, "partitioning", mix.cut(self.block_bytes or mix.profile.block))

@@ -66,7 +66,7 @@ def test_slots_have_a_phase_and_no_negative_cost(values: tuple[int, str, float, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 1}, "profile schema 1 is not the supported 3"),
+        ({"schema": 1}, "profile schema 1 is not the supported 4"),
         ({"world": 0}, "world must be >= 1, got 0"),
         ({"interference": -0.1}, "interference must be >= 0, got -0.1"),
         ({"slots": ()}, "all forward slots followed by all backward slots"),
@@ -106,3 +106,12 @@ def test_json_with_an_unknown_slot_field_is_no_profile() -> None:
     data["slots"][0]["colour"] = "red"
     with pytest.raises(ValueError, match="not a profile: .*colour"):
         Profile.from_dict(data)
+
+
+def test_a_block_is_worth_what_a_message_costs() -> None:
+    """Half of its bytes are sent between two ranks: 9 ms of sending for 1 ms that any message takes beside computing."""
+    profile = chain(10, 20, link=replace(FREE, beta=(1e-9,) * 4, block=1000))
+    assert profile.block == 1000  # what saturates the link
+    assert replace(profile, contention=Contention(message_seconds=1e-3)).block == pytest.approx(18e6, rel=0.1)
+    assert replace(profile, contention=Contention(message_seconds=1e-5)).block == pytest.approx(180e3)
+    assert replace(profile, link=FREE, contention=Contention(message_seconds=1.0)).block == FREE.block

@@ -151,7 +151,7 @@ def test_partitioning_is_wfbp_in_blocks() -> None:
     assert cut.blocks == ((64,) * 5,) * 3  # 1,280 bytes in 5 blocks
     assert listed(cut) == [m for m in listed(whole) for _ in range(5)]
     assert all(len(m.parts) == 1 for m in cut.messages)
-    assert planned(THREE, MIXED, Partitioning()).blocks == planned(THREE, MIXED, Partitioning(THREE.link.block)).blocks
+    assert planned(THREE, MIXED, Partitioning()).blocks == planned(THREE, MIXED, Partitioning(THREE.block)).blocks
 
 
 def test_fusion_fills_buckets() -> None:

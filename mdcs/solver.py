@@ -123,8 +123,6 @@ def main() -> None:
     model = mip.Model(solver_name=data["solver"])
     model.verbose = 0
     model.max_mip_gap = _GAP
-    if data["relax"] and data["solver"] == "HIGHS":
-        model.lp_method = mip.LP_Method.BARRIERNOCROSS
     kinds = {True: mip.CONTINUOUS if data["relax"] else mip.INTEGER, False: mip.CONTINUOUS}
     columns = [
         model.add_var(lb=0.0, ub=1.0, obj=cost, var_type=kinds[integer])
@@ -138,7 +136,13 @@ def main() -> None:
         model.add_constr(expression)
     if data["start"] is not None:
         model.start = [(column, value) for column, value in zip(columns, data["start"], strict=True)]
-    status = model.optimize(max_seconds=max(1.0, data["seconds"] - (time.monotonic() - began)))
+    # An interior point method is fast, but may end with a solution of which it cannot say that it is optimal.
+    interior = [mip.LP_Method.BARRIERNOCROSS] if data["relax"] and data["solver"] == "HIGHS" else []
+    for method in (*interior, mip.LP_Method.AUTO):
+        model.lp_method = method
+        status = model.optimize(max_seconds=max(1.0, data["seconds"] - (time.monotonic() - began)))
+        if status.name == "OPTIMAL" or time.monotonic() - began > data["seconds"]:
+            break
     found = model.num_solutions > 0
     bound = model.objective_bound if status.name in ("OPTIMAL", "FEASIBLE", "NO_SOLUTION_FOUND") else None
     if data["relax"]:  # a linear program has no bound but its optimum, which is as exact as an interior point method is

@@ -81,7 +81,7 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
             "strategy: no such option foo; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
         ),
         (["stratgy=dp"], "stratgy: no such key; did you mean strategy?"),
-        (["experiment=none"], "experiment: no such option none; options: bench, quick"),
+        (["experiment=none"], "experiment: no such option none; options: bench, peers-bert, peers-gpt2, peers-resnet152, quick"),
     ],
 )
 def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line):

@@ -448,7 +448,7 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasse
 
 def measured_for(config: Config) -> dict[str, str]:
     """What a profile's units, slots and bytes depend on; times depend on the machine too."""
-    model, optimizer = config.model, config.optimizer
+    model, optimizer, gradients = config.model, config.optimizer, config.run.grad_precision
     used = {"momentum": optimizer.momentum, "weight_decay": optimizer.weight_decay, "fused": optimizer.fused}
     size = f" {model.wrap_min_params}" if model.wrap == "size" else ""
     return {
@@ -458,7 +458,6 @@ def measured_for(config: Config) -> dict[str, str]:
         "frozen": " ".join(model.frozen),
         "optimizer": " ".join([optimizer.name, *(name for name, value in used.items() if value)]),
         "batch": str(config.data.batch_size),
-        "precision": config.run.precision,
-        **({} if config.run.grad_precision == "same" else {"grad_precision": config.run.grad_precision}),
+        "precision": config.run.precision + (f", gradients {gradients}" if gradients != "same" else ""),
         "ranks": str(config.cluster.ranks),
     }

@@ -35,7 +35,7 @@ from tests.mdcs.runtime.training import (
 )
 
 STEPS = 3
-PLANS, CALLS = 208, 8
+PLANS, CALLS = 208, 8  # the second half is slow
 
 
 def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
@@ -104,7 +104,7 @@ def train_random_plans(seeds: range, double: bool) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("call", range(CALLS))
+@pytest.mark.parametrize("call", [pytest.param(c, marks=[pytest.mark.slow] if c >= CALLS // 2 else []) for c in range(CALLS)])
 def test_two_ranks_are_bitwise_equal(two: Ranks, call: int):
     seeds = range(call * PLANS // CALLS, (call + 1) * PLANS // CALLS)
     for results in two.run(train_random_plans, seeds, False, timeout_s=200):

@@ -79,7 +79,7 @@ REFUSED = {
         *("model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0"),
         f"profile.path={Path(__file__).with_name('profile.json')}",
     ),
-    "pattern of no parameter": ("model=mlp", "data=digits", "model.frozen=[layer.*]"),
+    "pattern of no parameter": ("model=mlp", "model.frozen=[layer.*]", "data=digits"),
 }
 
 
@@ -127,7 +127,7 @@ def batch(tmp_path_factory):
     first: dict[str, Path] = {}
     made = []
     jobs_of = [(str(n), workload, (*WORKLOADS[workload], *overrides)) for n, (workload, overrides) in enumerate(JOBS)]
-    refused = [(name, "refused", (*overrides, f"run.name={name}")) for name, overrides in REFUSED.items()]
+    refused = [(name, str(overrides[:2]), (*overrides, f"run.name={name}")) for name, overrides in REFUSED.items()]
     for name, workload, overrides in [*jobs_of, *refused]:
         config, own = jobs.resolve(composed(*overrides)), folder / name
         profile = first.setdefault(workload, own / "profile.json")

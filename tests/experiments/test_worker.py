@@ -39,8 +39,6 @@ SHARE = ("budget=over_floor", "budget.over_floor=0.1", "budget.schedule_share=0.
 
 WORKLOADS = {
     "tied gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "run.eval_every=2"),
-    "bf16 gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adamw", "run.precision=bf16", "run.grad_precision=fp32"),
-    "fp16 gpt2": ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam", "run.precision=fp16", "run.eval_every=2"),
     "clipped bert": (
         *("model=bert-tiny", "data=synthetic", "optimizer=adamw", "optimizer.clip_norm=0.5"),
         *("optimizer.schedule=cosine", "run.accumulation=2", "model.checkpointing=true"),
@@ -55,8 +53,6 @@ JOBS = [
     ("tied gpt2", ("strategy=dp", "scheduler=sequential")),
     ("tied gpt2", ("strategy=greedy", "scheduler=priority", *SHARE)),
     ("tied gpt2", ("strategy=fsdp", "scheduler=dear", "link=emulated", "collectives=ring")),
-    ("bf16 gpt2", ("strategy=greedy", "scheduler=dear", *SHARE)),
-    ("fp16 gpt2", ("strategy=zero1", "scheduler=priority")),
     ("tied gpt2", ("strategy=random", "scheduler=random", "link=emulated", "link.depth=1", "collectives=native")),
     ("clipped bert", ("strategy=zero1", "scheduler=mg_wfbp")),
     ("clipped bert", ("strategy=ilp", "scheduler=fusion", *SHARE)),

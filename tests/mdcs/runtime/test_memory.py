@@ -160,6 +160,7 @@ def test_every_slot_is_exact(combinations, combination):
             assert found["update_scratch"] <= predicted["update_scratch"], slot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "how"),
     [

@@ -15,6 +15,8 @@ from mdcs.runtime.scaling import LossScale
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, optimizer_for, plan_for, profile_of, setup
 
+pytestmark = pytest.mark.slow
+
 OVERFLOWS = 2.0**40  # any gradient times it is infinite in float16
 
 

@@ -45,8 +45,6 @@ class Probe:
     messages: int
     wire: int  # bytes
     work: float  # copying, summing and updating, as the profile has it
-    link: float  # serving its bytes, as the profile has it
-    alone: float = 0.0
     beside: float = 0.0
     processor: float = 0.0
     step_alone: float = 0.0
@@ -178,7 +176,7 @@ class _Running:
         summing = profile.copy_seconds_per_byte * size if profile.collectives.reduce_scatter == "all_to_all" else 0.0
         work = (summing + updating) / 2  # the gather has none
         self.samples: list[Probe] = []
-        self.probe = Probe(size, len(messages), sum(sent.values()) // 2, work, seconds / 2)
+        self.probe = Probe(size, len(messages), sum(sent.values()) // 2, work)
 
     def measure(self, step_alone: float, compute: Callable[[], float]) -> None:
         """One more sample: the messages beside the step, then alone."""
@@ -189,7 +187,7 @@ class _Running:
         dist.barrier()
         processor = time.process_time()
         self._issue()
-        alone = self._finish()
+        self._finish()
         n = self.probe.messages
         self.samples.append(
             dataclasses.replace(
@@ -198,7 +196,6 @@ class _Running:
                 step_beside=step_beside,
                 overlap=min(step_beside, beside),
                 beside=beside / n,
-                alone=alone / n,
                 processor=(time.process_time() - processor) / n,
                 slowdowns=[step_beside / step_alone],
             )

@@ -50,8 +50,11 @@ class Timing:
     operation: str
     algorithm: str
     seconds: dict[int, float]
-    link_s: dict[int, float]
     samples: dict[int, list[float]]
+
+    @property
+    def link_s(self) -> dict[int, float]:
+        return {size: statistics.median(samples) for size, samples in self.samples.items()}
 
 
 def measure_link(
@@ -108,8 +111,7 @@ def measure_algorithms(
     """
     pairs = [(operation, name) for operation, names in candidates.items() for name in names]
     seconds: dict[tuple[str, str], dict[int, float]] = {pair: {} for pair in pairs}
-    link_s: dict[tuple[str, str], dict[int, float]] = {pair: {} for pair in pairs}
-    all_samples: dict[tuple[str, str], dict[int, list[float]]] = {pair: {} for pair in pairs}
+    link_s: dict[tuple[str, str], dict[int, list[float]]] = {pair: {} for pair in pairs}
     for size in sizes:
         default = Collectives.default(backend_of(group))
         messages = [_Message(replace(default, **{op: name}), op, size, device, group) for op, name in pairs]
@@ -120,9 +122,8 @@ def measure_algorithms(
         dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
         for pair, column in zip(pairs, samples.transpose(0, 1).tolist(), strict=True):
             served, whole = zip(*column, strict=True)
-            all_samples[pair][size] = list(served)
-            link_s[pair][size], seconds[pair][size] = statistics.median(served), statistics.median(whole)
-    return [Timing(*pair, seconds[pair], link_s[pair], all_samples[pair]) for pair in pairs]
+            link_s[pair][size], seconds[pair][size] = list(served), statistics.median(whole)
+    return [Timing(*pair, seconds[pair], link_s[pair]) for pair in pairs]
 
 
 def measure_depths(

@@ -43,13 +43,17 @@ def measure_profile(
     """Run ``step`` (forward, returns the loss) and its backward ``warmup + iterations`` times.
 
     In mixed precision the optimizer updates a copy of the parameters in ``master_dtype``, and gradients are summed in
-    ``grad_dtype`` (None for either: that of the parameters).
+    ``grad_dtype`` (None for either: that of the parameters). Raises ValueError for another one that is not wider.
 
     Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
     Raises UnsupportedModel when a parameter gets no gradient, or is used outside its module's forward.
     """
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
+    for name, dtype in (("master_dtype", master_dtype), ("grad_dtype", grad_dtype)):
+        own = units[0].parameters[0][1].dtype
+        if dtype not in (None, own) and (dtype not in (torch.float32, torch.float64) or dtype.itemsize <= own.itemsize):
+            raise ValueError(f"{name} must be {own}, or wider and float32 or float64, got {dtype}")
     for unit in units:
         for _, p in unit.parameters:
             meter.retag(p.data, "parameters")

@@ -136,6 +136,15 @@ def test_the_scale_grows_and_shrinks() -> None:
     assert scale.skipped == 1
 
 
+@pytest.mark.parametrize("name", ["master_dtype", "grad_dtype"])
+@pytest.mark.parametrize(("own", "dtype"), [("", torch.bfloat16), ("bf16", torch.float16), ("", torch.int64)])
+def test_a_precision_that_is_not_wider_is_refused(name: str, own: str, dtype: torch.dtype) -> None:
+    made = setup("tied", half=own)
+    units, optimizer = mdcs.partition(made.model, made.policy), optimizer_for("adam", made.model)
+    with pytest.raises(ValueError, match=f"{name} must be torch.* or wider and float32 or float64, got {dtype}"):
+        mdcs.autoplan(made.model, optimizer, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), **{name: dtype})
+
+
 @pytest.mark.parametrize("wrong", [{"value": 0.0}, {"value": float("inf")}, {"growth_interval": 0}])
 def test_a_scale_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be > 0|must be >= 1"):

@@ -39,7 +39,7 @@ from experiments import engines, jobs, worker
 from experiments.checks import compose_config, positive, run_composing
 from experiments.config import Config, ConfigError
 from experiments.profiles import Profiles, device_name
-from mdcs.bounds import bounds_of
+from mdcs.bounds import bounds_of, ideal_ddp_s
 
 SCHEMA = 1
 MIB, GIB = 2**20, 2**30
@@ -48,10 +48,10 @@ PEERS = {
     "ddp": "engine=ddp",
     "ddp-4MiB": "engine=ddp engine.bucket_mib=4",
     "ddp-no-overlap": "engine=ddp_no_overlap",
-    "fsdp2": "engine=fsdp2",
-    "fsdp2-keep": "engine=fsdp2 engine.reshard=never",
-    "fsdp2-a2a": "engine=fsdp2 engine.prefetch=2 engine.reduce_scatter=all_to_all",
-    "fsdp2-keep-a2a": "engine=fsdp2 engine.reshard=never engine.prefetch=2 engine.reduce_scatter=all_to_all",
+    "fsdp2": "engine=fsdp2 model.wrap=block",  # a group per block of the model, as its users have
+    "fsdp2-keep": "engine=fsdp2 model.wrap=block engine.reshard=never",
+    "fsdp2-a2a": "engine=fsdp2 model.wrap=block engine.prefetch=2 engine.reduce_scatter=all_to_all",
+    "fsdp2-keep-a2a": "engine=fsdp2 model.wrap=block engine.reshard=never engine.prefetch=2 engine.reduce_scatter=all_to_all",
     "fairscale": "engine=fairscale",
     "fairscale-fsdp": "engine=fairscale_fsdp",
     "zero-1": "engine=deepspeed engine.stage=1",
@@ -249,7 +249,8 @@ class Comparison:
             bounds = {"traffic": known.traffic_s, "structural": known.structural_s}
         limit = budget.bytes(floor)
         made = [dataclasses.asdict(line) for line in lines(runs, BASE, limit, bounds)]
-        return {"budget_bytes": limit, "over_floor": budget.over_floor, "bounds": bounds, "lines": made}
+        ddp = ideal_ddp_s(plan.profile, plan.micro_steps) if bounds and limit is None else None
+        return {"budget_bytes": limit, "over_floor": budget.over_floor, "bounds": bounds, "ideal_ddp_s": ddp, "lines": made}
 
 
 def show(document: dict[str, Any]) -> None:
@@ -260,6 +261,8 @@ def show(document: dict[str, Any]) -> None:
         console.print(table(document, part))
         if others := [line for line in part["lines"] if not line["fits"]]:
             console.print("do not fit: " + ", ".join(f"{line['engine']} ({_mib(line['peak_bytes'])} MiB)" for line in others))
+        if part["ideal_ddp_s"] is not None:
+            console.print(over_ddp(document, part))
         console.print()
     losses = document["losses"]
     for engine, difference in losses["differences"].items():
@@ -272,6 +275,19 @@ def show(document: dict[str, Any]) -> None:
     for what, of in (("left out", document["left_out"]), ("failed", document["failed"])):
         for name, reason in of.items():
             console.print(f"{what}: {name}: {reason}", soft_wrap=True)
+
+
+def over_ddp(document: dict[str, Any], part: dict[str, Any]) -> str:
+    """What could be won over DDP without a limit, by the simulator, and what was."""
+    ideal, bound = part["ideal_ddp_s"], part["bounds"]["structural"]
+    words = f"an ideal DDP: {ideal * 1e3:.1f} ms, {ideal / bound:.3f} × the structural bound"
+    steps = {line["engine"]: line["step_s"]["median"] for line in part["lines"]}
+    base = document["base"]
+    if "ddp" not in steps or base not in steps:
+        return words
+    could, won = ideal - bound, steps["ddp"] - steps[base]
+    share = f", {won / could:.2f} of it" if could > 0 else ""
+    return f"{words}; {could * 1e3:.1f} ms could be won over it, {base} wins {won * 1e3:.1f} ms over ddp{share}"
 
 
 def table(document: dict[str, Any], part: dict[str, Any]) -> Table:

@@ -30,7 +30,7 @@ from experiments import app, jobs, worker
 from experiments.config import Config
 from experiments.profiles import ranks
 from mdcs import explain
-from mdcs.bounds import bounds_of
+from mdcs.bounds import bounds_of, ideal_ddp_s
 from mdcs.plan import Plan
 from mdcs.planner import floor_bytes
 from mdcs.schedulers import Priority, Scheduler
@@ -99,6 +99,7 @@ def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
         "floor_bytes": _floor(plan),
         "predicted": dataclasses.asdict(plan.prediction),
         "bounds": dataclasses.asdict(bounds_of(plan, BOUNDS_S)),
+        "ideal_ddp_s": ideal_ddp_s(plan.profile, plan.micro_steps),
         "binding_slot": dataclasses.asdict(explain.binding_slot(plan)),
         "schedule": dataclasses.asdict(explain.schedule_choice(plan)),
         "units": [dataclasses.asdict(choice) for choice in explain.choices(plan, scheduler)],
@@ -116,6 +117,8 @@ def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
     console.print()
     console.print(prediction_table(plan))
     console.print(bounds_table(plan))
+    ddp = ideal_ddp_s(plan.profile, plan.micro_steps)
+    console.print(f"an ideal DDP, without a budget, would take {ddp * 1e3:.1f} ms", highlight=False)
     console.print(memory_table(plan))
 
 

@@ -5,14 +5,19 @@
 * solver: what a planner's solver has proven of the whole slot model, if one was asked.
 
 The first two are linear relaxations of the loose slot model (:class:`mdcs.slot_model.SlotModel`): the schedule itself needs
-no memory, and units may mix strategies.
+no memory, and units may mix strategies. What an ideal DDP would take (:func:`ideal_ddp_s`) says how much an ideal schedule,
+at the structural bound, could win over it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from mdcs.plan import Plan
+from mdcs.plan import Plan, Strategy
+from mdcs.profile import Contention, Profile
+from mdcs.schedulers.fusion import Fusion
+from mdcs.simulator import replay
 from mdcs.slot_model import SlotModel
 from mdcs.solver import solve
 from mdcs.strategies.base import Judge
@@ -41,3 +46,13 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
     traffic = max(model.compute_s + (1 - 1 / model.slow) * busy, busy)
     exposed = solve(model.problem, seconds=seconds, relax=True).bound or 0.0
     return Bounds(traffic, max(traffic, model.step_bound(exposed)), plan.bound_s)
+
+
+def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
+    """Seconds per step of DDP where messages cost compute nothing and have no latency: everything is replicated, buckets of 25
+    MiB are all-reduced beside backward, and all is updated before the next forward.
+    """
+    link = dataclasses.replace(profile.link, alpha=(0.0, 0.0, 0.0, 0.0))
+    free = dataclasses.replace(profile, link=link, contention=Contention(), interference=0.0, copy_seconds_per_byte=0.0)
+    judge = Judge(free, None, micro_steps, cross_iteration=False)
+    return replay(Fusion().schedule(judge.mix([Strategy.dp] * len(free.units)))).period_s

@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from mdcs.ledger import peak
 from mdcs.plan import Period, Plan, PlanError, Strategy
 from mdcs.schedulers.admission import fit
 from mdcs.schedulers.dear import Dear
+from mdcs.schedulers.fusion import fuse_neighbours
 from mdcs.schedulers.mix import Mix
-from mdcs.schedulers.priority import Priority, nearest_deadline_first
+from mdcs.schedulers.priority import Priority, Windows, nearest_deadline_first, settled
 from mdcs.schedulers.sequential import Sequential
 from mdcs.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.simulator import replay
@@ -29,6 +31,7 @@ from mdcs.strategies.base import Judge
 from mdcs.strategies.greedy import Greedy
 
 _FINER = (2, 4, 8, 16)  # blocks are tried in these fractions of the asked size, too: smaller ones need less staging
+_FUSED = (1, 4)  # neighbours that are small are fused into messages of up to so many blocks
 _SMALL = 36  # slots up to which only the whole problem is solved, strategies and schedule at once
 _WHOLE = 60  # slots up to which it is solved in integers
 _COARSE = 24  # bins of the model that decides the strategies of larger problems
@@ -171,15 +174,18 @@ def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
 
 
 def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
-    """The plan within the budget, unless it cannot be made to fit."""
+    """The plan within the budget, unless it cannot be made to fit; and with neighbours fused, if there are small ones."""
     plan = dataclasses.replace(plan, reserve=judge.reserve)
-    if judge.budget is None:
-        yield plan
-        return
-    try:
-        yield fit(plan, judge.budget)
-    except PlanError:
-        return
+    fewer = [plan]
+    for blocks in _FUSED:
+        fused = fuse_neighbours(plan, blocks * plan.profile.block)
+        if len(fused.messages) < len(fewer[-1].messages):
+            fewer.append(fused)
+    for each in fewer:
+        try:
+            yield each if judge.budget is None else fit(each, judge.budget)
+        except PlanError:
+            continue
 
 
 def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> Iterator[Plan]:
@@ -191,7 +197,13 @@ def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> I
     for blocks in (mix.cut(block), mix.whole(), *finer):
         if blocks not in tried:
             tried.add(blocks)
-            yield from _fitted(judge, mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows)))
+            yield from _fitted(judge, settled(partial(_nearest, mix, name, blocks, windows)))
+
+
+def _nearest(
+    mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows, seconds: Sequence[float] | None
+) -> Plan:
+    return mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, seconds))
 
 
 def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:

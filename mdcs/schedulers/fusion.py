@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mdcs.link import Kind
-from mdcs.plan import Op, Plan
+from mdcs.plan import Message, Op, Plan
 from mdcs.schedulers.mix import Draft, Mix
 from mdcs.schedulers.wfbp import in_ready_order, ready_slot
 
@@ -42,6 +43,26 @@ def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
             drafts.append(Draft(kind, tuple((op.unit, 0) for op in group), slot, micro))
     drafts.sort(key=lambda d: (d.kind.is_gather, d.slot))
     return mix.plan(name, mix.whole(), drafts)
+
+
+def fuse_neighbours(plan: Plan, most: int) -> Plan:
+    """The plan with messages of one kind that follow each other in one, of up to ``most`` bytes of payload, where a slot is in
+    the windows of both: small units then do not pay for messages of their own.
+    """
+    length = plan.period.length
+    out: list[tuple[Message, tuple[int, int]]] = []
+    for message, (first, last) in zip(plan.messages, plan.windows, strict=True):
+        if out:
+            before, window = out[-1]
+            both = dataclasses.replace(message, parts=before.parts + message.parts)
+            first_of_both, last_of_both = max(first, window[0]), min(last, window[1])
+            slot = message.slot if message.slot >= first_of_both else message.slot + length
+            is_alike = (before.kind, before.micro, before.blocking) == (message.kind, message.micro, False)
+            if is_alike and not message.blocking and first_of_both <= slot <= last_of_both and plan.payload(both) <= most:
+                out[-1] = both, (first_of_both, last_of_both)
+                continue
+        out.append((message, (first, last)))
+    return dataclasses.replace(plan, messages=tuple(message for message, _ in out))
 
 
 @dataclass(frozen=True)

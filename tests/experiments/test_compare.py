@@ -72,6 +72,7 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     limited, unlimited = printed.split("no limit")
     assert "budget 0.0 MiB (floor + 50%)" in limited and "do not fit: mdcs (1.0 MiB), ddp (8.0 MiB), fsdp2 (1.0 MiB)" in limited
     assert "traffic bound" in unlimited and "structural bound" in unlimited
+    assert "an ideal DDP: " in unlimited and "mdcs wins 50.0 ms over ddp" in unlimited and "ideal DDP" not in limited
     assert "all losses are equal within 0.005; the greatest relative difference is 0" in printed
     assert (Path("results/compare/comparison.png")).stat().st_size > 10_000
 

@@ -23,7 +23,8 @@ def test_both_ends_of_a_link_have_its_rate(rate_gbit, rate, burst):
     shape = ["root", "tbf", "rate", rate, "burst", burst, "limit", "2mb"]
     port = network.port_commands(3, "/proc/self/fd/9", rate_gbit)
     assert ["tc", "qdisc", "add", "dev", "port3", *shape] in port
-    assert ["ip", "link", "add", "port3", "type", "veth", "peer", "name", "eth0", "netns", "/proc/self/fd/9"] in port
+    veth = "ip link add port3 mtu 9000 type veth peer name eth0 mtu 9000 netns /proc/self/fd/9"
+    assert veth.split() in port
     rank = network.rank_commands("10.77.0.4", rate_gbit)
     assert ["tc", "qdisc", "add", "dev", "eth0", *shape] in rank
     assert ["ip", "address", "add", "10.77.0.4/16", "dev", "eth0"] in rank

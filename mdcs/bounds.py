@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mdcs.plan import Plan, Strategy
 from mdcs.profile import Contention, Profile
-from mdcs.schedulers.fusion import Fusion
+from mdcs.schedulers.wfbp import Wfbp
 from mdcs.simulator import replay
 from mdcs.slot_model import SlotModel
 from mdcs.solver import solve
@@ -49,10 +49,10 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
 
 
 def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
-    """Seconds per step of DDP where messages cost compute nothing and have no latency: everything is replicated, buckets of 25
-    MiB are all-reduced beside backward, and all is updated before the next forward.
+    """Seconds per step of DDP where messages cost compute nothing and have no latency: everything is replicated, each unit is
+    all-reduced beside backward as soon as it is ready, and all is updated before the next forward.
     """
     link = dataclasses.replace(profile.link, alpha=(0.0, 0.0, 0.0, 0.0))
     free = dataclasses.replace(profile, link=link, contention=Contention(), interference=0.0, copy_seconds_per_byte=0.0)
     judge = Judge(free, None, micro_steps, cross_iteration=False)
-    return replay(Fusion().schedule(judge.mix([Strategy.dp] * len(free.units)))).period_s
+    return replay(Wfbp().schedule(judge.mix([Strategy.dp] * len(free.units)))).period_s

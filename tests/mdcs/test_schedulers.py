@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from mdcs.link import Kind, Link
 from mdcs.plan import Message, Op, Plan, PlanError, Strategy
 from mdcs.planner import sent_bytes
-from mdcs.profile import Optimizer, Profile, Unit
+from mdcs.profile import Contention, Optimizer, Profile, Unit
 from mdcs.schedulers import SCHEDULERS, Mix, Scheduler
 from mdcs.schedulers.dear import Dear
-from mdcs.schedulers.fusion import Fusion, MgWfbp, optimal_merge
+from mdcs.schedulers.fusion import Fusion, MgWfbp, fuse_neighbours, optimal_merge
 from mdcs.schedulers.mix import Draft
 from mdcs.schedulers.priority import Priority, nearest_deadline_first
 from mdcs.schedulers.random_order import RandomOrder
@@ -181,6 +181,28 @@ def test_all_of_a_stream_can_be_fused(job: Job, seed: int) -> None:
         windows.setdefault((op.kind, op.micro), []).append(mix.window(op))
     for stream in windows.values():
         assert max(first for first, _ in stream) <= min(last for _, last in stream)
+
+
+def test_small_neighbours_are_fused() -> None:
+    profile = chain(8, 64, 8, 8)  # 32, 256, 32 and 32 bytes; B:d B:c B:b B:a F:a …
+    plan = planned(profile, "dp", Wfbp())
+    assert listed(plan) == [("AR d", 1), ("AR c", 2), ("AR b", 3), ("AR a", 4)]
+    assert listed(fuse_neighbours(plan, 64)) == [("AR d+c", 2), ("AR b", 3), ("AR a", 4)]
+    assert listed(fuse_neighbours(plan, 300)) == [("AR d+c", 2), ("AR b+a", 4)]
+    assert fuse_neighbours(plan, 63) == plan
+    waiting = planned(profile, "dp", Sequential())  # compute waits for each of them
+    assert fuse_neighbours(waiting, 10**6) == waiting
+
+
+@examples(60)
+@given(jobs(), seeds, schedulers, st.integers(1, 5000))
+def test_whatever_is_fused_is_a_plan_that_sends_the_same(job: Job, seed: int, scheduler: Scheduler, most: int) -> None:
+    plan = scheduler.schedule(job.judge.mix(RandomMix(seed).choose(job.profile, job.judge)))
+    fused = fuse_neighbours(plan, most)  # a plan is checked when it is made
+    assert sent_bytes(fused) == sent_bytes(plan)
+    before = set(plan.messages)
+    assert all(fused.payload(m) <= most for m in fused.messages if m not in before)
+    replay(fused)
 
 
 def test_dear_gathers_in_the_pass_that_needs_it() -> None:
@@ -412,6 +434,25 @@ def test_priority_waits_for_updates() -> None:
     profile = chain(32, 96, link=link(1 / 64), optimizer=Optimizer(seconds_per_element=1 / 8))
     kinds = [name for name, _ in listed(planned(profile, "zero1", Priority(10**6)))]
     assert kinds.index("RS a") < kinds.index("AG_F b")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_priority_knows_what_messages_cost_compute(seed: int) -> None:
+    """It is no slower than in the order that is best where they cost nothing, and sometimes faster."""
+    profile = fluid_job(random.Random(seed), 4)
+    slow = replace(profile, contention=Contention(compute_per_byte=profile.link.beta_of(RS)))
+    mix = Mix(slow, (Strategy.zero1,) * 4)
+    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128)))
+    assert step_s(Priority(128).schedule(mix)) <= step_s(blind)
+
+
+def test_idle_time_that_messages_make_is_used() -> None:
+    """Where backward is slowed down by what it sends, gathers for the next forward fit beside it."""
+    profile = chain(*[128] * 6, link=link(2.0 / 256, depth=2), forward_s=1.0, backward_s=2.0)
+    slow = replace(profile, contention=Contention(compute_per_byte=0.5 / 256))
+    mix = Mix(slow, (Strategy.zero1,) * 6)
+    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128)))
+    assert step_s(Priority(128).schedule(mix)) < 0.9 * step_s(blind)
 
 
 def test_priority_uses_the_links_block() -> None:

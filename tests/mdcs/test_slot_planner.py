@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
 import mdcs
 from mdcs import slot_planner
-from mdcs.bounds import bounds_of
+from mdcs.bounds import bounds_of, ideal_ddp_s
 from mdcs.ledger import check, peak
 from mdcs.plan import Plan, Strategy
+from mdcs.profile import Contention, Optimizer
 from mdcs.schedulers import SCHEDULERS
 from mdcs.schedulers.memory_aware import MemoryAware
 from mdcs.simulator import replay
@@ -18,6 +20,7 @@ from mdcs.strategies import InfeasibleBudget, Judge
 from mdcs.strategies.greedy import Greedy
 from mdcs.strategies.joint import Joint
 from mdcs.strategies.uniform import Uniform
+from tests.mdcs.profiles import chain, link
 from tests.mdcs.test_every_plan import job
 
 
@@ -107,6 +110,15 @@ def test_bounds_are_below_every_plan_and_in_order(seed: int) -> None:
             assert plan.prediction is not None
             assert plan.prediction.compute_s * (1 - 1e-6) <= bounds.traffic_s <= bounds.structural_s
             assert bounds.structural_s <= plan.prediction.step_s * (1 + 1e-6)
+
+
+def test_an_ideal_ddp_waits_for_nothing_but_the_link_and_the_update() -> None:
+    update = Optimizer(seconds_per_element=1 / 64)
+    slow = Contention(compute_per_message=1.0, dispatch_seconds=1.0)
+    profile = replace(chain(64, 64, 64, link=link(1 / 64, alpha=0.5), optimizer=update), contention=slow)
+    # All are 256 bytes, 4 s on the link. 2 s until the first gradients, 12 s of messages, 3 s of updates, 3 s of forward.
+    assert ideal_ddp_s(profile) == pytest.approx(2 + 12 + 3 + 3)
+    assert ideal_ddp_s(replace(profile, link=link(0.0))) == pytest.approx(6 + 3 + 3)
 
 
 def test_of_schedules_as_fast_the_leanest() -> None:

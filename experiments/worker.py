@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +166,18 @@ class Job:
             self.device, depth=config.link.depth, wanted=config.collectives.named()
         )
         batches = self.batches()
+
+        def step() -> Tensor:
+            status.set()  # it goes on: with many ranks on few cores for longer than a rank may be silent
+            return self._next_loss(batches)
+
+        status.set()
         dist.barrier()
         profile = mdcs.measure_profile(
-            self.model, self.units, partial(self._next_loss, batches), self.optimizer, world=self.world, link=link,
+            self.model, self.units, step, self.optimizer, world=self.world, link=link,
             iterations=config.run.profile_iterations, collectives=collectives, about=about(config),
             master_dtype=self.master_dtype, grad_dtype=self.grad_dtype,
         )  # fmt: skip
-        step = partial(self._next_loss, batches)
         profile = dataclasses.replace(profile, spread=profile.spread | spread)
         profile = measure_interference(agree(profile), self.model, step, self.optimizer, emulate=self.emulate)
         return rehearse(profile, self.model, self.units, step, self.optimizer, emulate=self.emulate)

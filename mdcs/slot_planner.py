@@ -31,7 +31,7 @@ from mdcs.strategies.base import Judge
 from mdcs.strategies.greedy import Greedy
 
 _FINER = (2, 4, 8, 16)  # blocks are tried in these fractions of the asked size, too: smaller ones need less staging
-_FUSED = (1, 4)  # neighbours that are small are fused into messages of up to so many blocks
+_MOST_FUSED = 4 << 20  # bytes: larger messages would wait long for their last unit
 _SMALL = 36  # slots up to which only the whole problem is solved, strategies and schedule at once
 _WHOLE = 60  # slots up to which it is solved in integers
 _COARSE = 24  # bins of the model that decides the strategies of larger problems
@@ -176,12 +176,8 @@ def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
 def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
     """The plan within the budget, unless it cannot be made to fit; and with neighbours fused, if there are small ones."""
     plan = dataclasses.replace(plan, reserve=judge.reserve)
-    fewer = [plan]
-    for blocks in _FUSED:
-        fused = fuse_neighbours(plan, blocks * plan.profile.block)
-        if len(fused.messages) < len(fewer[-1].messages):
-            fewer.append(fused)
-    for each in fewer:
+    fused = fuse_neighbours(plan, min(4 * plan.profile.block, _MOST_FUSED))
+    for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
         try:
             yield each if judge.budget is None else fit(each, judge.budget)
         except PlanError:

@@ -45,9 +45,12 @@ def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
     return mix.plan(name, mix.whole(), drafts)
 
 
+_TINY = 16  # a message of so many times less payload than its neighbour costs nothing in it
+
+
 def fuse_neighbours(plan: Plan, most: int) -> Plan:
-    """The plan with messages of one kind that follow each other in one, of up to ``most`` bytes of payload, where a slot is in
-    the windows of both: small units then do not pay for messages of their own.
+    """The plan with messages of one kind that follow each other in one, where a slot is in the windows of both: if it has up to
+    ``most`` bytes of payload, or one of them next to none. Small units then do not pay for messages of their own.
     """
     length = plan.period.length
     out: list[tuple[Message, tuple[int, int]]] = []
@@ -57,8 +60,10 @@ def fuse_neighbours(plan: Plan, most: int) -> Plan:
             both = dataclasses.replace(message, parts=before.parts + message.parts)
             first_of_both, last_of_both = max(first, window[0]), min(last, window[1])
             slot = message.slot if message.slot >= first_of_both else message.slot + length
-            is_alike = (before.kind, before.micro, before.blocking) == (message.kind, message.micro, False)
-            if is_alike and not message.blocking and first_of_both <= slot <= last_of_both and plan.payload(both) <= most:
+            is_alike = (before.kind, before.micro, before.blocking) == (message.kind, message.micro, message.blocking)
+            payloads = sorted((plan.payload(before), plan.payload(message)))
+            is_small = sum(payloads) <= most or _TINY * payloads[0] <= payloads[1]
+            if is_alike and not message.blocking and is_small and first_of_both <= slot <= last_of_both:
                 out[-1] = both, (first_of_both, last_of_both)
                 continue
         out.append((message, (first, last)))

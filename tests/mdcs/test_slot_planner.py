@@ -119,6 +119,7 @@ def test_an_ideal_ddp_waits_for_nothing_but_the_link_and_the_update() -> None:
     # All are 256 bytes, 4 s on the link. 2 s until the first gradients, 12 s of messages, 3 s of updates, 3 s of forward.
     assert ideal_ddp_s(profile) == pytest.approx(2 + 12 + 3 + 3)
     assert ideal_ddp_s(replace(profile, link=link(0.0))) == pytest.approx(6 + 3 + 3)
+    assert ideal_ddp_s(profile, micro_steps=2) == pytest.approx(9 + 2 + 12 + 3 + 3)
 
 
 def test_of_schedules_as_fast_the_leanest() -> None:

@@ -36,7 +36,8 @@ def test_a_job_trains_behind_the_link_and_says_so(tmp_path):
     profile = Profile.from_json((tmp_path / "profile.json").read_text())
     for kind in (Kind.AR, Kind.AG_F, Kind.RS):
         rate = 8e-9 / profile.link.beta_of(kind)
-        assert 0.75 * RATE <= rate <= 1.02 * RATE, (kind, rate, profile.collectives)
+        # The rate of the line that is fitted: after a pause the bucket's 128 KiB pass at once, and headers take next to nothing.
+        assert 0.75 * RATE <= rate <= 1.08 * RATE, (kind, rate, profile.collectives)
     assert (profile.about["shaped_link"], profile.link.emulated) == ("0.5 Gbit/s", False)
     congestion = profile.about["congestion_control"]
     start = read_events(tmp_path / "metrics.jsonl")[0]

@@ -5,8 +5,8 @@
 Every round runs mdcs once per budget and every peer once; the next round begins with the next one. A budget is GiB, a share
 of mdcs's floor on top of that floor (10%), or none; a peer fits it if no rank ever held more. Ratios are taken within a
 round. All losses are compared with those of the first run of mdcs. Overrides of strategy, scheduler, collectives and profile
-are for mdcs alone, and `--mdcs 'strategy=greedy scheduler=wfbp'` adds mdcs with another plan. comparison.json,
-comparison.png and the runs are left in `--out`.
+are for mdcs alone, FSDP2 has a group per block whatever `model.wrap` says, and `--mdcs 'strategy=greedy scheduler=wfbp'` adds
+mdcs with another plan. comparison.json, comparison.png and the runs are left in `--out`.
 """
 
 from __future__ import annotations

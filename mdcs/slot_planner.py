@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from mdcs.ledger import peak
 from mdcs.plan import Period, Plan, PlanError, Strategy
@@ -21,7 +20,7 @@ from mdcs.schedulers.admission import fit
 from mdcs.schedulers.dear import Dear
 from mdcs.schedulers.fusion import fuse_neighbours
 from mdcs.schedulers.mix import Mix
-from mdcs.schedulers.priority import Priority, Windows, nearest_deadline_first, settled
+from mdcs.schedulers.priority import Priority, settled
 from mdcs.schedulers.sequential import Sequential
 from mdcs.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.simulator import replay
@@ -31,7 +30,7 @@ from mdcs.strategies.base import Judge
 from mdcs.strategies.greedy import Greedy
 
 _FINER = (2, 4, 8, 16)  # blocks are tried in these fractions of the asked size, too: smaller ones need less staging
-_MOST_FUSED = 4 << 20  # bytes: larger messages would wait long for their last unit
+_FUSED_BLOCKS, _MOST_FUSED = 4, 4 << 20  # neighbours are fused up to so many blocks and bytes: more waits long for its last unit
 _SMALL = 36  # slots up to which only the whole problem is solved, strategies and schedule at once
 _WHOLE = 60  # slots up to which it is solved in integers
 _COARSE = 24  # bins of the model that decides the strategies of larger problems
@@ -176,7 +175,7 @@ def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
 def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
     """The plan within the budget, unless it cannot be made to fit; and with neighbours fused, if there are small ones."""
     plan = dataclasses.replace(plan, reserve=judge.reserve)
-    fused = fuse_neighbours(plan, min(4 * plan.profile.block, _MOST_FUSED))
+    fused = fuse_neighbours(plan, min(_FUSED_BLOCKS * plan.profile.block, _MOST_FUSED))
     for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
         try:
             yield each if judge.budget is None else fit(each, judge.budget)
@@ -193,13 +192,7 @@ def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> I
     for blocks in (mix.cut(block), mix.whole(), *finer):
         if blocks not in tried:
             tried.add(blocks)
-            yield from _fitted(judge, settled(partial(_nearest, mix, name, blocks, windows)))
-
-
-def _nearest(
-    mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows, seconds: Sequence[float] | None
-) -> Plan:
-    return mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, seconds))
+            yield from _fitted(judge, settled(mix, name, blocks, windows))
 
 
 def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:

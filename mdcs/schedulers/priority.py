@@ -12,7 +12,7 @@ a replay of the plan is what the order is made from again (:func:`settled`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdcs.link import Kind
@@ -33,23 +33,23 @@ class Priority:
 
     def schedule(self, mix: Mix) -> Plan:
         blocks = mix.cut(self.block_bytes or mix.profile.block)
-        return settled(lambda seconds: mix.plan("priority", blocks, nearest_deadline_first(mix, blocks, seconds=seconds)))
+        return settled(mix, "priority", blocks)
 
 
-def settled(make: Callable[[Sequence[float] | None], Plan]) -> Plan:
-    """The fastest by replay, without a budget, of what ``make`` gives for the seconds of the period's slots: first as profiled
-    (None), then as they were in the replay of the plan before.
+def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> Plan:
+    """The fastest by replay, without a budget, of the plans that :func:`nearest_deadline_first` gives for the seconds of slots as
+    profiled, and then as they were in the replay of the plan before.
     """
-    plan = best = make(None)
-    if plan.profile.contention == Contention():
+    plan = best = mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows))
+    if mix.profile.contention == Contention():  # virtual time was right
         return plan
-    shortest = float("inf")
-    for last in range(_ROUNDS, -1, -1):
-        steady = steady_state(plan)
-        if steady.period_s < shortest:
-            best, shortest = plan, steady.period_s
-        if last:
-            plan = make([end - begin for _, begin, end in steady.slots])
+    now = shortest = steady_state(plan)
+    for _ in range(_ROUNDS):
+        seconds = [end - begin for _, begin, end in now.slots]
+        plan = mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, seconds))
+        now = steady_state(plan)
+        if now.period_s < shortest.period_s:
+            best, shortest = plan, now
     return best
 
 

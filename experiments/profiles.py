@@ -25,6 +25,8 @@ _OTHER_KEYS = {
     "cluster": ("timeout_s", "startup_s"),
     "run": ("name", "sweep", "steps", "warmup_steps", "accumulation", "seed", "eval_every"),
 }
+_MEASURED = 2
+"""Raised when equal jobs measure something else than before: the runtime, the links or what is measured have changed."""
 
 
 class Profiles:
@@ -131,6 +133,7 @@ def _key(config: Config) -> str:
     if config.cluster.name == "shaped":
         parts["congestion_control"] = network.congestion_control()
     parts |= {"device": device_name(config), "torch": importlib.metadata.version("torch"), "schema": SCHEMA}
+    parts["measured"] = _MEASURED
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 

@@ -24,6 +24,9 @@ from mdcs.measure.memory import UNTAGGED, Meter, current_meter
 from mdcs.profile import Optimizer, Profile, Slot, Unit
 from mdcs.units import ModelUnit, UnsupportedModel
 
+_CACHES = 64 << 20
+"""Bytes: more than caches hold, of processors per core and of GPUs."""
+
 
 def measure_profile(
     model: nn.Module,
@@ -57,16 +60,7 @@ def measure_profile(
     for unit in units:
         for _, p in unit.parameters:
             meter.retag(p.data, "parameters")
-    recorder = _Recorder(units, meter, device)
-    with untouched(model, meter):
-        hooks = Hooks(units, recorder)
-        try:
-            for i in range(warmup + iterations):
-                recorder.begin(keep=i >= warmup)
-                step().backward()
-                recorder.check(model)
-        finally:
-            hooks.remove()
+    recorder = _recorded(model, units, step, iterations, warmup)
     groups = parameter_groups(optimizer)
     weight = units[0].parameters[0][1]
     return Profile(
@@ -83,6 +77,31 @@ def measure_profile(
         about=about or {},
         spread={f"slot {i}": spread(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
+
+
+def slot_seconds(
+    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int = 2, warmup: int = 1
+) -> float:
+    """All slots of an iteration together, as :func:`measure_profile` would have them now."""
+    return sum(slot.seconds for slot in _recorded(model, units, step, iterations, warmup).slots())
+
+
+def _recorded(
+    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int
+) -> _Recorder:
+    device = units[0].parameters[0][1].device
+    meter = current_meter(device)
+    recorder = _Recorder(units, meter, device)
+    with untouched(model, meter):
+        hooks = Hooks(units, recorder)
+        try:
+            for i in range(warmup + iterations):
+                recorder.begin(keep=i >= warmup)
+                step().backward()
+                recorder.check(model)
+        finally:
+            hooks.remove()
+    return recorder
 
 
 @contextlib.contextmanager
@@ -314,11 +333,13 @@ class _Update:
         p = torch.zeros(elements, dtype=like.dtype, device=like.device)
         p.grad = torch.ones_like(p)
         samples, scratch = [], []
+        forget = _cache_flusher(like)
         for group in optimizer.param_groups:
             options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
             trial = type(optimizer)([{**options, "params": [p]}])  # type: ignore[call-arg]  # all have defaults
             trial.step()
             for _ in range(5):
+                forget()
                 _sync(like)
                 meter.window()
                 before, begin = meter.live(), time.perf_counter()
@@ -336,13 +357,21 @@ def _copy_seconds_per_byte(like: Tensor) -> float:
     a = torch.zeros(1 << 20, dtype=like.dtype, device=like.device)
     b = torch.zeros_like(a)
     samples = []
+    forget = _cache_flusher(like)
     for _ in range(5):
+        forget()
         _sync(like)
         begin = time.perf_counter()
         b.copy_(a)
         _sync(like)
         samples.append(time.perf_counter() - begin)
     return statistics.median(samples) / (a.numel() * a.element_size())
+
+
+def _cache_flusher(like: Tensor) -> Callable[[], object]:
+    """What makes caches forget: in a step others pass through them between the parts of a message."""
+    other = torch.zeros(_CACHES, dtype=torch.uint8, device=like.device)
+    return lambda: other.add_(1)
 
 
 def _sync(like: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.measure.memory import current_meter
-from mdcs.measure.profiler import untouched
+from mdcs.measure.profiler import slot_seconds, untouched
 from mdcs.measure.timeline import StepTimes
 from mdcs.plan import Plan
 from mdcs.planner import make_plan
@@ -28,8 +28,9 @@ from mdcs.simulator import replay
 from mdcs.strategies import Uniform
 from mdcs.units import ModelUnit
 
-_WARMUP = 2
-_MOST_PERIODS, _MOST_SECONDS = 8, 15.0
+_ROUNDS, _PERIODS = 3, 3
+_WARMUP = 1
+_MOST_SECONDS = 15.0  # for each plan
 
 _NOISE = 0.05  # of computing: by how much its time differs from minute to minute on a shared machine
 _SMALL = 1e-5  # seconds, to see what depends on the number of waits
@@ -48,10 +49,11 @@ def rehearse(
 ) -> Profile:
     """The profile with its contention fitted to plans that ran for a few periods each, on a CPU.
 
-    All fsdp, ``sequential``, and two plans that overlap. What compute takes longer than in the profile is put down to the
-    time it waited, where nothing overlaps, and then to messages beside it; what it waits longer than in the replay, to the
-    number of waits and to the training loop between backward and forward. The model is not changed. Collective: call it
-    on every rank, with the same profile, whose ``step`` and ``optimizer`` are those of
+    All fsdp, ``sequential``, and two plans that overlap. They take turns with computing alone, and compute counts relative
+    to that: a shared machine is faster in one minute than in the next. What compute takes longer than in the profile is put
+    down to the time it waited, where nothing overlaps, and then to messages beside it; what it waits longer than in the
+    replay, to the number of waits and to the training loop between backward and forward. The model is not changed.
+    Collective: call it on every rank, with the same profile, whose ``step`` and ``optimizer`` are those of
     :func:`mdcs.measure.profiler.measure_profile`; ``emulate`` is that of :func:`mdcs.parallelize`.
     """
     device = units[0].parameters[0][1].device
@@ -59,9 +61,16 @@ def rehearse(
         return profile
     profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
     plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
-    seen = [_run(plan, model, units, step, optimizer, emulate) for plan in plans]
-    computing, waiting = seen[0]
     slots = sum(slot.seconds for slot in profile.slots)
+    rounds: list[list[tuple[float, float]]] = []
+    for _ in range(_rounds(plans)):
+        alone = _mean_of_ranks(slot_seconds(model, units, step))[0]
+        runs = [_run(plan, model, units, step, optimizer, emulate) for plan in plans]
+        rounds.append([(computing * slots / alone if alone else computing, waiting) for computing, waiting in runs])
+    seen = [
+        (statistics.median(c for c, _ in runs), statistics.median(w for _, w in runs)) for runs in zip(*rounds, strict=True)
+    ]
+    computing, waiting = seen[0]
     profile = _with(profile, compute_per_wait=max(0.0, computing - slots) / waiting)
     losses = []
     for plan, (computing, _) in zip(plans[1:], seen[1:], strict=True):
@@ -108,14 +117,12 @@ def _run(
     emulate: Emulation | None,
 ) -> tuple[float, float]:
     """Seconds of an iteration in which compute runs and in which it does not: medians, averaged over the ranks."""
-    expected = replay(plan).period_s
-    periods = max(2, min(_MOST_PERIODS, int(_MOST_SECONDS / expected))) if expected else _MOST_PERIODS
     weights = {p: p.data for p in model.parameters()}
     records = []
     with untouched(model, current_meter(units[0].parameters[0][1].device)):
         parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
         try:
-            for _ in range(_WARMUP + periods + 1):  # the last is cut short
+            for _ in range(_WARMUP + _PERIODS + 1):  # the last is cut short
                 step().backward()
                 parallel.step()
                 records += parallel.records()
@@ -123,11 +130,20 @@ def _run(
             times = [r.times for r in records[_WARMUP:]]
         finally:
             parallel.undo(weights)
-    own = statistics.median(t.compute_s for t in times), statistics.median(t.exposed_s for t in times)
-    seen: list[tuple[float, float]] = [own] * dist.get_world_size()
-    dist.all_gather_object(seen, own)
-    computing, waiting = (statistics.mean(values) for values in zip(*seen, strict=True))
+    own = (statistics.median(values) for values in zip(*((t.compute_s, t.exposed_s) for t in times), strict=True))
+    computing, waiting = _mean_of_ranks(*own)
     return computing, waiting
+
+
+def _rounds(plans: Sequence[Plan]) -> int:
+    slowest = max(replay(plan).period_s for plan in plans) * (_WARMUP + _PERIODS + 1)
+    return max(1, min(_ROUNDS, int(_MOST_SECONDS / slowest))) if slowest else _ROUNDS
+
+
+def _mean_of_ranks(*own: float) -> list[float]:
+    seen: list[tuple[float, ...]] = [own] * dist.get_world_size()
+    dist.all_gather_object(seen, own)
+    return [statistics.mean(values) for values in zip(*seen, strict=True)]
 
 
 def _with(profile: Profile, **contention: float) -> Profile:

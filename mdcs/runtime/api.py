@@ -76,10 +76,7 @@ def parallelize(
 
 
 class Parallel:
-    """A model in training. ``plan`` is what runs; :meth:`close` (or leaving a ``with`` block) ends it.
-
-    ``messages_first``: on a CPU, whether the threads of messages run before those that compute (where the system allows it).
-    """
+    """A model in training. ``plan`` is what runs; :meth:`close` (or leaving a ``with`` block) ends it."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit],
@@ -141,7 +138,6 @@ class Parallel:
             control=control, pacer=_pacer(plan, self.rank, group, processes), clip_norm=clip_norm,
             loss_scale=loss_scale, timeout_s=timeout_s,
         )  # fmt: skip
-        self.messages_first = plan.world > 1 and self._executor.put_first(self._dispatcher.threads)
         self._loss_scale = loss_scale
         # Also when the program ends, or lets go of this, without close(): a thread that waits in C++ then would abort it.
         self._stop_threads = weakref.finalize(self, self._dispatcher.stop)

@@ -78,11 +78,6 @@ class Dispatcher:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def threads(self) -> list[int]:
-        """Native ids."""
-        return [thread.native_id for thread in self._threads if thread.native_id is not None]
-
     # -- called by the training thread --------------------------------------------------------------------------
 
     def issue(self, index: int, rest: int, mark: Any) -> None:

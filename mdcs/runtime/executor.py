@@ -10,11 +10,9 @@ it; compute would wait for messages queued behind the one it needs.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -59,16 +57,6 @@ class Executor(Protocol):
         """How often the allocator had to give cached memory back to get some; None for one that caches none."""
         ...
 
-    def put_first(self, threads: Iterable[int]) -> bool:
-        """Let these threads of messages (native ids), and the backend's, run as soon as they have something to do, before
-        those that compute. Whether the system allows it.
-        """
-        ...
-
-
-_BACKEND_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
-"""Names of gloo's and torch's threads that carry messages."""
-
 
 class CpuExecutor:
     def communicating(self) -> AbstractContextManager[Any]:
@@ -95,36 +83,6 @@ class CpuExecutor:
 
     def retries(self) -> None:
         return None
-
-    def put_first(self, threads: Iterable[int]) -> bool:
-        """The lowest real-time priority, for which Linux asks root, CAP_SYS_NICE or an RLIMIT_RTPRIO.
-
-        These threads sleep most of the time. Once there is something to send they would wait for the end of a time slice
-        of compute, on every rank and several times a message, while the link is idle.
-        """
-        if not hasattr(os, "sched_setscheduler"):
-            return False
-        policy = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK  # not of what an update starts
-        for thread in [*threads, *_threads_of(_BACKEND_THREADS)]:
-            try:
-                os.sched_setscheduler(thread, policy, os.sched_param(1))
-            except ProcessLookupError:
-                continue  # it has just ended
-            except OSError:
-                return False
-        return True
-
-
-def _threads_of(names: Sequence[str]) -> list[int]:
-    """Native ids of this process's threads that have one of these names."""
-    found = []
-    for task in Path("/proc/self/task").glob("*"):
-        try:
-            if (task / "comm").read_text(encoding="utf-8").strip() in names:
-                found.append(int(task.name))
-        except OSError:
-            continue
-    return found
 
 
 _SEGMENTS = 2 * (2 + 20) << 20
@@ -185,9 +143,6 @@ class CudaExecutor:
 
     def retries(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
-
-    def put_first(self, threads: Iterable[int]) -> bool:
-        return False  # compute is on the device: nothing keeps a thread of the host waiting
 
 
 def executor_for(device: torch.device) -> Executor:

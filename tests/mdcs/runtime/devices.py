@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -160,9 +160,6 @@ class Watching:
 
     def retries(self) -> int:
         return 7
-
-    def put_first(self, threads: Iterable[int]) -> bool:
-        return self.inner.put_first(threads)
 
 
 # ---- training on one rank

@@ -6,9 +6,6 @@ The same contract and the same training run on CUDA in test_cuda.py.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,45 +46,6 @@ def test_contract(clause):
 def test_a_device_that_is_not_supported():
     with pytest.raises(ValueError, match="device meta is not supported: cpu or cuda"):
         executor_for(torch.device("meta"))
-
-
-@pytest.fixture
-def sleeping() -> Iterator[threading.Thread]:
-    wake = threading.Event()
-    thread = threading.Thread(target=wake.wait)
-    thread.start()
-    yield thread
-    wake.set()
-    thread.join()
-
-
-def test_threads_of_messages_run_before_compute_where_the_system_allows_it(sleeping: threading.Thread):
-    assert sleeping.native_id is not None
-    before = os.sched_getscheduler(sleeping.native_id)
-    if executor_for(CPU).put_first([sleeping.native_id]):
-        assert os.sched_getscheduler(sleeping.native_id) == os.SCHED_FIFO | os.SCHED_RESET_ON_FORK
-    else:
-        assert os.sched_getscheduler(sleeping.native_id) == before
-    assert os.sched_getscheduler(0) == before, "compute keeps its own"
-
-
-def test_a_system_that_forbids_priorities_leaves_threads_as_they_are(monkeypatch: pytest.MonkeyPatch):
-    def forbid(*_: Any) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "sched_setscheduler", forbid)
-    assert not executor_for(CPU).put_first([1])
-
-
-def test_a_thread_that_has_ended_needs_no_priority(monkeypatch: pytest.MonkeyPatch):
-    asked: list[int] = []
-
-    def ended(thread: int, *_: Any) -> None:
-        asked.append(thread)
-        raise ProcessLookupError
-
-    monkeypatch.setattr(os, "sched_setscheduler", ended)
-    assert executor_for(CPU).put_first([1, 2]) and asked[:2] == [1, 2]
 
 
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.strategy}-{how.scheduler}")

@@ -130,8 +130,9 @@ def _run(
             times = [r.times for r in records[_WARMUP:]]
         finally:
             parallel.undo(weights)
-    own = (statistics.median(values) for values in zip(*((t.compute_s, t.exposed_s) for t in times), strict=True))
-    computing, waiting = _mean_of_ranks(*own)
+    computing, waiting = _mean_of_ranks(
+        statistics.median(t.compute_s for t in times), statistics.median(t.exposed_s for t in times)
+    )
     return computing, waiting
 
 

@@ -37,6 +37,7 @@ from experiments.config import (
     leaves,
     measured_for,
     register,
+    shown,
 )
 from experiments.errors import CONF, explain
 from mdcs.profile import Profile
@@ -148,7 +149,7 @@ def _check_value(key: str, value: Any, limits: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(key, f"must be a finite number, got {_shown(value)}")
     if "choices" in limits and value not in limits["choices"]:
-        raise ConfigError(key, f"must be one of {', '.join(limits['choices'])}; got {_shown(value)}")
+        raise ConfigError(key, f"must be one of {', '.join(map(_shown, limits['choices']))}; got {_shown(value)}")
     # Written as "not inside", so that a value that compares with nothing is outside.
     if "above" in limits and not value > limits["above"]:
         raise ConfigError(key, f"must be > {limits['above']}, got {_shown(value)}")
@@ -202,6 +203,11 @@ def _check_combinations(config: Config) -> None:
         for operation, name in config.collectives.named().items():
             if name != "native":
                 raise ConfigError(f"collectives.{operation}", f"must be native with cluster.device=cuda, got {name}")
+    if model.checkpointing == "auto":
+        if budget.over_floor is not None:
+            raise ConfigError("budget.over_floor", "needs model.checkpointing=true or false, the floor depends on it; got auto")
+        if config.profile.name != "measured" or config.profile.path is not None or not config.engine.plans:
+            raise ConfigError("model.checkpointing", "auto needs a plan and a profile that is measured; use true or false")
     if model.width is not None and model.heads is not None and model.width % model.heads:
         raise ConfigError("model.heads", f"must divide model.width={model.width}, got {model.heads}")
     reads_text = model.name in TRANSFORMERS
@@ -312,6 +318,4 @@ def _default(leaf: dataclasses.Field[Any]) -> Any:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "null" if value is None else str(value)
+    return f"{value:g}" if isinstance(value, float) else shown(value)

@@ -48,6 +48,11 @@ def _option(default: T, about: str, **limits: Any) -> T:
     return made  # type: ignore[return-value]  # dataclasses.field returns a Field and says it returns the default's type
 
 
+def shown(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
 TRANSFORMERS = ("gpt2", "gpt2-tiny", "gpt2-small", "bert", "bert-tiny", "bert-base")
 SOLVED_STRATEGIES = ("ilp", "joint")
 SOLVED_SCHEDULERS = ("memory_aware",)
@@ -68,7 +73,10 @@ class ModelConfig:
     vocab: int | None = _option(None, "tokens in the vocabulary", at_least=2, used_by=TRANSFORMERS)
     tie: bool | None = _option(None, "input and output embeddings are one parameter", used_by=TRANSFORMERS)
     dropout: float | None = _option(None, "dropout everywhere", at_least=0, below=1, used_by=TRANSFORMERS)
-    checkpointing: bool | None = _option(None, "recompute activations in backward", used_by=TRANSFORMERS)
+    checkpointing: bool | str | None = _option(
+        None, "recompute activations in backward; auto: if that is predicted to be faster within the budget",
+        choices=(True, False, "auto"), used_by=TRANSFORMERS,
+    )  # fmt: skip
     depths: list[int] | None = _option(None, "residual blocks per stage", at_least=1, used_by=RESNETS)
     hidden_sizes: list[int] | None = _option(None, "channels per stage", at_least=1, used_by=RESNETS)
     stem: int | None = _option(None, "channels of the stem", at_least=1, used_by=RESNETS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from experiments.config import ConfigError, fields_by_key
+from experiments.config import ConfigError, fields_by_key, shown
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 """The folder of YAML files: one folder per group, one file per option."""
@@ -97,7 +97,9 @@ def _wrong_type(cause: ValidationError, message: str) -> ConfigError:
             return ConfigError(key, f"must be one of its options: {', '.join(groups()[key])}")
         return ConfigError(key, "must hold keys and values")
     kind = str(declared.type).removesuffix(" | None")
-    if kind.startswith("list["):
+    if kind not in _TYPES and "choices" in declared.metadata:
+        wanted = f"one of {', '.join(map(shown, declared.metadata['choices']))}"
+    elif kind.startswith("list["):
         wanted = f"a list, each value {_TYPES[kind[5:-1]]}"
     else:
         wanted = _TYPES[kind] + (" or null" if str(declared.type).endswith("None") else "")

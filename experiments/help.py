@@ -10,7 +10,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from experiments.config import fields_by_key
+from experiments.config import fields_by_key, shown
 from experiments.errors import CONF, groups
 
 _WIDTH, _INDENT = 110, 34
@@ -34,7 +34,7 @@ def text(about: str, overrides: Sequence[str]) -> str:
         group = key.rpartition(".")[0]
         lines += [] if group == above else [""]
         above = group
-        lines += _entry(f"{key}={_shown(OmegaConf.select(composed, key))}", _meaning(declared), _INDENT)
+        lines += _entry(f"{key}={shown(OmegaConf.select(composed, key))}", _meaning(declared), _INDENT)
     more = "-m runs a job for every combination of KEY=VALUE,VALUE. --cfg job prints the config and runs nothing."
     return "\n".join([*lines, "", more])
 
@@ -42,12 +42,6 @@ def text(about: str, overrides: Sequence[str]) -> str:
 def _entry(head: str, body: str, indent: int) -> list[str]:
     head = f"  {head}".ljust(indent - 1) + " "
     return textwrap.wrap(body, _WIDTH, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
 
 
 def _meaning(declared: dataclasses.Field[Any]) -> str:
@@ -58,7 +52,7 @@ def _meaning(declared: dataclasses.Field[Any]) -> str:
         if name in limits
     ]
     if "choices" in limits:
-        words.append(" | ".join(limits["choices"]))
+        words.append(" | ".join(map(shown, limits["choices"])))
     if "used_by" in limits:
         words.append(f"for {', '.join(limits['used_by'])}")
     return f"{limits['about']} ({'; '.join(words)})" if words else str(limits["about"])

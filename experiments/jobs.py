@@ -52,8 +52,8 @@ def run(
 
     share: the profiles that this program knows; jobs that are given the same ones share what they measure.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
-    that is not of ranks, for a shaped link that this machine or user cannot have, and for an engine that cannot run here
-    or, with `only`, does not plan.
+    that is not of ranks, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
+    for an engine that cannot run here or, with `only`, does not plan.
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
@@ -62,6 +62,7 @@ def run(
         raise ConfigError("cluster.name", f"shaped is not possible here: {why}")
     if only is not None:
         _require_plan(config)
+    _require_decided(config)
     engines.require(config)
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,12 +111,15 @@ def run(
     return outcome
 
 
-def known_profile(config: Config, folder: Path, console: Console) -> tuple[Config, Profile] | None:
+def known_profile(
+    config: Config, folder: Path, console: Console, *, share: Profiles | None = None
+) -> tuple[Config, Profile] | None:
     """The resolved config and its profile, if no ranks are needed for it; both are in the folder then. Raises ConfigError
-    for an engine that does not plan.
+    for an engine that does not plan, and for checkpointing that is not decided.
     """
     _require_plan(config)
-    reused = Profiles().find(config)
+    _require_decided(config)
+    reused = (share or Profiles()).find(config)
     resolved = resolve(config, profile=reused)
     profile = profiles.known(resolved)
     if profile is None:
@@ -130,6 +134,11 @@ def known_profile(config: Config, folder: Path, console: Console) -> tuple[Confi
 def _require_plan(config: Config) -> None:
     if not config.engine.plans:
         raise ConfigError("engine.name", f"{config.engine.name} trains without a plan: there is none to make")
+
+
+def _require_decided(config: Config) -> None:
+    if config.model.checkpointing == "auto":
+        raise ConfigError("model.checkpointing", "only train.py and plan.py decide auto; here it must be true or false")
 
 
 def _say(reused: Path | None, console: Console) -> None:

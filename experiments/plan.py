@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.table import WIDTH
-from experiments import app, jobs, worker
+from experiments import app, jobs, planning, worker
 from experiments.config import Config
-from experiments.profiles import ranks
+from experiments.profiles import Profiles, ranks
 from mdcs import explain
 from mdcs.bounds import bounds_of, ideal_ddp_s
 from mdcs.plan import Plan
@@ -52,9 +52,9 @@ def main(module: str = jobs.WORKER) -> int:
     console.width = console.width if console.is_terminal else WIDTH
 
     def plan(config: Config, folder: Path) -> str:
-        reason = plan_known(config, folder, console)
-        if reason is None:
-            reason = jobs.run(config, folder, console, only="plan", worker=module).reason
+        share = Profiles()
+        config, reason = planning.decide(config, folder, console, share=share, module=module)
+        reason = reason or planning.plan(config, folder, console, share=share, module=module)
         if not reason:
             made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
             scheduler = Priority() if made.scheduler in SOLVED else worker.scheduler_of(config)
@@ -66,21 +66,6 @@ def main(module: str = jobs.WORKER) -> int:
         return reason
 
     return app.run(plan)
-
-
-def plan_known(config: Config, folder: Path, console: Console) -> str | None:
-    """Plan in this process, with a profile that is known; None if it is not, else why there is no plan, or nothing."""
-    found = jobs.known_profile(config, folder, console)
-    if found is None:
-        return None
-    resolved, profile = found
-    planning = worker.planning_options(resolved)
-    try:
-        made = worker.make_plan(resolved, profile, floor_bytes(profile, **planning), planning)
-    except ValueError as error:
-        return str(error)
-    worker.write_plan(folder, made)
-    return ""
 
 
 def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:

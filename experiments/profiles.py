@@ -25,7 +25,7 @@ _OTHER_KEYS = {
     "cluster": ("timeout_s", "startup_s"),
     "run": ("name", "sweep", "steps", "warmup_steps", "accumulation", "seed", "eval_every"),
 }
-_MEASURED = 2
+_MEASURED = 3
 """Raised when equal jobs measure something else than before: the runtime, the links or what is measured have changed."""
 
 

@@ -27,6 +27,12 @@ def main(worker: str = jobs.WORKER) -> int:
 
     def train(config: Config, folder: Path) -> str:
         in_sweep = config.run.sweep is not None
+        if config.model.checkpointing == "auto":
+            from experiments import planning  # torch, which takes seconds to import
+
+            config, reason = planning.decide(config, folder, console, share=profiles, module=worker)
+            if reason:
+                return reason
         outcome = jobs.run(config, folder, console, share=profiles, worker=worker)
         if outcome.ok and not in_sweep:
             print()

@@ -94,10 +94,11 @@ class Contention:
 
     Computing takes longer by ``compute_per_message`` seconds for every message that is done beside it, by
     ``compute_per_byte`` for every byte it sends, and by ``compute_per_work`` of the seconds of copying, summing and
-    updating that it brings. A message beside computing keeps the link for at least ``message_seconds`` +
-    ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on ``dispatch_seconds`` after it is done,
-    and then takes longer by ``compute_per_wait`` of the time it has waited: its caches are cold, its core has slept.
-    Between backward and the next forward the training loop itself takes ``turn_seconds``.
+    updating that it brings; if it all-reduces, ``all_reduce`` times as much. A message beside computing keeps the link
+    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on
+    ``dispatch_seconds`` after it is done, and then takes longer by ``compute_per_wait`` of the time it has waited: its
+    caches are cold, its core has slept. Between backward and the next forward the training loop itself takes
+    ``turn_seconds``.
     """
 
     compute_per_message: float = 0.0
@@ -108,15 +109,17 @@ class Contention:
     dispatch_seconds: float = 0.0
     compute_per_wait: float = 0.0
     turn_seconds: float = 0.0
+    all_reduce: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if value < 0:
                 raise ValueError(f"contention {name} must be >= 0, got {value}")
 
-    def compute_lost(self, wire: int, work: float) -> float:
+    def compute_lost(self, kind: Kind, wire: int, work: float) -> float:
         """Seconds that computing loses to one message of ``wire`` bytes and ``work`` seconds."""
-        return self.compute_per_message + self.compute_per_byte * wire + self.compute_per_work * work
+        lost = self.compute_per_message + self.compute_per_byte * wire + self.compute_per_work * work
+        return self.all_reduce * lost if kind is Kind.AR else lost
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _cost(profile: Profile, kind: Kind, elements: int, parts: int, blocking: boo
     wire, contention = profile.wire(kind, payload), profile.contention
     idle = transfer = profile.link.beta_of(kind) * wire
     copy = profile.copy_seconds_per_byte * payload * passes if passes else 0.0
-    lost = contention.compute_lost(wire, copy + update)
+    lost = contention.compute_lost(kind, wire, copy + update)
     if not blocking:
         transfer = max(transfer, contention.message_seconds + contention.seconds_per_byte * wire)
     return Cost(profile.link.alpha_of(kind), transfer, copy, update, idle, lost)

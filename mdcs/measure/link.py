@@ -1,8 +1,9 @@
 """Measure the link: every algorithm of every operation over a sweep of message sizes, on the process group itself.
 
 Each is run as the runtime runs it (:mod:`mdcs.runtime.collectives`). The fastest of an operation is the one whose
-median is smallest at the size nearest to a block; α and β are fitted to it. How many messages should be in flight is
-measured, if asked for, with a few blocks one after the other: as few as are nearly as fast as any number.
+mean is smallest at the size nearest to a block, not counting its slowest sample: some algorithms are at times twice as
+slow, when two ranks happen to send one after the other. α and β are fitted to its medians. How many messages should be
+in flight is measured, if asked for, with a few blocks one after the other: as few as are nearly as fast as any number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mdcs.measure.profiler import spread as percentiles
 from mdcs.runtime.collectives import Communicator, Running, backend_of
 
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # payload bytes
-_REPEATS = 5
+_REPEATS = 7
 _SATURATED = 0.97
 _BLOCKS = 1 << 18, 1 << 22  # the smallest and the largest
 _DEPTHS, _QUEUED, _NEARLY = (1, 2, 3, 4), 8, 1.05
@@ -42,19 +43,28 @@ class MeasuredLink(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one algorithm by payload bytes: ``seconds`` in all, ``link_s`` without the sum that follows.
+    """Seconds of one algorithm by payload bytes, sample by sample: ``whole``, and ``samples`` without the sum that follows.
 
-    ``samples`` are those of ``link_s``.
+    ``seconds`` and ``link_s`` are their medians.
     """
 
     operation: str
     algorithm: str
-    seconds: dict[int, float]
+    whole: dict[int, list[float]]
     samples: dict[int, list[float]]
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        return {size: statistics.median(samples) for size, samples in self.whole.items()}
 
     @property
     def link_s(self) -> dict[int, float]:
         return {size: statistics.median(samples) for size, samples in self.samples.items()}
+
+    def expected(self, size: int) -> float:
+        """Mean seconds in all but the slowest sample."""
+        samples = sorted(self.whole[size])
+        return statistics.fmean(samples[: max(1, len(samples) - 1)])
 
 
 def measure_link(
@@ -86,7 +96,7 @@ def measure_link(
     block = _link(timings, chosen, world, 1)[0].block
     nearest = min(SIZES, key=lambda size: abs(math.log(size / block)))
     for operation in candidates:
-        fastest = min((t for t in timings if t.operation == operation), key=lambda t: t.seconds[nearest])
+        fastest = min((t for t in timings if t.operation == operation), key=lambda t: t.expected(nearest))
         chosen = replace(chosen, **{operation: fastest.algorithm})
     link, spread = _link(timings, chosen, world, depth or 1)
     if depth is None:
@@ -110,8 +120,7 @@ def measure_algorithms(
     Algorithms take turns, so that what else the machine does falls on all of them alike.
     """
     pairs = [(operation, name) for operation, names in candidates.items() for name in names]
-    seconds: dict[tuple[str, str], dict[int, float]] = {pair: {} for pair in pairs}
-    link_s: dict[tuple[str, str], dict[int, list[float]]] = {pair: {} for pair in pairs}
+    timings = [Timing(operation, name, {}, {}) for operation, name in pairs]
     for size in sizes:
         default = Collectives.default(backend_of(group))
         messages = [_Message(replace(default, **{op: name}), op, size, device, group) for op, name in pairs]
@@ -120,10 +129,10 @@ def measure_algorithms(
             dtype=torch.float64, device=device,
         )[1:]  # fmt: skip
         dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
-        for pair, column in zip(pairs, samples.transpose(0, 1).tolist(), strict=True):
+        for timing, column in zip(timings, samples.transpose(0, 1).tolist(), strict=True):
             served, whole = zip(*column, strict=True)
-            link_s[pair][size], seconds[pair][size] = list(served), statistics.median(whole)
-    return [Timing(*pair, seconds[pair], link_s[pair]) for pair in pairs]
+            timing.samples[size], timing.whole[size] = list(served), list(whole)
+    return timings
 
 
 def measure_depths(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,26 @@ from mdcs.units import ModelUnit
 
 _ROUNDS, _PERIODS = 3, 3
 _WARMUP = 1
-_MOST_SECONDS = 15.0  # for each plan
+_MOST_SECONDS = 100.0  # for all rounds; there is one in any case
 
 _NOISE = 0.05  # of computing: by how much its time differs from minute to minute on a shared machine
 _SMALL = 1e-5  # seconds, to see what depends on the number of waits
-# The first overlaps nothing; of the others one has few large messages, the other many.
-_REHEARSED: tuple[tuple[str, Scheduler], ...] = (("fsdp", Sequential()), ("zero1", Dear()), ("fsdp", Wfbp()))
+_SLOWEST = 3.0  # times as slow as a probe's messages
+# The first overlaps nothing; of the next two one has few large messages, the other many. The last has all-reduces.
+_REHEARSED: tuple[tuple[str, Scheduler], ...] = (
+    ("zero1", Sequential()),
+    ("zero1", Dear()),
+    ("fsdp", Wfbp()),
+    ("dp", Wfbp()),
+)
+
+
+class _Seen(NamedTuple):
+    """Of an iteration, in seconds: compute runs, compute does not, a message is in flight."""
+
+    computing: float
+    waiting: float
+    communicating: float
 
 
 def rehearse(
@@ -49,11 +64,12 @@ def rehearse(
 ) -> Profile:
     """The profile with its contention fitted to plans that ran for a few periods each, on a CPU.
 
-    All fsdp, ``sequential``, and two plans that overlap. They take turns with computing alone, and compute counts relative
-    to that: a shared machine is faster in one minute than in the next. What compute takes longer than in the profile is put
-    down to the time it waited, where nothing overlaps, and then to messages beside it; what it waits longer than in the
-    replay, to the number of waits and to the training loop between backward and forward. The model is not changed.
-    Collective: call it on every rank, with the same profile, whose ``step`` and ``optimizer`` are those of
+    All zero1, ``sequential``, and three plans that overlap. They take turns with computing alone, to which the slots are
+    scaled, and compute counts relative to that: a shared machine is faster in one minute than in the next. What compute
+    takes longer than in the profile is put down to the time it waited, where nothing overlaps, and then to messages beside
+    it, those that all-reduce on their own; what messages take longer, to computing beside them; what compute waits longer
+    than in the replay, to the number of waits and to the training loop between backward and forward. The model is not
+    changed. Collective: call it on every rank, with the same profile, whose ``step`` and ``optimizer`` are those of
     :func:`mdcs.measure.profiler.measure_profile`; ``emulate`` is that of :func:`mdcs.parallelize`.
     """
     device = units[0].parameters[0][1].device
@@ -61,29 +77,44 @@ def rehearse(
         return profile
     profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
     plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
-    slots = sum(slot.seconds for slot in profile.slots)
-    rounds: list[list[tuple[float, float]]] = []
+    alone: list[float] = []
+    rounds: list[list[_Seen]] = []
     for _ in range(_rounds(plans)):
-        alone = _mean_of_ranks(slot_seconds(model, units, step))[0]
-        runs = [_run(plan, model, units, step, optimizer, emulate) for plan in plans]
-        rounds.append([(computing * slots / alone if alone else computing, waiting) for computing, waiting in runs])
-    seen = [
-        (statistics.median(c for c, _ in runs), statistics.median(w for _, w in runs)) for runs in zip(*rounds, strict=True)
-    ]
-    computing, waiting = seen[0]
-    profile = _with(profile, compute_per_wait=max(0.0, computing - slots) / waiting)
-    losses = []
-    for plan, (computing, _) in zip(plans[1:], seen[1:], strict=True):
-        without, modelled = (_replay(plan, _scaled(profile, f)).compute_s for f in (0.0, 1.0))
-        losses.append((modelled - without, computing - without))
-    profile = _scaled(profile, factor(losses, _NOISE * slots))
+        alone += _mean_of_ranks(slot_seconds(model, units, step))
+        rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
+    profile = _computing(profile, statistics.median(alone))
+    seen = [_typical(runs, alone) for runs in zip(*rounds, strict=True)]
+    sequential, dear, wfbp, all_reduces = zip(plans, seen, strict=True)
+    overlapping = [dear, wfbp, all_reduces]
+
+    slots = sum(slot.seconds for slot in profile.slots)
+    profile = _with(profile, compute_per_wait=max(0.0, sequential[1].computing - slots) / sequential[1].waiting)
+    profile = _scaled(profile, factor([_losses(profile, *each) for each in (dear, wfbp)], _NOISE * slots))
+    profile = _with(profile, all_reduce=factor([_losses(profile, *all_reduces)], _NOISE * slots))
+    profile = _slower(profile, factor_of_messages(profile, overlapping))
     waits = []
-    for plan, (_, waiting) in zip(plans, seen, strict=True):
+    for plan, times in zip(plans, seen, strict=True):
         exposed = _replay(plan, profile).exposed_s
         later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).exposed_s
-        waits.append(((later - exposed) / _SMALL, waiting - exposed))
+        waits.append(((later - exposed) / _SMALL, times.waiting - exposed))
     dispatch, turn = waiting_line(waits)
     return _with(profile, dispatch_seconds=dispatch, turn_seconds=turn)
+
+
+def factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, _Seen]]) -> float:
+    """How many times longer than a probe's the messages of these plans take beside computing, 1 to 3, by bisection."""
+    seen = sum(times.communicating for _, times in rehearsed)
+
+    def falls_short(factor: float) -> bool:
+        return sum(_replay(plan, _slower(profile, factor)).communication_s for plan, _ in rehearsed) < seen
+
+    low, high = 1.0, _SLOWEST
+    if not falls_short(low):
+        return low
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falls_short(middle) else (low, middle)
+    return high
 
 
 def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
@@ -108,6 +139,12 @@ def _replay(plan: Plan, profile: Profile) -> StepTimes:
     return replay(dataclasses.replace(plan, profile=profile)).times
 
 
+def _losses(profile: Profile, plan: Plan, seen: _Seen) -> tuple[float, float]:
+    """Seconds that computing loses to messages, modelled and seen."""
+    without, modelled = (_replay(plan, _scaled(profile, factor)).compute_s for factor in (0.0, 1.0))
+    return modelled - without, seen.computing - without
+
+
 def _run(
     plan: Plan,
     model: nn.Module,
@@ -115,8 +152,8 @@ def _run(
     step: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
     emulate: Emulation | None,
-) -> tuple[float, float]:
-    """Seconds of an iteration in which compute runs and in which it does not: medians, averaged over the ranks."""
+) -> _Seen:
+    """Medians over the periods, averaged over the ranks."""
     weights = {p: p.data for p in model.parameters()}
     records = []
     with untouched(model, current_meter(units[0].parameters[0][1].device)):
@@ -130,15 +167,32 @@ def _run(
             times = [r.times for r in records[_WARMUP:]]
         finally:
             parallel.undo(weights)
-    computing, waiting = _mean_of_ranks(
-        statistics.median(t.compute_s for t in times), statistics.median(t.exposed_s for t in times)
-    )
-    return computing, waiting
+    own = ((t.compute_s, t.exposed_s, t.communication_s) for t in times)
+    return _Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*own, strict=True))))
+
+
+def _typical(rounds: Sequence[_Seen], alone: Sequence[float]) -> _Seen:
+    """Medians over the rounds, of computing relative to what it took ``alone`` in the same one."""
+    typical = _Seen(*(statistics.median(values) for values in zip(*rounds, strict=True)))
+    if not all(alone):
+        return typical
+    relative = (seen.computing / seconds for seen, seconds in zip(rounds, alone, strict=True))
+    return typical._replace(computing=statistics.median(alone) * statistics.median(relative))
+
+
+def _computing(profile: Profile, seconds: float) -> Profile:
+    """The profile with slots of so many seconds in all."""
+    slots = sum(slot.seconds for slot in profile.slots)
+    if not slots:
+        return profile
+    scaled = (dataclasses.replace(slot, seconds=slot.seconds * seconds / slots) for slot in profile.slots)
+    return dataclasses.replace(profile, slots=tuple(scaled))
 
 
 def _rounds(plans: Sequence[Plan]) -> int:
-    slowest = max(replay(plan).period_s for plan in plans) * (_WARMUP + _PERIODS + 1)
-    return max(1, min(_ROUNDS, int(_MOST_SECONDS / slowest))) if slowest else _ROUNDS
+    """As many as there is time for, the same on every rank."""
+    seconds = sum(replay(plan).period_s for plan in plans) * (_WARMUP + _PERIODS + 1)
+    return max(1, min(_ROUNDS, int(_MOST_SECONDS / seconds))) if seconds else _ROUNDS
 
 
 def _mean_of_ranks(*own: float) -> list[float]:
@@ -155,3 +209,9 @@ def _scaled(profile: Profile, factor: float) -> Profile:
     """What compute loses to messages, times ``factor``."""
     lost = ("compute_per_message", "compute_per_byte", "compute_per_work")
     return _with(profile, **{name: factor * getattr(profile.contention, name) for name in lost})
+
+
+def _slower(profile: Profile, factor: float) -> Profile:
+    """What messages take at least beside computing, times ``factor``."""
+    least = ("message_seconds", "seconds_per_byte")
+    return _with(profile, **{name: factor * getattr(profile.contention, name) for name in least})

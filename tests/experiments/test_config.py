@@ -133,6 +133,14 @@ WRONG = {
     "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
     "model.layers=0": "model.layers: must be >= 1, got 0",
     "model.depth=2": "model.depth: has no effect with model.name=gpt2-tiny, got 2",
+    "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
+    "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",
+    "model.checkpointing=auto budget.over_floor=0.1": (
+        "budget.over_floor: needs model.checkpointing=true or false, the floor depends on it; got auto"
+    ),
+    "model.checkpointing=auto engine=ddp": (
+        "model.checkpointing: auto needs a plan and a profile that is measured; use true or false"
+    ),
     "model.width=10 model.heads=3": "model.heads: must divide model.width=10, got 3",
     "model.vocab=100": "model.vocab: must be >= 256 for data.name=stdlib_bytes, got 100",
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
@@ -175,7 +183,7 @@ WRONG = {
     "engine=fsdp2 scheduler=dear": "scheduler.name: has no effect with engine=fsdp2, got dear",
     "engine=fsdp2 collectives=ring": "collectives.all_reduce: has no effect with engine=fsdp2, got ring",
     "engine=ddp link.depth=3": "link.depth: has no effect with engine=ddp, got 3",
-    "engine=ddp profile.refresh=true": "profile.refresh: has no effect with engine=ddp, got True",
+    "engine=ddp profile.refresh=true": "profile.refresh: has no effect with engine=ddp, got true",
     "engine=ddp budget.over_floor=0.1": "budget.over_floor: has no effect with engine=ddp, got 0.1",
     "engine=ddp budget.gib=1 budget.reserve_mib=1": "budget.reserve_mib: has no effect with engine=ddp, got 1",
     "engine=fairscale link=emulated": (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mdcs.collectives import ALGORITHMS, KIND, Collectives
 from mdcs.link import Kind
-from mdcs.measure.link import _shallowest, measure_link
+from mdcs.measure.link import Timing, _shallowest, measure_link
 from mdcs.runtime.collectives import Communicator, Running
 from tests.mdcs.runtime.ranks import Ranks
 
@@ -143,6 +143,12 @@ def test_the_number_in_flight_is_measured_if_it_is_not_given(two: Ranks) -> None
     (first, names), second = two.run(measured_depth)
     assert (first, names) == second and 1 <= first <= 4
     assert names == [f"{operation} with {n} in flight" for operation in KIND for n in (1, 2, 3, 4)]
+
+
+def test_one_slow_sample_does_not_count_and_several_do() -> None:
+    once, often = (Timing("all_gather", "broadcast", {1: samples}, {}) for samples in ([1.0, 9.0, 1.0], [1.0, 2.0, 1.0, 2.0]))
+    assert once.expected(1) == 1 and often.expected(1) == pytest.approx(4 / 3)
+    assert Timing("all_gather", "ring", {1: [3.0]}, {}).expected(1) == 3
 
 
 def test_as_few_in_flight_as_are_nearly_as_fast_as_any() -> None:

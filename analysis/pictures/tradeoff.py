@@ -120,9 +120,10 @@ def _mark_stop_points(axes: Axes, by_label: dict[str, pd.DataFrame]) -> None:
     best: pd.Series | None = None
     time = ask.time_of(pd.concat(list(by_label.values())))
     for rows in by_label.values():
-        if not len(ask.drawn(rows)):
+        points = ask.drawn(rows)
+        if points["schedule_share"].nunique() < 2:  # one share alone is no curve
             continue
-        point = ask.stop_point(ask.drawn(rows), time)
+        point = ask.stop_point(points, time)
         axes.plot(point["schedule_share"], point[time] * 1e3, "*", **_STAR, zorder=5)
         best = point if best is None or point[time] < best[time] else best
     if best is not None:

@@ -65,6 +65,14 @@ def test_the_stop_point_is_a_star_on_each_curve_and_in_words(frame):
     )
 
 
+def test_one_share_alone_is_no_curve_and_has_no_star(run_writer):
+    for share in (0.0, 0.5, 1.0):
+        run_writer(f"{share}", share=share)
+    run_writer("alone", share=0.5, strategy="random")
+    axes = tradeoff_curve(load_sweep(run_writer.sweep)).axes[0]
+    assert len([line for line in axes.get_lines() if line.get_marker() == "*"]) == 1
+
+
 def test_a_real_link_is_not_called_emulated(run_writer):
     for share in (0.0, 0.5, 1.0):
         run_writer(f"{share}", share=share, emulated=False)

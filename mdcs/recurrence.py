@@ -55,8 +55,11 @@ def _costs(plan: Plan) -> list[Cost]:
         total = sum(cost.update for cost in out)
         last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
         updates = [total if i == last else 0.0 for i in range(len(out))]
-        share = plan.profile.contention.compute_per_work
-        out = [c._replace(update=u, lost=c.lost + share * (u - c.update)) for c, u in zip(out, updates, strict=True)]
+        lost = plan.profile.contention.compute_lost
+        out = [
+            c._replace(update=u, lost=lost(m.kind, plan.wire(m), c.copy + u))
+            for m, c, u in zip(plan.messages, out, updates, strict=True)
+        ]
     return out
 
 

@@ -45,7 +45,7 @@ _REHEARSED: tuple[tuple[str, Scheduler], ...] = (
 )
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """Of an iteration, in seconds: compute runs, compute does not, a message is in flight."""
 
     computing: float
@@ -78,12 +78,16 @@ def rehearse(
     profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
     plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
     alone: list[float] = []
-    rounds: list[list[_Seen]] = []
+    rounds: list[list[Seen]] = []
     for _ in range(_rounds(plans)):
         alone += _mean_of_ranks(slot_seconds(model, units, step))
         rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
     profile = _computing(profile, statistics.median(alone))
-    seen = [_typical(runs, alone) for runs in zip(*rounds, strict=True)]
+    return fitted(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)])
+
+
+def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Profile:
+    """The profile with its contention fitted to what was seen of the rehearsed ``plans``."""
     sequential, dear, wfbp, all_reduces = zip(plans, seen, strict=True)
     overlapping = [dear, wfbp, all_reduces]
 
@@ -91,7 +95,7 @@ def rehearse(
     profile = _with(profile, compute_per_wait=max(0.0, sequential[1].computing - slots) / sequential[1].waiting)
     profile = _scaled(profile, factor([_losses(profile, *each) for each in (dear, wfbp)], _NOISE * slots))
     profile = _with(profile, all_reduce=factor([_losses(profile, *all_reduces)], _NOISE * slots))
-    profile = _slower(profile, factor_of_messages(profile, overlapping))
+    profile = _slower(profile, _factor_of_messages(profile, overlapping))
     waits = []
     for plan, times in zip(plans, seen, strict=True):
         exposed = _replay(plan, profile).exposed_s
@@ -101,7 +105,7 @@ def rehearse(
     return _with(profile, dispatch_seconds=dispatch, turn_seconds=turn)
 
 
-def factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, _Seen]]) -> float:
+def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]) -> float:
     """How many times longer than a probe's the messages of these plans take beside computing, 1 to 3, by bisection."""
     seen = sum(times.communicating for _, times in rehearsed)
 
@@ -139,7 +143,7 @@ def _replay(plan: Plan, profile: Profile) -> StepTimes:
     return replay(dataclasses.replace(plan, profile=profile)).times
 
 
-def _losses(profile: Profile, plan: Plan, seen: _Seen) -> tuple[float, float]:
+def _losses(profile: Profile, plan: Plan, seen: Seen) -> tuple[float, float]:
     """Seconds that computing loses to messages, modelled and seen."""
     without, modelled = (_replay(plan, _scaled(profile, factor)).compute_s for factor in (0.0, 1.0))
     return modelled - without, seen.computing - without
@@ -152,7 +156,7 @@ def _run(
     step: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
     emulate: Emulation | None,
-) -> _Seen:
+) -> Seen:
     """Medians over the periods, averaged over the ranks."""
     weights = {p: p.data for p in model.parameters()}
     records = []
@@ -168,14 +172,12 @@ def _run(
         finally:
             parallel.undo(weights)
     own = ((t.compute_s, t.exposed_s, t.communication_s) for t in times)
-    return _Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*own, strict=True))))
+    return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*own, strict=True))))
 
 
-def _typical(rounds: Sequence[_Seen], alone: Sequence[float]) -> _Seen:
+def _typical(rounds: Sequence[Seen], alone: Sequence[float]) -> Seen:
     """Medians over the rounds, of computing relative to what it took ``alone`` in the same one."""
-    typical = _Seen(*(statistics.median(values) for values in zip(*rounds, strict=True)))
-    if not all(alone):
-        return typical
+    typical = Seen(*(statistics.median(values) for values in zip(*rounds, strict=True)))
     relative = (seen.computing / seconds for seen, seconds in zip(rounds, alone, strict=True))
     return typical._replace(computing=statistics.median(alone) * statistics.median(relative))
 
@@ -183,8 +185,6 @@ def _typical(rounds: Sequence[_Seen], alone: Sequence[float]) -> _Seen:
 def _computing(profile: Profile, seconds: float) -> Profile:
     """The profile with slots of so many seconds in all."""
     slots = sum(slot.seconds for slot in profile.slots)
-    if not slots:
-        return profile
     scaled = (dataclasses.replace(slot, seconds=slot.seconds * seconds / slots) for slot in profile.slots)
     return dataclasses.replace(profile, slots=tuple(scaled))
 

@@ -16,6 +16,7 @@ from mdcs.link import Kind
 from mdcs.measure.timeline import Interval, step_times
 from mdcs.plan import Op, Plan, PlanError
 from mdcs.profile import Contention, Optimizer, Profile
+from mdcs.recurrence import _costs
 from mdcs.schedulers import Scheduler
 from mdcs.schedulers.fusion import Fusion
 from mdcs.schedulers.priority import Priority
@@ -445,3 +446,12 @@ def test_a_profile_of_one_unit_and_one_rank() -> None:
     for strategy in ("dp", "zero1", "sdp", "fsdp"):
         result = replay(planned(profile, strategy, Wfbp()))
         assert (result.period_s, result.times.communication_s) == (3, 0)
+
+
+def test_updates_behind_a_barrier_never_give_compute_time_back() -> None:
+    """All come with the last message; the others lose what theirs cost, however little an all-reduce does."""
+    profile = chain(8, 4, 4)
+    optimizer = replace(profile.optimizer, seconds_per_run=0.5)
+    profile = replace(profile, optimizer=optimizer, contention=Contention(compute_per_work=1.0, all_reduce=0.1))
+    plan = planned(profile, "dp", Wfbp(), cross_iteration=False)
+    assert [cost.lost for cost in _costs(plan)] == pytest.approx([0, 0, 0.1 * 3 * 0.5])

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from analysis.load import Run, load_run, load_sweep, table_of
+    from analysis.questions import best_run, stop_point
     from analysis.report import write_report
     from analysis.table import print_table, write_csv
-    from analysis.tradeoff import best_run, stop_point
 
 # Imported on first use: pandas and matplotlib take a second, and a typo on the command line need not wait for them.
 _LAZY = {
     **dict.fromkeys(("Run", "load_run", "load_sweep", "table_of"), "analysis.load"),
     "write_report": "analysis.report",
     **dict.fromkeys(("print_table", "write_csv"), "analysis.table"),
-    **dict.fromkeys(("best_run", "stop_point"), "analysis.tradeoff"),
+    **dict.fromkeys(("best_run", "stop_point"), "analysis.questions"),
 }
 
 __all__ = [

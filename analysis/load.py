@@ -16,9 +16,9 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from mdcs.link import Kind
 from mdcs.measure.timeline import Timeline
-from mdcs.plan import CATEGORIES
+from mdcs.plan.messages import CATEGORIES
+from mdcs.profile.link import Kind
 
 METRICS = "metrics.jsonl"
 KINDS = tuple(kind.value for kind in Kind)

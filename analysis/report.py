@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import pictures
-from analysis import tradeoff as ask
+from analysis import questions as ask
 from analysis.load import Run, load_run
 from analysis.table import write_csv
 from mdcs.measure.timeline import Timeline, chrome_trace

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from analysis import tradeoff as ask
+from analysis import questions as ask
 
 WIDTH = 120
 _HEADINGS = {

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis import load_run
-from experiments import jobs
-from experiments.checks import compose_config, positive, run_composing
-from experiments.profiles import Profiles
-from mdcs.profile import Profile
+from experiments.config.checks import compose_config, positive, run_composing
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles
+from mdcs.profile.contents import Profile
 
 MODELS = {
     "gpt2": "model=gpt2-tiny data=stdlib_bytes model.layers=6 model.width=192 model.sequence=128 data.batch_size=4",

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis import load_run
-from experiments import jobs
-from experiments.checks import compose_config, positive, run_composing
-from experiments.profiles import Profiles
+from experiments.config.checks import compose_config, positive, run_composing
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles
 
 BASELINE = "sequential"
 CANDIDATES = (BASELINE, "wfbp", "partitioning", "dear", "priority")

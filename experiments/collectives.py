@@ -24,11 +24,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import app, jobs
-from experiments.checks import load
-from experiments.config import Config
+from experiments.config.checks import load
+from experiments.config.schema import Config
+from experiments.job import app
+from experiments.job import run as jobs
 from launch import network
-from mdcs.collectives import ALGORITHMS, KIND, Collectives
+from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
 FILE = "collectives.json"
@@ -57,8 +58,8 @@ def measure(folder: Path) -> None:
     """A rank's part; rank 0 writes the medians."""
     import torch.distributed as dist
 
-    from experiments.worker import start
-    from mdcs.measure.link import measure_algorithms
+    from experiments.job.worker import start
+    from mdcs.calibrate.link_timing import measure_algorithms
 
     config = load(folder / "config.yaml")
     device = start(config)

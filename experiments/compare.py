@@ -35,11 +35,13 @@ import mdcs
 from analysis import load_run, pictures
 from analysis.comparison import Row, lines, loss_differences
 from analysis.table import WIDTH
-from experiments import engines, jobs, worker
-from experiments.checks import compose_config, positive, run_composing
-from experiments.config import Config, ConfigError
-from experiments.profiles import Profiles, device_name
-from mdcs.bounds import bounds_of, ideal_ddp_s
+from experiments import engines
+from experiments.config.checks import compose_config, positive, run_composing
+from experiments.config.schema import Config, ConfigError
+from experiments.job import run as jobs
+from experiments.job import worker
+from experiments.job.profiles import Profiles, device_name
+from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 
 SCHEMA = 1
 MIB, GIB = 2**20, 2**30

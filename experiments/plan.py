@@ -26,14 +26,15 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis.table import WIDTH
-from experiments import app, jobs, planning, worker
-from experiments.config import Config
-from experiments.profiles import Profiles, ranks
-from mdcs import explain
-from mdcs.bounds import bounds_of, ideal_ddp_s
-from mdcs.plan import Plan
-from mdcs.planner import floor_bytes
-from mdcs.schedulers import Priority, Scheduler
+from experiments.config.schema import Config
+from experiments.job import app, planning, worker
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles, ranks
+from mdcs.plan.messages import Plan
+from mdcs.planner import explain
+from mdcs.planner.bounds import bounds_of, ideal_ddp_s
+from mdcs.planner.make import floor_bytes
+from mdcs.planner.schedulers import Priority, Scheduler
 
 MIB = 2**20
 SCHEMA = 1

@@ -25,19 +25,19 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 from rich.table import Table
 
-from experiments.checks import positive
-from mdcs.link import Link
-from mdcs.plan import PlanError, Strategy
-from mdcs.planner import floor_bytes, make_plan
-from mdcs.profile import Optimizer, Profile, Slot, Unit
-from mdcs.schedulers import SCHEDULERS, Scheduler
-from mdcs.schedulers.memory_aware import MemoryAware
-from mdcs.strategies import InfeasibleBudget, JointPlanner, StrategyPlanner
-from mdcs.strategies.greedy import Greedy
-from mdcs.strategies.ilp import Ilp
-from mdcs.strategies.joint import Joint
-from mdcs.strategies.random_mix import RandomMix
-from mdcs.strategies.uniform import Uniform
+from experiments.config.checks import positive
+from mdcs.plan.messages import PlanError, Strategy
+from mdcs.planner.ilp.joint import Joint
+from mdcs.planner.ilp.memory_aware import MemoryAware
+from mdcs.planner.ilp.strategy_ilp import Ilp
+from mdcs.planner.make import floor_bytes, make_plan
+from mdcs.planner.schedulers import SCHEDULERS, Scheduler
+from mdcs.planner.strategies import InfeasibleBudget, JointPlanner, StrategyPlanner
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.link import Link
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEURISTIC_SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear")

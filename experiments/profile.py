@@ -18,12 +18,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments import app, jobs
-from experiments.config import Config
-from experiments.profiles import ranks
-from mdcs.collectives import OPERATION
-from mdcs.link import Kind
-from mdcs.profile import Profile, Unit
+from experiments.config.schema import Config
+from experiments.job import app
+from experiments.job import run as jobs
+from experiments.job.profiles import ranks
+from mdcs.profile.algorithms import OPERATION
+from mdcs.profile.contents import Profile, Unit
+from mdcs.profile.link import Kind
 
 MIB = 2**20
 

@@ -22,12 +22,12 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 from rich.table import Table
 
-from mdcs.ledger import peak
-from mdcs.link import Link
-from mdcs.plan import Plan, Strategy
-from mdcs.profile import Optimizer, Profile, Slot, Unit
-from mdcs.schedulers import Mix, Wfbp
-from mdcs.simulator import replay
+from mdcs.plan.ledger import peak
+from mdcs.plan.messages import Plan, Strategy
+from mdcs.planner.schedulers import Mix, Wfbp
+from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.link import Link
+from mdcs.simulator.simulate import replay
 
 ROUNDS = 15
 

@@ -33,11 +33,12 @@ from rich.table import Table
 import analysis
 import mdcs
 from analysis.table import WIDTH
-from experiments import app, jobs, worker
-from experiments.checks import compose_config
-from experiments.config import BudgetConfig, Config, ProfileConfig
-from mdcs import tradeoff
-from mdcs.tradeoff import Point
+from experiments.config.checks import compose_config
+from experiments.config.schema import BudgetConfig, Config, ProfileConfig
+from experiments.job import app, worker
+from experiments.job import run as jobs
+from mdcs.planner import curve as tradeoff
+from mdcs.planner.curve import Point
 
 GIB, MIB = 2**30, 2**20
 SCHEMA = 1

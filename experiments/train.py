@@ -16,9 +16,10 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 
 import analysis
-from experiments import app, jobs, sweep
-from experiments.config import Config
-from experiments.profiles import Profiles
+from experiments.config.schema import Config
+from experiments.job import app, sweep
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles
 
 
 def main(worker: str = jobs.WORKER) -> int:
@@ -28,7 +29,7 @@ def main(worker: str = jobs.WORKER) -> int:
     def train(config: Config, folder: Path) -> str:
         in_sweep = config.run.sweep is not None
         if config.model.checkpointing == "auto":
-            from experiments import planning  # torch, which takes seconds to import
+            from experiments.job import planning  # torch, which takes seconds to import
 
             config, reason = planning.decide(config, folder, console, share=profiles, module=worker)
             if reason:

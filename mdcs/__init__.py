@@ -14,35 +14,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mdcs.collectives import Collectives
-from mdcs.link import Kind, Link
-from mdcs.plan import Message, Plan, PlanError, Strategy
-from mdcs.planner import floor_bytes, make_plan
-from mdcs.profile import Profile
-from mdcs.simulator import replay
-from mdcs.strategies import InfeasibleBudget
+from mdcs.plan.messages import Message, Plan, PlanError, Strategy
+from mdcs.planner.make import floor_bytes, make_plan
+from mdcs.planner.strategies import InfeasibleBudget
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind, Link
+from mdcs.simulator.simulate import replay
 
 if TYPE_CHECKING:
-    from mdcs.agreement import autoplan
-    from mdcs.measure.profiler import measure_profile
+    from mdcs.calibrate.autoplan import autoplan
+    from mdcs.calibrate.slots import measure_profile
+    from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
     from mdcs.runtime.api import Parallel, parallelize
     from mdcs.runtime.dispatcher import RunError
     from mdcs.runtime.emulation import Emulation
     from mdcs.runtime.scaling import LossScale
     from mdcs.runtime.state import merge_shards
-    from mdcs.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
 
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
-    "autoplan": "mdcs.agreement",
-    "measure_profile": "mdcs.measure.profiler",
+    "autoplan": "mdcs.calibrate.autoplan",
+    "measure_profile": "mdcs.calibrate.slots",
     "Parallel": "mdcs.runtime.api",
     "parallelize": "mdcs.runtime.api",
     "RunError": "mdcs.runtime.dispatcher",
     "Emulation": "mdcs.runtime.emulation",
     "LossScale": "mdcs.runtime.scaling",
     "merge_shards": "mdcs.runtime.state",
-    **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.units"),
+    **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.model.units"),
 }
 
 __version__ = "0.1.0"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import fields_by_key
-from experiments.errors import groups
-from experiments.tracking import read_events
-from mdcs.plan import Plan, Strategy
-from mdcs.schedulers import SCHEDULERS
+from experiments.config.errors import groups
+from experiments.config.schema import fields_by_key
+from experiments.job.tracking import read_events
+from mdcs.plan.messages import Plan, Strategy
+from mdcs.planner.schedulers import SCHEDULERS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -4,12 +4,12 @@ In all of them: measured is solid, predicted is dashed or hollow, colours surviv
 """
 
 from analysis.pictures.budget import step_time_over_budget
-from analysis.pictures.comparison import engine_comparison
+from analysis.pictures.engine_comparison import engine_comparison
 from analysis.pictures.gantt import gantt
-from analysis.pictures.memory import memory_over_period
+from analysis.pictures.memory_by_slot import memory_over_period
 from analysis.pictures.overview import overview
+from analysis.pictures.schedule_share import tradeoff_curve
 from analysis.pictures.style import save
-from analysis.pictures.tradeoff import tradeoff_curve
 
 __all__ = [
     "engine_comparison", "gantt", "memory_over_period", "overview", "save", "step_time_over_budget", "tradeoff_curve",

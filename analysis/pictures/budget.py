@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from analysis import tradeoff as ask
+from analysis import questions as ask
 from analysis.pictures import style
 
 _NOTES = 3

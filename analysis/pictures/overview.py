@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import tradeoff as ask
-from analysis.pictures import budget, style, tradeoff
+from analysis import questions as ask
+from analysis.pictures import budget, style
+from analysis.pictures import schedule_share as tradeoff
 
 
 @style.styled

@@ -1,6 +1,6 @@
 """What can train a job: mdcs, and its peers in the same loop, with the same data and the same measurement.
 
-`prepare` makes the engine of a config; the loop that drives it (`experiments.worker`) knows `Engine` alone. A module here
+`prepare` makes the engine of a config; the loop that drives it (`experiments.job.worker`) knows `Engine` alone. A module here
 is an engine, and has its name in the config; whatever else is installed for it is imported when it is made.
 """
 
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
-from experiments.config import Config, ConfigError
+from experiments.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:  # which import torch: whoever starts ranks need not wait for it
     from experiments.engines.base import Engine, Job

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from experiments.config import Config
-from mdcs.collectives import Collectives
-from mdcs.link import Kind
+from experiments.config.schema import Config
 from mdcs.measure.memory import TOTAL, current_meter
 from mdcs.measure.timeline import Span, intersection, length, union
-from mdcs.plan import Plan
+from mdcs.model.units import ModelUnit
+from mdcs.plan.messages import Plan
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind
 from mdcs.runtime.emulation import Emulation
 from mdcs.runtime.executor import executor_for
-from mdcs.units import ModelUnit
 
 Batch = dict[str, Tensor]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from experiments.config import Config
+from experiments.config.schema import Config
 from experiments.engines.base import Batch, Engine, Job, Peer
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.config import Config
+from experiments.config.schema import Config
 from experiments.engines.base import Engine, Job, Peer, Seen, Times
-from mdcs.link import Kind
 from mdcs.measure.timeline import Span, length
+from mdcs.profile.link import Kind
 
 _NS = 1e-9
 

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.config import Config
+from experiments.config.schema import Config
 from experiments.engines.base import Engine, Job, Peer
-from mdcs.link import Kind
+from mdcs.profile.link import Kind
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.config import Config
+from experiments.config.schema import Config
 from experiments.engines.base import Engine, Job, Peer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.config import Config
+from experiments.config.schema import Config
 from experiments.engines.base import Engine, Job, Peer, Seen, Times
 from mdcs.measure.timeline import Span
 

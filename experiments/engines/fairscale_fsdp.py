@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.config import Config
+from experiments.config.schema import Config
 from experiments.engines.base import Engine, Job, Peer
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from experiments.config import Config, ConfigError
+from experiments.config.schema import Config, ConfigError
 from experiments.engines.base import Engine, Job, Peer
-from mdcs.collectives import Collectives
-from mdcs.link import Kind
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind
 
 # torch 2.13 has new names, and warns of the old ones at every call.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

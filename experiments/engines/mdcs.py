@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mdcs
-from experiments.config import Config
+from experiments.config.schema import Config
 from experiments.engines.base import Batch, Engine, Job, Record, Times
 from mdcs.measure.memory import TOTAL
 from mdcs.measure.timeline import RankTimeline, Timeline
-from mdcs.planner import extra_communication_s
+from mdcs.planner.make import extra_communication_s
 
 
 def prepare(config: Config, job: Job) -> Engine:

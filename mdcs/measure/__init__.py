@@ -1,1 +1,4 @@
-"""Measuring one process: tensor memory and time intervals."""
+"""Instruments: tensor `memory` of one process, and `timeline`, what ran when.
+
+Imports `mdcs.plan` for its categories of memory; knows neither ranks nor planners.
+"""

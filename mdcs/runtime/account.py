@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from mdcs.plan import CATEGORIES
+from mdcs.plan.messages import CATEGORIES
 
 
 class Account:

@@ -17,27 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.collectives import Collectives
-from mdcs.hooks import Hooks
-from mdcs.ledger import Ledger, check
 from mdcs.measure.memory import current_meter
-from mdcs.measure.profiler import parameter_groups
 from mdcs.measure.timeline import Interval
-from mdcs.plan import Plan
-from mdcs.runtime import checks, state
+from mdcs.model.hooks import Hooks
+from mdcs.model.optimizers import parameter_groups
+from mdcs.model.units import ModelUnit
+from mdcs.plan.ledger import Ledger, check
+from mdcs.plan.messages import Plan
+from mdcs.profile.algorithms import Collectives
+from mdcs.runtime import refusals as checks
+from mdcs.runtime import state
 from mdcs.runtime.account import Account
-from mdcs.runtime.collectives import Communicator, backend_of
+from mdcs.runtime.communicator import Communicator, backend_of
 from mdcs.runtime.dispatcher import Dispatcher, RunError
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
 from mdcs.runtime.executor import executor_for
 from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.record import Recorder, StepRecord
 from mdcs.runtime.scaling import LossScale
-from mdcs.runtime.scheduler import SlotWalker
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
+from mdcs.runtime.walker import SlotWalker
 from mdcs.runtime.wire import Wire
-from mdcs.units import ModelUnit
 
 
 def parallelize(

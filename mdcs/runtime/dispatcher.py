@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.ledger import Ledger, most_in_flight
-from mdcs.plan import Plan
+from mdcs.plan.ledger import Ledger, most_in_flight
+from mdcs.plan.messages import Plan
 from mdcs.runtime.account import Account
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.pacing import Pacer

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdcs.collectives import Collectives
-from mdcs.link import Kind
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Emulation:
 
 
 class EmulatedCommunicator:
-    """In the place of :class:`mdcs.runtime.collectives.Communicator`: writes to memory what its algorithms would write,
+    """In the place of :class:`mdcs.runtime.communicator.Communicator`: writes to memory what its algorithms would write,
     and holds the buffer that the backend would hold.
     """
 

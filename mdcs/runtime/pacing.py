@@ -2,7 +2,7 @@
 
 The ranks share one machine and so one clock. Each writes when it started a message into shared memory; when the
 real collective has ended, every rank has started it, and all compute the same end from the same formula that
-the simulator uses (:meth:`mdcs.link.Link.end`). In an emulated world (:mod:`mdcs.runtime.emulation`) there is one rank
+the simulator uses (:meth:`mdcs.profile.link.Link.end`). In an emulated world (:mod:`mdcs.runtime.emulation`) there is one rank
 to wait for, and nothing to share.
 """
 
@@ -13,7 +13,7 @@ import struct
 import time
 from pathlib import Path
 
-from mdcs.link import Kind, Link
+from mdcs.profile.link import Kind, Link
 
 _RING = 4096  # messages remembered per rank
 _ENTRY = struct.Struct("<qd")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mdcs.measure.timeline import Interval, StepTimes, step_times
-from mdcs.plan import Message, Plan
+from mdcs.plan.messages import Message, Plan
 from mdcs.runtime.executor import Executor
 
 _UNREAD = 64  # iterations remembered for :meth:`Recorder.finished`; a loop that never asks must not fill memory

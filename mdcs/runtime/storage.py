@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.measure.memory import Meter
-from mdcs.plan import Plan, Strategy
+from mdcs.plan.messages import Plan, Strategy
 
 
 class UnitStorage:

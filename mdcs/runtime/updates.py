@@ -1,6 +1,6 @@
 """The optimizer on shards: one torch.optim instance per block, so that a block is updated as soon as it is reduced.
 
-A block's run (:func:`mdcs.ledger.runs`) is a view of the rank's parameters with one parameter group's options.
+A block's run (:func:`mdcs.plan.ledger.runs`) is a view of the rank's parameters with one parameter group's options.
 Elementwise optimizers give the same bits on any cut.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdcs.ledger import runs
 from mdcs.measure.memory import Meter
-from mdcs.plan import Plan, Strategy
+from mdcs.plan.ledger import runs
+from mdcs.plan.messages import Plan, Strategy
 from mdcs.runtime.storage import UnitStorage
 
 

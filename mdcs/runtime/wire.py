@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mdcs.collectives import Collectives
-from mdcs.link import Kind
 from mdcs.measure.memory import Meter
-from mdcs.plan import Message, Plan
-from mdcs.runtime.collectives import Communicator
+from mdcs.plan.messages import Message, Plan
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind
+from mdcs.runtime.communicator import Communicator
 from mdcs.runtime.emulation import EmulatedCommunicator
 from mdcs.runtime.executor import Waitable
 from mdcs.runtime.storage import UnitStorage

@@ -10,7 +10,7 @@ import pytest
 from analysis.load import load_sweep
 from analysis.pictures import gantt, memory_over_period, overview, step_time_over_budget, tradeoff_curve
 from analysis.pictures.style import shortened
-from analysis.tradeoff import share_curves
+from analysis.questions import share_curves
 from mdcs.measure.timeline import SlotMemory, Timeline
 
 

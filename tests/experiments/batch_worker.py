@@ -1,4 +1,4 @@
-"""`experiments.worker` for several jobs: starting ranks takes seconds, a small job a fraction of one.
+"""`experiments.job.worker` for several jobs: starting ranks takes seconds, a small job a fraction of one.
 
 The arguments are the jobs' folders. What a job refuses before step 1, on all ranks alike, is left in its folder, and
 the next one starts. The config's `run.name` can be `another plan`: then rank 1 plans something else.
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from experiments import worker
-from experiments.checks import load
+from experiments.config.checks import load
+from experiments.job import worker
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero

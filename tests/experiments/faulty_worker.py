@@ -1,10 +1,10 @@
-"""`experiments.worker` whose second rank raises in the middle of a step, in the backward pass."""
+"""`experiments.job.worker` whose second rank raises in the middle of a step, in the backward pass."""
 
 import os
 import sys
 from pathlib import Path
 
-from experiments import worker
+from experiments.job import worker
 from launch import status
 
 train_step = worker.train_step

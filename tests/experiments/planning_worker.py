@@ -1,12 +1,12 @@
-"""Stands in for `experiments.worker --plan-only`: plans for a profile that was measured elsewhere."""
+"""Stands in for `experiments.job.worker --plan-only`: plans for a profile that was measured elsewhere."""
 
 import os
 import sys
 from pathlib import Path
 
 import mdcs
-from experiments.checks import load
-from experiments.worker import make_plan, planning_options
+from experiments.config.checks import load
+from experiments.job.worker import make_plan, planning_options
 
 folder = Path(sys.argv[1])
 config = load(folder / "config.yaml")

@@ -1,4 +1,4 @@
-"""Stands in for `experiments.worker`: reads the config and writes the files of a run, without training.
+"""Stands in for `experiments.job.worker`: reads the config and writes the files of a run, without training.
 
 The config's `run.name` can hold what goes wrong: `raise`, `kill`, `nothing` (no summary), `slow`.
 """
@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.checks import load
-from experiments.tracking import METRICS, JsonLines
+from experiments.config.checks import load
+from experiments.job.tracking import METRICS, JsonLines
 from launch import status
 
 folder = Path(sys.argv[1])

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from experiments import collectives as program
-from mdcs.collectives import ALGORITHMS
+from mdcs.profile.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[2]
 

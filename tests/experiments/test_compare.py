@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 import mdcs
-from experiments import compare, jobs
-from experiments.tracking import METRICS, JsonLines
+from experiments import compare
+from experiments.job import run as jobs
+from experiments.job.tracking import METRICS, JsonLines
 from launch.elastic import Outcome
-from mdcs.bounds import Bounds
-from mdcs.schedulers import SCHEDULERS
-from mdcs.strategies import STRATEGIES
+from mdcs.planner.bounds import Bounds
+from mdcs.planner.schedulers import SCHEDULERS
+from mdcs.planner.strategies import STRATEGIES
 
 PROFILE = Path(__file__).with_name("profile.json")
 MIB = 2**20

@@ -7,15 +7,16 @@ import math
 import pytest
 
 import analysis
-from experiments import checks, jobs
-from experiments.config import Config, ConfigError
+from experiments.config import checks
+from experiments.config.schema import Config, ConfigError
+from experiments.job import run as jobs
+from experiments.job.tracking import read_events
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
-from experiments.tracking import read_events
 from launch import elastic
 from mdcs.measure.timeline import Timeline
-from mdcs.plan import Plan
-from mdcs.schedulers import Wfbp
+from mdcs.plan.messages import Plan
+from mdcs.planner.schedulers import Wfbp
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,11 @@ import pytest
 from rich.console import Console
 
 import analysis
-from experiments import checks, engines, jobs
-from experiments.config import PEERS, ConfigError
-from experiments.tracking import read_events
+from experiments import engines
+from experiments.config import checks
+from experiments.config.schema import PEERS, ConfigError
+from experiments.job import run as jobs
+from experiments.job.tracking import read_events
 from launch import elastic
 
 pytestmark = pytest.mark.slow

@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import plan as program
-from mdcs.plan import Plan
-from mdcs.planner import make_plan
-from mdcs.profile import Profile
-from mdcs.schedulers import Wfbp
-from mdcs.strategies import Greedy
-from mdcs.strategies.uniform import Uniform
+from mdcs.plan.messages import Plan
+from mdcs.planner.make import make_plan
+from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.strategies import Greedy
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.contents import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = Profile.from_json(Path(__file__).with_name("profile.json").read_text())

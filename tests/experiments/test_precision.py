@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.tracking import read_events
-from mdcs.plan import Plan
+from experiments.job.tracking import read_events
+from mdcs.plan.messages import Plan
 
 pytestmark = pytest.mark.slow
 

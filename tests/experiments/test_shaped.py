@@ -6,14 +6,15 @@ import pytest
 from rich.console import Console
 
 import analysis
-from experiments import checks, jobs
 from experiments import profile as program
-from experiments.config import Config, ConfigError
-from experiments.profiles import Profiles
-from experiments.tracking import read_events
+from experiments.config import checks
+from experiments.config.schema import Config, ConfigError
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles
+from experiments.job.tracking import read_events
 from launch import network
-from mdcs.link import Kind
-from mdcs.profile import Profile
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import fields_by_key
-from experiments.tracking import read_events
+from experiments.config.schema import fields_by_key
+from experiments.job.tracking import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import train; "

@@ -21,14 +21,15 @@ import pytest
 from rich.console import Console
 
 import analysis
-from experiments import checks, errors, jobs
-from experiments.config import PEERS, Config, ProfileConfig
-from experiments.tracking import read_events
+from experiments.config import checks, errors
+from experiments.config.schema import PEERS, Config, ProfileConfig
+from experiments.job import run as jobs
+from experiments.job.tracking import read_events
 from launch import elastic, orphans, status
-from mdcs.collectives import Collectives
 from mdcs.measure.timeline import PREDICTED_RANK, Timeline
-from mdcs.plan import Plan
-from mdcs.planner import sent_bytes
+from mdcs.plan.messages import Plan
+from mdcs.planner.make import sent_bytes
+from mdcs.profile.algorithms import Collectives
 
 pytestmark = pytest.mark.alone  # on busy cores other messages meet in flight: staging is what was booked, or less
 

@@ -13,22 +13,22 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mdcs.collectives import ALGORITHMS, Collectives
-from mdcs.link import Link
-from mdcs.plan import Plan, Strategy
-from mdcs.planner import make_plan
-from mdcs.profile import Optimizer, Profile, Slot, Unit
-from mdcs.schedulers import SCHEDULERS, Mix, Scheduler
-from mdcs.schedulers.dear import Dear
-from mdcs.schedulers.fusion import Fusion, MgWfbp
-from mdcs.schedulers.priority import Priority
-from mdcs.schedulers.random_order import RandomOrder
-from mdcs.schedulers.sequential import Sequential
-from mdcs.schedulers.wfbp import Partitioning, Wfbp
-from mdcs.strategies import Judge, StrategyPlanner
-from mdcs.strategies.greedy import Greedy
-from mdcs.strategies.random_mix import RandomMix
-from mdcs.strategies.uniform import Uniform
+from mdcs.plan.messages import Plan, Strategy
+from mdcs.planner.make import make_plan
+from mdcs.planner.schedulers import SCHEDULERS, Mix, Scheduler
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
+from mdcs.planner.strategies import Judge, StrategyPlanner
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.algorithms import ALGORITHMS, Collectives
+from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.link import Link
 
 _TIMES = int(os.environ.get("MDCS_EXAMPLES", "1"))
 

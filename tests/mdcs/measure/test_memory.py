@@ -25,7 +25,7 @@ import torch
 
 from mdcs.measure import memory
 from mdcs.measure.memory import CudaMeter, NullMeter, ShimMeter, current_meter
-from mdcs.plan import CATEGORIES
+from mdcs.plan.messages import CATEGORIES
 
 MIB = 2**20
 Story = Callable[["Change"], None]

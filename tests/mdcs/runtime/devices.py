@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.measure.profiler import measure_profile
+from mdcs.calibrate.slots import measure_profile
+from mdcs.planner.schedulers import SCHEDULERS
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.record import StepRecord
-from mdcs.schedulers import SCHEDULERS
 from tests.mdcs.runtime.training import How, Setup, scheduler_for, strategy_for
 
 # ---- the executor's contract
@@ -217,7 +217,7 @@ def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float
         model, units, lambda: loss_of(model, 0, device), optimizer, world=world, link=mdcs.Link.uniform(10.0, 10.0),
         iterations=1, collectives=how.collectives,
     )  # fmt: skip
-    from mdcs.agreement import agree, on_rank_zero
+    from mdcs.calibrate.autoplan import agree, on_rank_zero
 
     profile = agree(profile)
     plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how)))

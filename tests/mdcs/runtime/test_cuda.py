@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.collectives import Collectives
+from mdcs.profile.algorithms import Collectives
 from mdcs.runtime.executor import CudaExecutor, executor_for
 from tests.mdcs.runtime.devices import CONTRACT, HOWS, emulated_run, equal, parallel_run, plain_run
 from tests.mdcs.runtime.ranks import Ranks

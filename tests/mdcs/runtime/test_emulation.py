@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import mdcs
-from mdcs.collectives import Collectives
-from mdcs.link import Kind
-from mdcs.measure.interference import measure_interference
-from mdcs.measure.profiler import measure_profile
-from mdcs.plan import CATEGORIES
+from mdcs.calibrate.interference import measure_interference
+from mdcs.calibrate.slots import measure_profile
+from mdcs.plan.messages import CATEGORIES
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind
 from mdcs.runtime import api
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation

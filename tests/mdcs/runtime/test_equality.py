@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mdcs.collectives import Collectives
+from mdcs.profile.algorithms import Collectives
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, compare
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.collectives import Collectives
-from mdcs.measure.profiler import measure_profile
+from mdcs.calibrate.slots import measure_profile
+from mdcs.profile.algorithms import Collectives
 from tests.mdcs.runtime.ranks import Outcome, Ranks
 from tests.mdcs.runtime.training import (
     How,

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.agreement import agree, on_rank_zero
-from mdcs.collectives import Collectives
-from mdcs.ledger import peak
-from mdcs.link import Kind
+from mdcs.calibrate.autoplan import agree, on_rank_zero
+from mdcs.calibrate.slots import measure_profile
 from mdcs.measure.memory import ShimMeter
-from mdcs.measure.profiler import measure_profile
-from mdcs.plan import CATEGORIES, Strategy
-from mdcs.profile import Profile
-from mdcs.schedulers import Mix
-from mdcs.schedulers.mix import Draft
+from mdcs.plan.ledger import peak
+from mdcs.plan.messages import CATEGORIES, Strategy
+from mdcs.plan.mix import Draft
+from mdcs.planner.schedulers import Mix
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import mdcs
-from mdcs.plan import Message
+from mdcs.plan.messages import Message
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, parallel_for, train
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mdcs.link import Kind, Link
+from mdcs.profile.link import Kind, Link
 from mdcs.runtime import pacing
 from mdcs.runtime.pacing import Pacer
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.agreement import on_rank_zero
-from mdcs.collectives import ALGORITHMS, Collectives
-from mdcs.ledger import peak
-from mdcs.plan import Strategy
-from mdcs.schedulers import Mix
-from mdcs.schedulers.random_order import RandomOrder
+from mdcs.calibrate.autoplan import on_rank_zero
+from mdcs.plan.ledger import peak
+from mdcs.plan.messages import Strategy
+from mdcs.planner.schedulers import Mix
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mdcs.link import Link
-from mdcs.plan import Plan, Strategy
-from mdcs.profile import Profile, Slot, Unit
+from mdcs.plan.messages import Plan, Strategy
+from mdcs.planner.schedulers import Mix
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.profile.contents import Profile, Slot, Unit
+from mdcs.profile.link import Link
 from mdcs.runtime.executor import CpuExecutor
 from mdcs.runtime.record import Recorder
-from mdcs.schedulers import Mix
-from mdcs.schedulers.wfbp import Wfbp
 
 pytestmark = pytest.mark.alone
 

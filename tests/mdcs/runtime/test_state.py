@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.link import Kind
+from mdcs.profile.link import Kind
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -328,8 +328,8 @@ def test_the_loop_may_use_the_default_group(two: Ranks):
 
 def train_in_a_subgroup() -> list[str] | None:
     """Ranks 0 and 2 train; rank 1 has nothing to do with it."""
-    from mdcs.measure.profiler import measure_profile
-    from mdcs.profile import Optimizer, Profile
+    from mdcs.calibrate.slots import measure_profile
+    from mdcs.profile.contents import Optimizer, Profile
 
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
@@ -346,8 +346,8 @@ def train_in_a_subgroup() -> list[str] | None:
     dist.broadcast_object_list(box, group_src=0, group=group)
     profile: Profile = box[0]
     assert isinstance(profile.optimizer, Optimizer)
-    from mdcs.schedulers import SCHEDULERS
-    from mdcs.strategies import STRATEGIES as PLANNERS
+    from mdcs.planner.schedulers import SCHEDULERS
+    from mdcs.planner.strategies import STRATEGIES as PLANNERS
 
     plan = mdcs.make_plan(profile, PLANNERS["random"](), SCHEDULERS["priority"](), cross_iteration=False)
     with mdcs.parallelize(

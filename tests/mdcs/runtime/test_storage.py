@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mdcs.link import Link
 from mdcs.measure.memory import NullMeter
-from mdcs.plan import Plan, Strategy
-from mdcs.profile import Profile, Slot, Unit
+from mdcs.plan.messages import Plan, Strategy
+from mdcs.planner.schedulers import Mix
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.profile.contents import Profile, Slot, Unit
+from mdcs.profile.link import Link
 from mdcs.runtime.storage import UnitStorage
-from mdcs.schedulers import Mix
-from mdcs.schedulers.random_order import RandomOrder
-from mdcs.schedulers.wfbp import Wfbp
 
 FREE = Link((0.0,) * 4, (0.0,) * 4)
 

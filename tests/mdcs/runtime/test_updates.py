@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from mdcs.link import Link
 from mdcs.measure.memory import NullMeter
-from mdcs.plan import Strategy
-from mdcs.profile import Profile, Slot, Unit
+from mdcs.plan.messages import Strategy
+from mdcs.planner.schedulers import Mix
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.profile.contents import Profile, Slot, Unit
+from mdcs.profile.link import Link
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
-from mdcs.schedulers import Mix
-from mdcs.schedulers.random_order import RandomOrder
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),

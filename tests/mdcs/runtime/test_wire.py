@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mdcs.collectives import ALGORITHMS, OPERATION, Collectives
-from mdcs.link import Kind, Link
 from mdcs.measure.memory import NullMeter
-from mdcs.plan import Message, Strategy
-from mdcs.profile import Profile, Slot, Unit
-from mdcs.runtime.collectives import Communicator
+from mdcs.plan.messages import Message, Strategy
+from mdcs.planner.schedulers import Mix
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.profile.algorithms import ALGORITHMS, OPERATION, Collectives
+from mdcs.profile.contents import Profile, Slot, Unit
+from mdcs.profile.link import Kind, Link
+from mdcs.runtime.communicator import Communicator
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Transfer, Wire
-from mdcs.schedulers import Mix
-from mdcs.schedulers.random_order import RandomOrder
 from tests.mdcs.runtime.ranks import Ranks
 
 SIZES = (13, 6, 20)

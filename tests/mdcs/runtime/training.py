@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.agreement import agree, on_rank_zero
-from mdcs.collectives import Collectives
-from mdcs.measure.profiler import measure_profile
-from mdcs.profile import Profile
-from mdcs.schedulers import SCHEDULERS, Scheduler
-from mdcs.strategies import STRATEGIES, JointPlanner, StrategyPlanner
-from mdcs.strategies.joint import Joint
+from mdcs.calibrate.autoplan import agree, on_rank_zero
+from mdcs.calibrate.slots import measure_profile
+from mdcs.planner.ilp.joint import Joint
+from mdcs.planner.schedulers import SCHEDULERS, Scheduler
+from mdcs.planner.strategies import STRATEGIES, JointPlanner, StrategyPlanner
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Profile
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -133,11 +133,11 @@ def twice() -> Setup:
 
 
 def tiny(name: str, samples: int = 2, **options: Any) -> Setup:
-    """A model of :mod:`experiments.models` in miniature, its blocks or, with "/leaf", its leaves being the units.
+    """A model of :mod:`experiments.tasks.models` in miniature, its blocks or, with "/leaf", its leaves being the units.
 
     "frozen" is a gpt2 whose first block is frozen, "checkpointed" one that computes its blocks again in backward.
     """
-    from experiments import models  # transformers takes seconds, and some ranks never need it
+    from experiments.tasks import models  # transformers takes seconds, and some ranks never need it
 
     name, _, wrap = name.partition("/")
     shape = dict(TINY["gpt2" if name in ("frozen", "checkpointed") else name], **options)

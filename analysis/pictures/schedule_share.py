@@ -1,0 +1,131 @@
+"""The trade-off curve: step time, overlap duration and extra communication over schedule_share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from analysis import questions as ask
+from analysis.pictures import style
+
+PANELS = (
+    ("step_s", "time per iteration"),
+    ("overlap_s", "overlap duration"),
+    ("extra_communication_s", "extra communication"),
+)
+_STAR: dict[str, Any] = {"ms": 13, "mfc": "#FFD700", "mec": style.INK, "mew": 0.8}
+
+
+@style.styled
+def tradeoff_curve(
+    frame: pd.DataFrame, model: str | None = None, budget_bytes: float | None = None
+) -> Figure:
+    """Step time, overlap duration and extra communication (ms) over schedule_share, a line per strategy · scheduler.
+
+    Draws the rows of one workload and one budget: those of `model` and `budget_bytes`, or, where these leave a
+    choice, the curve with most shares. Raises ValueError if no such rows have two shares.
+    """
+    curve = choose_curve(frame, model, budget_bytes)
+    looks = style.look(ask.series(curve))
+    figure = style.new_figure(8.2, 5.8, curve_title(curve))
+    axes = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
+    draw_curve(axes, curve, looks)
+    style.legend_below(figure, style.series_handles(looks) + curve_handles(curve))
+    return figure
+
+
+def choose_curve(
+    frame: pd.DataFrame, model: str | None = None, budget_bytes: float | None = None
+) -> pd.DataFrame:
+    rows = frame if model is None else frame[frame["model"] == model]
+    rows = rows if budget_bytes is None else rows[rows["budget_bytes"] == budget_bytes]
+    curves = ask.share_curves(rows)
+    if not curves:
+        raise ValueError(
+            "no trade-off curve: that needs runs or plans of one budget with two schedule shares or more"
+        )
+    return curves[0]
+
+
+def curve_title(curve: pd.DataFrame) -> str:
+    workload = ask.workloads(curve)[0][0]
+    model, *rest = workload.title.split(" · ")
+    return " · ".join([model, ask.budget_words(curve["budget_bytes"].iloc[0]), *rest])
+
+
+def curve_handles(curve: pd.DataFrame) -> list[Line2D]:
+    handles = [
+        *([style.measured_handle()] if len(ask.measured(curve)) else []),
+        style.predicted_handle(),
+        Line2D([], [], color="none", marker="*", **_STAR, label="stop point"),
+    ]
+    missing = ask.not_measured(curve)
+    if len(missing):
+        words = "infeasible" if (missing["status"] == "infeasible").all() else "not measured"
+        handles.append(Line2D([], [], color="none", marker="x", mec=style.GREY, mew=1.4, label=words))
+    return handles
+
+
+def draw_curve(axes: Sequence[Axes], curve: pd.DataFrame, looks: dict[str, dict[str, str]]) -> None:
+    """Draw into three axes, top to bottom: `PANELS`."""
+    by_label = ask.series(curve)
+    for panel, (column, title) in zip(axes, PANELS, strict=True):
+        for label, rows in by_label.items():
+            _draw_line(panel, ask.drawn(rows), column, looks[label])
+        panel.set_title(title)
+        panel.set_ylabel("ms")
+        panel.yaxis.set_major_locator(MaxNLocator(5 if column == "step_s" else 3, min_n_ticks=3))
+        if column != "step_s":
+            panel.margins(y=0.12)
+            panel.set_ylim(bottom=0, top=None if panel.get_ylim()[1] > 0 else 1)
+
+    top, bottom = axes[0], axes[-1]
+    top.margins(y=0.14)
+    _mark_stop_points(top, by_label)
+    for label, rows in by_label.items():
+        if not len(missing := ask.not_measured(rows)["schedule_share"]):
+            continue
+        colour = looks[label]["color"]
+        top.plot(missing, [0.04] * len(missing), "x", c=colour, mew=1.6, transform=top.get_xaxis_transform())
+    shares = sorted(curve["schedule_share"].unique())
+    if len(shares) <= 11:
+        bottom.set_xticks(shares, [f"{share:.3g}" for share in shares])
+    bottom.set_xlabel("← memory for the strategy      schedule_share      for the schedule →")
+
+
+def _draw_line(axes: Axes, rows: pd.DataFrame, column: str, look: dict[str, str]) -> None:
+    points = ask.median_by(rows, "schedule_share")
+    if not len(points):
+        return
+    share, colour = points["schedule_share"], look["color"]
+    predicted = points[f"predicted_{column}"] * 1e3
+    axes.plot(
+        share, predicted, color=colour, ls="--", lw=1.1, marker="o", mfc="white", mew=1.1, ms=7, zorder=2
+    )
+    if not points[column].notna().any():
+        return
+    axes.plot(share, points[column] * 1e3, color=colour, marker=look["marker"], zorder=3, clip_on=False)
+    if column == "step_s":
+        low, high = points["step_s_p10"] * 1e3, points["step_s_p90"] * 1e3
+        axes.vlines(share, low, high, color=colour, lw=4, alpha=0.3, zorder=1)
+
+
+def _mark_stop_points(axes: Axes, by_label: dict[str, pd.DataFrame]) -> None:
+    best: pd.Series | None = None
+    time = ask.time_of(pd.concat(list(by_label.values())))
+    for rows in by_label.values():
+        points = ask.drawn(rows)
+        if points["schedule_share"].nunique() < 2:  # one share alone is no curve
+            continue
+        point = ask.stop_point(points, time)
+        axes.plot(point["schedule_share"], point[time] * 1e3, "*", **_STAR, zorder=5)
+        best = point if best is None or point[time] < best[time] else best
+    if best is not None:
+        words = f"{'' if time == 'step_s' else 'predicted '}stop point {best['schedule_share']:.3g}: {best[time] * 1e3:.0f} ms"
+        axes.set_title(words, loc="right", color=style.INK, fontweight="bold")

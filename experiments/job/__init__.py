@@ -1,0 +1,1 @@
+"""One job: from its command line to its ranks and what they report."""

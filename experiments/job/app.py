@@ -1,0 +1,155 @@
+"""The command line of the programs here: Hydra composes, a job function runs, the exit code tells.
+
+0: every job ended well. 1: a job failed. 2: a config is wrong, and nothing was started. 130: interrupted.
+What is wrong is one line on stderr; HYDRA_FULL_ERROR=1 shows Hydra's tracebacks.
+
+Hydra composes each job once, in this process. In a sweep a job that is wrong or fails is reported, and the
+others go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.config import help
+from experiments.config.checks import from_composed
+from experiments.config.errors import CONF, explain
+from experiments.config.schema import Config, ConfigError, register
+from hydra_plugins._mdcs_sweeper import MdcsSweeper
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended. status: ok, failed, or invalid (its config is wrong; it has no folder)."""
+
+    status: str
+    overrides: tuple[str, ...]
+    reason: str = ""
+    folder: Path | None = None
+
+
+@dataclass
+class Session:
+    """One call of a program: its jobs' results so far, and the sweep's folder if it is a sweep."""
+
+    results: list[JobResult] = field(default_factory=list)
+    sweep: Path | None = None
+
+
+Job = Callable[[Config, Path], str]
+"""(config, its folder) → the reason why it failed, empty when it ended well. Raises ConfigError before it starts."""
+
+
+def run(job: Job, *, on_sweep_end: Callable[[Session], None] | None = None) -> int:
+    """Run `job` for what the command line asks for; returns the exit code.
+
+    Without `on_sweep_end` a sweep is refused. It is called after the last job of a sweep in which any job
+    ran.
+    """
+    register()
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: ranks are ended before this process is
+    session = Session()
+    Plugins.instance().register(MdcsSweeper)
+    MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, compose, overrides))
+
+    def task(composed: DictConfig) -> None:
+        _run_job(session, job, composed, sweeps=on_sweep_end is not None)
+
+    # Hydra takes flags before or after all overrides, but not between them.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+    asks_for_help = bool({"-h", "--help"} & set(sys.argv))
+    wants_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises what it would print over many lines
+    try:
+        if asks_for_help:
+            given = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+            print(help.text(sys.modules["__main__"].__doc__ or "", given))
+            return 0
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    except KeyboardInterrupt:
+        print("interrupted: all ranks were ended", file=sys.stderr)
+        return 130
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if wants_tracebacks:
+            raise
+        print(explain(error, sys.argv[1:]), file=sys.stderr)
+        return 2
+    finally:
+        if not wants_tracebacks:
+            del os.environ["HYDRA_FULL_ERROR"]
+    if session.sweep is not None and on_sweep_end is not None and any(r.folder for r in session.results):
+        on_sweep_end(session)
+    return _exit_code(session)
+
+
+def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) -> None:
+    # Nothing may be raised to Hydra: it would print its own words, and end a sweep at the first failure.
+    settings = HydraConfig.get()
+    overrides, folder = tuple(settings.overrides.task), Path(settings.runtime.output_dir)
+    try:
+        config = from_composed(composed)
+        if settings.mode == RunMode.MULTIRUN:
+            if not sweeps:
+                raise ConfigError("--multirun", "this program takes one job")
+            session.sweep = Path(settings.sweep.dir).resolve()
+            config.run.sweep = config.run.sweep or _sweep_name(session.sweep)
+        reason = job(config, folder)
+    except ConfigError as error:
+        session.results.append(JobResult("invalid", overrides, str(error)))
+        print(error, file=sys.stderr)
+        return
+    session.results.append(JobResult("failed" if reason else "ok", overrides, reason, folder))
+    if reason:
+        print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr)
+
+
+def _judge(session: Session, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> bool:
+    try:
+        composed = copy.deepcopy(compose())
+        with read_write(composed), open_dict(composed):
+            del composed["hydra"]
+        from_composed(composed)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        reason = str(explain(error, overrides))
+        if all(reason != result.reason for result in session.results):  # once, not for every job of an axis
+            print(f"{reason} (job {' '.join(overrides)})", file=sys.stderr)
+        session.results.append(JobResult("invalid", tuple(overrides), reason))
+        return False
+    return True
+
+
+def _exit_code(session: Session) -> int:
+    bad = [result for result in session.results if result.status != "ok"]
+    if session.sweep is not None and bad:
+        names = "; ".join(" ".join(result.overrides) or "(no overrides)" for result in bad)
+        print(f"{len(bad)} of {len(session.results)} jobs failed: {names}", file=sys.stderr)
+    if bad and all(result.status == "invalid" for result in session.results):
+        return 2
+    return 1 if bad else 0
+
+
+def _sweep_name(folder: Path) -> str:
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else folder.name
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,144 @@
+"""Profiles that a job need not measure: named by its config, calculated, or kept by an equal job before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+
+from experiments.config.schema import Config, ProfileConfig
+from launch import network
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
+from mdcs.profile.contents import SCHEMA, Profile
+from mdcs.profile.link import Link
+
+# Of what a profile does not depend on; whatever else a config has makes another profile.
+_OTHER_GROUPS = ("strategy", "scheduler", "budget", "profile", "engine", "tracker", "tradeoff")
+_OTHER_KEYS = {
+    "data": ("seed", "max_bytes"),
+    "optimizer": ("lr", "betas", "eps", "schedule", "warmup_steps", "clip_norm"),
+    "cluster": ("timeout_s", "startup_s"),
+    "run": ("name", "sweep", "steps", "warmup_steps", "accumulation", "seed", "eval_every"),
+}
+_MEASURED = 3
+"""Raised when equal jobs measure something else than before: the runtime, the links or what is measured have changed."""
+
+
+class Profiles:
+    """The cache on disk, and the profiles that this program has measured: jobs that share one are compared fairly."""
+
+    def __init__(self) -> None:
+        self._measured: dict[str, Path] = {}
+
+    def find(self, config: Config) -> Path | None:
+        """The profile of an equal job: one of this program, or else one of the cache if the config lets it."""
+        if config.profile.name != "measured" or config.profile.path is not None:
+            return None
+        key = _key(config)
+        if key in self._measured:
+            return self._measured[key]
+        cached = cache_folder() / f"{key}.json"
+        return cached if config.profile.cache and not config.profile.refresh and _read(cached) else None
+
+    def keep(self, config: Config, folder: Path) -> None:
+        """Remember the profile that a job has measured and left in its folder, if it is whole."""
+        profile = _read(folder / "profile.json")
+        if config.profile.name != "measured" or config.profile.path is not None or profile is None:
+            return
+        key = _key(config)
+        self._measured.setdefault(key, folder / "profile.json")
+        has_memory = any(slot.peak for slot in profile.slots)
+        if config.profile.cache and has_memory == config.cluster.measure_memory:
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            written = cache_folder() / f"{key}.{os.getpid()}"
+            written.write_text(profile.to_json(), encoding="utf-8")
+            written.replace(cache_folder() / f"{key}.json")  # whole, whoever else writes it now
+
+
+def cache_folder() -> Path:
+    """`$MDCS_CACHE/profiles`, or that of the user: `~/.cache/mdcs/profiles`."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdcs"
+    return Path(os.environ.get("MDCS_CACHE") or home) / "profiles"
+
+
+def known(config: Config) -> Profile | None:
+    """The profile that the config names or describes, with the config's link; None: it has to be measured."""
+    if config.profile.name == "analytic":
+        return _analytic(config.profile, config.link.depth or 1)
+    if config.profile.path is None:
+        return None
+    profile = Profile.from_json(Path(config.profile.path).read_text(encoding="utf-8"))
+    link = dataclasses.replace(profile.link, depth=config.link.depth or profile.link.depth)
+    collectives = profile.collectives
+    link, collectives = emulated(config) or (link, collectives)  # is what the config says, whatever was measured
+    return dataclasses.replace(profile, link=link, collectives=collectives)
+
+
+def emulated(config: Config) -> tuple[Link, Collectives] | None:
+    """The emulated link with its algorithms; None for a real one."""
+    link = config.link
+    if link.name != "emulated":
+        return None
+    assert link.rate_gbit is not None and link.latency_us is not None and link.depth is not None
+    collectives = dataclasses.replace(
+        Collectives.default(config.cluster.resolved_backend()), **config.collectives.named()
+    )
+    return Link.uniform(link.rate_gbit, link.latency_us, link.depth, emulated=True), collectives
+
+
+def ranks(profile: Profile) -> str:
+    """How many, in words."""
+    return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks"
+
+
+def device_name(config: Config) -> str:
+    """Of the GPU, or of the processor with the number of cores that this process may use."""
+    if config.cluster.device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _analytic(c: ProfileConfig, depth: int) -> Profile:
+    values = {key: value for key, value in dataclasses.asdict(c).items() if value is not None}
+    model = Transformer(**{f.name: values[f.name] for f in dataclasses.fields(Transformer)})
+    device = Device(values["tflops"] * 1e12, values["efficiency"], values["memory_gbyte"] * 1e9)
+    network = Network(
+        values["nodes"], values["per_node"],
+        values["intra_us"] * 1e-6, 1 / (values["intra_gbyte"] * 1e9),
+        values["inter_us"] * 1e-6, 1 / (values["inter_gbyte"] * 1e9),
+    )  # fmt: skip
+    return analytic_profile(model, device, network, group=c.group, depth=depth)
+
+
+def _key(config: Config) -> str:
+    """What a measured profile depends on: the job's side of it, the device, and the libraries."""
+    whole = dataclasses.asdict(config)
+    cluster = {"threads": config.cluster.resolved_threads(), "backend": config.cluster.resolved_backend()}
+    parts = {group: values for group, values in whole.items() if group not in _OTHER_GROUPS}
+    for group, names in _OTHER_KEYS.items():
+        parts[group] = {name: value for name, value in parts[group].items() if name not in names}
+    parts["cluster"] |= cluster
+    if config.cluster.name == "shaped":
+        parts["congestion_control"] = network.congestion_control()
+    parts |= {"device": device_name(config), "torch": importlib.metadata.version("torch"), "schema": SCHEMA}
+    parts["measured"] = _MEASURED
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _read(path: Path) -> Profile | None:
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,216 @@
+"""One job: write its resolved config, start its ranks, show and mirror what they report, say how it ended.
+
+The code that the ranks run is `experiments.job.worker`. It is started as a module with the run folder as its
+argument and reads the config from there: everything between this process and a rank is a file in that
+folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+import analysis
+from experiments import engines
+from experiments.config.checks import save
+from experiments.config.schema import Config, ConfigError
+from experiments.job import profiles
+from experiments.job.profiles import Profiles
+from experiments.job.progress import JobProgress
+from experiments.job.tracking import METRICS, JsonLines, Tail, open_mirror
+from launch import elastic, network
+from launch.elastic import Outcome
+from launch.status import Status
+from mdcs.measure.memory import preload_env
+from mdcs.profile.contents import Profile
+
+WORKER = "experiments.job.worker"
+
+_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+"""glibc gives large blocks back to the system at every free, and faults each page in again: buffers that
+are released and allocated every step cost five times as much that way. Bytes are counted as they are
+requested, so the budget does not see this.
+"""
+
+
+def run(
+    config: Config,
+    folder: Path,
+    console: Console,
+    *,
+    share: Profiles | None = None,
+    only: str | None = None,
+    worker: str = WORKER,
+) -> Outcome:
+    """Run the job in `folder` to its end; how it ended is in metrics.jsonl too. Ctrl-C ends the ranks and
+    is raised again.
+
+    share: the profiles that this program knows; jobs that are given the same ones share what they measure.
+    only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
+    that is not of ranks, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
+    for an engine that cannot run here or, with `only`, does not plan.
+    """
+    if config.profile.name == "analytic":
+        raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
+    rate = config.cluster.rate_gbit
+    if rate is not None and (why := network.refusal(rate)):
+        raise ConfigError("cluster.name", f"shaped is not possible here: {why}")
+    if only is not None:
+        _require_plan(config)
+    _require_decided(config)
+    engines.require(config)
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    share = share or Profiles()
+    reused = share.find(config) if config.engine.plans else None
+    resolved = resolve(config, profile=reused)
+    _say(reused, console)
+    save(resolved, folder / "config.yaml")
+    name = str(resolved.run.name)
+    mirror = open_mirror(
+        resolved.tracker, folder, name=name, group=resolved.run.sweep, config=dataclasses.asdict(resolved)
+    )
+    tail, ended_well = Tail(folder / METRICS), only is not None
+    tail.new()  # what an earlier job in this folder wrote
+    outcome = Outcome(False, "interrupted")
+    try:
+        with JobProgress(console, name, resolved.run.steps) as progress:
+
+            def on_tick(statuses: Sequence[Status | None]) -> None:
+                nonlocal ended_well
+                progress.statuses(statuses)
+                for event in tail.new():
+                    progress.event(event)
+                    mirror.event(event)
+                    ended_well = ended_well or event.get("event") == "summary"
+
+            cluster = elastic.Cluster(
+                config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s, rate
+            )
+            arguments = [str(folder), *([f"--{only}-only"] if only else [])]
+            outcome = elastic.run(
+                folder, cluster, environment(resolved), module=worker, arguments=arguments, on_tick=on_tick
+            )
+        if outcome.ok and not ended_well:
+            outcome = Outcome(False, "all ranks ended well, but wrote no summary")
+    finally:
+        if not outcome.ok:
+            _record_failure(folder, outcome)
+            for event in tail.new():
+                mirror.event(event)
+        if outcome.ok and only is None and resolved.tracker.name != "none":
+            mirror.pictures(_draw(folder))
+        mirror.finish(outcome.ok)
+    if reused is None and config.engine.plans:
+        share.keep(config, folder)
+    return outcome
+
+
+def known_profile(
+    config: Config, folder: Path, console: Console, *, share: Profiles | None = None
+) -> tuple[Config, Profile] | None:
+    """The resolved config and its profile, if no ranks are needed for it; both are in the folder then. Raises ConfigError
+    for an engine that does not plan, and for checkpointing that is not decided.
+    """
+    _require_plan(config)
+    _require_decided(config)
+    reused = (share or Profiles()).find(config)
+    resolved = resolve(config, profile=reused)
+    profile = profiles.known(resolved)
+    if profile is None:
+        return None
+    _say(reused, console)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(resolved, folder / "config.yaml")
+    (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+    return resolved, profile
+
+
+def _require_plan(config: Config) -> None:
+    if not config.engine.plans:
+        raise ConfigError("engine.name", f"{config.engine.name} trains without a plan: there is none to make")
+
+
+def _require_decided(config: Config) -> None:
+    if config.model.checkpointing == "auto":
+        raise ConfigError("model.checkpointing", "only train.py and plan.py decide auto; here it must be true or false")
+
+
+def _say(reused: Path | None, console: Console) -> None:
+    if reused is not None:
+        console.print(f"profile reused from {reused}", markup=False, highlight=False, soft_wrap=True)
+
+
+def resolve(config: Config, *, profile: Path | None = None) -> Config:
+    """The config with everything decided that this machine decides, so that a rank has nothing left to
+    choose.
+    """
+    name = config.run.name or _name(config)
+    path = profile or (Path(config.profile.path) if config.profile.path else None)
+    return dataclasses.replace(
+        config,
+        cluster=dataclasses.replace(
+            config.cluster,
+            threads=config.cluster.resolved_threads(),
+            backend=config.cluster.resolved_backend(),
+        ),
+        run=dataclasses.replace(config.run, name=name),
+        profile=config.profile
+        if path is None
+        else dataclasses.replace(config.profile, path=str(path.resolve()), refresh=False),
+    )
+
+
+def environment(config: Config) -> dict[str, str]:
+    """What the ranks' environment has in addition to this process's own."""
+    threads = str(config.cluster.threads)
+    env = {key: value for key, value in _WARM_HEAP.items() if key not in os.environ}
+    env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    if config.cluster.measure_memory and config.cluster.device == "cpu":
+        try:
+            env |= preload_env({"LD_PRELOAD": os.environ.get("LD_PRELOAD", "")})
+        except (OSError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            warnings.warn(
+                f"memory is not measured: {reason} (cluster.measure_memory=false for none)", stacklevel=2
+            )
+    return env
+
+
+def _name(config: Config) -> str:
+    if not config.engine.plans:
+        return config.engine.label
+    strategy = config.strategy.kind or config.strategy.name
+    share, cluster = config.budget.schedule_share, config.cluster
+    name = f"{strategy} {config.scheduler.name}" + ("" if share is None else f" s={share:g}")
+    return f"{name} (rank {cluster.rank} of {cluster.ranks}, emulated)" if cluster.emulated else name
+
+
+def _draw(folder: Path) -> list[Path]:
+    """The run's pictures; none, and a warning, when they cannot be drawn."""
+    try:
+        written = analysis.write_report(analysis.load_sweep(folder), folder)
+    except Exception as error:  # the run itself has ended well
+        warnings.warn(f"the run could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
+        return []
+    return [path for path in written if path.suffix == ".png"]
+
+
+def _record_failure(folder: Path, outcome: Outcome) -> None:
+    with JsonLines(folder / METRICS) as metrics:
+        metrics.write(
+            {
+                "event": "failure",
+                "status": "failed",
+                "reason": outcome.reason,
+                "rank": outcome.rank,
+                "step": outcome.step,
+                "time": time.time(),
+            }
+        )

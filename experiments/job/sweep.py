@@ -1,0 +1,44 @@
+"""The end of a sweep: what ran, the table, the pictures."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+
+import analysis
+from experiments.job.app import Session
+
+
+def report(session: Session, started: float) -> None:
+    """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table.
+
+    started: unix time in seconds. A picture that cannot be drawn is a warning: the runs are there.
+    """
+    folder = session.sweep
+    assert folder is not None
+    jobs = [
+        {
+            "overrides": list(result.overrides),
+            "status": result.status,
+            "reason": result.reason,
+            "folder": None if result.folder is None else str(result.folder.resolve().relative_to(folder)),
+        }
+        for result in session.results
+    ]
+    wall_s = time.time() - started
+    record = {"schema": 1, "started": started, "wall_s": wall_s, "jobs": jobs}
+    (folder / "sweep.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    frame = analysis.load_sweep(folder)
+    print()
+    analysis.print_table(frame)
+    try:
+        written = analysis.write_report(frame, folder)
+    except Exception as error:  # hours of runs must not end in a traceback of a plot
+        warnings.warn(f"the sweep could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
+        analysis.write_csv(frame, folder / "table.csv")
+        written = [folder / "table.csv"]
+    print(
+        f"{len(jobs)} jobs in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written)}",
+        flush=True,
+    )

@@ -1,0 +1,235 @@
+"""Measure what computing and communicating cost each other: the real step, beside messages of several sizes.
+
+The messages are those of a *probe*: one unit of parameters of its own, that the real runtime (dispatcher, pacing,
+updates) reduces and gathers in equal blocks, while the job's model computes.
+
+On CPU the same cores compute, copy bytes and run the dispatcher: computing loses the processor time of messages,
+unless there are spare cores. That time is measured while nothing computes, because other programs disturb it far less
+than the difference of two step times. On CUDA computing is slowed for as long as a message is in flight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.calibrate.slots import spread, untouched
+from mdcs.measure.memory import current_meter
+from mdcs.model.units import ModelUnit
+from mdcs.plan.messages import Message, Plan, Strategy
+from mdcs.profile.contents import Contention, Profile, Slot, Unit
+from mdcs.profile.link import Kind
+from mdcs.runtime.api import Parallel
+from mdcs.runtime.emulation import Emulation
+
+_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # payload bytes
+_BESIDE = 0.6  # of computing: how long the messages of a probe would take alone
+_MOST_BLOCKS, _MOST_BYTES = 40, 16 << 20
+_MOST_ROUNDS, _MOST_SECONDS = 5, 30.0
+_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Probe:
+    """Medians of what one size showed, in seconds; per message unless it says step."""
+
+    size: int
+    messages: int
+    wire: int  # bytes
+    work: float  # copying, summing and updating, as the profile has it
+    beside: float = 0.0
+    processor: float = 0.0
+    step_alone: float = 0.0
+    step_beside: float = 0.0
+    overlap: float = 0.0  # of a step: while a message was in flight
+    slowdowns: list[float] = field(default_factory=list)  # of each round: step beside / step alone
+
+    @property
+    def lost(self) -> float:
+        return self.step_beside - self.step_alone
+
+
+def measure_interference(
+    profile: Profile,
+    model: nn.Module,
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    rounds: int | None = None,
+    emulate: Emulation | None = None,
+) -> Profile:
+    """The profile with its interference or contention, and how many times longer the step took beside messages.
+
+    ``step`` is that of :func:`mdcs.calibrate.slots.measure_profile`; the model is not changed. Collective: call it on
+    every rank, with the same profile. A world of one has no interference. ``rounds`` samples of each size are taken; None:
+    five, or fewer if the step is slow. ``emulate`` is that of :func:`mdcs.parallelize`.
+    """
+    if profile.world == 1:
+        return profile
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    if rounds is None:
+        computing = (1 + len(_SIZES)) * sum(s.seconds for s in profile.slots)
+        rounds = max(1, min(_MOST_ROUNDS, int(_MOST_SECONDS / computing))) if computing else _MOST_ROUNDS
+    running: list[_Running] = []
+    try:
+        for size in _SIZES:
+            running.append(_Running(profile, optimizer, parameters[0], size, emulate))
+        with untouched(model, current_meter(device)):
+            for _ in range(1 + rounds):  # sizes take turns, so that what else the machine does falls on all of them alike
+                dist.barrier()
+                alone = _compute(step, parameters)
+                for each in running:
+                    each.measure(alone, lambda: _compute(step, parameters))
+        probes = [each.medians() for each in running]
+    finally:
+        for each in running:
+            each.parallel.close()
+    processes = dist.get_world_size()
+    seen: list[list[Probe]] = [[] for _ in range(processes)]
+    dist.all_gather_object(seen, probes)
+    probes = [_median(versions) for versions in zip(*seen, strict=True)]
+    shown = {f"step beside messages of {p.size} bytes": spread(p.slowdowns) for p in probes}
+    profile = dataclasses.replace(profile, spread=profile.spread | shown)
+    if device.type == "cuda":
+        return dataclasses.replace(profile, interference=interference(probes))
+    cores, computing = len(os.sched_getaffinity(0)), processes * torch.get_num_threads()
+    share = min(1.0, max(0.0, 1 - (cores - computing) / processes))  # of the processor time of messages: none is spare
+    return dataclasses.replace(profile, contention=contention(probes, share))
+
+
+def interference(probes: Sequence[Probe]) -> float:
+    """How much slower computing is while a message is in flight: lost / (overlap - lost), over all probes."""
+    lost, overlap = sum(p.lost for p in probes), sum(p.overlap for p in probes)
+    return max(0.0, lost / (overlap - lost)) if lost < overlap else 0.0
+
+
+def contention(probes: Sequence[Probe], share: float) -> Contention:
+    """Lines over the wire bytes of a message; computing loses ``share`` of the processor time of messages."""
+    per_message, per_byte = line([(p.wire, max(0.0, p.processor - p.work)) for p in probes])
+    least_message, least_byte = line([(p.wire, p.beside) for p in probes])
+    return Contention(
+        compute_per_message=share * per_message,
+        compute_per_byte=share * per_byte,
+        compute_per_work=share,
+        message_seconds=least_message,
+        seconds_per_byte=least_byte,
+    )
+
+
+def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(a, b) of y = a + b · x, neither negative, with the least sum of squared relative errors."""
+    weighed = [(x, y, y**-2) for x, y in points if y > 0]
+    if not weighed:
+        return 0.0, 0.0
+    w = sum(w for _, _, w in weighed)
+    mx, my = (sum(p[i] * p[2] for p in weighed) / w for i in (0, 1))
+    spread_x = sum(w * (x - mx) ** 2 for x, _, w in weighed)
+    b = sum(w * (x - mx) * (y - my) for x, y, w in weighed) / spread_x if spread_x else 0.0
+    if b <= 0:
+        return my, 0.0
+    if my < b * mx:  # through the origin: the best line without an intercept
+        return 0.0, sum(w * x * y for x, y, w in weighed) / sum(w * x * x for x, _, w in weighed)
+    return my - b * mx, b
+
+
+class _Weight(nn.Module):
+    def __init__(self, elements: int, like: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(elements, dtype=like.dtype, device=like.device))
+
+    def forward(self) -> Tensor:
+        return self.weight[0] * 1.0
+
+
+class _Running:
+    """A probe in training: all its messages are issued when its backward ends."""
+
+    def __init__(
+        self, profile: Profile, optimizer: torch.optim.Optimizer, like: Tensor, size: int, emulate: Emulation | None
+    ) -> None:
+        block = size // like.element_size() // profile.world * profile.world
+        sent = {kind: profile.wire(kind, block * like.element_size()) for kind in (Kind.RS, Kind.AG_F)}
+        seconds = sum(profile.link.beta_of(kind) * wire for kind, wire in sent.items())
+        computing = sum(s.seconds for s in profile.slots)
+        most = min(_MOST_BLOCKS, _MOST_BYTES // size)
+        count = max(1, min(most, int(_BESIDE * computing / seconds))) if seconds > 0 else most
+        unit = Unit("probe", (block * count,), True, (0, 0), (0, 0))
+        slots = Slot(0, "F", 0.0, 0, 0), Slot(0, "B", 0.0, 0, 0)
+        messages = tuple(Message(kind, ((0, b),), 1) for kind in sent for b in range(count))
+        own = dataclasses.replace(profile, units=(unit,), slots=slots)
+        plan = Plan(own, (Strategy.zero1,), ((block,) * count,), messages)
+        self.module = _Weight(block * count, like)
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names", "initial_lr")}
+        trained = type(optimizer)([{**options, "params": [self.module.weight]}])  # type: ignore[call-arg]
+        units = [ModelUnit("probe", (self.module,), (("weight", self.module.weight),), True)]
+        self.parallel = Parallel(self.module, trained, plan, units, None, None, _TIMEOUT_S, emulate)
+        updating = profile.optimizer.seconds_per_element * block / profile.world + profile.optimizer.seconds_per_run
+        summing = profile.copy_seconds_per_byte * size if profile.collectives.reduce_scatter == "all_to_all" else 0.0
+        work = (summing + updating) / 2  # the gather has none
+        self.samples: list[Probe] = []
+        self.probe = Probe(size, len(messages), sum(sent.values()) // 2, work)
+
+    def measure(self, step_alone: float, compute: Callable[[], float]) -> None:
+        """One more sample: the messages beside the step, then alone."""
+        dist.barrier()
+        self._issue()
+        step_beside = compute()
+        beside = self._finish()
+        dist.barrier()
+        processor = time.process_time()
+        self._issue()
+        self._finish()
+        n = self.probe.messages
+        self.samples.append(
+            dataclasses.replace(
+                self.probe,
+                step_alone=step_alone,
+                step_beside=step_beside,
+                overlap=min(step_beside, beside),
+                beside=beside / n,
+                processor=(time.process_time() - processor) / n,
+                slowdowns=[step_beside / step_alone],
+            )
+        )
+
+    def medians(self) -> Probe:
+        """Of all samples but the first, which warms up."""
+        return _median(self.samples[1:])
+
+    def _issue(self) -> None:
+        self.module().backward()
+
+    def _finish(self) -> float:
+        """Seconds in which a message was in flight."""
+        self.parallel.drain()
+        self.parallel.step()
+        return self.parallel.records(flush=True)[-1].times.communication_s
+
+
+def _compute(step: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> float:
+    begin = time.perf_counter()
+    step().backward()
+    for p in parameters:
+        p.grad = None
+    if parameters[0].device.type == "cuda":
+        torch.cuda.synchronize(parameters[0].device)
+    return time.perf_counter() - begin
+
+
+def _median(versions: Sequence[Probe]) -> Probe:
+    """Of one probe, number by number."""
+    numbers = {
+        f.name: statistics.median(getattr(v, f.name) for v in versions)
+        for f in dataclasses.fields(Probe)
+        if f.name not in ("size", "messages", "wire", "slowdowns")
+    }
+    return dataclasses.replace(versions[0], **numbers, slowdowns=[s for v in versions for s in v.slowdowns])

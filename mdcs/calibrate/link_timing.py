@@ -1,0 +1,245 @@
+"""Measure the link: every algorithm of every operation over a sweep of message sizes, on the process group itself.
+
+Each is run as the runtime runs it (:mod:`mdcs.runtime.communicator`). The fastest of an operation is the one whose
+mean is smallest at the size nearest to a block, not counting its slowest sample: some algorithms are at times twice as
+slow, when two ranks happen to send one after the other. α and β are fitted to its medians. How many messages should be
+in flight is measured, if asked for, with a few blocks one after the other: as few as are nearly as fast as any number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mdcs.calibrate.slots import spread as percentiles
+from mdcs.profile.algorithms import ALGORITHMS, KIND, OPERATION, Collectives
+from mdcs.profile.link import Kind, Link
+from mdcs.runtime.communicator import Communicator, Running, backend_of
+
+SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # payload bytes
+_REPEATS = 7
+_SATURATED = 0.97
+_BLOCKS = 1 << 18, 1 << 22  # the smallest and the largest
+_DEPTHS, _QUEUED, _NEARLY = (1, 2, 3, 4), 8, 1.05
+
+
+class MeasuredLink(NamedTuple):
+    """``spread`` has the 10th and 90th percentile of α (seconds) and 1/β (bytes sent per second) by operation, and of the
+    bytes sent per second with so many messages in flight, if that was measured.
+    """
+
+    link: Link
+    collectives: Collectives
+    spread: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one algorithm by payload bytes, sample by sample: ``whole``, and ``samples`` without the sum that follows.
+
+    ``seconds`` and ``link_s`` are their medians.
+    """
+
+    operation: str
+    algorithm: str
+    whole: dict[int, list[float]]
+    samples: dict[int, list[float]]
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        return {size: statistics.median(samples) for size, samples in self.whole.items()}
+
+    @property
+    def link_s(self) -> dict[int, float]:
+        return {size: statistics.median(samples) for size, samples in self.samples.items()}
+
+    def expected(self, size: int) -> float:
+        """Mean seconds in all but the slowest sample."""
+        samples = sorted(self.whole[size])
+        return statistics.fmean(samples[: max(1, len(samples) - 1)])
+
+
+def measure_link(
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+    depth: int | None = 2,
+    wanted: Mapping[str, str] | None = None,
+) -> MeasuredLink:
+    """The algorithm of each operation, and α–β of the link with them by least squares over four sizes.
+
+    ``depth`` is how many messages are in flight; None: measured.
+
+    ``wanted`` names algorithms by operation; of the other operations all are measured and the fastest is taken (on a
+    GPU over gloo: the default, as gloo sends little else from there). Collective: call it on every rank. A world of one
+    has a link that takes no time. Raises ValueError for an algorithm that the backend does not have.
+    """
+    backend, wanted = backend_of(group), wanted or {}
+    chosen = replace(Collectives.default(backend), **wanted)
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
+    if world == 1:
+        return MeasuredLink(Link((0.0,) * 4, (0.0,) * 4, depth or 1), chosen, {})
+    only_default = backend == "gloo" and device.type != "cpu"
+    candidates = {
+        operation: (getattr(chosen, operation),) if only_default or operation in wanted else names
+        for operation, names in ALGORITHMS[backend].items()
+    }
+    timings = measure_algorithms(device, candidates, SIZES, group=group)
+    block = _link(timings, chosen, world, 1)[0].block
+    nearest = min(SIZES, key=lambda size: abs(math.log(size / block)))
+    for operation in candidates:
+        fastest = min((t for t in timings if t.operation == operation), key=lambda t: t.expected(nearest))
+        chosen = replace(chosen, **{operation: fastest.algorithm})
+    link, spread = _link(timings, chosen, world, depth or 1)
+    if depth is None:
+        rates = measure_depths(device, chosen, link.block, group=group)
+        link = replace(link, depth=max(_shallowest(by_depth) for by_depth in rates.values()))
+        for operation, by_depth in rates.items():
+            spread |= {f"{operation} with {n} in flight": percentiles(samples) for n, samples in by_depth.items()}
+    return MeasuredLink(link, chosen, spread)
+
+
+def measure_algorithms(
+    device: torch.device,
+    candidates: Mapping[str, Sequence[str]],
+    sizes: Sequence[int],
+    *,
+    group: dist.ProcessGroup | None = None,
+    repeats: int = _REPEATS,
+) -> list[Timing]:
+    """Times of the ``candidates`` (algorithms by operation), the same on all ranks: a message ends when it has on each.
+
+    Algorithms take turns, so that what else the machine does falls on all of them alike.
+    """
+    pairs = [(operation, name) for operation, names in candidates.items() for name in names]
+    timings = [Timing(operation, name, {}, {}) for operation, name in pairs]
+    for size in sizes:
+        default = Collectives.default(backend_of(group))
+        messages = [_Message(replace(default, **{op: name}), op, size, device, group) for op, name in pairs]
+        samples = torch.tensor(
+            [[_time(message, device, group) for message in messages] for _ in range(1 + repeats)],
+            dtype=torch.float64, device=device,
+        )[1:]  # fmt: skip
+        dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
+        for timing, column in zip(timings, samples.transpose(0, 1).tolist(), strict=True):
+            served, whole = zip(*column, strict=True)
+            timing.samples[size], timing.whole[size] = list(served), list(whole)
+    return timings
+
+
+def measure_depths(
+    device: torch.device, collectives: Collectives, block: int, *, group: dist.ProcessGroup | None = None
+) -> dict[str, dict[int, list[float]]]:
+    """Bytes sent per second by operation and number of messages in flight, sample by sample, the same on all ranks."""
+    rates: dict[str, dict[int, list[float]]] = {}
+    for operation, kind in KIND.items():
+        messages = [_Message(collectives, operation, block, device, group) for _ in range(max(_DEPTHS))]
+        samples = torch.tensor(
+            [[_queue(messages[:depth], device, group) for depth in _DEPTHS] for _ in range(1 + _REPEATS)],
+            dtype=torch.float64, device=device,
+        )[1:]  # fmt: skip
+        dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
+        sent = _QUEUED * collectives.sent(kind, block, dist.get_world_size(group))
+        columns = samples.transpose(0, 1).tolist()
+        rates[operation] = {n: [sent / s for s in column] for n, column in zip(_DEPTHS, columns, strict=True)}
+    return rates
+
+
+def _shallowest(rates: Mapping[int, Sequence[float]]) -> int:
+    """As few messages in flight as are nearly as fast as any number."""
+    medians = {depth: statistics.median(samples) for depth, samples in rates.items()}
+    return min(depth for depth, rate in medians.items() if rate * _NEARLY >= max(medians.values()))
+
+
+def _link(
+    timings: list[Timing], collectives: Collectives, world: int, depth: int
+) -> tuple[Link, dict[str, tuple[float, float]]]:
+    fits, spread = {}, {}
+    for t in timings:
+        kind = KIND[t.operation]
+        if collectives.of(kind) == t.algorithm:
+            sent = {size: collectives.sent(kind, size, world) for size in t.link_s}
+            fits[kind] = _fit([(sent[size], s) for size, s in t.link_s.items()])
+            rounds = zip(*t.samples.values(), strict=True)
+            each = [_fit(list(zip(sent.values(), seconds, strict=True))) for seconds in rounds]
+            spread[f"α of {t.operation}"] = percentiles([a for a, _ in each])
+            if rates := [1 / b for _, b in each if b]:
+                spread[f"1/β of {t.operation}"] = percentiles(rates)
+    alpha, beta = zip(*(fits[KIND[OPERATION[kind]]] for kind in Kind), strict=True)
+    block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else 1 << 20
+    return Link(alpha, beta, depth, min(max(block, _BLOCKS[0]), _BLOCKS[1])), spread
+
+
+class _Message:
+    """One message of ``size`` bytes with buffers of its own, to be sent again and again."""
+
+    def __init__(
+        self, collectives: Collectives, operation: str, size: int, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        self.collectives, self.kind, self.communicator = collectives, KIND[operation], Communicator(collectives, group)
+        self.world = self.communicator.world
+        elements = size // 4 // self.world * self.world
+        self.buffer = torch.zeros(elements, device=device)
+        self.received = torch.zeros(collectives.buffer(self.kind, elements, self.world), device=device)
+        self.out = torch.zeros(elements // self.world, device=device)
+
+    def start(self) -> Running:
+        if self.kind is Kind.AR:
+            return self.communicator.all_reduce(self.buffer, self.received)
+        if self.kind is Kind.RS:
+            return self.communicator.reduce_scatter(self.buffer, self.received, self.out)
+        return self.communicator.all_gather(self.buffer)
+
+    def land(self) -> None:
+        """What follows the collective."""
+        if self.kind is Kind.RS and self.collectives.reduce_scatter == "all_to_all":
+            torch.sum(self.received.view(self.world, -1), dim=0, out=self.out)
+
+
+def _time(message: _Message, device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
+    """Seconds until the collective is done, and until what follows it is."""
+    dist.barrier(group=group)
+    begin = time.perf_counter()
+    message.start().wait()
+    _sync(device)
+    middle = time.perf_counter()
+    message.land()
+    _sync(device)
+    return middle - begin, time.perf_counter() - begin
+
+
+def _queue(messages: Sequence[_Message], device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """Seconds that a few messages take in a row, as many in flight as there are ``messages``."""
+    in_flight: deque[Running] = deque()
+    dist.barrier(group=group)
+    begin = time.perf_counter()
+    for number in range(_QUEUED):
+        if len(in_flight) == len(messages):
+            in_flight.popleft().wait()
+        in_flight.append(messages[number % len(messages)].start())
+    for running in in_flight:
+        running.wait()
+    _sync(device)
+    return time.perf_counter() - begin
+
+
+def _sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fit(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """(α, β) of seconds = α + β · bytes by least squares, neither negative."""
+    xs, ys = [float(x) for x, _ in points], [y for _, y in points]
+    mx, my = statistics.fmean(xs), statistics.fmean(ys)
+    spread = sum((x - mx) ** 2 for x in xs)
+    beta = max(0.0, sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / spread)
+    return max(0.0, my - beta * mx), beta

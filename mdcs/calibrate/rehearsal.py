@@ -1,0 +1,217 @@
+"""Rehearse a few plans with the real model, and fit to them what a CPU loses to waiting and to messages.
+
+On a CPU a message that has ended wakes threads on every rank, a core that has slept computes more slowly for a while,
+and messages take caches and memory bandwidth beside processor time. All of it depends on how many ranks share the
+cores, so it is seen only with all of them, in the real runtime.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.calibrate.slots import slot_seconds, untouched
+from mdcs.measure.memory import current_meter
+from mdcs.measure.timeline import StepTimes
+from mdcs.model.units import ModelUnit
+from mdcs.plan.messages import Plan
+from mdcs.planner.make import make_plan
+from mdcs.planner.schedulers import Dear, Scheduler, Sequential, Wfbp
+from mdcs.planner.strategies import Uniform
+from mdcs.profile.contents import Profile
+from mdcs.runtime.api import parallelize
+from mdcs.runtime.emulation import Emulation
+from mdcs.simulator.simulate import replay
+
+_ROUNDS, _PERIODS = 3, 3
+_WARMUP = 1
+_MOST_SECONDS = 100.0  # for all rounds; there is one in any case
+
+_NOISE = 0.05  # of computing: by how much its time differs from minute to minute on a shared machine
+_SMALL = 1e-5  # seconds, to see what depends on the number of waits
+_SLOWEST = 3.0  # times as slow as a probe's messages
+# The first overlaps nothing; of the next two one has few large messages, the other many. The last has all-reduces.
+_REHEARSED: tuple[tuple[str, Scheduler], ...] = (
+    ("zero1", Sequential()),
+    ("zero1", Dear()),
+    ("fsdp", Wfbp()),
+    ("dp", Wfbp()),
+)
+
+
+class Seen(NamedTuple):
+    """Of an iteration, in seconds: compute runs, compute does not, a message is in flight."""
+
+    computing: float
+    waiting: float
+    communicating: float
+
+
+def rehearse(
+    profile: Profile,
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    emulate: Emulation | None = None,
+) -> Profile:
+    """The profile with its contention fitted to plans that ran for a few periods each, on a CPU.
+
+    All zero1, ``sequential``, and three plans that overlap. They take turns with computing alone, to which the slots are
+    scaled, and compute counts relative to that: a shared machine is faster in one minute than in the next. What compute
+    takes longer than in the profile is put down to the time it waited, where nothing overlaps, and then to messages beside
+    it, those that all-reduce on their own; what messages take longer, to computing beside them; what compute waits longer
+    than in the replay, to the number of waits and to the training loop between backward and forward. The model is not
+    changed. Collective: call it on every rank, with the same profile, whose ``step`` and ``optimizer`` are those of
+    :func:`mdcs.calibrate.slots.measure_profile`; ``emulate`` is that of :func:`mdcs.parallelize`.
+    """
+    device = units[0].parameters[0][1].device
+    if profile.world == 1 or device.type != "cpu":
+        return profile
+    profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
+    plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
+    alone: list[float] = []
+    rounds: list[list[Seen]] = []
+    for _ in range(_rounds(plans)):
+        alone += _mean_of_ranks(slot_seconds(model, units, step))
+        rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
+    profile = _computing(profile, statistics.median(alone))
+    return fitted(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)])
+
+
+def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Profile:
+    """The profile with its contention fitted to what was seen of the rehearsed ``plans``."""
+    sequential, dear, wfbp, all_reduces = zip(plans, seen, strict=True)
+    overlapping = [dear, wfbp, all_reduces]
+
+    slots = sum(slot.seconds for slot in profile.slots)
+    profile = _with(profile, compute_per_wait=max(0.0, sequential[1].computing - slots) / sequential[1].waiting)
+    profile = _scaled(profile, factor([_losses(profile, *each) for each in (dear, wfbp)], _NOISE * slots))
+    profile = _with(profile, all_reduce=factor([_losses(profile, *all_reduces)], _NOISE * slots))
+    profile = _slower(profile, _factor_of_messages(profile, overlapping))
+    waits = []
+    for plan, times in zip(plans, seen, strict=True):
+        exposed = _replay(plan, profile).exposed_s
+        later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).exposed_s
+        waits.append(((later - exposed) / _SMALL, times.waiting - exposed))
+    dispatch, turn = waiting_line(waits)
+    return _with(profile, dispatch_seconds=dispatch, turn_seconds=turn)
+
+
+def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]) -> float:
+    """How many times longer than a probe's the messages of these plans take beside computing, 1 to 3, by bisection."""
+    seen = sum(times.communicating for _, times in rehearsed)
+
+    def falls_short(factor: float) -> bool:
+        return sum(_replay(plan, _slower(profile, factor)).communication_s for plan, _ in rehearsed) < seen
+
+    low, high = 1.0, _SLOWEST
+    if not falls_short(low):
+        return low
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falls_short(middle) else (low, middle)
+    return high
+
+
+def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
+    """What turns modelled into seen losses (seconds): their least squares, drawn to 1 by as much as they are ``noise``."""
+    square = noise**2
+    scaled = sum(modelled * seen for modelled, seen in losses) + square
+    return max(0.0, scaled / (sum(modelled**2 for modelled, _ in losses) + square)) if square else 1.0
+
+
+def waiting_line(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(seconds per wait, seconds besides) from the waits and the seconds of several plans: least squares, neither negative."""
+    count, seconds = (statistics.mean(values) for values in zip(*waits, strict=True))
+    square = sum((n - count) ** 2 for n, _ in waits)
+    slope = sum((n - count) * (s - seconds) for n, s in waits) / square if square else 0.0
+    if slope >= 0 and seconds >= slope * count:
+        return slope, seconds - slope * count
+    through_origin = sum(n * s for n, s in waits) / sum(n * n for n, _ in waits) if count else 0.0
+    return (max(0.0, through_origin), 0.0) if slope > 0 else (0.0, max(0.0, seconds))
+
+
+def _replay(plan: Plan, profile: Profile) -> StepTimes:
+    return replay(dataclasses.replace(plan, profile=profile)).times
+
+
+def _losses(profile: Profile, plan: Plan, seen: Seen) -> tuple[float, float]:
+    """Seconds that computing loses to messages, modelled and seen."""
+    without, modelled = (_replay(plan, _scaled(profile, factor)).compute_s for factor in (0.0, 1.0))
+    return modelled - without, seen.computing - without
+
+
+def _run(
+    plan: Plan,
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    emulate: Emulation | None,
+) -> Seen:
+    """Medians over the periods, averaged over the ranks."""
+    weights = {p: p.data for p in model.parameters()}
+    records = []
+    with untouched(model, current_meter(units[0].parameters[0][1].device)):
+        parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
+        try:
+            for _ in range(_WARMUP + _PERIODS + 1):  # the last is cut short
+                step().backward()
+                parallel.step()
+                records += parallel.records()
+            parallel.drain()
+            times = [r.times for r in records[_WARMUP:]]
+        finally:
+            parallel.undo(weights)
+    own = ((t.compute_s, t.exposed_s, t.communication_s) for t in times)
+    return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*own, strict=True))))
+
+
+def _typical(rounds: Sequence[Seen], alone: Sequence[float]) -> Seen:
+    """Medians over the rounds, of computing relative to what it took ``alone`` in the same one."""
+    typical = Seen(*(statistics.median(values) for values in zip(*rounds, strict=True)))
+    relative = (seen.computing / seconds for seen, seconds in zip(rounds, alone, strict=True))
+    return typical._replace(computing=statistics.median(alone) * statistics.median(relative))
+
+
+def _computing(profile: Profile, seconds: float) -> Profile:
+    """The profile with slots of so many seconds in all."""
+    slots = sum(slot.seconds for slot in profile.slots)
+    scaled = (dataclasses.replace(slot, seconds=slot.seconds * seconds / slots) for slot in profile.slots)
+    return dataclasses.replace(profile, slots=tuple(scaled))
+
+
+def _rounds(plans: Sequence[Plan]) -> int:
+    """As many as there is time for, the same on every rank."""
+    seconds = sum(replay(plan).period_s for plan in plans) * (_WARMUP + _PERIODS + 1)
+    return max(1, min(_ROUNDS, int(_MOST_SECONDS / seconds))) if seconds else _ROUNDS
+
+
+def _mean_of_ranks(*own: float) -> list[float]:
+    seen: list[tuple[float, ...]] = [own] * dist.get_world_size()
+    dist.all_gather_object(seen, own)
+    return [statistics.mean(values) for values in zip(*seen, strict=True)]
+
+
+def _with(profile: Profile, **contention: float) -> Profile:
+    return dataclasses.replace(profile, contention=dataclasses.replace(profile.contention, **contention))
+
+
+def _scaled(profile: Profile, factor: float) -> Profile:
+    """What compute loses to messages, times ``factor``."""
+    lost = ("compute_per_message", "compute_per_byte", "compute_per_work")
+    return _with(profile, **{name: factor * getattr(profile.contention, name) for name in lost})
+
+
+def _slower(profile: Profile, factor: float) -> Profile:
+    """What messages take at least beside computing, times ``factor``."""
+    least = ("message_seconds", "seconds_per_byte")
+    return _with(profile, **{name: factor * getattr(profile.contention, name) for name in least})

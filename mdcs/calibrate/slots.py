@@ -1,0 +1,333 @@
+"""Measure a profile: slots, spans and activation bytes of the real model on the real device, by running it.
+
+The model runs alone (no communication), gradients are taken away as the runtime takes them, so that what is
+left is activations and workspace. All ranks of a machine should measure at the same time: computing
+side by side is what they do in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.measure.memory import UNTAGGED, Meter, current_meter
+from mdcs.model.hooks import Hooks
+from mdcs.model.optimizers import in_group_order, optimizer_bytes, parameter_groups
+from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.link import Link
+
+_CACHES = 64 << 20
+"""Bytes: more than caches hold, of processors per core and of GPUs."""
+
+
+def measure_profile(
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    world: int,
+    link: Link,
+    iterations: int = 3,
+    warmup: int = 1,
+    collectives: Collectives | None = None,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    about: dict[str, str] | None = None,
+) -> Profile:
+    """Run ``step`` (forward, returns the loss) and its backward ``warmup + iterations`` times.
+
+    In mixed precision the optimizer updates a copy of the parameters in ``master_dtype``, and gradients are summed in
+    ``grad_dtype`` (None for either: that of the parameters). Raises ValueError for another one that is not wider.
+
+    Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
+    Raises UnsupportedModel when a parameter gets no gradient, or is used outside its module's forward.
+    """
+    device = units[0].parameters[0][1].device
+    meter = current_meter(device)
+    for name, dtype in (("master_dtype", master_dtype), ("grad_dtype", grad_dtype)):
+        own = units[0].parameters[0][1].dtype
+        if dtype not in (None, own) and (dtype not in (torch.float32, torch.float64) or dtype.itemsize <= own.itemsize):
+            raise ValueError(f"{name} must be {own}, or wider and float32 or float64, got {dtype}")
+    for unit in units:
+        for _, p in unit.parameters:
+            meter.retag(p.data, "parameters")
+    recorder = _recorded(model, units, step, iterations, warmup)
+    groups = parameter_groups(optimizer)
+    weight = units[0].parameters[0][1]
+    return Profile(
+        units=recorder.units(groups),
+        slots=recorder.slots(),
+        world=world,
+        link=link,
+        optimizer=optimizer_costs(optimizer, weight.new_empty(0, dtype=master_dtype), meter),
+        param_bytes=weight.element_size(),
+        grad_bytes=(grad_dtype or weight.dtype).itemsize,
+        master_bytes=0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
+        collectives=collectives or Collectives(),
+        copy_seconds_per_byte=_copy_seconds_per_byte(weight),
+        about=about or {},
+        spread={f"slot {i}": spread(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
+    )
+
+
+def slot_seconds(
+    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int = 2, warmup: int = 1
+) -> float:
+    """All slots of an iteration together, as :func:`measure_profile` would have them now."""
+    return sum(slot.seconds for slot in _recorded(model, units, step, iterations, warmup).slots())
+
+
+def _recorded(
+    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int
+) -> _Recorder:
+    device = units[0].parameters[0][1].device
+    meter = current_meter(device)
+    recorder = _Recorder(units, meter, device)
+    with untouched(model, meter):
+        hooks = Hooks(units, recorder)
+        try:
+            for i in range(warmup + iterations):
+                recorder.begin(keep=i >= warmup)
+                step().backward()
+                recorder.check(model)
+        finally:
+            hooks.remove()
+    return recorder
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Steps that are only measured: nothing is collected in them, and buffers and the random state are put back."""
+    with meter.tag("parameters"):  # not of a training step: kept out of what is measured as activations
+        saved = {name: b.detach().clone() for name, b in model.named_buffers()}
+        random_state = torch.random.get_rng_state()
+    collected = gc.isenabled()
+    gc.disable()  # a collection inside a slot would be measured as compute
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(saved[name])
+    torch.random.set_rng_state(random_state)
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float]:
+    """Their 10th and 90th percentile."""
+    if len(samples) == 1:
+        return samples[0], samples[0]
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
+
+
+@dataclass
+class _Recorder:
+    """Listens to one micro-step after the other and keeps times and bytes per slot."""
+
+    model_units: Sequence[ModelUnit]
+    meter: Meter
+    device: torch.device
+    order: list[tuple[int, str]] = field(default_factory=list)
+    spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    seconds: list[list[float]] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    peak: list[int] = field(default_factory=list)
+
+    def begin(self, keep: bool) -> None:
+        self._keep = keep
+        self._now: list[tuple[int, str]] = []
+        self._times: list[float] = []
+        self._lives: list[int] = []
+        self._peaks: list[int] = []
+        self._gradients: list[Tensor] = []
+        self._arrived: set[tuple[int, int]] = set()
+        self._spans: dict[tuple[int, str], list[int]] = {}
+
+    def _boundary(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        window = self.meter.window() or {}
+        live = self.meter.live() or {}
+        self._peaks.append(window.get(UNTAGGED) or self._untagged(window))
+        self._lives.append(live.get(UNTAGGED) or self._untagged(live))
+        self._times.append(time.perf_counter())
+
+    def _untagged(self, reading: object) -> int:
+        """Where only a total is measured: what parameters and gradients leave of it."""
+        total = reading.get("total") if isinstance(reading, dict) else None
+        if total is None:
+            return 0
+        known = sum(p.numel() * p.element_size() for u in self.model_units for _, p in u.parameters)
+        return max(0, total - known - sum(g.numel() * g.element_size() for g in self._gradients))
+
+    def _slot(self, unit: int, phase: str) -> None:
+        self._boundary()
+        index = sum(p == phase for _, p in self._now)
+        self._now.append((unit, phase))
+        self._spans.setdefault((unit, phase), [index, index])[1] = index
+
+    def forward_begin(self, unit: int) -> None:
+        self._slot(unit, "F")
+
+    def forward_end(self, unit: int) -> None:
+        self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
+
+    def backward_begin(self, unit: int) -> None:
+        self._slot(unit, "B")
+
+    def recomputed(self, unit: int) -> None:
+        # Its parameters are needed now, before the gradient of its output is there.
+        index = sum(p == "B" for _, p in self._now) - 1
+        if index < 0:
+            raise UnsupportedModel(
+                f"{self.model_units[unit].name}: is computed again before any unit's backward has begun (reentrant "
+                f"checkpointing, or the loss inside of the checkpointed function): not supported"
+            )
+        self._spans.setdefault((unit, "B"), [index, index])[1] = index
+
+    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
+        self._arrived.add((unit, index))
+        assert parameter.grad is not None
+        with self.meter.tag("gradients"):
+            kept = torch.empty_like(parameter.grad)
+        kept.copy_(parameter.grad)
+        self._gradients.append(kept)
+        parameter.grad = None
+        if (unit, "B") in self._spans:
+            self._spans[unit, "B"][1] = sum(p == "B" for _, p in self._now) - 1
+
+    def backward_end(self) -> None:
+        self._boundary()
+        self._gradients.clear()
+        if not self._keep:
+            return
+        if not self.order:
+            self.order, self.spans = self._now, self._spans
+            self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
+        if self._now != self.order:
+            raise UnsupportedModel("the model's units run in another order from step to step: not supported")
+        self.seconds.append([b - a for a, b in zip(self._times, self._times[1:], strict=False)])
+        self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
+        self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
+
+    def check(self, model: nn.Module) -> None:
+        for u, unit in enumerate(self.model_units):
+            if (u, "F") not in self._spans:
+                raise UnsupportedModel(
+                    f"{unit.parameters[0][0]}: is used without a call of its module's forward, or not at all; "
+                    f"wrap the module that uses it (unit {unit.name})"
+                )
+            for i, (name, _) in enumerate(unit.parameters):
+                if unit.trainable and (u, i) not in self._arrived:
+                    raise UnsupportedModel(f"{name}: gets no gradient in a step; freeze it (requires_grad_(False))")
+            if unit.trainable and (u, "B") not in self._spans:
+                raise UnsupportedModel(f"{unit.name}: no gradient reaches its output (reentrant checkpointing?)")
+
+    def units(self, groups: dict[nn.Parameter, int]) -> tuple[Unit, ...]:
+        inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
+        out = []
+        for u, unit in enumerate(self.model_units):
+            forward = self.spans[u, "F"]
+            backward = self.spans.get((u, "B"))
+            if backward is not None and not unit.trainable:
+                # No gradient tells when a frozen unit is done: it may be used until its inner units are.
+                nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
+                ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
+                backward = [backward[0], max([backward[1], *ends])]
+            _, segments = in_group_order(unit, groups)
+            span = None if backward is None else (backward[0], backward[1])
+            out.append(Unit(unit.name, segments, unit.trainable, (forward[0], forward[1]), span))
+        return tuple(out)
+
+    def slots(self) -> tuple[Slot, ...]:
+        medians = [statistics.median(s) for s in zip(*self.seconds, strict=True)]
+        return tuple(
+            Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)
+        )
+
+
+def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter) -> Optimizer:
+    """State, scratch and time of an update. Raises UnsupportedModel for an optimizer that cannot run on shards."""
+    state, fixed, scratch = optimizer_bytes(optimizer)
+    small, large = (_Update.measure(optimizer, like, n, meter) for n in (1 << 10, 1 << 20))
+    elements = large.elements - small.elements
+    scratch_fixed = 0
+    if small.scratch is not None and large.scratch is not None:
+        scratch = (large.scratch - small.scratch) // (elements * like.element_size())
+        scratch_fixed = small.scratch - scratch * small.elements * like.element_size()
+    return Optimizer(
+        type(optimizer).__name__.lower(), state, fixed, scratch,
+        seconds_per_element=max(0.0, large.seconds - small.seconds) / elements,
+        seconds_per_run=small.seconds, scratch_fixed=scratch_fixed,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What an update of a run costs: seconds, and the most bytes it allocates beside the state (None: not measured)."""
+
+    elements: int
+    seconds: float
+    scratch: int | None
+
+    @classmethod
+    def measure(cls, optimizer: torch.optim.Optimizer, like: Tensor, elements: int, meter: Meter) -> _Update:
+        p = torch.zeros(elements, dtype=like.dtype, device=like.device)
+        p.grad = torch.ones_like(p)
+        samples, scratch = [], []
+        forget = _cache_flusher(like)
+        for group in optimizer.param_groups:
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+            trial = type(optimizer)([{**options, "params": [p]}])  # type: ignore[call-arg]  # all have defaults
+            trial.step()
+            for _ in range(5):
+                forget()
+                _sync(like)
+                meter.window()
+                before, begin = meter.live(), time.perf_counter()
+                trial.step()
+                _sync(like)
+                samples.append(time.perf_counter() - begin)
+                highest = meter.window()
+                if before is not None and highest is not None:
+                    scratch.append((highest["total"] or 0) - (before["total"] or 0))
+            del trial
+        return cls(elements, statistics.median(samples), max(scratch, default=None))
+
+
+def _copy_seconds_per_byte(like: Tensor) -> float:
+    a = torch.zeros(1 << 20, dtype=like.dtype, device=like.device)
+    b = torch.zeros_like(a)
+    samples = []
+    forget = _cache_flusher(like)
+    for _ in range(5):
+        forget()
+        _sync(like)
+        begin = time.perf_counter()
+        b.copy_(a)
+        _sync(like)
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples) / (a.numel() * a.element_size())
+
+
+def _cache_flusher(like: Tensor) -> Callable[[], object]:
+    """What makes caches forget: in a step others pass through them between the parts of a message."""
+    other = torch.zeros(_CACHES, dtype=torch.uint8, device=like.device)
+    return lambda: other.add_(1)
+
+
+def _sync(like: Tensor) -> None:
+    if like.device.type == "cuda":
+        torch.cuda.synchronize(like.device)

@@ -1,0 +1,117 @@
+"""Turns module and gradient hooks into slots: what the profiler measures and the runtime schedules.
+
+A slot begins when the forward of a unit's module begins, or when the gradient of its output is ready. The
+order is that of execution, so modules called twice, tied parameters and nested units need no special case.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from mdcs.model.units import ModelUnit
+
+
+class Listener(Protocol):
+    """Is told, in order, what happens. Units are indices."""
+
+    def forward_begin(self, unit: int) -> None: ...
+    def forward_end(self, unit: int) -> None: ...
+    def backward_begin(self, unit: int) -> None: ...
+    def recomputed(self, unit: int) -> None: ...
+    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None: ...
+    def backward_end(self) -> None: ...
+
+
+class Hooks:
+    """Installed hooks; :meth:`remove` takes them off. Only passes with gradients enabled make slots."""
+
+    def __init__(self, units: Sequence[ModelUnit], listener: Listener) -> None:
+        self._listener = listener
+        self._end_queued = False
+        self._handles: list[Any] = []
+        for u, unit in enumerate(units):
+            for module in unit.modules:
+                self._handles.append(module.register_forward_pre_hook(self._before(u)))
+                self._handles.append(module.register_forward_hook(self._after(u)))
+            if unit.trainable:
+                for i, (_, p) in enumerate(unit.parameters):
+                    self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i)))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this code runs inside a backward pass."""
+        inside: bool = torch._C._current_graph_task_id() != -1
+        return inside
+
+    def _skip(self) -> bool:
+        # A forward inside backward is activation checkpointing: its slot is the backward slot it runs in.
+        return self.in_backward or not torch.is_grad_enabled()
+
+    def _before(self, unit: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if not self._skip():
+                self._end_queued = False  # a backward that raised has not said that it ended
+                self._listener.forward_begin(unit)
+            elif self.in_backward:
+                self._listener.recomputed(unit)
+
+        return hook
+
+    def _after(self, unit: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._skip():
+                return
+            seen = [False]  # an output of several tensors begins one backward slot
+            self_ref = weakref.ref(self)
+
+            def begin(grad: Tensor) -> None:
+                hooks = self_ref()
+                if hooks is not None and not seen[0]:
+                    seen[0] = True
+                    hooks._begin_backward()
+                    hooks._listener.backward_begin(unit)
+
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(begin)
+            self._listener.forward_end(unit)
+
+        return hook
+
+    def _accumulated(self, unit: int, index: int) -> Any:
+        def hook(p: nn.Parameter) -> None:
+            self._begin_backward()
+            self._listener.gradient(unit, index, p)
+
+        return hook
+
+    def _begin_backward(self) -> None:
+        if not self._end_queued:
+            self._end_queued = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._end_queued = False
+        self._listener.backward_end()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tensors(v)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _tensors(v)

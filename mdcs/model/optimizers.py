@@ -1,0 +1,55 @@
+"""Facts about an optimizer: which parameters share its options, and the bytes that its updates hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mdcs.model.units import ModelUnit, UnsupportedModel
+
+
+def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    """Parameter -> index of its optimizer group."""
+    return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def in_group_order(
+    unit: ModelUnit, groups: dict[nn.Parameter, int]
+) -> tuple[list[tuple[str, nn.Parameter]], tuple[int, ...]]:
+    """The unit's parameters in flat order, those of one group together, and the lengths of the groups' segments.
+
+    Raises UnsupportedModel for a trainable parameter that the optimizer does not have.
+    """
+    if not unit.trainable:
+        return list(unit.parameters), (unit.numel,)
+    for name, p in unit.parameters:
+        if p not in groups:
+            raise UnsupportedModel(f"{name}: is trainable but not in the optimizer")
+    ordered = sorted(unit.parameters, key=lambda item: groups[item[1]])
+    sizes: dict[int, int] = {}
+    for _, p in ordered:
+        sizes[groups[p]] = sizes.get(groups[p], 0) + p.numel()
+    return ordered, tuple(sizes.values())
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
+    """State tensors, fixed state bytes and, where nothing is measured, scratch tensors per run.
+
+    Raises UnsupportedModel for an optimizer that cannot run on shards.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedModel(
+            f"optimizer {kind.__name__}: only SGD, Adam and AdamW of torch.optim are supported (elementwise updates)"
+        )
+    groups = optimizer.param_groups
+    fused = any(g.get("fused") for g in groups)
+    decayed = any(g.get("weight_decay") for g in groups)
+    if kind is torch.optim.SGD:
+        momentum = any(g["momentum"] for g in groups)
+        nesterov = any(g["nesterov"] for g in groups)
+        state, fixed, scratch = int(momentum), 0, int(decayed) + int(nesterov)
+    else:
+        state, fixed = 2 + int(any(g["amsgrad"] for g in groups)), 4
+        scratch = 2 + int(decayed and kind is torch.optim.Adam)
+    return state, fixed, 0 if fused else scratch

@@ -1,0 +1,388 @@
+"""The memory ledger: what every slot and message of a plan holds, in integer bytes per rank.
+
+Sizes and lifetimes of design section 3. The runtime's byte account, the simulator and the planners all read
+them from here, so that what is admitted, predicted and measured is the same thing.
+
+Two views of one plan:
+
+* effects: what a message or slot allocates and what it frees when it ends (:class:`MessageBytes`,
+  :class:`SlotBytes`); the simulator and the runtime apply them in the order in which things happen;
+* :func:`peak`: the bytes that must be free for the plan to run *whatever the timing is*: compute may wait for
+  the messages issued so far, never for later ones. A plan whose peak fits its budget cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from mdcs.plan.messages import Message, Op, Period, Plan, PlanError, Strategy, pad
+from mdcs.profile.link import Kind
+
+Effects = tuple[tuple[str, int], ...]
+"""(category, bytes): allocated, or freed if negative."""
+
+
+@dataclass(frozen=True)
+class MessageBytes:
+    """Effects of one message. ``full`` and ``gradients`` pair a unit with bytes.
+
+    At its start: full parameters of units it is the first to gather, staging, gradient shards. When it ends:
+    staging is freed, its blocks are updated (scratch), then shards and the gradients it was the last to need.
+    ``shards_freed`` differs from ``shards`` in barrier mode: the last reduction updates and frees all.
+    """
+
+    full: tuple[tuple[int, int], ...]
+    staging: int
+    shards: int
+    scratch: int
+    shards_freed: int
+    gradients_after_link: tuple[tuple[int, int], ...]  # freed once reduced (RS)
+    gradients_after_update: tuple[tuple[int, int], ...]  # freed once updated (AR)
+    # What follows from these; looked up so often that it is worked out only once.
+    at_start: Effects = field(init=False)
+    when_landed: Effects = field(init=False)
+    when_done: Effects = field(init=False)
+    shards_held: int = field(init=False)  # of its gradient shards, what stays until the barrier
+    shards_of_others: int = field(init=False)  # of the gradient shards it frees, what earlier messages left
+    held: int = field(init=False)  # stays after the message
+    freed: int = field(init=False)  # of what slots and earlier messages left, what is freed when it ends
+    transient: int = field(init=False)  # the most that lives only in flight, beside the gradients that it frees
+
+    def __post_init__(self) -> None:
+        reduced, updated = _total(self.gradients_after_link), _total(self.gradients_after_update)
+        own = min(self.shards, self.shards_freed)
+        vars(self).update(
+            at_start=_effects(full_parameters=_total(self.full), staging=self.staging, gradient_shards=self.shards),
+            when_landed=_effects(staging=-self.staging, gradients=-reduced, update_scratch=self.scratch),
+            when_done=_effects(update_scratch=-self.scratch, gradient_shards=-self.shards_freed, gradients=-updated),
+            shards_held=self.shards - own,
+            shards_of_others=self.shards_freed - own,
+            held=_total(self.full) + self.shards - own,
+            freed=self.shards_freed - own + reduced + updated,
+            # Staging and reduced gradients are freed before the update: scratch takes their place.
+            transient=own + max(self.staging, self.scratch - reduced),
+        )
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """Effects of one slot: gradients allocated when it starts, full parameters freed when it ends."""
+
+    gradients: tuple[tuple[int, int], ...]
+    released: tuple[tuple[int, int], ...]
+    live: int
+    peak: int
+
+    allocated: int = field(init=False)
+    freed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        vars(self).update(allocated=_total(self.gradients), freed=_total(self.released))
+
+
+def _effects(**sizes: int) -> Effects:
+    return tuple([(category, size) for category, size in sizes.items() if size])
+
+
+# The plans that a planner compares have most messages in common.
+_message_bytes = lru_cache(maxsize=1 << 14)(MessageBytes)
+
+
+def _total(pairs: tuple[tuple[int, int], ...]) -> int:
+    return sum([size for _, size in pairs]) if pairs else 0
+
+
+def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:
+    """(start, length, segment) of the pieces of a block that ``rank`` updates, in flat elements.
+
+    dp updates all of the block, the others the rank's share of it; padding belongs to the last segment.
+    """
+    size, start = plan.blocks[unit][block], plan.offsets[unit][block]
+    if plan.strategies[unit] is not Strategy.dp:
+        size //= plan.world
+        start += rank * size
+    pieces, end = [], 0
+    segments = plan.profile.units[unit].segments
+    for s, length in enumerate(segments):
+        begin, end = end, end + length
+        if s == len(segments) - 1:
+            end = plan.padded(unit)
+        low, high = max(begin, start), min(end, start + size)
+        if low < high:
+            pieces.append((low, high - low, s))
+    return pieces
+
+
+class _Cuts(NamedTuple):
+    """Where segment boundaries cut what ranks update of a unit, beyond one run per block.
+
+    ``everywhere`` is how many cuts every rank has, ``on_rank`` how many more some have; ``largest`` is, per block,
+    the longest run of any rank.
+    """
+
+    everywhere: int
+    on_rank: tuple[tuple[int, int], ...]
+    largest: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _cuts(segments: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cuts:
+    """``parts`` is the world, or 1 for a unit that every rank updates whole."""
+    ends = list(itertools.accumulate(segments))[:-1]  # padding belongs to the last segment
+    counts: Counter[int] = Counter()
+    largest = []
+    start = 0
+    for size in blocks:
+        part = size // parts
+        inside = {end - start for end in ends if start < end < start + size and (end - start) % part}
+        counts.update(offset // part for offset in inside)
+        cut_ranks = {offset // part for offset in inside}
+        if len(cut_ranks) < parts:
+            largest.append(part)
+        else:
+            edges = sorted({*inside, *range(0, size + 1, part)})
+            largest.append(max(b - a for a, b in itertools.pairwise(edges)))
+        start += size
+    if parts == 1:
+        return _Cuts(counts[0], (), tuple(largest))
+    return _Cuts(0, tuple(sorted(counts.items())), tuple(largest))
+
+
+@lru_cache(maxsize=256)
+def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
+    """What the slots hold; it follows from the mix alone."""
+    profile = period.profile
+    allocated: dict[int, list[tuple[int, int]]] = {}
+    released: dict[int, list[tuple[int, int]]] = {}
+    for u, (unit, strategy) in enumerate(zip(profile.units, strategies, strict=True)):
+        elements = pad(unit.numel, profile.world)
+        if unit.trainable:
+            span = period.backward(u, 0)
+            assert span is not None
+            allocated.setdefault(span[0] % period.length, []).append((u, elements * profile.grad_bytes))
+        if strategy.sharded:
+            for kind in strategy.kinds(False, unit.backward is not None):
+                for micro in range(period.micro_steps):
+                    end = period.release(Op(kind, u, micro), strategy)
+                    released.setdefault(end % period.length, []).append((u, elements * profile.param_bytes))
+    slots = []
+    for q, s in enumerate(period.slots):
+        slot = profile.slots[s.place]
+        slots.append(SlotBytes(tuple(allocated.get(q, ())), tuple(released.get(q, ())), slot.live, slot.peak))
+    return slots
+
+
+class Ledger:
+    """All effects of a plan, and its bytes at rest by category.
+
+    Segment boundaries cut the ranks' shards differently, which costs optimizer state and scratch: the ledger is
+    that of ``rank``, or, for planning, the most that any rank needs (None).
+    """
+
+    def __init__(self, plan: Plan, rank: int | None = None) -> None:
+        self.plan, self.rank = plan, rank
+        profile, opt = plan.profile, plan.profile.optimizer
+        w, g, updated = profile.param_bytes, profile.grad_bytes, profile.updated_bytes
+        self.at_rest = {"parameters": 0, "optimizer": 0}
+        self._scratch: dict[tuple[int, int], int] = {}
+        pieces, more = 0, Counter[int]()
+        for u, (unit, strategy) in enumerate(zip(profile.units, plan.strategies, strict=True)):
+            total, blocks = plan.padded(u), plan.blocks[u]
+            if not (strategy.sharded and unit.trainable and profile.master_bytes):  # its master shard is all there is
+                self.at_rest["parameters"] += total * w // (plan.world if strategy.sharded else 1)
+            if not unit.trainable:
+                continue
+            parts = 1 if strategy is Strategy.dp else plan.world
+            cuts = _cuts(unit.segments, blocks, parts)
+            self.at_rest["optimizer"] += int(total // parts * (updated * opt.state_tensors + profile.master_bytes))
+            pieces += len(blocks) + cuts.everywhere
+            more.update(dict(cuts.on_rank))
+            for b in range(len(blocks)):
+                largest = cuts.largest[b] if rank is None else max(n for _, n, _ in runs(plan, u, b, rank))
+                cast = blocks[b] // parts * updated if updated != g else 0  # the gradient in the optimizer's precision
+                self._scratch[u, b] = opt.scratch_tensors * updated * largest + opt.scratch_fixed + cast
+        pieces += max(more.values(), default=0) if rank is None else more[rank]
+        self.at_rest["optimizer"] += pieces * opt.state_fixed
+        self.rest_bytes = sum(self.at_rest.values())
+        self.full = [pad(unit.numel, plan.world) * w for unit in profile.units]
+        self.gradients = [pad(unit.numel, plan.world) * g for unit in profile.units]
+        self.slots = _slots(plan.period, plan.strategies)
+        self.messages = self._messages()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Ledger:
+        """The one for planning: plans are immutable, and most are asked more than one question."""
+        ledger: Ledger = vars(plan).get("_ledger") or cls(plan)
+        vars(plan)["_ledger"] = ledger
+        return ledger
+
+    def staging(self, message: Message) -> int:
+        """Bytes of the buffers of a message whose collective is not zero-copy.
+
+        A fused message is packed into one; what an algorithm needs beside that is in :mod:`mdcs.profile.algorithms`.
+        """
+        plan = self.plan
+        size = plan.payload(message)
+        packed = size if plan.world > 1 and len(message.parts) > 1 else 0
+        return packed + plan.profile.collectives.buffer(message.kind, size, plan.world)
+
+    def _messages(self) -> list[MessageBytes]:
+        plan, g = self.plan, self.plan.profile.grad_bytes
+        first_of = self._first_gathers()
+        reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
+        last_reduction = reductions[-1] if reductions else None
+        last_of: dict[int, int] = {u: i for i in reductions for u, _ in plan.messages[i].parts}
+        held_shards = 0
+        all_scratch = max(self._scratch.values(), default=0)
+        effects = []
+        for i, m in enumerate(plan.messages):
+            if m.kind.is_gather:
+                full = tuple([(u, self.full[u]) for u in first_of.get(i, ())])
+                effects.append(_message_bytes(full, self.staging(m), 0, 0, 0, (), ()))
+                continue
+            units = dict.fromkeys([u for u, _ in m.parts])
+            shards = plan.elements(m) // plan.world * g if m.kind is Kind.RS else 0
+            held_shards += shards
+            grads = tuple([(u, self.gradients[u]) for u in units if last_of[u] == i])
+            if plan.cross_iteration:
+                scratch, freed = max([self._scratch[p] for p in m.parts]), shards
+                after_update = grads if m.kind is Kind.AR else ()
+            elif i == last_reduction:
+                scratch, freed = all_scratch, held_shards
+                after_update = tuple((u, self.gradients[u]) for u in last_of if plan.strategies[u] is Strategy.dp)
+            else:
+                scratch, freed, after_update = 0, 0, ()
+            after_link = grads if m.kind is Kind.RS else ()
+            effects.append(_message_bytes((), self.staging(m), shards, scratch, freed, after_link, after_update))
+        return effects
+
+    def _first_gathers(self) -> dict[int, list[int]]:
+        """The sharded units that a message is the first, in time, to gather: it allocates their buffers.
+
+        Blocks of one AG_B may be sent before and after the end of the period, so time is not the list's order.
+        """
+        plan, length = self.plan, self.plan.period.length
+        first: dict[tuple[Kind, int, int], tuple[int, int]] = {}
+        for i, (m, (opens, _)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
+            if m.kind.is_gather:
+                order = m.slot if m.slot >= opens else m.slot + length, i
+                for u, _ in m.parts:
+                    op = m.kind, u, m.micro
+                    if plan.strategies[u].sharded and (op not in first or order < first[op]):
+                        first[op] = order
+        out: dict[int, list[int]] = {}
+        for (_, u, _), (_, i) in first.items():
+            out.setdefault(i, []).append(u)
+        return out
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that must fit at a slot: on arrival, while compute waits for messages, and in the slot."""
+
+    arrival: int
+    running: int
+
+    @property
+    def bytes(self) -> int:
+        return max(self.arrival, self.running)
+
+
+class SlotLimits:
+    """How many messages of the period are issued (``issued``) and surely done (``done``) at each slot.
+
+    Counts are unrolled: ``done`` may be negative, for messages of the period before. Messages end in FIFO
+    order, so a slot that waits for one waits for all before it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        n, length = len(plan.messages), plan.period.length
+        issues = [0] * length
+        for m in plan.messages:
+            issues[m.slot] += 1
+        self.issued = list(itertools.accumulate(issues))
+        done_at = [-n] * length
+        for i, (m, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
+            if not m.blocking and m.kind is Kind.RS:
+                continue  # its gather follows it
+            # The slot that needs a message, from the scale of its window to its own period.
+            waits = m.slot if m.blocking else last if m.slot >= first else last - length
+            periods, at = divmod(waits, length)
+            if i + 1 - periods * n > done_at[at]:
+                done_at[at] = i + 1 - periods * n
+        if not plan.cross_iteration:
+            # The last reduction updates every unit: no dp unit has its parameters before.
+            last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
+            for u, unit in enumerate(plan.profile.units):
+                if unit.trainable and plan.strategies[u] is Strategy.dp:
+                    first = plan.period.forward(u, 0)[0]
+                    done_at[first] = max(done_at[first], last + 1)
+        best = max((d - n for d in done_at), default=-n)
+        self.done: list[int] = []
+        for d in done_at:
+            best = max(best, d)
+            self.done.append(best)
+
+
+def most_in_flight(transient: Sequence[int], depth: int) -> int:
+    """The most bytes that ``depth`` neighbours among the messages not yet done can hold at once."""
+    if len(transient) <= depth:
+        return sum(transient)
+    return max(sum(transient[i : i + depth]) for i in range(len(transient) - depth + 1))
+
+
+def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
+    """Bytes needed at each slot, of the steady period or the prologue, when every message issued before is done.
+
+    That is what compute can always wait for, so it is what must fit for admission never to deadlock.
+    """
+    ledger = ledger or Ledger.of(plan)
+    issued = SlotLimits(plan).issued
+    held = ledger.rest_bytes
+    out: list[Need] = []
+    prologue: list[Need] = []  # it issues at the turn what later periods issue at the slots before
+    for round_ in range(3):  # the prologue, which only gathers; the first period; the steady state
+        prologue, out, sent = out if round_ == 1 else prologue, [], 0
+        for q in range(plan.period.turn if round_ == 0 else 0, plan.period.length):
+            slot, arrival = ledger.slots[q], 0
+            for i in range(sent, issued[q]):
+                if round_ == 0 and not plan.in_prologue(plan.messages[i]):
+                    continue
+                e = ledger.messages[i]
+                arrival = max(arrival, held + e.held + e.transient + slot.live)
+                held += e.held - e.freed
+            sent = issued[q]
+            held += slot.allocated
+            out.append(Need(arrival, held + slot.peak))
+            held -= slot.freed
+    for q, other in enumerate(prologue, plan.period.turn):
+        out[q] = Need(max(out[q].arrival, other.arrival), max(out[q].running, other.running))
+    return out
+
+
+def peak(plan: Plan) -> int:
+    """Smallest budget under which the plan runs whatever the timing is, its reserve included."""
+    return max(need.bytes for need in needs(plan)) + plan.reserve
+
+
+def check(plan: Plan) -> None:
+    """Raise PlanError, naming the cycle, if admission under the plan's budget could deadlock."""
+    if plan.budget is None:
+        return
+    for q, need in enumerate(needs(plan)):
+        if need.bytes + plan.reserve > plan.budget:
+            blocking = [
+                f"{m.kind} of {', '.join(plan.profile.units[u].name for u, _ in m.parts)}"
+                for m in plan.messages
+                if m.slot <= q and (plan.need(m) or 0) > q
+            ]
+            raise PlanError(
+                f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of {plan.budget} bytes, "
+                f"and what holds them is freed only after it"
+                + (f" (gathered ahead: {'; '.join(blocking[:4])})" if blocking else "")
+            )

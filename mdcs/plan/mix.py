@@ -1,0 +1,118 @@
+"""A strategy mix: what every scheduler starts from, and how it turns drafts of messages into a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mdcs.plan.messages import Message, Op, Period, Plan, PlanError, Strategy, pad
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A message before it is ordered; ``slot`` is unrolled. Drafts of one slot keep the order they are given in."""
+
+    kind: Kind
+    parts: tuple[tuple[int, int], ...]
+    slot: int
+    micro: int = 0
+    blocking: bool = False
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A strategy per unit for one job.
+
+    An fsdp unit whose last forward use is followed at once by its backward has nothing to gain from being
+    freed in between: it becomes sdp. ``budget`` is what the plan may use (bytes; None: unlimited), for schedulers that
+    plan with it; the others are made to fit it afterwards.
+    """
+
+    profile: Profile
+    strategies: tuple[Strategy, ...]
+    micro_steps: int = 1
+    cross_iteration: bool = True
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_steps < 1:
+            raise PlanError(f"micro_steps must be >= 1, got {self.micro_steps}")
+        if len(self.strategies) != len(self.profile.units):
+            raise PlanError(f"{len(self.strategies)} strategies for {len(self.profile.units)} units")
+        object.__setattr__(self, "strategies", tuple(map(self._effective, range(len(self.strategies)))))
+
+    def _effective(self, unit: int) -> Strategy:
+        strategy = self.strategies[unit]
+        if strategy is not Strategy.fsdp:
+            return strategy
+        span = self.period.backward(unit, 0)
+        kept = span is None or self.period.forward(unit, 0)[1] + 1 == span[0]
+        return Strategy.sdp if kept else strategy
+
+    @cached_property
+    def period(self) -> Period:
+        return Period.of(self.profile, self.micro_steps)
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """Every communication of one period."""
+        out = []
+        for u, (unit, strategy) in enumerate(zip(self.profile.units, self.strategies, strict=True)):
+            for kind in strategy.kinds(unit.trainable, unit.backward is not None):
+                many = kind.is_gather and strategy.sharded
+                out += [Op(kind, u, m) for m in range(self.micro_steps if many else 1)]
+        return tuple(out)
+
+    def window(self, op: Op) -> tuple[int, int]:
+        """:meth:`Period.window`, narrowed by the barrier when ``cross_iteration`` is off."""
+        first, last = self.period.window(op)
+        if not self.cross_iteration and self.profile.units[op.unit].trainable and op.micro == 0:
+            if op.kind in (Kind.AR, Kind.RS):
+                last = self.period.turn
+            elif op.kind is Kind.AG_F:
+                first = max(first, self.period.turn)
+        return first, last
+
+    def payload(self, op: Op) -> int:
+        """Bytes of a whole unit, padded: of its parameters for a gather, of its gradients for a reduction."""
+        width = self.profile.param_bytes if op.kind.is_gather else self.profile.grad_bytes
+        return pad(self.profile.units[op.unit].numel, self.profile.world) * width
+
+    def whole(self) -> tuple[tuple[int, ...], ...]:
+        """One block per unit."""
+        return tuple((pad(u.numel, self.profile.world),) for u in self.profile.units)
+
+    def cut(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
+        """Blocks of about ``block_bytes`` of payload, cut at multiples of 16 elements per rank."""
+        if block_bytes < 1:
+            raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
+        world = self.profile.world
+        step = max(1, round(block_bytes / self.profile.param_bytes / world / 16)) * 16 * world
+        out = []
+        for unit in self.profile.units:
+            total = pad(unit.numel, world)
+            count = max(1, round(total / step))  # no tail much smaller than a block: α is paid per message
+            sizes = [step] * (count - 1)
+            out.append((*sizes, total - step * (count - 1)))
+        return tuple(out)
+
+    def plan(self, name: str, blocks: Sequence[tuple[int, ...]], drafts: Iterable[Draft]) -> Plan:
+        """Order drafts by slot; reductions go first at the barrier."""
+        length = self.period.length
+        turn = self.period.turn
+
+        def key(d: Draft) -> tuple[int, int]:
+            slot = d.slot % length
+            behind = not self.cross_iteration and slot == turn and d.kind.is_gather
+            return slot, int(behind)
+
+        messages = tuple(
+            Message(d.kind, d.parts, d.slot % length, d.blocking, d.micro) for d in sorted(drafts, key=key)
+        )
+        return Plan(
+            self.profile, self.strategies, tuple(blocks), messages, self.micro_steps, self.cross_iteration,
+            scheduler=name,
+        )  # fmt: skip

@@ -1,0 +1,149 @@
+"""Make a proposed schedule fit a byte budget: gather later, reduce earlier, split what is fused.
+
+What admission enforces at run time is decided here ahead of it, so that the order on the wire never has to
+change and no plan can deadlock (:func:`mdcs.plan.ledger.check`). Every step moves the plan towards the sequential
+schedule of its strategy mix, whose peak is the smallest that the mix allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mdcs.plan.ledger import Ledger, needs
+from mdcs.plan.messages import Message, Op, Plan, PlanError
+from mdcs.profile.link import Kind
+
+
+def fit(plan: Plan, budget: int) -> Plan:
+    """The plan with ``budget`` (bytes, its reserve included) and issue slots that need no more than that.
+
+    Raises PlanError when even the latest gathers and earliest reductions do not fit.
+    """
+    cap = budget - plan.reserve
+    while True:
+        ledger = Ledger(plan)
+        over = next(((q, need) for q, need in enumerate(needs(plan, ledger)) if need.bytes > cap), None)
+        if over is None:
+            return dataclasses.replace(plan, budget=budget)
+        q, need = over
+        messages = (
+            _later_gathers(plan, ledger, q, need.bytes - cap)
+            or _reductions_first(plan, q)
+            or _earlier_reductions(plan, q)
+            or _split(plan, q)
+        )
+        if messages is None:
+            coarser = _merge_blocks(plan)
+            if coarser is not None:
+                plan = coarser
+                continue
+            raise PlanError(
+                f"slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} bytes of {budget}, "
+                f"with every gather as late and every reduction as early as can be"
+            )
+        plan = dataclasses.replace(plan, messages=messages)
+
+
+def _moved(plan: Plan, slots: list[int]) -> tuple[Message, ...]:
+    """Messages with new unrolled slots, in order of slot; what moved goes behind what did not."""
+    length, turn = plan.period.length, plan.period.turn
+
+    def key(item: tuple[Message, int]) -> tuple[int, bool, bool]:
+        message, slot = item
+        at_barrier = not plan.cross_iteration and slot % length == turn
+        return slot % length, at_barrier and message.kind.is_gather, slot != plan.unrolled(message)
+
+    ordered = sorted(zip(plan.messages, slots, strict=True), key=key)
+    return tuple(m if m.slot == s % length else dataclasses.replace(m, slot=s % length) for m, s in ordered)
+
+
+def _later_gathers(plan: Plan, ledger: Ledger, q: int, excess: int) -> tuple[Message, ...] | None:
+    """Issue after slot q what is gathered by then but only needed later, the farthest first, until ``excess`` fits."""
+    length = plan.period.length
+    ahead: list[tuple[int, int, Op, int]] = []  # need, bytes, operation, new slot
+    for message, effect in zip(plan.messages, ledger.messages, strict=True):
+        for unit, size in effect.full:
+            op = Op(message.kind, unit, message.micro)
+            last = min(plan.period.window(op)[1], plan.need(message) or 0)
+            for at in (q, q + length):
+                later = min(at + 1, last)  # what slot q needs itself can still go behind its reductions
+                if plan.unrolled(message) < later and at <= last:
+                    ahead.append((last, size, op, later))
+    if not ahead:
+        return None
+    late: dict[Op, int] = {}
+    for _, size, op, later in sorted(ahead, reverse=True):
+        if excess <= 0:
+            break
+        late[op] = later
+        excess -= size
+    slots = []
+    for m in plan.messages:
+        slot = max([plan.unrolled(m), *(late.get(Op(m.kind, unit, m.micro), 0) for unit, _ in m.parts)])
+        slots.append(min(slot, plan.need(m) or slot) if m.kind.is_gather else plan.unrolled(m))
+    return _moved(plan, slots)
+
+
+def _reductions_first(plan: Plan, q: int) -> tuple[Message, ...] | None:
+    """At slot q reduce before gathering: a reduction frees gradients."""
+    messages = tuple(sorted(plan.messages, key=lambda m: (m.slot, m.slot == q and m.kind.is_gather)))
+    return messages if messages != plan.messages else None
+
+
+def _earlier_reductions(plan: Plan, q: int) -> tuple[Message, ...] | None:
+    """Issue reductions that could be done by slot q, but come later, as soon as they are ready."""
+    before = [plan.unrolled(m) for m in plan.messages]
+    slots = [
+        max(plan.period.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)
+        if m.kind in (Kind.AR, Kind.RS) and slot >= q
+        else slot
+        for m, slot in zip(plan.messages, before, strict=True)
+    ]
+    return _moved(plan, slots) if slots != before else None
+
+
+def _split(plan: Plan, q: int) -> tuple[Message, ...] | None:
+    """Send a fused message unit by unit: the largest of those issued or needed at slot q, else of all."""
+    fused = [m for m in plan.messages if len(m.parts) > 1]
+    if not fused:
+        return None
+
+    def concern(m: Message) -> tuple[bool, int]:
+        return m.slot == q or (plan.need(m) or -1) % plan.period.length == q, plan.payload(m)
+
+    target = max(fused, key=concern)
+    units = list(dict.fromkeys(u for u, _ in target.parts))
+    if len(units) > 1:
+        pieces = [tuple(p for p in target.parts if p[0] == unit) for unit in units]
+    else:
+        pieces = [(part,) for part in target.parts]
+    out: list[Message] = []
+    for m in plan.messages:
+        out += [dataclasses.replace(m, parts=piece) for piece in pieces] if m is target else [m]
+    return tuple(out)
+
+
+def _merge_blocks(plan: Plan) -> Plan | None:
+    """Undo the finest partition: each block has an optimizer state of its own with a few bytes of overhead.
+
+    The whole unit goes where the last of its blocks went.
+    """
+    unit = max(range(len(plan.blocks)), key=lambda u: len(plan.blocks[u]))
+    if len(plan.blocks[unit]) == 1:
+        return None
+    keep: dict[Op, Message] = {}
+    for m in plan.messages:
+        if any(u == unit for u, _ in m.parts):
+            op = Op(m.kind, unit, m.micro)
+            if op not in keep or plan.unrolled(m) >= plan.unrolled(keep[op]):
+                keep[op] = m
+    messages = []
+    for m in plan.messages:
+        parts = tuple(p for p in m.parts if p[0] != unit)
+        if keep.get(Op(m.kind, unit, m.micro)) is m:
+            parts += ((unit, 0),)
+        if parts:
+            messages.append(dataclasses.replace(m, parts=parts))
+    blocks = list(plan.blocks)
+    blocks[unit] = (plan.padded(unit),)
+    return dataclasses.replace(plan, blocks=tuple(blocks), messages=tuple(messages))

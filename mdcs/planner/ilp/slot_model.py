@@ -1,0 +1,439 @@
+"""The slot model: strategies and schedule of one period as one time-indexed integer program.
+
+Stages of the circle of slots (:class:`mdcs.plan.messages.Period`), two per slot q: ``A(q)``, compute has arrived and waits, and
+``R(q)``, compute runs. Operations are sent in fractions: c[op, stage] is how much of an operation is sent by the end of a
+stage of its window::
+
+    minimize    Σ_A link seconds + (1 - 1/(1 + interference)) Σ_R link seconds        what communication adds to compute
+    subject to  Σ_k z[u,k] = 1                                     every unit has one strategy (binary z)
+                c monotone, c[op, last] = Σ z of the strategies that need op
+                Σ_op seconds[op] (c[op,R(q)] - c[op,before]) <= (1 + interference) · compute seconds of q
+                c[AG_F,u,·] <= c[RS,u,·]                           blocks are gathered after their update
+                done[u,q] <= c[RS,u,A(q)] + c[AR,u,A(q)]           binary: the gradient is freed before slot q
+                c[AG,u,R(q)] <= started[u,q] (+ z[u,zero1])        binary, monotone: the buffer is held from slot q on
+                Σ bytes at rest + full parameters + gradients not done <= budget - activations of q, for every slot q
+
+Running slots lose 1/(1 + interference) of their speed while a message is in flight; what does not fit beside compute
+is sent at arrivals and is exposed. A message costs β·bytes, and with ``depth`` 1 its α, spread over a block. Left out:
+staging, update time and gradient shards in flight; the replay of the plan has them.
+
+Everything the simulator can do satisfies these rows, so the optimum is a lower bound of any plan's step time within the
+budget; so is that of a *coarser* model, whose stages are bins of neighbouring slots and whose windows and lifetimes are
+rounded in favour of the solution.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mdcs.plan.ledger import Ledger
+from mdcs.plan.messages import Op, Plan, Strategy
+from mdcs.plan.mix import Mix
+from mdcs.planner.ilp.solver import Problem, Terms
+from mdcs.planner.judge import Judge
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.profile.link import Kind
+from mdcs.simulator.simulate import steady_state
+
+_REDUCTIONS = (Kind.AR, Kind.RS)
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Columns of one operation: sent by the end of each of ``stages``.
+
+    A stage is 3·bin (unrolled), plus 1 while compute runs, plus 2 while it waits at a slot inside the bin.
+    """
+
+    op: Op
+    seconds: float  # link time of all of it
+    stages: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    def by(self, stage: int) -> Terms:
+        """How much is sent by the end of a stage."""
+        i = bisect.bisect_right(self.stages, stage)
+        return [] if i == 0 else [(self.columns[i - 1], 1.0)]
+
+    def during(self, index: int, factor: float = 1.0) -> Terms:
+        terms = [(self.columns[index], factor)]
+        return terms if index == 0 else [*terms, (self.columns[index - 1], -factor)]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a solution decides: a strategy per unit, and the slots (unrolled) that bound its operations.
+
+    Operations are issued not before ``opens`` and done not after ``closes``.
+    """
+
+    strategies: tuple[Strategy, ...]
+    opens: dict[Op, int] = field(default_factory=dict)
+    closes: dict[Op, int] = field(default_factory=dict)
+
+    def windows(self, mix: Mix) -> dict[Op, tuple[int, int]]:
+        """The windows of the mix, narrowed."""
+        windows = {op: mix.window(op) for op in mix.ops}
+        return {op: (max(a, self.opens.get(op, a)), min(b, self.closes.get(op, b))) for op, (a, b) in windows.items()}
+
+
+class SlotModel:
+    """The integer program of one job under ``judge.budget``; ``fixed`` strategies leave only the schedule open.
+
+    ``width`` is the number of slots per bin; more than one makes a coarser model, a relaxation. ``reach`` is how many
+    slots an operation may be sent late (reductions) or early (gathers): fewer than the period make a smaller model, whose
+    bound proves nothing. A ``loose`` model, a relaxation too, leaves the schedule's own memory out: buffers live only
+    while compute uses them.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        *,
+        fixed: Sequence[Strategy] | None = None,
+        width: int = 1,
+        reach: int | None = None,
+        loose: bool = False,
+    ) -> None:
+        self.judge, self.fixed, self.reach, self.loose = judge, fixed, reach, loose
+        self.profile = judge.profile
+        self.problem = Problem()
+        units = range(len(self.profile.units))
+        self.mixes = {k: judge.mix([k] * len(self.profile.units)) for k in Strategy}
+        self.ops = {k: frozenset(mix.ops) for k, mix in self.mixes.items()}
+        self.period = self.mixes[Strategy.dp].period
+        passes = [i for i, s in enumerate(self.period.slots) if i == 0 or s.phase != self.period.slots[i - 1].phase]
+        ends = [*passes[1:], self.period.length]
+        self.bins = [q for first, end in zip(passes, ends, strict=True) for q in range(first, end, width)]
+        self.coarse = len(self.bins) < self.period.length
+        self.slow = 1 + self.profile.interference
+        self.choices = [self._choices(u) for u in units]
+        self.z = [{k: self.problem.column(integer=True) for k in allowed} for allowed in self.choices]
+        self.sendings: dict[Op, Sending] = {}
+        self.started: dict[Op, dict[int, int]] = {}  # operation -> unrolled slot -> column
+        self.done: list[dict[int, int]] = [{} for _ in units]
+        self._keys: dict[int, tuple[int, ...]] = {}  # binary column -> the columns that it rounds
+        for u in units:
+            self.problem.equal([(x, 1.0) for x in self.z[u].values()], 1.0)
+            self._send(u)
+        self._precedence()
+        self._link()
+        if judge.budget is not None:
+            self._memory(judge.budget - judge.reserve)
+
+    # ---- columns
+
+    def _choices(self, unit: int) -> list[Strategy]:
+        if self.fixed is not None:
+            return [self.judge.mix(self.fixed).strategies[unit]]
+        if not self.profile.units[unit].trainable:
+            possible = [Strategy.dp, Strategy.sdp, Strategy.fsdp]
+        else:
+            possible = [k for k in Strategy if k is not Strategy.dp or not self._dominated(unit)]
+        return [k for k in possible if self.mixes[k].strategies[unit] is k]
+
+    def _dominated(self, unit: int) -> bool:
+        """Whether zero1 is no slower on the link than dp and holds no more."""
+        time = {k: sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True)) for k in (Strategy.dp, Strategy.zero1)}
+        return self.profile.optimizer.state_tensors > 0 and time[Strategy.zero1] <= time[Strategy.dp] * (1 + 1e-9)
+
+    def _seconds(self, op: Op) -> float:
+        link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
+        wire = self.profile.wire(op.kind, size)
+        return link.beta_of(op.kind) * wire + self._latency(op)
+
+    def _latency(self, op: Op) -> float:
+        """α per block; with several messages in flight it is hidden behind the bytes of others."""
+        link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
+        return link.alpha_of(op.kind) * max(1.0, size / link.block) if link.depth == 1 else 0.0
+
+    def _bin(self, slot: int) -> int:
+        """The bin (unrolled) of an unrolled slot."""
+        turns, q = divmod(slot, self.period.length)
+        return turns * len(self.bins) + bisect.bisect_right(self.bins, q) - 1
+
+    def _slots(self, b: int) -> range:
+        """The slots of a bin."""
+        b %= len(self.bins)
+        return range(self.bins[b], self.bins[b + 1] if b + 1 < len(self.bins) else self.period.length)
+
+    def _send(self, u: int) -> None:
+        """Columns of the operations of a unit that any of its strategies needs."""
+        needed: dict[Op, list[Strategy]] = {}
+        for k in self.choices[u]:
+            for op in self.mixes[k].ops:
+                if op.unit == u:
+                    needed.setdefault(op, []).append(k)
+        for op, strategies in needed.items():
+            first, last = self._window(op)
+            # Compute never has to wait for a gather before it is needed: waiting later holds its buffer for less.
+            bins = range(self._bin(first), self._bin(last) + 1)
+            stages = [s for b in bins for s in (3 * b, 3 * b + 1, 3 * b + 2) if self._usable(op, s, first, last)]
+            seconds = self._seconds(op)
+            columns = [self.problem.column() for _ in stages]
+            sending = Sending(op, seconds, tuple(stages), tuple(columns))
+            self.sendings[op] = sending
+            for i, stage in enumerate(stages):
+                price = 1 - 1 / self.slow if stage % 3 == 1 else 1.0
+                for x, c in sending.during(i, price * seconds):
+                    self.problem.costs[x] += c
+                if i:
+                    self.problem.at_most([(columns[i - 1], 1.0), (columns[i], -1.0)], 0.0)
+            whole = [(self.z[u][k], -1.0) for k in strategies]
+            self.problem.equal([(columns[-1], 1.0), *whole], 0.0)
+
+    def _usable(self, op: Op, stage: int, first: int, last: int) -> bool:
+        b, what = divmod(stage, 3)
+        slots = self._slots(b)
+        start = slots[0] + (b // len(self.bins)) * self.period.length
+        end = start + len(slots)
+        if what == 1:  # some slot of the bin runs inside the window
+            return first < end and last > start
+        if what == 2:  # compute arrives at some slot inside the bin inside the window
+            return max(first, start + 1) <= min(last, end - 1)
+        return first <= start and (op.kind in _REDUCTIONS or self.coarse or b == self._bin(last))
+
+    # ---- rows
+
+    def _precedence(self) -> None:
+        for op, gather in self.sendings.items():
+            reduction = self.sendings.get(Op(Kind.RS, op.unit, 0))
+            if op.kind is not Kind.AG_F or op.micro or reduction is None:
+                continue
+            for stage in gather.stages[:-1]:
+                # What runs and what waits inside a bin is not in order.
+                self.problem.at_most([*gather.by(stage), *_negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0)
+
+    def _link(self) -> None:
+        seconds = [self.profile.slots[s.place].seconds for s in self.period.slots]
+        rows: dict[int, Terms] = {}
+        partial: dict[tuple[int, bool, int], Terms] = {}  # bin, whether a suffix, its boundary -> terms
+        for op, sending in self.sendings.items():
+            first, last = self._window(op)
+            for i, stage in enumerate(sending.stages):
+                if stage % 3 != 1:
+                    continue
+                b = stage // 3 % len(self.bins)
+                terms = sending.during(i, sending.seconds)
+                rows.setdefault(b, []).extend(terms)
+                slots = self._slots(b)
+                if len(slots) == 1:
+                    continue
+                offset = (stage // 3 // len(self.bins)) * self.period.length
+                for q in slots[1:]:
+                    if first >= q + offset:  # sent in q or later
+                        partial.setdefault((b, True, q), []).extend(terms)
+                    if last <= q + offset:  # sent before q
+                        partial.setdefault((b, False, q), []).extend(terms)
+        for b, terms in rows.items():
+            self.problem.at_most(terms, self.slow * sum(seconds[q] for q in self._slots(b)))
+        for (b, suffix, q), terms in partial.items():
+            covered = [s for s in self._slots(b) if (s >= q if suffix else s < q)]
+            self.problem.at_most(terms, self.slow * sum(seconds[s] for s in covered))
+
+    def _window(self, op: Op) -> tuple[int, int]:
+        first, last = self.mixes[Strategy.dp].window(op)
+        if self.reach is None:
+            return first, last
+        return (first, min(last, first + self.reach)) if op.kind in _REDUCTIONS else (max(first, last - self.reach), last)
+
+    def _memory(self, cap: int) -> None:
+        """Rows in units of the cap, for the solver's tolerances."""
+        length = self.period.length
+        held: list[Terms] = [[] for _ in range(length)]
+        base = [0.0] * length
+        for u, unit in enumerate(self.profile.units):
+            full = self.mixes[Strategy.dp].payload(Op(Kind.AG_F, u, 0))
+            gradient = self.mixes[Strategy.dp].payload(Op(Kind.RS, u, 0))
+            for k, x in self.z[u].items():
+                rest = _rest(self.judge, u, k)
+                for q in range(length):
+                    held[q].append((x, rest))
+            self._hold_full(u, full, held)
+            if unit.trainable:
+                self._hold_gradient(u, gradient, held, base)
+        for q in range(length):
+            left = cap - self.profile.slots[self.period.slots[q].place].peak - base[q]
+            scale = max(1.0, left)
+            self.problem.at_most([(x, c / scale) for x, c in held[q]], left / scale)
+
+    def _hold_full(self, u: int, full: int, held: list[Terms]) -> None:
+        """Buffers of gathered parameters: by a column of their own until they are needed, then by the strategy."""
+        length = self.period.length
+        for k in self.choices[u]:
+            if not k.sharded:
+                continue
+            for op in self.sendings:
+                if op.unit == u and op.kind.is_gather and op in self.ops[k]:
+                    for q in range(self._window(op)[1], self.period.release(op, k) + 1):
+                        held[q % length].append((self.z[u][k], full))
+        for op, sending in self.sendings.items():
+            if self.loose or op.unit != u or not op.kind.is_gather or not any(k.sharded for k in self.choices[u]):
+                continue
+            first, last = self._window(op)
+            free = [(self.z[u][k], -1.0) for k in self.choices[u] if op in self.ops[k] and not k.sharded]
+            columns = self.started[op] = {}
+            for q in range(first, last):
+                sent = self._held_from(sending, q)
+                if not sent:
+                    continue
+                columns[q] = self._shared(sent, columns, q)
+                if columns[q] != columns.get(q - 1):
+                    self.problem.at_most([*sent, (columns[q], -1.0), *free], 0.0)
+                held[q % length].append((columns[q], full))
+
+    def _shared(self, sent: Terms, columns: dict[int, int], q: int) -> int:
+        """A binary column for what is known of slot q, the one before's if the same is; never below the one before's."""
+        key = tuple(x for x, _ in sent)
+        if q - 1 in columns and self._keys[columns[q - 1]] == key:
+            return columns[q - 1]
+        x = self.problem.column(integer=True)
+        self._keys[x] = key
+        if q - 1 in columns:
+            self.problem.at_most([(columns[q - 1], 1.0), (x, -1.0)], 0.0)
+        return x
+
+    def _hold_gradient(self, u: int, size: int, held: list[Terms], base: list[float]) -> None:
+        """The full gradient, from the first backward slot of the period until it is reduced."""
+        length = self.period.length
+        reductions = [self.sendings[op] for op in (Op(Kind.RS, u, 0), Op(Kind.AR, u, 0)) if op in self.sendings]
+        span = self.period.backward(u, 0)
+        assert span is not None
+        first, last = self._window(reductions[0].op)
+        start = span[0] % length
+        for q in range(start, first if start < first else first + length):
+            base[q % length] += size
+        if self.loose:
+            return
+        columns = self.done[u]
+        for q in range(first, last):
+            sent = self._freed_by(reductions, q)
+            barrier_dp = [(self.z[u][k], 1.0) for k in self.choices[u] if k is Strategy.dp and not self.judge.cross_iteration]
+            base[q] += size
+            if not sent:
+                continue
+            x = columns[q] = self._shared(sent, columns, q)
+            if x != columns.get(q - 1):
+                self.problem.at_most([(x, 1.0), *_negative(sent)], 0.0)
+                if barrier_dp:
+                    self.problem.at_most([(x, 1.0), *barrier_dp], 1.0)
+            held[q].append((x, -float(size)))
+
+    def _held_from(self, gather: Sending, q: int) -> Terms:
+        """What of a gather surely holds its buffer in slot q: of a bin, its last slot alone holds what the bin sends."""
+        b = self._bin(q)
+        last_of_bin = q % self.period.length == self._slots(b)[-1]
+        return gather.by(3 * b + 2 if last_of_bin else 3 * b - 1)
+
+    def _freed_by(self, reductions: Sequence[Sending], q: int) -> Terms:
+        """What of the reductions may be done when slot q begins: of a bin, the first slot alone knows the others to come."""
+        b = self._bin(q)
+        first_of_bin = q % self.period.length == self._slots(b)[0]
+        return [t for s in reductions for t in s.by(3 * b if first_of_bin else 3 * b + 2)]
+
+    # ---- solutions
+
+    def values_of(self, plan: Plan) -> list[float] | None:
+        """The columns that say what the replay of a plan does; None if the model has no room for it."""
+        if any(s not in z for s, z in zip(plan.strategies, self.z, strict=True)):
+            return None
+        values = [0.0] * len(self.problem.costs)
+        for u, strategy in enumerate(plan.strategies):
+            values[self.z[u][strategy]] = 1.0
+        sent: dict[Op, dict[int, float]] = {}
+        for op, stage, fraction in self._served(plan):
+            at = sent.setdefault(op, {})
+            q, running = divmod(stage, 2)
+            b = self._bin(q)
+            stage = 3 * b + (1 if running else 0 if q % self.period.length == self._slots(b)[0] else 2)
+            at[stage] = at.get(stage, 0.0) + fraction
+        for op, at in sent.items():
+            sending = self.sendings[op]
+            known, total = sum(at.values()), 0.0
+            for stage, x in zip(sending.stages, sending.columns, strict=True):
+                total += at.get(stage, 0.0) / known
+                values[x] = min(1.0, total)
+            values[sending.columns[-1]] = 1.0  # what is sent while compute waits for something else, before it is needed
+        for op, columns in self.started.items():
+            sharded = plan.strategies[op.unit].sharded
+            for q, x in columns.items():
+                sent_by = self._held_from(self.sendings[op], q)
+                values[x] = float(sharded and sum(c * values[y] for y, c in sent_by) > 1e-9)
+        for u, columns in enumerate(self.done):
+            reduced = [self.sendings[op] for op in (Op(Kind.RS, u, 0), Op(Kind.AR, u, 0)) if op in self.sendings]
+            barrier = not self.judge.cross_iteration and plan.strategies[u] is Strategy.dp
+            for q, x in columns.items():
+                sent_by = self._freed_by(reduced, q)
+                values[x] = float(not barrier and sum(c * values[y] for y, c in sent_by) > 1 - 1e-9)
+        return values if not self.problem.broken(values) else None
+
+    def _served(self, plan: Plan) -> Iterator[tuple[Op, int, float]]:
+        """(operation, 2·slot, plus 1 while compute runs, fraction of it) for what the link carries, by the replay."""
+        steady = steady_state(plan)
+        edges = [t for arrival, begin, _ in steady.slots for t in (arrival, begin)]
+        stages = [edges[i] + turn * steady.period_s for turn in range(3) for i in range(len(edges))] + [math.inf]
+        for m, (start, end) in zip(plan.messages, steady.bytes, strict=True):
+            shift = 2 * (plan.unrolled(m) - m.slot)
+            i = max(0, bisect.bisect_right(stages, start) - 1)
+            while True:
+                low, high = max(start, stages[i]), min(end, stages[i + 1])
+                part = 1.0 if end <= start else max(0.0, high - low) / (end - start)
+                for u, b in m.parts:
+                    if part:
+                        yield Op(m.kind, u, m.micro), i + shift, part * plan.blocks[u][b] / plan.padded(u)
+                if end <= stages[i + 1]:
+                    break
+                i += 1
+
+    @property
+    def compute_s(self) -> float:
+        return sum(self.profile.slots[s.place].seconds for s in self.period.slots)
+
+    def step_bound(self, bound: float) -> float:
+        """The step time that a bound of the problem's cost proves.
+
+        Latencies are priced per block, but a plan may send larger messages: as if none paid any.
+        """
+        latency = 0.0
+        for u, z in enumerate(self.z):
+            latency += max(sum(self._latency(op) for op in self.ops[k] if op.unit == u) for k in z)
+        return self.compute_s + max(0.0, bound - latency)
+
+    def traffic(self) -> Problem:
+        """The same rows, to minimize the seconds for which the link is busy."""
+        costs = [0.0] * len(self.problem.costs)
+        for sending in self.sendings.values():
+            costs[sending.columns[-1]] = sending.seconds - self._latency(sending.op)
+        return dataclasses.replace(self.problem, costs=costs)
+
+    def decide(self, values: Sequence[float]) -> Decision:
+        """Strategies, and for every operation the slots in which its memory allows it."""
+        strategies = tuple(max(z, key=lambda k: values[z[k]]) for z in self.z)
+        mix = self.judge.mix(strategies)
+        opens, closes = {}, {}
+        for op in mix.ops:
+            first, last = mix.window(op)
+            if op in self.started and mix.strategies[op.unit].sharded:
+                held = [q for q, x in self.started[op].items() if values[x] > 0.5]
+                opens[op] = min(held, default=last)
+            if op.kind in _REDUCTIONS and self.judge.budget is not None:
+                last = self._window(op)[1]
+                closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 0.5), default=last)
+        return Decision(strategies, opens, closes)
+
+
+def _negative(terms: Terms) -> Terms:
+    return [(x, -c) for x, c in terms]
+
+
+def _rest(judge: Judge, unit: int, strategy: Strategy) -> int:
+    """Bytes at rest of one unit alone, by the ledger."""
+    profile = judge.profile
+    slots = tuple(dataclasses.replace(s, unit=0) for s in profile.slots)
+    alone = dataclasses.replace(profile, units=(profile.units[unit],), slots=slots)
+    plan = Sequential().schedule(Mix(alone, (strategy,), judge.micro_steps, judge.cross_iteration))
+    return Ledger(plan).rest_bytes

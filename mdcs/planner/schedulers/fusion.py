@@ -1,0 +1,137 @@
+"""Tensor fusion: several units in one message, to pay α once.
+
+``Fusion`` fills buckets of fixed bytes, as Horovod and DDP do; ``MgWfbp`` merges optimally for α–β
+(MG-WFBP, Shi et al., INFOCOM 2019, here by dynamic programming over the ready times).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mdcs.plan.messages import Message, Op, Plan
+from mdcs.plan.mix import Draft, Mix
+from mdcs.planner.schedulers.wfbp import in_ready_order, ready_slot
+from mdcs.profile.link import Kind
+
+Grouping = Callable[[list[Op]], list[list[Op]]]
+
+
+def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
+    """Group each stream (kind, micro-step) of operations in its order of use, and fuse each group.
+
+    A fused reduction is issued when its last member is ready, a fused gather in time for its first member. There is
+    always such a slot: all windows of a stream contain the boundary between the two passes that it lies between.
+    """
+    streams: dict[tuple[Kind, int], list[Op]] = {}
+    for op in in_ready_order(mix):
+        streams.setdefault((op.kind, op.micro), []).append(op)
+    drafts = []
+    reduced: dict[int, int] = {}  # unit -> issue slot of its reduction
+    for (kind, micro), stream in sorted(streams.items(), key=lambda item: item[0][0].is_gather):
+        if kind.is_gather:
+            stream = sorted(stream, key=lambda op: mix.window(op)[1])
+        for group in grouping(stream):
+            slot = max(mix.window(op)[0] for op in group)
+            if kind.is_gather:
+                slot = max(slot, min(ready_slot(mix, op) for op in group))
+                if kind is Kind.AG_F and micro == 0:
+                    slot = max([slot, *(reduced.get(op.unit, 0) for op in group)])
+            else:
+                reduced |= {op.unit: slot for op in group}
+            drafts.append(Draft(kind, tuple((op.unit, 0) for op in group), slot, micro))
+    drafts.sort(key=lambda d: (d.kind.is_gather, d.slot))
+    return mix.plan(name, mix.whole(), drafts)
+
+
+_TINY = 16  # a message of so many times less payload than its neighbour costs nothing in it
+
+
+def fuse_neighbours(plan: Plan, most: int) -> Plan:
+    """The plan with messages of one kind that follow each other in one, where a slot is in the windows of both: if it has up to
+    ``most`` bytes of payload, or one of them next to none. Small units then do not pay for messages of their own.
+    """
+    length = plan.period.length
+    out: list[tuple[Message, tuple[int, int]]] = []
+    for message, (first, last) in zip(plan.messages, plan.windows, strict=True):
+        if out:
+            before, window = out[-1]
+            both = dataclasses.replace(message, parts=before.parts + message.parts)
+            first_of_both, last_of_both = max(first, window[0]), min(last, window[1])
+            slot = message.slot if message.slot >= first_of_both else message.slot + length
+            is_alike = (before.kind, before.micro, before.blocking) == (message.kind, message.micro, message.blocking)
+            payloads = sorted((plan.payload(before), plan.payload(message)))
+            is_small = sum(payloads) <= most or _TINY * payloads[0] <= payloads[1]
+            if is_alike and not message.blocking and is_small and first_of_both <= slot <= last_of_both:
+                out[-1] = both, (first_of_both, last_of_both)
+                continue
+        out.append((message, (first, last)))
+    return dataclasses.replace(plan, messages=tuple(message for message, _ in out))
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Buckets of at least ``bucket_bytes`` of payload (DDP's default: 25 MiB)."""
+
+    bucket_bytes: int = 25 << 20
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be >= 1, got {self.bucket_bytes}")
+
+    def schedule(self, mix: Mix) -> Plan:
+        return fuse(mix, "fusion", lambda stream: buckets(mix, stream, self.bucket_bytes))
+
+
+def buckets(mix: Mix, stream: list[Op], bucket_bytes: int) -> list[list[Op]]:
+    groups: list[list[Op]] = []
+    size = bucket_bytes
+    for op in stream:
+        if size >= bucket_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(op)
+        size += mix.payload(op)
+    return groups
+
+
+@dataclass(frozen=True)
+class MgWfbp:
+    """Merge so that the last message of a stream ends as early as possible (gathers: starts as late as possible)."""
+
+    def schedule(self, mix: Mix) -> Plan:
+        return fuse(mix, "mg_wfbp", lambda stream: optimal_merge(mix, stream))
+
+
+def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
+    """Minimise the end of the last message: end[j] = min over i of max(ready, end[i]) + α + β·bytes(i..j).
+
+    A gather stream is the same problem in reversed time: deadlines are ready times, the first message last.
+    """
+    if not stream:
+        return []
+    kind, link, length = stream[0].kind, mix.profile.link, mix.period.length
+    clock = [0.0]
+    for k in range(2 * length):
+        clock.append(clock[-1] + mix.profile.slots[mix.period.slots[k % length].place].seconds)
+    ops = stream[::-1] if kind.is_gather else stream
+    ready = [-clock[mix.window(op)[1]] if kind.is_gather else clock[mix.window(op)[0]] for op in ops]
+    wire = [mix.profile.wire(kind, mix.payload(op)) for op in ops]
+    best: list[tuple[float, int]] = [(min(ready), 0)]
+    for j in range(1, len(ops) + 1):
+        choices = []
+        size, last_ready = 0, -float("inf")
+        for i in range(j - 1, -1, -1):
+            size += wire[i]
+            last_ready = max(last_ready, ready[i])
+            choices.append((max(last_ready, best[i][0]) + link.alpha_of(kind) + link.beta_of(kind) * size, i))
+        best.append(min(choices))
+    groups, j = [], len(ops)
+    while j:
+        i = best[j][1]
+        groups.append(ops[i:j])
+        j = i
+    if kind.is_gather:
+        return [group[::-1] for group in groups]
+    return groups[::-1]

@@ -1,0 +1,198 @@
+"""Partitioned communication, nearest deadline first.
+
+What ByteScheduler (Peng et al., SOSP 2019) and P3 (Jayarajan et al., MLSys 2019) do at run time, done ahead of
+it: the link, whenever it is free, takes the block whose unit is needed first among those that are ready. The
+order that this gives in the steady state becomes the plan. With unlimited memory and free updates it is optimal
+for one link.
+
+Messages slow compute down, and so leave each other more time than virtual time knows of at first: what compute takes in
+a replay of the plan is what the order is made from again (:func:`settled`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mdcs.plan.messages import Op, Plan
+from mdcs.plan.mix import Draft, Mix
+from mdcs.profile.contents import Contention
+from mdcs.profile.link import Kind
+from mdcs.simulator.simulate import steady_state
+
+_ROUNDS = 3  # of making a plan from a replay of the one before
+_PERIODS = 4  # simulated; the orders of the last but one are the plan's
+
+
+@dataclass(frozen=True)
+class Priority:
+    """``block_bytes`` 0: the link's block."""
+
+    block_bytes: int = 0
+
+    def schedule(self, mix: Mix) -> Plan:
+        blocks = mix.cut(self.block_bytes or mix.profile.block)
+        return settled(mix, "priority", blocks)
+
+
+def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> Plan:
+    """The fastest by replay, without a budget, of the plans that :func:`nearest_deadline_first` gives for the seconds of slots as
+    profiled, and then as they were in the replay of the plan before.
+    """
+    plan = best = mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows))
+    if mix.profile.contention == Contention():  # virtual time was right
+        return plan
+    now = shortest = steady_state(plan)
+    for _ in range(_ROUNDS):
+        seconds = [end - begin for _, begin, end in now.slots]
+        plan = mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, seconds))
+        now = steady_state(plan)
+        if now.period_s < shortest.period_s:
+            best, shortest = plan, now
+    return best
+
+
+Instance = tuple[Op, int, int]
+"""An operation, a block of its unit, and the period of the gather's or the reduction's window."""
+
+
+Windows = dict[Op, tuple[int, int]]
+"""For every operation the slots (unrolled) before which it is not sent and at which it has to be done."""
+
+
+def nearest_deadline_first(
+    mix: Mix,
+    blocks: tuple[tuple[int, ...], ...],
+    windows: Windows | None = None,
+    seconds: Sequence[float] | None = None,
+) -> list[Draft]:
+    """Walk the slots, and on the link send the most urgent block while there is time before compute goes on.
+
+    ``windows`` may be narrower than the mix's own: what a gather holds then begins later, what a reduction frees ends
+    earlier. ``seconds`` are those of the period's slots, if not the profile's.
+    """
+    length, turn = mix.period.length, mix.period.turn
+    seconds = seconds or [mix.profile.slots[slot.place].seconds for slot in mix.period.slots]
+    windows = windows or {op: mix.window(op) for op in mix.ops}
+    opens, needed = _calendar(mix, blocks, windows)
+    link = _Link(mix, blocks, windows)
+    now = 0.0
+    for q in range(turn, _PERIODS * length):
+        for op, b, p in opens.get(q, ()):
+            if p or op.kind.is_gather:
+                link.open(op, b, p)
+        link.permit(q)
+        for op, b, p in needed.get(q, ()):
+            if q < length:  # the prologue: nothing has been reduced yet
+                if op.kind.is_gather:
+                    link.done.setdefault((op, b, p), now)
+                continue
+            while (op, b, p) not in link.done:
+                if not link.send(q, now, float("inf")):
+                    raise AssertionError(f"{op} of period {p} cannot be sent by slot {q}")
+            now = max(now, link.done[op, b, p])
+        now = link.run(q, now, seconds[q % length])
+    return _drafts(mix, link)
+
+
+def _calendar(
+    mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows
+) -> tuple[dict[int, list[Instance]], dict[int, list[Instance]]]:
+    """What can be issued, and what is needed, at each slot since the first period began."""
+    opens: dict[int, list[Instance]] = {}
+    needed: dict[int, list[Instance]] = {}
+    for p in range(_PERIODS):
+        for op in mix.ops:
+            first, last = (p * mix.period.length + slot for slot in windows[op])
+            updated = op.kind is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
+            for b in range(len(blocks[op.unit])):
+                needed.setdefault(last, []).append((op, b, p))
+                if not (updated and mix.cross_iteration):  # else opened by its reduce-scatter
+                    opens.setdefault(first, []).append((op, b, p))
+    return opens, needed
+
+
+class _Link:
+    """The link in virtual time: takes the block that is needed first among those that are ready."""
+
+    def __init__(self, mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows) -> None:
+        self.mix, self.blocks, self.windows = mix, blocks, windows
+        self.done: dict[Instance, float] = {}
+        self.sent: dict[Instance, int] = {}  # -> slot since the first period began, in the order of sending
+        self._began = self._free = 0.0  # the last message
+        self._ready: list[tuple[int, bool, int, int, Op, int]] = []  # by deadline; reductions first
+        self._waiting: list[tuple[float, int, Op, int, int]] = []  # gathers behind an update, by time
+        self._updated: dict[int, list[Instance]] = {}  # slot -> updated gathers whose window begins there
+
+    def permit(self, slot: int) -> None:
+        for op, block, p in self._updated.pop(slot, ()):
+            self.open(op, block, p)
+
+    def _take_updated(self, slot: int, now: float) -> None:
+        """Gathers whose update is over are ready, if their window has begun."""
+        while self._waiting and self._waiting[0][0] <= now:
+            op, block, p = heapq.heappop(self._waiting)[2:]
+            first = p * self.mix.period.length + self.windows[op][0]
+            if first <= slot:
+                self.open(op, block, p)
+            else:
+                self._updated.setdefault(first, []).append((op, block, p))
+
+    def open(self, op: Op, block: int, p: int) -> None:
+        deadline = p * self.mix.period.length + self.windows[op][1]
+        heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, block, op, p))
+
+    def run(self, slot: int, now: float, work: float) -> float:
+        """Send while compute runs for ``work`` seconds, slower beside messages; when it ends."""
+        slowdown = 1 + self.mix.profile.interference
+        busy_until = self._free  # by what is in flight
+        while True:
+            beside = max(0.0, busy_until - now)
+            if work * slowdown <= beside:
+                return now + work * slowdown
+            now, work = now + beside, work - beside / slowdown
+            if not self.send(slot, now, now + work):
+                return now + work
+            alone = max(0.0, self._began - now)
+            now, work, busy_until = now + alone, work - alone, self._free
+
+    def send(self, slot: int, now: float, until: float) -> bool:
+        """Start the most urgent block from ``now`` on and before ``until``; False if there is none."""
+        begin = max(self._free, now)
+        while not self._ready and self._waiting and self._waiting[0][0] < until:
+            begin = max(begin, self._waiting[0][0])
+            self._take_updated(slot, begin)
+        if begin >= until:
+            return False
+        self._take_updated(slot, begin)
+        if not self._ready:
+            return False
+        *_, block, op, p = heapq.heappop(self._ready)
+        elements, profile, opt = self.blocks[op.unit][block], self.mix.profile, self.mix.profile.optimizer
+        width = profile.param_bytes if op.kind.is_gather else profile.grad_bytes
+        wire = profile.wire(op.kind, elements * width)
+        link = profile.link
+        alpha = link.alpha_of(op.kind) if link.depth == 1 else 0.0  # hidden behind the message before it
+        beside = profile.contention.message_seconds + profile.contention.seconds_per_byte * wire
+        self._began, self._free = begin, begin + alpha + max(link.beta_of(op.kind) * wire, beside)
+        self.done[op, block, p] = self._free
+        self.sent[op, block, p] = slot
+        if op.kind is Kind.RS and self.mix.cross_iteration:
+            updated = self._free + elements / profile.world * opt.seconds_per_element + opt.seconds_per_run
+            heapq.heappush(self._waiting, (updated, len(self.sent), Op(Kind.AG_F, op.unit, 0), block, p))
+        return True
+
+
+def _drafts(mix: Mix, link: _Link) -> list[Draft]:
+    """The blocks in the order in which they were sent from the beginning to the end of the last period but one."""
+    length, period = mix.period.length, _PERIODS - 2
+    chosen: dict[tuple[Op, int], int] = {}  # -> unrolled slot
+    for (op, b, p), sent in link.sent.items():
+        if sent // length == period:
+            chosen.setdefault((op, b), sent - p * length)
+    for (op, b, p), sent in link.sent.items():  # what was sent in another one: the order has not settled yet
+        if p == period:
+            chosen.setdefault((op, b), sent - p * length)
+    drafts = [Draft(op.kind, ((op.unit, b),), slot, op.micro) for (op, b), slot in chosen.items()]
+    return sorted(drafts, key=lambda draft: draft.slot % length)

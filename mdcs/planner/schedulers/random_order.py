@@ -1,0 +1,51 @@
+"""Any valid order: random cuts, fusions and issue slots. A baseline, and the generator behind property tests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Draft, Mix
+from mdcs.profile.link import Kind
+
+
+@dataclass(frozen=True)
+class RandomOrder:
+    """Each unit is cut into up to ``max_blocks`` blocks; a message is fused with the one before it at ``fuse``."""
+
+    seed: int = 0
+    max_blocks: int = 3
+    fuse: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.max_blocks < 1 or not 0 <= self.fuse <= 1:
+            raise ValueError(f"max_blocks must be >= 1 and fuse in [0, 1], got {self.max_blocks} and {self.fuse}")
+
+    def schedule(self, mix: Mix) -> Plan:
+        rng = random.Random(self.seed)
+        world = mix.profile.world
+        blocks = []
+        for (total,) in mix.whole():
+            cuts = sorted(rng.randint(0, total // world) * world for _ in range(rng.randrange(self.max_blocks)))
+            edges = [0, *cuts, total]
+            blocks.append(tuple(b - a for a, b in zip(edges, edges[1:], strict=False) if b > a))
+        slots: dict[tuple[Kind, int, int, int], int] = {}
+        for op in sorted(mix.ops, key=lambda o: o.kind.is_gather):  # reductions first: gathers follow them
+            for b in range(len(blocks[op.unit])):
+                first, last = mix.window(op)
+                if op.kind is Kind.AG_F and op.micro == 0:
+                    first = max(first, slots.get((Kind.RS, op.unit, 0, b), first))
+                slots[op.kind, op.unit, op.micro, b] = rng.randint(first, last)
+        keys = list(slots)
+        rng.shuffle(keys)
+        keys.sort(key=lambda k: k[0].is_gather)
+        drafts: list[Draft] = []
+        for kind, unit, micro, block in keys:
+            slot = slots[kind, unit, micro, block]
+            fits = drafts and drafts[-1].kind is kind and drafts[-1].micro == micro and drafts[-1].slot == slot
+            if fits and rng.random() < self.fuse:
+                drafts[-1] = Draft(kind, (*drafts[-1].parts, (unit, block)), slot, micro)
+            else:
+                drafts.append(Draft(kind, ((unit, block),), slot, micro))
+        return mix.plan("random", blocks, drafts)

@@ -1,0 +1,131 @@
+"""Which algorithm carries each kind of message, the bytes that it sends, and the buffers that it needs.
+
+For a message of S bytes (whole, unsharded) on N ranks; *sent* is what the rank that sends most sends:
+
+| operation | algorithm | sent | buffer |
+|---|---|---|---|
+| all-reduce | native (the backend's own) | 2 S (N-1)/N | - |
+| | ring: reduce-scatter and all-gather, each N-1 messages to the next rank | 2 S (N-1)/N | S/N |
+| | direct: a direct reduce-scatter and all-gather | 2 S (N-1)/N | S (N-1)/N |
+| | reduce_broadcast: to rank 0 along a binomial tree, and back | S ⌈log2 N⌉, by rank 0 | S |
+| reduce-scatter | all_to_all, then each rank sums what it got | S (N-1)/N | S |
+| | native: gloo's is an all-reduce, here in place | 2 S (N-1)/N | - |
+| | ring | S (N-1)/N | S/N |
+| | direct: from every rank to every other at once; each sums what it got | S (N-1)/N | S (N-1)/N |
+| all-gather | broadcast: one from every rank, in place | S (N-1)/N | - |
+| | native: gloo's gathers into a copy | S (N-1)/N | S |
+| | ring | S (N-1)/N | - |
+| | direct: from every rank to every other at once, in place | S (N-1)/N | - |
+
+NCCL has its native ones only: nothing is copied, and its reduce-scatter sends S (N-1)/N. gloo's were counted on the
+wire and with the memory meter (torch 2.13). Rings and trees: Thakur, Rabenseifner, Gropp, "Optimization of Collective
+Communication Operations in MPICH" (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from mdcs.profile.link import Kind
+
+_Bytes = Callable[[int, int], int]  # of (bytes of the message, ranks)
+
+
+def _none(size: int, world: int) -> int:
+    return 0
+
+
+def _part(size: int, world: int) -> int:
+    return size // world
+
+
+def _whole(size: int, world: int) -> int:
+    return size
+
+
+def _once(size: int, world: int) -> int:
+    return size * (world - 1) // world
+
+
+def _twice(size: int, world: int) -> int:
+    return 2 * _once(size, world)
+
+
+def _tree(size: int, world: int) -> int:
+    return size * (world - 1).bit_length()
+
+
+_TABLES: dict[str, dict[str, dict[str, tuple[_Bytes, _Bytes]]]] = {  # backend, operation, algorithm: (sent, buffer)
+    "gloo": {
+        "all_reduce": {
+            "native": (_twice, _none), "ring": (_twice, _part), "direct": (_twice, _once), "reduce_broadcast": (_tree, _whole),
+        },
+        "reduce_scatter": {
+            "all_to_all": (_once, _whole), "native": (_twice, _none), "ring": (_once, _part), "direct": (_once, _once),
+        },
+        "all_gather": {
+            "broadcast": (_once, _none), "native": (_once, _whole), "ring": (_once, _none), "direct": (_once, _none),
+        },
+    },  # fmt: skip
+    "nccl": {
+        "all_reduce": {"native": (_twice, _none)},
+        "reduce_scatter": {"native": (_once, _none)},
+        "all_gather": {"native": (_once, _none)},
+    },
+}
+
+ALGORITHMS = {backend: {op: tuple(names) for op, names in table.items()} for backend, table in _TABLES.items()}
+"""Backend -> operation -> names of its algorithms."""
+
+OPERATION = {Kind.AR: "all_reduce", Kind.RS: "reduce_scatter", Kind.AG_B: "all_gather", Kind.AG_F: "all_gather"}
+KIND = {operation: kind for kind, operation in OPERATION.items()}
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The algorithm of each operation. Raises ValueError for one that the backend does not have.
+
+    The defaults are what is best on gloo where nothing is measured: no more bytes than necessary, and no copies but the
+    one that a sum needs.
+    """
+
+    all_reduce: str = "native"
+    reduce_scatter: str = "all_to_all"
+    all_gather: str = "broadcast"
+    backend: str = "gloo"
+
+    def __post_init__(self) -> None:
+        if self.backend not in ALGORITHMS:
+            raise ValueError(f"collectives: backend must be {' or '.join(ALGORITHMS)}, got {self.backend!r}")
+        for operation, names in ALGORITHMS[self.backend].items():
+            name = getattr(self, operation)
+            if name not in names:
+                raise ValueError(f"collectives: {operation} must be {' or '.join(names)} on {self.backend}, got {name!r}")
+
+    @classmethod
+    def default(cls, backend: str) -> Collectives:
+        return cls() if backend == "gloo" else cls("native", "native", "native", backend)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self) if f.name != "backend")
+
+    def of(self, kind: Kind) -> str:
+        algorithm: str = getattr(self, OPERATION[kind])
+        return algorithm
+
+    def sent(self, kind: Kind, size: int, world: int) -> int:
+        """Bytes that the rank that sends most sends for a message whose whole payload is ``size`` bytes."""
+        return self._bytes[kind][0](size, world)
+
+    def buffer(self, kind: Kind, size: int, world: int) -> int:
+        """Bytes (or elements, for a ``size`` in elements) that the algorithm needs beside the message, on every rank.
+
+        The backend allocates those of a native algorithm, in its own threads.
+        """
+        return self._bytes[kind][1](size, world) if world > 1 else 0
+
+    @cached_property
+    def _bytes(self) -> dict[Kind, tuple[_Bytes, _Bytes]]:  # planners look it up all the time
+        return {kind: _TABLES[self.backend][operation][self.of(kind)] for kind, operation in OPERATION.items()}

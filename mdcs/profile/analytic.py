@@ -1,0 +1,186 @@
+"""Profiles that are calculated: a transformer, a device and a hierarchical network that one does not have.
+
+**Computing.** A block of width w on T = batch · sequence tokens takes T · (24 w² + 4 · sequence · w) floating-point
+operations forward (its matrices, then attention), twice that backward, and the forward again with checkpointing; the
+output layer takes 2 · T · w · vocab. Divided by the peak rate times the efficiency these are seconds.
+
+**Activations** in 16 bit (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): T · (34 w + 5 · heads · sequence)
+bytes per block; with checkpointing 2 · T · w are kept and the rest lives while its block runs. Logits: 6 · T · vocab.
+
+**Network.** n nodes of g devices; a message of S bytes goes around a ring within each node and around one ring across
+nodes per device, one after the other:
+
+- all-gather and reduce-scatter over the world of n · g: (g-1) α_intra + (n-1) α_inter
+  + S (g-1)/g · β_intra + S (n-1)/(n g) · β_inter; an all-reduce takes both.
+- ``group=node``: parameters are sharded over the g devices of a node, and every node has them all. An all-gather stays
+  inside: (g-1) α_intra + S (g-1)/g · β_intra. A reduction is followed by an all-reduce of each shard across nodes:
+  2 (n-1) α_inter + 2 · S (n-1)/(n g) · β_inter more (hybrid sharding; Zhao et al. 2023, https://arxiv.org/abs/2304.11277).
+  That all-reduce is a reduce-scatter, the update and an all-gather, so the optimizer's state is shared by the nodes.
+
+In the profile of ``group=node`` the world is g, and β is per byte that a rank sends within its node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.link import Kind, Link
+
+COLLECTIVES = Collectives.default("nccl")
+
+_SATURATED = 0.97
+_STATE_BYTES = 12  # of Adam with fp32 master weights, per parameter
+_WIDTH = 2  # bytes of a parameter and of a gradient
+_UPDATE_TRAFFIC = 2 * _STATE_BYTES + 2 * _WIDTH  # bytes of memory read and written per parameter
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder with tied embeddings; ``batch`` is sequences per device and micro-step."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    vocab: int
+    batch: int = 1
+    checkpointing: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(self)
+
+    @property
+    def block_parameters(self) -> int:
+        return 12 * self.width**2 + 13 * self.width
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Tokens, positions and the last norm."""
+        return (self.vocab + self.sequence + 2) * self.width
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak rate in FLOP/s, the share of it that is reached, and the memory's rate in bytes/s."""
+
+    peak_flops: float
+    efficiency: float
+    memory_rate: float
+
+    def __post_init__(self) -> None:
+        _positive(self)
+        if self.efficiency > 1:
+            raise ValueError(f"efficiency must be <= 1, got {self.efficiency}")
+
+    def seconds(self, operations: float) -> float:
+        return operations / (self.peak_flops * self.efficiency)
+
+
+@dataclass(frozen=True)
+class Network:
+    """``nodes`` of ``per_node`` devices; α in seconds per hop, β in seconds per byte of one device."""
+
+    nodes: int
+    per_node: int
+    intra_alpha: float
+    intra_beta: float
+    inter_alpha: float
+    inter_beta: float
+
+    def __post_init__(self) -> None:
+        _positive(self)
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
+
+    def link(self, group: str, depth: int = 1) -> Link:
+        """The link of collectives over a sharding group: ``node`` or ``world``."""
+        n, g, size = self.nodes, self.per_node, self.group_size(group)
+        ring = (g - 1) * self.intra_alpha, (g - 1) / g * self.intra_beta  # within a node; β per byte of payload
+        rings = (n - 1) * self.inter_alpha, (n - 1) / (n * g) * self.inter_beta  # across nodes
+        gather = scatter = _sum(ring, rings)
+        if group == "node":
+            gather, scatter = ring, _sum(ring, rings, rings)
+        by_kind = {Kind.AR: _sum(gather, scatter), Kind.RS: scatter, Kind.AG_F: gather, Kind.AG_B: gather}
+        alpha = tuple(by_kind[kind][0] for kind in Kind)
+        # A link's β is per byte that a rank sends, of a payload that all ranks of the group share.
+        beta = tuple(by_kind[kind][1] * size / max(1, COLLECTIVES.sent(kind, size, size)) for kind in Kind)
+        block = max(by_kind[kind][0] / by_kind[kind][1] for kind in Kind) * _SATURATED / (1 - _SATURATED)
+        return Link((alpha[0], alpha[1], alpha[2], alpha[3]), (beta[0], beta[1], beta[2], beta[3]), depth, int(block) + 1)
+
+    def group_size(self, group: str) -> int:
+        if group not in ("node", "world"):
+            raise ValueError(f"sharding group must be node or world, got {group!r}")
+        size = self.per_node if group == "node" else self.world
+        if size < 2:
+            raise ValueError(f"a sharding group needs at least 2 devices, a {group} has {size}")
+        return size
+
+
+def analytic_profile(
+    model: Transformer, device: Device, network: Network, *, group: str = "world", depth: int = 1
+) -> Profile:
+    """The profile of training ``model`` in 16 bit with Adam and fp32 master weights, sharded over ``group``.
+
+    Its units are the tied embedding, used by the first and the last slot, and the blocks. Raises ValueError for a group
+    of one device.
+    """
+    last = model.layers + 1
+    units = (
+        Unit("embedding", (model.embedding_parameters,), True, (0, last), (0, last)),
+        *(Unit(f"block.{i}", (model.block_parameters,), True, (i + 1, i + 1), (last - 1 - i,) * 2) for i in range(model.layers)),
+    )  # fmt: skip
+    sharers = network.world // network.group_size(group)
+    return Profile(
+        units=units,
+        slots=_slots(model, device),
+        world=network.group_size(group),
+        link=network.link(group, depth),
+        optimizer=Optimizer(
+            "adam", _STATE_BYTES / _WIDTH / sharers, seconds_per_element=_UPDATE_TRAFFIC / device.memory_rate / sharers
+        ),
+        param_bytes=_WIDTH,
+        grad_bytes=_WIDTH,
+        collectives=COLLECTIVES,
+        copy_seconds_per_byte=2 / device.memory_rate,
+        about={"model": str(asdict(model)), "device": str(asdict(device)), "network": str(asdict(network)), "group": group},
+    )
+
+
+def _slots(model: Transformer, device: Device) -> tuple[Slot, ...]:
+    tokens, width = model.tokens, model.width
+    forward = device.seconds(tokens * (24 * width**2 + 4 * model.sequence * width))
+    backward = (3 if model.checkpointing else 2) * forward
+    head = device.seconds(2 * tokens * width * model.vocab)
+    inside = tokens * (34 * width + 5 * model.heads * model.sequence)  # of a block, while it runs
+    output = 2 * tokens * width  # of the embedding, or of a block
+    kept = output if model.checkpointing else inside
+    logits = 6 * tokens * model.vocab
+    blocks = [(i + 1, output + i * kept) for i in range(model.layers)]  # unit, bytes before its forward
+    full = output + model.layers * kept
+    return (
+        Slot(0, "F", 0.0, 0, output),
+        *(Slot(unit, "F", forward, live, live + inside) for unit, live in blocks),
+        Slot(0, "F", head, full, full + logits),
+        Slot(0, "B", 2 * head, full + logits, full + 2 * logits),
+        # Beside what it saved, a block's backward holds the gradients of its output and its input.
+        *(Slot(unit, "B", backward, live + kept + output, live + inside + 2 * output) for unit, live in reversed(blocks)),
+        Slot(0, "B", 0.0, 2 * output, 2 * output),
+    )  # fmt: skip
+
+
+def _sum(*costs: tuple[float, float]) -> tuple[float, float]:
+    return sum(alpha for alpha, _ in costs), sum(beta for _, beta in costs)
+
+
+def _positive(values: Transformer | Device | Network) -> None:
+    for name, value in asdict(values).items():
+        if not isinstance(value, bool) and not value > 0:
+            raise ValueError(f"{name} must be > 0, got {value}")

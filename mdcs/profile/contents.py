@@ -1,0 +1,242 @@
+"""What is known of a job before planning: its units, slots, optimizer and link.
+
+A :class:`Profile` is measured (``mdcs.calibrate.slots``) or written down by hand (tests, clusters one does
+not have). Planners and the simulator read nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind, Link
+
+SCHEMA = 4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest group of parameters that is sharded, gathered, reduced and updated together.
+
+    ``segments`` are the lengths in elements, in flat order, of the parts that share one optimizer parameter
+    group; they sum to ``numel``. ``forward`` and ``backward`` are the first and the last slot, as indices into
+    the forward and the backward slots of one micro-step, in which the unit's parameters are used; ``backward``
+    is None when no gradient flows through the unit.
+    """
+
+    name: str
+    segments: tuple[int, ...]
+    trainable: bool
+    forward: tuple[int, int]
+    backward: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
+        if not self.segments or min(self.segments) < 1:
+            raise ValueError(f"unit {self.name}: segments must be positive, got {self.segments}")
+        if self.trainable and self.backward is None:
+            raise ValueError(f"unit {self.name}: is trainable but has no backward slot")
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(self.segments)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
+
+    ``live`` is what activations, workspace and everything else that is no registered buffer hold when the slot
+    begins; ``peak`` the most they hold during it, what the next slot begins with included (bytes).
+    """
+
+    unit: int
+    phase: str
+    seconds: float
+    live: int
+    peak: int
+
+    def __post_init__(self) -> None:
+        if self.phase not in ("F", "B"):
+            raise ValueError(f"slot phase must be 'F' or 'B', got {self.phase!r}")
+        if self.seconds < 0 or self.live < 0 or self.peak < 0:
+            raise ValueError("slot seconds and bytes must be >= 0")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes and time of an update.
+
+    A *run* is a contiguous piece of a shard with one parameter group: one tensor for the optimizer.
+    State is ``state_tensors`` copies of the run (a fraction where others share it) plus ``state_fixed`` bytes (Adam:
+    its step counter); scratch is ``scratch_tensors`` copies of the largest run (non-fused Adam: 2) plus
+    ``scratch_fixed`` bytes.
+    """
+
+    name: str = "sgd"
+    state_tensors: float = 0
+    state_fixed: int = 0
+    scratch_tensors: int = 0
+    seconds_per_element: float = 0.0
+    seconds_per_run: float = 0.0
+    scratch_fixed: int = 0
+
+
+_LARGEST_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What communicating costs where the cores that compute also copy bytes and run the dispatcher.
+
+    Computing takes longer by ``compute_per_message`` seconds for every message that is done beside it, by
+    ``compute_per_byte`` for every byte it sends, and by ``compute_per_work`` of the seconds of copying, summing and
+    updating that it brings; if it all-reduces, ``all_reduce`` times as much. A message beside computing keeps the link
+    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on
+    ``dispatch_seconds`` after it is done, and then takes longer by ``compute_per_wait`` of the time it has waited: its
+    caches are cold, its core has slept. Between backward and the next forward the training loop itself takes
+    ``turn_seconds``.
+    """
+
+    compute_per_message: float = 0.0
+    compute_per_byte: float = 0.0
+    compute_per_work: float = 0.0
+    message_seconds: float = 0.0
+    seconds_per_byte: float = 0.0
+    dispatch_seconds: float = 0.0
+    compute_per_wait: float = 0.0
+    turn_seconds: float = 0.0
+    all_reduce: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 0:
+                raise ValueError(f"contention {name} must be >= 0, got {value}")
+
+    def compute_lost(self, kind: Kind, wire: int, work: float) -> float:
+        """Seconds that computing loses to one message of ``wire`` bytes and ``work`` seconds."""
+        lost = self.compute_per_message + self.compute_per_byte * wire + self.compute_per_work * work
+        return self.all_reduce * lost if kind is Kind.AR else lost
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of (model, batch, device, world).
+
+    ``slots`` are those of one micro-step in executed order: all forward slots, then all backward slots.
+    ``collectives`` are the algorithms that the link was measured with, and that carry the messages.
+    ``param_bytes`` and ``grad_bytes`` are the widths of an element in compute and on the wire. ``master_bytes`` is that of the
+    copy which the optimizer updates, in mixed precision; 0: it updates the parameters themselves.
+    ``interference`` is how much slower computing is while a message is in flight (0.2 = 20 %), ``contention`` what
+    messages cost by their number and bytes.
+    ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
+    ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
+    has the 10th and the 90th percentile of what was measured several times, by name.
+    """
+
+    units: tuple[Unit, ...]
+    slots: tuple[Slot, ...]
+    world: int
+    link: Link
+    optimizer: Optimizer = Optimizer()
+    param_bytes: int = 4
+    grad_bytes: int = 4
+    master_bytes: int = 0
+    collectives: Collectives = Collectives()
+    interference: float = 0.0
+    contention: Contention = Contention()
+    copy_seconds_per_byte: float = 0.0
+    about: dict[str, str] = field(default_factory=dict, hash=False)
+    spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        _check_schema(self.schema)
+        if self.world < 1:
+            raise ValueError(f"world must be >= 1, got {self.world}")
+        if self.interference < 0:
+            raise ValueError(f"interference must be >= 0, got {self.interference}")
+        phases = "".join(s.phase for s in self.slots)
+        if not self.slots or phases.lstrip("F").strip("B") or not phases.startswith("F") or "B" not in phases:
+            raise ValueError("slots must be all forward slots followed by all backward slots, at least one of each")
+        for u, unit in enumerate(self.units):
+            for span, count in ((unit.forward, self.forward_slots), (unit.backward, self.backward_slots)):
+                if span is not None and not 0 <= span[0] <= span[1] < count:
+                    raise ValueError(f"unit {u} ({unit.name}): span {span} is outside its {count} slots")
+        for s, slot in enumerate(self.slots):
+            if not 0 <= slot.unit < len(self.units):
+                raise ValueError(f"slot {s}: no unit {slot.unit}")
+
+    @cached_property
+    def forward_slots(self) -> int:
+        return sum(s.phase == "F" for s in self.slots)
+
+    @cached_property
+    def backward_slots(self) -> int:
+        return len(self.slots) - self.forward_slots
+
+    @property
+    def updated_bytes(self) -> int:
+        """Width of an element of what the optimizer updates."""
+        return self.master_bytes or self.param_bytes
+
+    @cached_property
+    def block(self) -> int:
+        """Payload bytes into which units are partitioned unless told otherwise: they saturate the link, and what a message
+        costs whatever its size, beside computing, is at most a tenth of it.
+        """
+        each = max(self.contention.message_seconds, self.contention.compute_per_message)
+        per_byte = max(self.link.beta) * (self.world - 1) / self.world
+        return max(self.link.block, int(min(9 * each / per_byte, _LARGEST_BLOCK)) if per_byte else 0)
+
+    def wire(self, kind: Kind, size: int) -> int:
+        """Bytes that one rank sends for a message whose whole payload is ``size`` bytes."""
+        return self.collectives.sent(kind, size, self.world)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Profile:
+        """Inverse of ``dataclasses.asdict``; raises ValueError on an unknown schema or a missing field."""
+        try:
+            _check_schema(data["schema"])  # before a field that another schema does not have is missed
+            return cls(
+                units=tuple(
+                    Unit(
+                        u["name"],
+                        tuple(u["segments"]),
+                        u["trainable"],
+                        (u["forward"][0], u["forward"][1]),
+                        None if u["backward"] is None else (u["backward"][0], u["backward"][1]),
+                    )
+                    for u in data["units"]
+                ),
+                slots=tuple(Slot(**s) for s in data["slots"]),
+                link=Link.from_dict(data["link"]),
+                optimizer=Optimizer(**data["optimizer"]),
+                collectives=Collectives(**data["collectives"]),
+                contention=Contention(**data["contention"]),
+                spread={name: (low, high) for name, (low, high) in data["spread"].items()},
+                **{
+                    k: data[k]
+                    for k in (
+                        "world", "param_bytes", "grad_bytes", "master_bytes", "interference",
+                        "copy_seconds_per_byte", "about", "schema",
+                    )
+                },
+            )  # fmt: skip
+        except (KeyError, TypeError, IndexError) as e:
+            raise ValueError(f"not a profile: {e}") from e
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        return cls.from_dict(json.loads(text))
+
+
+def _check_schema(schema: int) -> None:
+    if schema != SCHEMA:
+        raise ValueError(f"profile schema {schema} is not the supported {SCHEMA}")

@@ -1,0 +1,187 @@
+"""The algorithms of :mod:`mdcs.profile.algorithms` on a process group: each starts at once, and goes on when it is waited for.
+
+An algorithm is a generator: it starts some works and yields them, and is resumed when they are done. Whatever follows
+the first step is sent from point to point under the message's own tag, because ranks may take the further steps of one
+message and the first of the next in any order, which the collectives of a process group would not survive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mdcs.profile.algorithms import Collectives
+
+Steps = Iterator[list[dist.Work]]
+
+_TAGS = 1 << 16  # more than messages are ever in flight
+
+
+class Running:
+    """A collective on its way: its first step has been started, :meth:`wait` goes through the others."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._works = next(steps, [])
+
+    def wait(self) -> None:
+        """Raises what the backend raises (RuntimeError) when a peer is gone or a step times out."""
+        while self._works:
+            for work in self._works:
+                work.wait()
+            self._works = next(self._steps, [])
+
+
+class Communicator:
+    """The collectives of one process group (None: the default one). Every rank must call them in the same order.
+
+    Buffers are flat and of a multiple of ``world`` elements; rank r's part is the r-th of ``world`` equal ones.
+    ``received`` is a buffer of :meth:`Collectives.buffer` elements, for algorithms that are not native.
+    """
+
+    def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None) -> None:
+        self.collectives, self.group = collectives, group
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._others = [(self.rank + k) % self.world for k in range(1, self.world)]  # not all to the same one first
+        self._tags = itertools.count()
+
+    def all_reduce(self, buffer: Tensor, received: Tensor | None) -> Running:
+        """Sum over ranks, in place."""
+        if self.collectives.all_reduce == "ring":
+            assert received is not None
+            return Running(self._ring_all_reduce(buffer, received))
+        if self.collectives.all_reduce == "direct":
+            assert received is not None
+            return Running(self._direct_all_reduce(buffer, received))
+        if self.collectives.all_reduce == "reduce_broadcast":
+            assert received is not None
+            return Running(self._reduce_broadcast(buffer, received))
+        return _one(dist.all_reduce(buffer, group=self.group, async_op=True))
+
+    def reduce_scatter(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Running:
+        """``out`` gets the sum over ranks of this rank's part. With all_to_all ``received`` gets the summands, rank by
+        rank. ``buffer`` is spoilt; ``out`` may be this rank's part of it.
+        """
+        if self.collectives.reduce_scatter == "ring":
+            assert received is not None
+            return Running(self._ring_reduce_scatter(buffer, received, out, self._tag()))
+        if self.collectives.reduce_scatter == "direct":
+            assert received is not None
+            return Running(self._direct_reduce_scatter(buffer, received, out, self._tag()))
+        if self.collectives.reduce_scatter == "all_to_all":
+            assert received is not None
+            return _one(dist.all_to_all_single(received, buffer, group=self.group, async_op=True))
+        if self.collectives.backend == "gloo":
+            return Running(self._all_reduce_and_keep(buffer, out))
+        return _one(dist.reduce_scatter_tensor(out, buffer, group=self.group, async_op=True))
+
+    def all_gather(self, buffer: Tensor) -> Running:
+        """Every rank's part to all, in place."""
+        parts = buffer.chunk(self.world)
+        if self.collectives.all_gather == "ring":
+            return Running(self._ring_all_gather(parts, self._tag()))
+        if self.collectives.all_gather == "direct":
+            return Running(self._direct_all_gather(parts, self._tag()))
+        if self.collectives.all_gather == "broadcast":
+            return _one(
+                *(dist.broadcast(p, group_src=r, group=self.group, async_op=True) for r, p in enumerate(parts))
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # renamed in torch 2.13; the old name serves all versions
+            return _one(dist.all_gather_into_tensor(buffer, parts[self.rank], group=self.group, async_op=True))
+
+    def _all_reduce_and_keep(self, buffer: Tensor, out: Tensor) -> Steps:
+        """gloo's reduce-scatter without its copy, which lives until some time after the end."""
+        yield [_work(dist.all_reduce(buffer, group=self.group, async_op=True))]
+        out.copy_(buffer.chunk(self.world)[self.rank])
+
+    # -- from point to point ------------------------------------------------------------------------------------
+
+    # Receives are asked for before sends: gloo tells a sender that it may start on the connection that its own message is
+    # on, behind that message. The other way round two ranks would send to each other one after the other.
+
+    def _ring_all_reduce(self, buffer: Tensor, received: Tensor) -> Steps:
+        tag, parts = self._tag(), buffer.chunk(self.world)
+        yield from self._ring_reduce_scatter(buffer, received, parts[self.rank], tag)
+        yield from self._ring_all_gather(parts, tag)
+
+    def _ring_reduce_scatter(self, buffer: Tensor, received: Tensor, out: Tensor, tag: int) -> Steps:
+        """Each part travels once around, from the rank behind its owner to the owner, and collects the summands."""
+        parts = buffer.chunk(self.world)
+        for k in range(1, self.world):
+            sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
+            yield [self._receive(received, self.rank - 1, tag), self._send(sent, self.rank + 1, tag)]
+            torch.add(arriving, received, out=arriving if k < self.world - 1 else out)
+
+    def _ring_all_gather(self, parts: tuple[Tensor, ...], tag: int) -> Steps:
+        for k in range(self.world - 1):
+            sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
+            yield [self._receive(arriving, self.rank - 1, tag), self._send(sent, self.rank + 1, tag)]
+
+    def _direct_all_reduce(self, buffer: Tensor, received: Tensor) -> Steps:
+        tag, parts = self._tag(), buffer.chunk(self.world)
+        yield from self._direct_reduce_scatter(buffer, received, parts[self.rank], tag)
+        yield from self._direct_all_gather(parts, tag)
+
+    def _direct_reduce_scatter(self, buffer: Tensor, received: Tensor, out: Tensor, tag: int) -> Steps:
+        parts = list(buffer.chunk(self.world))
+        arriving = dict(zip(self._others, received.chunk(len(self._others)), strict=True))
+        yield [
+            *(self._receive(part, rank, tag) for rank, part in arriving.items()),
+            *(self._send(parts[rank], rank, tag) for rank in self._others),
+        ]
+        # Summed in rank order on every rank: the result does not depend on who arrives first.
+        first, *summands, last = (arriving.get(rank, parts[rank]) for rank in range(self.world))
+        for summand in summands:
+            first += summand
+        torch.add(first, last, out=out)
+
+    def _direct_all_gather(self, parts: tuple[Tensor, ...], tag: int) -> Steps:
+        yield [
+            *(self._receive(parts[rank], rank, tag) for rank in self._others),
+            *(self._send(parts[self.rank], rank, tag) for rank in self._others),
+        ]
+
+    def _reduce_broadcast(self, buffer: Tensor, received: Tensor) -> Steps:
+        """Up a binomial tree with rank 0 at its root, and down again."""
+        tag, rank = self._tag(), self.rank
+        levels = [1 << i for i in range((self.world - 1).bit_length())]
+        for d in levels:
+            if rank % (2 * d) == d:
+                yield [self._send(buffer, rank - d, tag)]
+            elif rank % (2 * d) == 0 and rank + d < self.world:
+                yield [self._receive(received, rank + d, tag)]
+                buffer += received
+        for d in reversed(levels):
+            if rank % (2 * d) == d:
+                yield [self._receive(buffer, rank - d, tag)]
+            elif rank % (2 * d) == 0 and rank + d < self.world:
+                yield [self._send(buffer, rank + d, tag)]
+
+    def _tag(self) -> int:
+        return next(self._tags) % _TAGS
+
+    def _send(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
+        return _work(dist.isend(tensor, group_dst=to % self.world, group=self.group, tag=tag))
+
+    def _receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
+        return _work(dist.irecv(tensor, group_src=source % self.world, group=self.group, tag=tag))
+
+
+def backend_of(group: dist.ProcessGroup | None) -> str:
+    """gloo or nccl; gloo for a single process that has no group."""
+    return "nccl" if dist.is_initialized() and dist.get_backend(group) != "gloo" else "gloo"
+
+
+def _one(*works: dist.Work | None) -> Running:
+    return Running(iter([[_work(work) for work in works]]))
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "asynchronous collectives return their work"
+    return work

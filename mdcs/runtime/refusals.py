@@ -1,0 +1,101 @@
+"""What is refused before step 1: a plan that is for other processes, another job or another model, or not the others' plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mdcs.model.optimizers import in_group_order, optimizer_bytes
+from mdcs.model.units import ModelUnit
+from mdcs.plan.messages import Plan, PlanError
+from mdcs.runtime.emulation import Emulation
+from mdcs.runtime.scaling import LossScale
+
+
+def fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None) -> None:
+    """An emulated world is one process, whatever its backend is; else there is a process for every rank."""
+    if emulate is not None:
+        if processes != 1:
+            raise PlanError(f"an emulated world is one process, the process group has {processes}")
+        if emulate.world != plan.world:
+            raise PlanError(f"the plan is for {plan.world} ranks, the emulated world has {emulate.world}")
+        if not plan.profile.link.emulated:
+            raise PlanError("an emulated world sends nothing: plan with an emulated link")
+        return
+    if processes != plan.world:
+        raise PlanError(f"the plan is for {plan.world} ranks, the process group has {processes}")
+    planned_backend = plan.profile.collectives.backend
+    if processes > 1 and backend != planned_backend:
+        raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}")
+
+
+def fits_job(
+    plan: Plan, clip_norm: float | None, loss_scale: LossScale | None, optimizer: torch.optim.Optimizer
+) -> None:
+    for given, what in ((clip_norm, "clipping the global norm"), (loss_scale, "a dynamic loss scale")):
+        if given is not None and plan.cross_iteration:
+            raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
+    if clip_norm is not None and clip_norm <= 0:
+        raise ValueError(f"clip_norm must be > 0, got {clip_norm}")
+    state, fixed, _ = optimizer_bytes(optimizer)
+    planned = plan.profile.optimizer
+    if (state, fixed) != (planned.state_tensors, planned.state_fixed):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {planned.name} "
+            f"with {planned.state_tensors}"
+        )
+    if optimizer.state:
+        raise ValueError(f"{type(optimizer).__name__} has state already, from earlier steps or a checkpoint: it would be lost")
+
+
+def same_plan(
+    plan: Plan, problem: ValueError | None, rank: int, processes: int, control: dist.ProcessGroup | None
+) -> None:
+    """Raise this rank's problem, or name the ranks that have one or have another plan."""
+    if problem is not None and processes == 1:
+        raise problem
+    if processes == 1:
+        return
+    answers: list[Any] = [None] * processes
+    dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem)), group=control)
+    if problem is not None:
+        raise problem
+    for r, (_, theirs) in enumerate(answers):
+        if theirs is not None:
+            raise PlanError(f"rank {rank}, before step 1: rank {r} cannot run: {theirs}")
+    hashes = [h for h, _ in answers]
+    common = Counter(hashes).most_common(1)[0][0]
+    other = [r for r, h in enumerate(hashes) if h != common]
+    if len(set(hashes)) == len(hashes) > 1:
+        common, other = hashes[0], [r for r in range(processes) if hashes[r] != hashes[0]]
+    if other:
+        raise PlanError(
+            f"rank {rank}, before step 1: rank{'s' if len(other) > 1 else ''} {', '.join(map(str, other))} "
+            f"ha{'ve' if len(other) > 1 else 's'} another plan ({', '.join(str(hashes[r]) for r in other)}) "
+            f"than the others ({common})"
+        )
+
+
+def match(
+    plan: Plan, units: list[ModelUnit], groups: dict[nn.Parameter, int]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters of every unit in flat order. Raises ValueError where plan and model differ."""
+    if len(units) != len(plan.profile.units):
+        raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}")
+    out = []
+    for unit, planned in zip(units, plan.profile.units, strict=True):
+        ordered, segments = in_group_order(unit, groups)
+        if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
+            raise ValueError(
+                f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
+                f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}"
+            )
+        if ordered[0][1].element_size() != plan.profile.param_bytes:
+            width = plan.profile.param_bytes
+            raise ValueError(f"unit {unit.name} is {ordered[0][1].dtype}; the plan is for {width} bytes per element")
+        out.append(ordered)
+    return out

@@ -1,0 +1,328 @@
+"""The recurrence that a replay follows: every time of compute and of the link, from earlier ones, in one pass.
+
+What it computes is told in :mod:`mdcs.simulator.simulate`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from operator import itemgetter
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from mdcs.measure.timeline import Span
+from mdcs.plan.ledger import Ledger, SlotLimits, most_in_flight
+from mdcs.plan.messages import Period, Plan, PlanError
+from mdcs.profile.contents import Contention, Profile
+from mdcs.profile.link import Kind
+
+_MAX_PERIODS = 12
+_REPEATS = 1e-9  # of a period: two periods that differ by less are the same
+
+
+# ---- seconds
+
+
+class Cost(NamedTuple):
+    """Seconds of a message: latency and bytes on the link, then summing and unpacking, then the update.
+
+    ``idle`` is ``transfer`` while nothing computes, ``lost`` what computing loses when the message is done beside it.
+    """
+
+    alpha: float
+    transfer: float
+    copy: float
+    update: float
+    idle: float
+    lost: float
+
+
+_known: WeakKeyDictionary[Period, dict[tuple[Kind, int, int, bool], Cost]] = WeakKeyDictionary()
+
+
+def _costs(plan: Plan) -> list[Cost]:
+    """The seconds of every message, each worked out once for all plans of a profile."""
+    known = _known.setdefault(plan.period, {})
+    blocks, out = plan.blocks, []
+    for m in plan.messages:
+        elements = sum([blocks[u][b] for u, b in m.parts])
+        key = m.kind, elements, len(m.parts), m.blocking
+        cost = known.get(key)
+        if cost is None:
+            cost = known[key] = _cost(plan.profile, *key)
+        out.append(cost)
+    if not plan.cross_iteration:
+        total = sum(cost.update for cost in out)
+        last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
+        updates = [total if i == last else 0.0 for i in range(len(out))]
+        lost = plan.profile.contention.compute_lost
+        out = [
+            c._replace(update=u, lost=lost(m.kind, plan.wire(m), c.copy + u))
+            for m, c, u in zip(plan.messages, out, updates, strict=True)
+        ]
+    return out
+
+
+def _cost(profile: Profile, kind: Kind, elements: int, parts: int, blocking: bool) -> Cost:
+    payload = elements * (profile.param_bytes if kind.is_gather else profile.grad_bytes)
+    passes = int(profile.collectives.reduce_scatter == "all_to_all" and kind is Kind.RS) + 2 * int(parts > 1)
+    update = 0.0
+    if not kind.is_gather:
+        share = 1 if kind is Kind.AR else profile.world
+        update = elements / share * profile.optimizer.seconds_per_element + parts * profile.optimizer.seconds_per_run
+    wire, contention = profile.wire(kind, payload), profile.contention
+    idle = transfer = profile.link.beta_of(kind) * wire
+    copy = profile.copy_seconds_per_byte * payload * passes if passes else 0.0
+    lost = contention.compute_lost(kind, wire, copy + update)
+    if not blocking:
+        transfer = max(transfer, contention.message_seconds + contention.seconds_per_byte * wire)
+    return Cost(profile.link.alpha_of(kind), transfer, copy, update, idle, lost)
+
+
+# ---- time
+
+
+class Trace:
+    """When everything happened, in seconds since the prologue began.
+
+    Messages are counted in FIFO order and slots in executed order, both from the prologue; the last ``slots``
+    slots and the last ``messages`` messages are the last period.
+    """
+
+    def __init__(self, course: Course) -> None:
+        self.course, self.slots, self.messages = course, len(course.slots), len(course.costs)
+        self.spans: list[Span] = []  # of messages on the link
+        self.processed: list[float] = []  # when they are summed or unpacked, and updated
+        self.arrivals: list[float] = []  # of compute at slots, and at last at the end
+        self.begins: list[float] = []
+        self._busy_from = 0  # no message before it is in flight any more
+        self._paid = 0  # messages that have cost compute what they do
+
+    @property
+    def began(self) -> float:
+        return self.arrivals[-self.slots - 1]
+
+    @property
+    def ended(self) -> float:
+        return self.arrivals[-1]
+
+    def in_flight(self, now: float, since: int) -> list[float]:
+        """Times from now on of what is not done of the messages from ``since`` on."""
+        return [
+            time - now
+            for span, done in zip(self.spans[since:], self.processed[since:], strict=True)
+            if done > now
+            for time in (*span, done)
+        ]
+
+    def slowed(self, now: float, work: float, slowdown: float) -> float:
+        """When ``work`` seconds of computing are done: they take ``slowdown`` times as long beside a message."""
+        spans = self.spans
+        while self._busy_from < len(spans) and spans[self._busy_from][1] <= now:
+            self._busy_from += 1
+        for g in range(self._busy_from, len(spans)):
+            start, finish = spans[g]
+            alone = max(0.0, start - now)
+            if alone >= work:
+                break
+            now, work = now + alone, work - alone
+            beside = max(0.0, finish - now)
+            if work * slowdown <= beside:
+                return now + work * slowdown
+            now, work = now + beside, work - beside / slowdown
+        return now + work
+
+    def hurried(self, now: float, awaited: int, depth: int) -> None:
+        """Compute waits from ``now`` on for the message ``awaited``: until that is done, none is slowed down."""
+        spans, processed = self.spans, self.processed
+        first = bisect_right(spans, now, key=itemgetter(1))
+        before = processed[first:]
+        last_finish, done = (spans[first - 1][1], processed[first - 1]) if first else (0.0, 0.0)
+        for g in range(first, len(spans)):
+            cost, (start, finish) = self.course.costs[g % self.messages], spans[g]
+            transfer = cost.transfer
+            if g <= awaited and transfer > 0:
+                served = max(0.0, now - (finish - transfer))
+                transfer = served + (1 - served / transfer) * cost.idle
+            if g - depth >= first and start > now:
+                start = max(now, start - (before[g - depth - first] - processed[g - depth]))
+            last_finish = max(start + cost.alpha, last_finish) + transfer
+            done = processed[g] = max(last_finish, done) + cost.copy + cost.update
+            spans[g] = start, last_finish
+
+    def delayed(self, begin: float, end: float) -> float:
+        """When a slot ends that would end at ``end`` but for the messages which are done by then."""
+        while self._paid < len(self.processed) and self.processed[self._paid] <= end:
+            if self.processed[self._paid] > begin:  # else compute was waiting
+                end += self.course.costs[self._paid % self.messages].lost
+            self._paid += 1
+        return end
+
+    def compute(self) -> list[Span]:
+        """The slots of the last period, from its start."""
+        began, last = self.began, self.slots
+        return [(a - began, b - began) for a, b in zip(self.begins[-last:], self.arrivals[-last:], strict=True)]
+
+    def seen(self, spans: list[Span]) -> dict[int, Span]:
+        """What messages do in the last period, by their index: from its start, cut off at both its ends."""
+        began, ended = self.began, self.ended
+        oldest = max(0, len(spans) - 2 * self.messages)  # those of the period before may still be in flight
+        return {
+            g: ((start if start > began else began) - began, (end if end < ended else ended) - began)
+            for g, (start, end) in enumerate(spans[oldest:], oldest)
+            if end > began and start < ended
+        }
+
+
+class Course:
+    """What compute and the link do in a period: all that a replay needs of a plan.
+
+    ``slots`` has, per slot, its index, the messages issued there, the last message that must be done (-1: the last of
+    the period before) and the seconds of compute. A message is (index, blocking, the message it waits for, whether it
+    is in the prologue, its seconds). The prologue begins at the turn, with all that is issued by then.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.limits, self.costs = SlotLimits(plan), _costs(plan)
+        issued, period = self.limits.issued, plan.period
+        messages = [
+            (i, m.blocking, after, plan.in_prologue(m), *cost[:4])
+            for i, (m, after, cost) in enumerate(zip(plan.messages, plan.waits_for, self.costs, strict=True))
+        ]
+        spans = zip([0, *issued], issued, self.limits.done, period.seconds, strict=False)
+        self.slots = [(q, messages[first:last], done - 1, work) for q, (first, last, done, work) in enumerate(spans)]
+        q, _, done, work = self.slots[period.turn]
+        self.prologue = [(q, messages[: issued[q]], done, work), *self.slots[q + 1 :]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Course:
+        """Plans are immutable, and some are replayed again."""
+        course: Course = vars(plan).get("_course") or cls(plan)
+        vars(plan)["_course"] = course
+        return course
+
+
+def run(plan: Plan, ledger: Ledger | None) -> Trace:
+    # Called thousands of times: names are local, and one loop does it all.
+    turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
+    contention = plan.profile.contention
+    contended, dispatch, per_wait = contention != Contention(), contention.dispatch_seconds, contention.compute_per_wait
+    between = contention.turn_seconds
+    course = Course.of(plan)
+    trace = Trace(course)
+    spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins
+    admission = None if plan.budget is None or ledger is None else _Admission(plan, ledger, trace)
+    now = last_start = last_finish = last_processed = 0.0
+    before: list[float] | None = None  # what was in flight at the last turn
+    repeats = False
+    sent = base = 0  # messages: so far, before this period
+    for p in range(_MAX_PERIODS):
+        for q, ahead, done, work in course.slots if p else course.prologue:
+            arrivals.append(now)
+            for i, blocking, after, in_prologue, alpha, transfer, copy, update in ahead:
+                if not (p or in_prologue):
+                    spans.append((last_processed, last_processed))
+                    processed.append(last_processed)
+                    sent += 1
+                    continue
+                if admission is not None:
+                    now = admission.message(now, q, i)
+                if now > last_start:
+                    last_start = now
+                if sent >= depth and processed[sent - depth] > last_start:
+                    last_start = processed[sent - depth]
+                if after >= 0 and p and processed[base + after] > last_start:
+                    last_start = processed[base + after]
+                started = last_start + alpha
+                last_finish = (started if started > last_finish else last_finish) + transfer
+                landed = (last_finish if last_finish > last_processed else last_processed) + copy
+                last_processed = landed + update
+                spans.append((last_start, last_finish))
+                processed.append(last_processed)
+                sent += 1
+                if blocking:
+                    now = last_processed + dispatch
+            if q == turn and p:
+                now += between
+            if base + done >= 0 and processed[base + done] > now:
+                if contended and p:
+                    trace.hurried(now, base + done, depth)
+                    (last_start, last_finish), last_processed = spans[-1], processed[-1]
+                now = processed[base + done] + dispatch
+            if admission is not None:
+                now = admission.slot(now, q)
+            begins.append(now)
+            if per_wait:
+                work += per_wait * (now - arrivals[-1])
+            now = now + work if slowdown == 1 else trace.slowed(now, work, slowdown)
+            if contended:
+                now = trace.delayed(begins[-1], now)
+            if admission is not None:
+                admission.leave(q)
+            if q == turn - 1:
+                in_flight = trace.in_flight(now, base)
+                repeats = before is not None and _same(before, in_flight, _REPEATS * now / (p + 1))
+                before = in_flight
+        if repeats:
+            break
+        base = sent
+    arrivals.append(now)
+    return trace
+
+
+def _same(a: list[float], b: list[float], tolerance: float) -> bool:
+    return len(a) == len(b) and all(abs(x - y) <= tolerance for x, y in zip(a, b, strict=True))
+
+
+# ---- memory
+
+
+class _Admission:
+    """The byte account: messages and slots start when their bytes fit beside all that is held."""
+
+    def __init__(self, plan: Plan, ledger: Ledger, trace: Trace) -> None:
+        assert plan.budget is not None
+        self._plan, self._ledger, self._trace = plan, ledger, trace
+        self._cap = plan.budget - plan.reserve
+        self._held = ledger.rest_bytes
+        self._done = 0  # messages whose bytes have been freed
+        self._n, self._depth = len(plan.messages), plan.profile.link.depth
+        self._transient = [e.transient for e in ledger.messages]
+        self._freed = [e.freed for e in ledger.messages]
+        # Beside these bytes in flight anything fits: most questions are answered without looking closer.
+        self._most = most_in_flight(self._transient * (1 + -(-self._depth // max(1, self._n))), self._depth)
+
+    def message(self, now: float, q: int, i: int) -> float:
+        """When message ``i`` of the period, issued at slot ``q``, is admitted."""
+        held = self._ledger.messages[i].held
+        now = self._wait(now, held + self._ledger.slots[q].live, q, (self._transient[i],))
+        self._held += held
+        return now
+
+    def slot(self, now: float, q: int) -> float:
+        """When slot ``q`` is admitted."""
+        slot = self._ledger.slots[q]
+        now = self._wait(now, slot.allocated + slot.peak, q, ())
+        self._held += slot.allocated
+        return now
+
+    def leave(self, q: int) -> None:
+        self._held -= self._ledger.slots[q].freed
+
+    def _wait(self, now: float, more: int, q: int, upcoming: tuple[int, ...]) -> float:
+        processed, n = self._trace.processed, self._n
+        while True:
+            while self._done < len(processed) and processed[self._done] <= now:
+                if self._done >= n:  # the prologue only gathers, which frees nothing
+                    self._held -= self._freed[self._done % n]
+                self._done += 1
+            if self._held + more + self._most <= self._cap:
+                return now
+            pending = [self._transient[g % n] for g in range(self._done, len(processed))]
+            need = self._held + more + most_in_flight((*pending, *upcoming), self._depth)
+            if need <= self._cap:
+                return now
+            if self._done == len(processed):
+                name = self._plan.period.name(q)
+                raise PlanError(f"deadlock at slot {q} ({name}): needs {need} of {self._cap} bytes")
+            now = processed[self._done]

@@ -1,0 +1,215 @@
+"""Replay of a plan in virtual time: what the runtime would do, slot by slot and message by message.
+
+Compute is serial, the link is FIFO with ``depth`` messages in flight (:mod:`mdcs.profile.link`), what follows a message
+(summing, unpacking, updating) is serial on the dispatcher. A message starts when its turn has come, its data is
+ready and compute has arrived at its issue slot; messages and slots are admitted only when their bytes fit, and
+admission never changes the order. Because compute is the only thing that issues messages, and it waits only for
+messages issued before, every time follows from earlier ones: one pass, no event queue.
+
+Periods are replayed from the prologue (iteration 1 starts at the first forward slot) until they repeat.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
+
+from mdcs.measure.timeline import Interval, Span, StepTimes
+from mdcs.plan.ledger import Ledger, MessageBytes
+from mdcs.plan.messages import CATEGORIES, Plan, Prediction
+from mdcs.simulator.recurrence import Trace, run
+
+
+class Replay:
+    """What the replay of a plan gives. Planners replay thousands of plans: what is not asked for is not worked out.
+
+    Times are in seconds from the start of the last replayed period (its first backward slot).
+    """
+
+    def __init__(self, plan: Plan, trace: Trace, ledger: Ledger | None) -> None:
+        self._plan, self._trace, self._ledger = plan, trace, ledger
+        self.period_s = trace.ended - trace.began
+
+    @cached_property
+    def times(self) -> StepTimes:
+        trace = self._trace
+        return StepTimes.of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
+
+    @cached_property
+    def intervals(self) -> list[Interval]:
+        return _intervals(self._plan, self._trace)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category, each at its own peak, and of all together ("total")."""
+        return {key: max([slot[key] for slot in self.curve]) for key in (*CATEGORIES, "total")}
+
+    @cached_property
+    def curve(self) -> list[dict[str, int]]:
+        """The same for every slot. A slot includes the wait before it."""
+        return _memory(self._plan, self._ledger or Ledger.of(self._plan), self._trace)
+
+    def prediction(self) -> Prediction:
+        t, peak = self.times, self.peak
+        return Prediction(
+            step_s=self.period_s,
+            compute_s=t.compute_s,
+            communication_s=t.communication_s,
+            overlap_s=t.overlap_s,
+            exposed_s=t.exposed_s,
+            overlap_ratio=t.overlap_ratio,
+            peak_bytes=peak["total"],
+            memory=peak,
+        )
+
+
+def replay(plan: Plan, *, ledger: Ledger | None = None) -> Replay:
+    """Replay until the period repeats; ``ledger`` is the plan's, if it is at hand.
+
+    Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
+    """
+    if plan.budget is not None:
+        ledger = ledger or Ledger.of(plan)
+    return Replay(plan, run(plan, ledger), ledger)
+
+
+class Steady(NamedTuple):
+    """Times of the last replayed period, in seconds from its start.
+
+    ``slots`` are (arrival, begin, end) of compute; ``bytes`` when the link begins and ends to carry the bytes of each
+    message that is issued in the period, which may be after its end.
+    """
+
+    period_s: float
+    slots: tuple[tuple[float, float, float], ...]
+    bytes: tuple[Span, ...]
+
+
+def steady_state(plan: Plan) -> Steady:
+    """When slots and messages of the steady period happen. Raises PlanError as :func:`replay`."""
+    trace = replay(plan)._trace
+    began, n, length = trace.began, trace.messages, trace.slots
+    slots = zip(trace.arrivals[-length - 1 : -1], trace.begins[-length:], trace.arrivals[-length:], strict=True)
+    finishes = [finish - began for _, finish in trace.spans[len(trace.spans) - n :]]
+    return Steady(
+        trace.ended - began,
+        tuple((a - began, b - began, e - began) for a, b, e in slots),
+        tuple((end - cost.transfer, end) for end, cost in zip(finishes, trace.course.costs, strict=True)),
+    )
+
+
+# ---- the last period, in detail
+
+
+def _intervals(plan: Plan, trace: Trace) -> list[Interval]:
+    units, first = plan.profile.units, len(trace.spans) - 2 * trace.messages
+    out = [
+        Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
+        for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, trace.compute(), strict=True))
+    ]
+    landed = _landed(trace, first)
+    messages = trace.seen(trace.spans)
+    updates = trace.seen([*trace.spans[:first], *zip(landed, trace.processed[first:], strict=True)])
+    for g in sorted({*messages, *updates}):
+        m = plan.messages[g % trace.messages]
+        names = "+".join(dict.fromkeys(units[u].name for u, _ in m.parts))
+        if g in messages:
+            out.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, *messages[g], plan.wire(m)))
+        if g in updates and landed[g - first] < trace.processed[g]:
+            out.append(Interval("update", f"update:{names}", "update", names, *updates[g]))
+    return out
+
+
+def _landed(trace: Trace, since: int) -> list[float]:
+    """When messages from ``since`` on are summed or unpacked; their updates follow."""
+    copies = [cost.copy for cost in trace.course.costs]
+    out, before = [], trace.processed[since - 1] if since else 0.0
+    for g, ((_, finish), done) in enumerate(zip(trace.spans[since:], trace.processed[since:], strict=True), since):
+        out.append(max(finish, before) + copies[g % trace.messages])
+        before = done
+    return out
+
+
+_Event = tuple[float, str, int]
+"""Time, category or mark, bytes or slot. Those of one time keep the order of their causes."""
+
+_ARRIVE, _BEGIN, _END = "arrive", "begin", "end"  # marks of compute
+
+
+def _memory(plan: Plan, ledger: Ledger, trace: Trace) -> list[dict[str, int]]:
+    """By slot of the last period and category, each at its own peak, and "total". A slot includes the wait before it."""
+    live, events = _events(plan, ledger, trace)
+    known, rest = sum(live.values()), 0
+    window: dict[str, int] | None = None
+    curve: list[dict[str, int]] = []
+    for _, what, size in sorted(events, key=itemgetter(0)):
+        if what == _ARRIVE:
+            rest = ledger.slots[size].live
+            window = dict(live, activations=rest, total=known + rest)
+            curve.append(window)
+        elif what == _END:
+            window = None
+        elif what == _BEGIN:
+            rest = ledger.slots[size].peak
+        else:
+            live[what] += size
+            known += size
+        if window is not None:
+            if what in live and live[what] > window[what]:
+                window[what] = live[what]
+            if rest > window["activations"]:
+                window["activations"] = rest
+            if known + rest > window["total"]:
+                window["total"] = known + rest
+    return curve
+
+
+def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], list[_Event]]:
+    """What registered buffers hold when the last period begins, and every allocation and release from then on."""
+    live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
+    n, turn, began = trace.messages, plan.period.turn, trace.began
+    # Every later period frees as much as it allocates.
+    live["full_parameters"] += sum(
+        size
+        for m, e in zip(plan.messages, ledger.messages, strict=True)
+        if plan.in_prologue(m)
+        for _, size in e.full
+    )
+    live["full_parameters"] -= sum(slot.freed for slot in ledger.slots[turn:])
+    live["gradients"] += sum(slot.allocated for slot in ledger.slots[turn:])
+    out: list[_Event] = []
+    first = len(trace.spans) - 2 * n
+    times = zip(trace.spans[first:], _landed(trace, first), trace.processed[first:], strict=True)
+    messages = [(start, landed, done) for (start, _), landed, done in times]
+    for e, (start, landed, done) in zip(ledger.messages, messages[:n], strict=True):
+        if done <= began:
+            continue
+        for event in _effects(e, start, landed, done):
+            if event[0] > began:  # else it is among what is held already
+                live[event[1]] -= event[2]
+                out.append(event)
+    arrivals, begins = trace.arrivals[-trace.slots - 1 :], trace.begins[-trace.slots :]
+    issued, sent = trace.course.limits.issued, 0
+    for q, (arrival, begin, end, slot) in enumerate(zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)):
+        out.append((arrival, _ARRIVE, q))
+        for i in range(sent, issued[q]):
+            out += _effects(ledger.messages[i], *messages[n + i])
+        sent = issued[q]
+        out.append((begin, _BEGIN, q))
+        if slot.allocated:
+            out.append((begin, "gradients", slot.allocated))
+        out.append((end, _END, q))
+        if slot.freed:
+            out.append((end, "full_parameters", -slot.freed))
+    return live, out
+
+
+def _effects(e: MessageBytes, start: float, landed: float, done: float) -> list[_Event]:
+    """What a message allocates and frees."""
+    events = [(start, what, size) for what, size in e.at_start]
+    if e.when_landed:
+        events += [(landed, what, size) for what, size in e.when_landed]
+    if e.when_done:
+        events += [(done, what, size) for what, size in e.when_done]
+    return events

@@ -1,0 +1,326 @@
+"""Every config composes, and every wrong value is one line with its full key."""
+
+import dataclasses
+import inspect
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from experiments.config import checks, errors, schema
+from experiments.config.schema import Config, ConfigError
+from experiments.tasks import models
+
+
+def composed(*overrides: str) -> Config:
+    with checks.composing():
+        return checks.compose_config(overrides)
+
+
+OPTIONS = [(group, option) for group, options in errors.groups().items() for option in options]
+NEEDED = {"digits": ["model=mlp"], "mlp": ["data=digits"], "over_floor": []}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
+def test_every_option_of_every_group_composes(group, option):
+    images = option.startswith(("resnet", "mlp"))
+    needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
+    needed += ["strategy=joint"] if (group, option) == ("scheduler", "joint") else []
+    needed += ["link=emulated"] if (group, option) == ("cluster", "emulated") else []
+    needed += ["cluster=cuda", "cluster.ranks=1"] if option in ("fairscale_fsdp", "dataparallel") else []
+    made = composed(f"{group}={option}", *needed)
+    assert isinstance(made, Config)
+
+
+def test_every_model_of_the_schema_is_a_model_with_its_options():
+    """The schema names models and options without importing torch; here both sides are compared."""
+    declared = {leaf.name: leaf for leaf in dataclasses.fields(schema.ModelConfig)}
+    assert set(declared["name"].metadata["choices"]) == set(models.NAMES)
+    for name in models.NAMES:
+        used = {key for key, leaf in declared.items() if name in leaf.metadata.get("used_by", ())}
+        assert used == set(models.defaults(name)), name
+
+
+def test_only_what_differs_from_the_model_is_passed_on():
+    assert composed("model=gpt2-tiny").model.options() == {}
+    made = composed("model=resnet-tiny", "data=digits", "model.depths=[1,2]", "model.hidden_sizes=[64,128]")
+    assert made.model.options() == {"depths": (1, 2), "hidden_sizes": (64, 128)}
+
+
+WRONG = {
+    "budget.gib=-5": "budget.gib: must be > 0, got -5",
+    "budget.gib=0": "budget.gib: must be > 0, got 0",
+    "budget.gib=nan": "budget.gib: must be a finite number, got nan",
+    "budget.gib=inf": "budget.gib: must be a finite number, got inf",
+    "budget.gib=-inf": "budget.gib: must be a finite number, got -inf",
+    "budget.gib=abc": "budget.gib: must be a number or null, got abc",
+    "budget.gib=": "budget.gib: must be a number or null, got nothing",
+    "budget.gib={a:1}": "budget.gib: must be a number or null, got {a:1}",
+    "budget.gib=1,2": "budget.gib: is one value, got 1,2: to run one job for each, add -m",
+    "budget.gb=5": "budget.gb: no such key; did you mean budget.gib?",
+    "+budget.gb=5": "budget.gb: no such key",
+    "+anything=5": "anything: no such key",
+    "~budget.gib": "budget.gib: cannot be deleted; set it to null where that is allowed",
+    "budget=5": "budget: no such option 5; options: over_floor, unlimited",
+    "budget.reserve_mib=-1": "budget.reserve_mib: must be >= 0, got -1",
+    "budget.gib=1 budget.reserve_mib=1024": (
+        "budget.reserve_mib: must be below the budget of 1.0 GiB, got 1024.0"
+    ),
+    "budget.gib=1 budget.over_floor=0.5": "budget.over_floor: and budget.gib exclude each other, got both",
+    "budget.gib=1 budget.schedule_share=1.5": "budget.schedule_share: must be <= 1, got 1.5",
+    "budget.gib=1 budget.schedule_share=-0.1": "budget.schedule_share: must be >= 0, got -0.1",
+    "budget.schedule_share=0.5": (
+        "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
+    ),
+    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
+    "strategy=joint scheduler=dear": (
+        "scheduler.name: strategy=joint decides the schedule too, with scheduler=joint and no other;"
+        " got strategy=joint scheduler=dear"
+    ),
+    "scheduler=memory_aware scheduler.seconds=50": (
+        "scheduler.seconds: must be at most half of cluster.timeout_s=60, got 50"
+    ),
+    "stratgy=dp": "stratgy: no such key; did you mean strategy?",
+    "strategy.kind=zero2": "strategy.kind: must be one of dp, zero1, sdp, fsdp; got zero2",
+    "strategy.kind=null": "strategy.kind: is needed with strategy.name=uniform, got null",
+    "strategy.seed=3": "strategy.seed: has no effect with strategy.name=uniform, got 3",
+    "scheduler=fusion scheduler.bucket_mib=0": "scheduler.bucket_mib: must be > 0, got 0",
+    "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",
+    "link=emulated link.latency_us=-1": "link.latency_us: must be >= 0, got -1",
+    "link.depth=0": "link.depth: must be >= 1, got 0",
+    "link=emulated link.depth=null": "link.depth: is needed with link.name=emulated, got null",
+    "run.precision=fp8": "run.precision: must be one of fp32, fp64, bf16, fp16; got fp8",
+    "run.grad_precision=fp32": "run.grad_precision: has no effect with run.precision=fp32, got fp32",
+    "run.precision=bf16 engine=ddp": "run.precision: must be fp32 or fp64 with engine.name=ddp, got bf16",
+    "collectives=tree": (
+        "collectives: no such option tree; options: all_to_all, auto, direct, native, reduce_broadcast, ring"
+    ),
+    "collectives.all_reduce=rng": (
+        "collectives.all_reduce: must be one of auto, native, ring, direct, reduce_broadcast; got rng"
+    ),
+    "collectives.reduce_scatter=broadcast": (
+        "collectives.reduce_scatter: must be one of auto, all_to_all, native, ring, direct; got broadcast"
+    ),
+    "collectives.all_gather=null": "collectives.all_gather: must be text, got null",
+    "collectives.gather=ring": "collectives.gather: no such key; did you mean collectives.all_gather?",
+    "collectives=ring cluster=cuda": "collectives.all_reduce: must be native with cluster.device=cuda, got ring",
+    "collectives=all_to_all cluster=cuda": (
+        "collectives.reduce_scatter: must be native with cluster.device=cuda, got all_to_all"
+    ),
+    "cluster.ranks=0": "cluster.ranks: must be >= 1, got 0",
+    "cluster.threads=0": "cluster.threads: must be >= 1, got 0",
+    "cluster.timeout_s=0": "cluster.timeout_s: must be > 0, got 0",
+    "cluster.backend=nccl": "cluster.backend: nccl needs cluster.device=cuda, got cpu",
+    "cluster.rate_gbit=1": "cluster.rate_gbit: has no effect with cluster.name=local, got 1",
+    "cluster=shaped cluster.rate_gbit=0": "cluster.rate_gbit: must be >= 0.001, got 0",
+    "cluster=shaped cluster.rate_gbit=null": "cluster.rate_gbit: is needed with cluster.name=shaped, got null",
+    "cluster=shaped cluster.device=cuda": "cluster.device: must be cpu with cluster.name=shaped, got cuda",
+    "cluster=shaped link=emulated": "link.name: must be real with cluster.name=shaped, got emulated",
+    "cluster=shapd": "cluster: no such option shapd; options: cuda, emulated, local, shaped",
+    "run.steps=0": "run.steps: must be >= 1, got 0",
+    "run.steps=2.5": "run.steps: must be an integer, got 2.5",
+    "run.steps=true": "run.steps: must be an integer, got true",
+    "run.steps=null": "run.steps: must be an integer, got null",
+    "run.steps=5": "run.warmup_steps: must be < run.steps=5, got 5",
+    "run=null": "run: must hold keys and values",
+    "steps=3": "steps: no such key; did you mean run.steps?",
+    "optimizer.fused=maybe": "optimizer.fused: must be true or false or null, got maybe",
+    "optimizer.betas=[a,1]": "optimizer.betas: must be a list, each value a number, got [a,1]",
+    "optimizer.betas=[0.9]": "optimizer.betas: must have 2 values, got [0.9]",
+    "optimizer.betas=[0.9,1]": "optimizer.betas: must be < 1, got 1",
+    "optimizer.momentum=0.9": "optimizer.momentum: has no effect with optimizer.name=adam, got 0.9",
+    "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
+    "model.layers=0": "model.layers: must be >= 1, got 0",
+    "model.depth=2": "model.depth: has no effect with model.name=gpt2-tiny, got 2",
+    "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
+    "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",
+    "model.checkpointing=auto budget.over_floor=0.1": (
+        "budget.over_floor: needs model.checkpointing=true or false, the floor depends on it; got auto"
+    ),
+    "model.checkpointing=auto engine=ddp": (
+        "model.checkpointing: auto needs a plan and a profile that is measured; use true or false"
+    ),
+    "model.width=10 model.heads=3": "model.heads: must divide model.width=10, got 3",
+    "model.vocab=100": "model.vocab: must be >= 256 for data.name=stdlib_bytes, got 100",
+    "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
+    "model=mlp": "data.name: stdlib_bytes is text and mlp reads images: use digits or synthetic",
+    "data=digits": ("data.name: digits are images and gpt2-tiny reads tokens: use stdlib_bytes or synthetic"),
+    "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
+    "tracker.project=x": "tracker.project: has no effect with tracker.name=none, got x",
+    "cluster.measure_memory=false budget.gib=1": (
+        "cluster.measure_memory: must be true with a budget: it counts activations; got false"
+    ),
+    "profile.path=/no/such/file": "profile.path: no such file: /no/such/file",
+    "profile.path=x profile.refresh=true": "profile.refresh: measures a profile, and profile.path=x is one",
+    "profile.layers=2": "profile.layers: has no effect with profile.name=measured, got 2",
+    "profile.group=node": "profile.group: has no effect with profile.name=measured, got node",
+    "profile=gpt3-1024 profile.group=rack": "profile.group: must be one of node, world; got rack",
+    "profile=gpt3-1024 profile.efficiency=2": "profile.efficiency: must be <= 1, got 2",
+    "profile=gpt3-1024 profile.nodes=null": "profile.nodes: is needed with profile.name=analytic, got null",
+    "engine=horovod": (
+        "engine: no such option horovod; options: dataparallel, ddp, ddp_no_overlap, deepspeed, fairscale, fairscale_fsdp,"
+        " fsdp2, mdcs"
+    ),
+    "engine.name=fairscale_fsdp": "engine.name: fairscale_fsdp needs cluster.device=cuda, got cpu",
+    "engine=dataparallel": "engine.name: dataparallel needs cluster.device=cuda, got cpu",
+    "engine=dataparallel cluster=cuda": (
+        "cluster.ranks: must be 1 with engine=dataparallel: one process, all devices; got 2"
+    ),
+    "engine=ddp engine.bucket_mib=0": "engine.bucket_mib: must be > 0, got 0",
+    "engine=ddp engine.bucket_mib=null": "engine.bucket_mib: is needed with engine.name=ddp, got null",
+    "engine.bucket_mib=4": "engine.bucket_mib: has no effect with engine.name=mdcs, got 4",
+    "engine=deepspeed engine.stage=4": "engine.stage: must be <= 3, got 4",
+    "engine=fsdp2 engine.reshard=group": (
+        "engine.reshard_group: goes with engine.reshard=group and no other; got group with null"
+    ),
+    "engine=fsdp2 engine.reshard_group=2": (
+        "engine.reshard_group: goes with engine.reshard=group and no other; got always with 2"
+    ),
+    "engine=fsdp2 engine.reshard=group engine.reshard_group=3": "engine.reshard_group: must divide cluster.ranks=2, got 3",
+    "engine=ddp strategy=fsdp": "strategy.kind: has no effect with engine=ddp, got fsdp",
+    "engine=ddp strategy=joint": "strategy.name: has no effect with engine=ddp, got joint",
+    "engine=fsdp2 scheduler=dear": "scheduler.name: has no effect with engine=fsdp2, got dear",
+    "engine=fsdp2 collectives=ring": "collectives.all_reduce: has no effect with engine=fsdp2, got ring",
+    "engine=ddp link.depth=3": "link.depth: has no effect with engine=ddp, got 3",
+    "engine=ddp profile.refresh=true": "profile.refresh: has no effect with engine=ddp, got true",
+    "engine=ddp budget.over_floor=0.1": "budget.over_floor: has no effect with engine=ddp, got 0.1",
+    "engine=ddp budget.gib=1 budget.reserve_mib=1": "budget.reserve_mib: has no effect with engine=ddp, got 1",
+    "engine=fairscale link=emulated": (
+        "link.name: an emulated link paces mdcs alone, not the messages of engine=fairscale"
+    ),
+    "nothing": "nothing: is not key=value (missing EQUAL at '<EOF>'), got nothing",
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG.items(), ids=WRONG)
+def test_a_wrong_value_is_one_line_with_its_key(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        composed(*overrides.split())
+    assert str(caught.value) == message
+    assert caught.value.key == message.partition(":")[0]
+
+
+def test_no_limit_is_left_unchecked():
+    """A misspelt limit in a field's metadata would be ignored in silence."""
+    known = {"about", "choices", "above", "at_least", "at_most", "below", "length", "used_by", "needed_by"}
+    for key, leaf in schema.fields_by_key().items():
+        assert set(leaf.metadata) <= known, key
+        assert leaf.metadata["about"], key
+    checked = inspect.getsource(checks)
+    for limit in known - {"about"}:
+        assert f'"{limit}"' in checked
+
+
+def test_a_saved_config_is_loaded_unchanged(tmp_path):
+    made = composed("strategy=greedy", "scheduler=fusion", "budget.gib=0.5", "optimizer.betas=[0.8,0.9]")
+    checks.save(made, tmp_path / "config.yaml")
+    assert checks.load(tmp_path / "config.yaml") == made
+
+
+def test_a_saved_config_that_was_edited_is_checked(tmp_path):
+    path = tmp_path / "config.yaml"
+    checks.save(composed(), path)
+    path.write_text(path.read_text().replace("steps: 30", "steps: -1"))
+    with pytest.raises(ConfigError, match=r"^run\.steps: must be >= 1, got -1$"):
+        checks.load(path)
+
+
+def test_threads_are_the_cores_divided_by_ranks(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    for (ranks, threads), wanted in zip(product([1, 3, 16], [None, 5]), [8, 5, 2, 5, 1, 5], strict=True):
+        assert schema.ClusterConfig(ranks=ranks, threads=threads).resolved_threads() == wanted
+
+
+def test_the_files_only_choose():
+    """Keys in conf/ exist in the schema; what they set differs from its default, or names the option."""
+    declared = schema.fields_by_key()
+    for group, option in OPTIONS:
+        if group == "experiment":
+            continue
+        text = (Path(errors.CONF) / group / f"{option}.yaml").read_text()
+        text = text.replace("defaults:\n  - override /scheduler@_global_.scheduler: joint\n", "")  # joint brings its own
+        for line in (line for line in text.splitlines() if not line.startswith("#")):
+            assert f"{group}.{line.partition(':')[0]}" in declared, f"{group}/{option}: {line}"
+
+
+PROFILE = Path(__file__).parents[1] / "profile.json"
+
+
+def profile_of(tmp_path: Path, *overrides: str, emulated: bool = False, shaped_link: str = "") -> str:
+    """A profile as a job with these overrides would have measured it."""
+    text = json.loads(PROFILE.read_text())
+    text["about"] = schema.measured_for(composed(*overrides)) | {"shaped_link": shaped_link}
+    text["link"]["emulated"] = emulated
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(text))
+    return f"profile.path={path}"
+
+
+def test_a_profile_is_taken_for_the_job_it_was_measured_with(tmp_path):
+    profile = profile_of(tmp_path, "strategy=dp", "run.steps=7")
+    other_plan = ("strategy=fsdp", "scheduler=dear", "budget.gib=1", "run.accumulation=2")
+    assert composed(profile, *other_plan).profile.path == profile.partition("=")[2]
+    assert composed(profile, "link=emulated", "link.rate_gbit=10").link.rate_gbit == 10
+
+
+def test_algorithms_other_than_a_profile_was_measured_with_are_refused_but_for_an_emulated_link(tmp_path):
+    profile = profile_of(tmp_path)
+    assert composed(profile, "collectives=all_to_all").collectives.named() == {"reduce_scatter": "all_to_all"}
+    with pytest.raises(ConfigError) as error:
+        composed(profile, "collectives=ring")
+    measured = f"{profile.partition('=')[2]} was measured with native, got ring"
+    assert str(error.value) == f"collectives.all_reduce: {measured}"
+    assert composed(profile, "collectives=ring", "link=emulated").collectives.all_reduce == "ring"
+
+
+def test_native_collectives_are_for_every_device():
+    assert set(composed("collectives=native", "cluster=cuda").collectives.named().values()) == {"native"}
+    assert composed("cluster=cuda").collectives.named() == {}
+
+
+def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
+    assert composed(f"profile.path={PROFILE}", "model.layers=3").profile.path == str(PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.layers=3", 'options {}; this job has {"layers": 3}'),
+        ("data.batch_size=8", "batch 4; this job has 8"),
+        ("model.wrap=leaf", "wrap block; this job has leaf"),
+        ("model.frozen=[*.bias]", "frozen none; this job has *.bias"),
+        ("optimizer=adamw", "optimizer adam; this job has adamw weight_decay"),
+        ("cluster.ranks=3", "ranks 2; this job has 3"),
+        ("run.precision=fp64", "precision fp32; this job has fp64"),
+    ],
+)
+def test_a_profile_of_another_job_is_refused(tmp_path, override, reason):
+    profile = profile_of(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        composed(profile, override)
+    assert str(error.value) == f"profile.path: {profile.partition('=')[2]} was measured with {reason}"
+
+
+def test_a_profile_of_another_link_is_refused(tmp_path):
+    shaped = ("cluster=shaped", "cluster.rate_gbit=2")
+    profile = profile_of(tmp_path, shaped_link="1 Gbit/s")
+    assert composed(profile, "cluster=shaped").cluster.rate_gbit == 1
+    assert composed(profile, "link=emulated").link.name == "emulated"
+    was = f"profile.path: {profile.partition('=')[2]} was measured with shaped_link"
+    for link, overrides, reason in (("1 Gbit/s", shaped, "1 Gbit/s; this job has 2 Gbit/s"),
+                                    ("1 Gbit/s", (), "1 Gbit/s; this job has none"),
+                                    ("", shaped, "none; this job has 2 Gbit/s")):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            composed(profile_of(tmp_path, shaped_link=link), *overrides)
+        assert str(error.value) == f"{was} {reason}"
+
+
+def test_a_profile_without_the_link_does_not_plan_for_a_real_one(tmp_path):
+    with pytest.raises(ConfigError, match="profile.path: .* has not measured the link: it was emulated"):
+        composed(profile_of(tmp_path, emulated=True))
+
+
+def test_what_is_no_profile_is_refused():
+    with pytest.raises(ConfigError, match="profile.path: .*setup.cfg is not a profile.json: Expecting value"):
+        composed("profile.path=setup.cfg")

@@ -1,0 +1,168 @@
+"""Profiles are measured once: the cache, what its keys hold, and the programs that need no ranks."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments import profile as program
+from experiments.config import checks
+from experiments.config.schema import Config, ConfigError
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles, cache_folder, known
+from mdcs.profile.contents import Contention, Profile
+
+ROOT = Path(__file__).resolve().parents[3]
+PROFILE = Path(__file__).parents[1] / "profile.json"
+
+
+def composed(*overrides: str) -> Config:
+    with checks.composing():
+        return checks.compose_config(list(overrides))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What a job leaves that has measured a profile."""
+    text = json.loads(PROFILE.read_text())
+    assert any(slot["peak"] for slot in text["slots"])
+    (tmp_path / "profile.json").write_text(json.dumps(text))
+    return tmp_path
+
+
+def test_an_equal_job_of_another_program_finds_the_profile(folder):
+    Profiles().keep(composed("strategy=dp"), folder)
+    found = Profiles().find(composed("strategy=fsdp", "scheduler=dear", "run.steps=7", "optimizer.lr=1"))
+    assert found is not None and found.parent == cache_folder()
+    assert Profile.from_json(found.read_text()) == Profile.from_json((folder / "profile.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.layers=3", "model.wrap=leaf", "data.batch_size=2", "run.precision=fp64", "cluster.ranks=3",
+        "cluster.threads=7", "optimizer=sgd", "link=emulated", "link.depth=3", "profile.refresh=true", "profile.cache=false",
+    ],
+)  # fmt: skip
+def test_another_job_measures_its_own(folder, override):
+    Profiles().keep(composed(), folder)
+    assert Profiles().find(composed(override)) is None
+
+
+def test_another_version_or_device_measures_its_own(folder, monkeypatch):
+    Profiles().keep(composed(), folder)
+    monkeypatch.setattr("experiments.job.profiles.device_name", lambda config: "another")
+    assert Profiles().find(composed()) is None
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0")
+    assert Profiles().find(composed()) is None
+
+
+def test_jobs_of_one_sweep_share_what_its_first_has_measured_anew(folder):
+    profiles = Profiles()
+    refreshed = composed("profile.refresh=true")
+    assert profiles.find(refreshed) is None
+    profiles.keep(refreshed, folder)
+    assert profiles.find(refreshed) == folder / "profile.json"
+
+
+def test_what_is_no_profile_is_not_kept(tmp_path):
+    Profiles().keep(composed(), tmp_path)
+    (tmp_path / "profile.json").write_text("{")
+    Profiles().keep(composed(), tmp_path)
+    assert not cache_folder().exists()
+
+
+def test_a_damaged_file_in_the_cache_is_measured_again(folder):
+    Profiles().keep(composed(), folder)
+    [file] = cache_folder().iterdir()
+    file.write_text("{")
+    assert Profiles().find(composed()) is None
+
+
+def test_a_profile_without_activations_is_no_use_to_others(folder):
+    profile = Profile.from_json((folder / "profile.json").read_text())
+    empty = tuple(dataclasses.replace(slot, live=0, peak=0) for slot in profile.slots)
+    (folder / "profile.json").write_text(dataclasses.replace(profile, slots=empty).to_json())
+    Profiles().keep(composed(), folder)
+    assert not cache_folder().exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "where"),
+    [({"MDCS_CACHE": "/a"}, "/a/profiles"), ({"XDG_CACHE_HOME": "/b"}, "/b/mdcs/profiles"), ({}, "~/.cache/mdcs/profiles")],
+)
+def test_where_the_cache_is(monkeypatch, environment, where):
+    for name in ("MDCS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == Path(where).expanduser()
+
+
+def test_an_analytic_profile_is_made_of_its_options():
+    node = known(composed("profile=gpt3-1024", "profile.group=node", "profile.layers=2", "link.depth=3"))
+    assert node is not None
+    assert (node.world, len(node.units), node.link.depth) == (8, 3, 3)
+    assert node.units[1].numel == 12 * 12288**2 + 13 * 12288
+    slower = known(composed("profile=gpt3-1024", "profile.group=node", "profile.intra_gbyte=125"))
+    assert slower is not None
+    assert slower.link.beta[2] == pytest.approx(2 * node.link.beta[2])
+
+
+def test_nothing_runs_on_a_cluster_that_one_does_not_have(tmp_path):
+    with pytest.raises(ConfigError, match="^profile.name: analytic is for planning"):
+        jobs.run(composed("profile=gpt3-1024"), tmp_path, Console(file=io.StringIO()))
+
+
+def run(tmp_path: Path, name: str, *overrides: str) -> "subprocess.CompletedProcess[str]":
+    """A program whose ranks are the stub."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import {name} as program; "
+    code += "sys.exit(program.main('tests.experiments.stub_worker'))"
+    command = [sys.executable, "-c", code, *overrides]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ)
+
+
+def test_planning_starts_no_ranks_when_the_profile_is_known(folder):
+    Profiles().keep(composed(), folder)
+    done = run(folder, "plan", "strategy=zero1", "hydra.run.dir=out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"profile reused from {cache_folder()}/")
+    assert "predicted for one step" in done.stdout
+    assert (folder / "out/plan.json").is_file() and (folder / "out/predicted_timeline.json").is_file()
+    assert not (folder / "out/ran").exists()
+    infeasible = run(folder, "plan", "budget.gib=1e-9", f"profile.path={PROFILE}")
+    assert infeasible.returncode == 1
+    assert "the smallest feasible budget is" in infeasible.stderr
+
+
+def test_profiling_measures_once_and_shows(tmp_path):
+    first = run(tmp_path, "profile", "hydra.run.dir=first")
+    assert (first.returncode, first.stderr) == (0, "")
+    assert (tmp_path / "first/ran").read_text() == "--profile-only"
+    assert "computing loses per message" in first.stdout
+    again = run(tmp_path, "profile", "hydra.run.dir=again")
+    assert again.stdout.startswith("profile reused from ")
+    assert not (tmp_path / "again/ran").exists()
+
+
+def test_a_profile_is_shown_with_its_spread():
+    profile = Profile.from_json(PROFILE.read_text())
+    profile = dataclasses.replace(
+        profile,
+        contention=Contention(0.002, 3e-9, 1.0, 0.004, 5e-9, 0.006),
+        spread={f"slot {i}": (0.0, 1.0) for i in range(len(profile.slots))} | {"step beside messages of 65536 bytes": (1.1, 1.5)},
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    program.show(profile, console)
+    shown = console.export_text()
+    assert "(0.0, 1000.0)" in shown
+    assert "step beside messages of 65536 bytes takes longer by" in shown and "10%, 50%" in shown
+    for value in ("2000 µs", "3.00 ms", "100%", "4000 µs", "5.00 ms", "6000 µs"):
+        assert value in shown

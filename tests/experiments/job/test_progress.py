@@ -1,0 +1,56 @@
+"""Progress: a few lines in a log, a bar on a terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from experiments.job.progress import JobProgress, describe
+from launch.status import Status
+
+
+def said(step: int, phase: str) -> list[Status | None]:
+    return [Status(rank=0, pid=1, step=step, phase=phase, time=0.0), None]
+
+
+def shown(steps: int, *, terminal: bool) -> str:
+    file = io.StringIO()
+    with JobProgress(Console(file=file, force_terminal=terminal, width=100), "a job", steps) as progress:
+        progress.statuses([None, None])
+        for phase in ("profiling", "profiling", "planning"):
+            progress.statuses(said(0, phase))
+        for step in range(1, steps + 1):
+            progress.event({"event": "step", "step": step, "loss": 0.5, "step_s": 0.1})
+            progress.statuses(said(step, "forward"))
+        progress.event({"event": "summary"})
+    return file.getvalue()
+
+
+def test_a_log_gets_each_phase_once_and_a_few_steps():
+    lines = shown(100, terminal=False).splitlines()
+    assert lines[:3] == ["a job: profiling", "a job: planning", "a job: step 1/100 loss 0.5000, 100 ms"]
+    assert lines[-1] == "a job: step 100/100 loss 0.5000, 100 ms"
+    assert len(lines) < 12
+
+
+def test_every_step_of_a_short_job_is_a_line():
+    assert len(shown(3, terminal=False).splitlines()) == 2 + 3
+
+
+def test_a_terminal_gets_a_bar():
+    assert "100/100" in shown(100, terminal=True)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ({}, ""),
+        ({"loss": None, "step_s": 0.25}, "250 ms"),
+        (
+            {"loss": 1.5, "step_s": 0.25, "exposed_s": 0.05, "overlap_ratio": 0.5},
+            "loss 1.5000, 250 ms, exposed 50 ms, overlap 50%",
+        ),
+    ],
+)
+def test_a_step_in_words(step, words):
+    assert describe(step) == words

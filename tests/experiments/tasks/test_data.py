@@ -1,0 +1,268 @@
+"""Batches follow from (seed, step); ranks split them without overlap and add up to one bigger process."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from experiments.tasks.data import IGNORED, Images, Inputs, Tokens, batches, stdlib_bytes
+
+TEXT = Tokens(sequence=32)
+MASKED = Tokens(sequence=40, masked=True)
+PICTURES = Images(size=16, channels=3, classes=10)
+VECTORS = Images(size=8, channels=1, classes=10, flat=True)
+CAP = 40_000  # bytes of text: 1,249 windows of 32
+
+EVERY_SOURCE: list[tuple[str, Inputs]] = [
+    ("stdlib_bytes", TEXT),
+    ("stdlib_bytes", MASKED),
+    ("digits", PICTURES),
+    ("digits", VECTORS),
+    ("synthetic", TEXT),
+    ("synthetic", MASKED),
+    ("synthetic", PICTURES),
+    ("synthetic", VECTORS),
+]
+every_source = pytest.mark.parametrize(("name", "inputs"), EVERY_SOURCE)
+
+
+def take(
+    count: int,
+    name: str,
+    inputs: Inputs,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    batch_size: int = 4,
+    seed: int = 0,
+    first_step: int = 0,
+) -> list[dict[str, Tensor]]:
+    stream = batches(
+        name,
+        inputs,
+        rank=rank,
+        world=world,
+        batch_size=batch_size,
+        seed=seed,
+        first_step=first_step,
+        max_bytes=CAP if name == "stdlib_bytes" else None,
+    )
+    return list(itertools.islice(stream, count))
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[key].equal(b[key]) for key in a)
+
+
+# ---- what every source promises
+
+
+@every_source
+def test_shapes_and_dtypes_are_those_the_inputs_name(name: str, inputs: Inputs) -> None:
+    (batch,) = take(1, name, inputs, batch_size=5)
+    found = {key: (value.dtype, tuple(value.shape)) for key, value in batch.items()}
+    if isinstance(inputs, Tokens):
+        shape = (torch.int64, (5, inputs.sequence))
+        assert found == {"input_ids": shape, "labels": shape}
+        assert int(batch["input_ids"].max()) <= inputs.vocabulary
+    elif inputs.flat:
+        assert found == {"inputs": (torch.float32, (5, 64)), "labels": (torch.int64, (5,))}
+    else:
+        assert found == {"pixel_values": (torch.float32, (5, 3, 16, 16)), "labels": (torch.int64, (5,))}
+
+
+@every_source
+def test_the_same_seed_gives_the_same_batches_and_another_seed_others(name: str, inputs: Inputs) -> None:
+    first, again = take(3, name, inputs, seed=7), take(3, name, inputs, seed=7)
+    assert all(map(same, first, again))
+    assert not any(map(same, first, take(3, name, inputs, seed=8)))
+
+
+@every_source
+def test_ranks_together_are_one_process_with_the_whole_batch(name: str, inputs: Inputs) -> None:
+    """The premise of comparing N ranks with one big process: the same samples, in the same order."""
+    whole = take(3, name, inputs, batch_size=6, seed=1)
+    parts = [take(3, name, inputs, rank=rank, world=3, batch_size=2, seed=1) for rank in range(3)]
+    for step, expected in enumerate(whole):
+        joined = {key: torch.cat([part[step][key] for part in parts]) for key in expected}
+        assert same(joined, expected)
+
+
+@every_source
+def test_a_run_continues_from_any_step(name: str, inputs: Inputs) -> None:
+    assert all(map(same, take(5, name, inputs)[3:], take(2, name, inputs, first_step=3)))
+
+
+# ---- splitting, as a property. A window's position in a counting text tells which sample it is.
+
+
+@pytest.fixture
+def numbered(monkeypatch: pytest.MonkeyPatch) -> int:
+    """100 samples of one byte each, whose content is their index."""
+    monkeypatch.setattr("experiments.tasks.data.stdlib_bytes", lambda **_: np.arange(101, dtype=np.uint8))
+    return 100
+
+
+def samples_seen(epoch: int, rank: int, world: int, batch_size: int, seed: int) -> list[int]:
+    per_epoch = 100 // (world * batch_size)
+    stream = batches(
+        "stdlib_bytes",
+        Tokens(sequence=1),
+        rank=rank,
+        world=world,
+        batch_size=batch_size,
+        seed=seed,
+        first_step=epoch * per_epoch,
+    )
+    return [int(i) for batch in itertools.islice(stream, per_epoch) for i in batch["input_ids"].flatten()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**63),
+    world=st.integers(1, 7),
+    batch_size=st.integers(1, 14),
+    epoch=st.integers(0, 3),
+)
+def test_no_sample_is_seen_twice_in_an_epoch(seed: int, world: int, batch_size: int, epoch: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.tasks.data.stdlib_bytes", lambda **_: np.arange(101, dtype=np.uint8))
+        seen = [i for rank in range(world) for i in samples_seen(epoch, rank, world, batch_size, seed)]
+    assert len(seen) == len(set(seen)) == 100 // (world * batch_size) * world * batch_size
+    assert set(seen) <= set(range(100))
+
+
+def test_each_epoch_has_its_own_order_of_the_same_samples(numbered: int) -> None:
+    epochs = [samples_seen(epoch, 0, 1, 10, seed=0) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(numbered)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_number_of_epochs_ends_and_drops_the_remainder(numbered: int) -> None:
+    stream = batches(
+        "stdlib_bytes", Tokens(1), rank=1, world=2, batch_size=7, seed=0, epochs=2, held_out=True
+    )
+    assert len(list(stream)) == 2 * (numbered // 14)
+
+
+# ---- text
+
+
+def test_a_causal_label_is_the_next_byte_of_the_text(numbered: int) -> None:
+    text = Tokens(sequence=4)
+    for batch in itertools.islice(batches("stdlib_bytes", text, rank=0, world=1, batch_size=5, seed=0), 3):
+        assert batch["labels"].equal(batch["input_ids"] + 1)
+        assert batch["input_ids"][:, 0].remainder(4).eq(0).all(), "windows do not overlap"
+
+
+def test_the_text_is_the_standard_library_and_read_only() -> None:
+    text = stdlib_bytes()
+    assert text.dtype == np.uint8 and text.ndim == 1
+    assert len(text) > 1_000_000
+    words = text.tobytes()
+    assert words.count(b"def ") > 1_000
+    assert b"import torch" not in words, "an installed package is not the standard library"
+    with pytest.raises(ValueError, match="read-only"):
+        text[0] = 0
+    assert words.startswith(stdlib_bytes(max_bytes=1_000).tobytes())
+    assert len(stdlib_bytes(max_bytes=1_000)) == 1_000
+
+
+def test_held_out_text_is_not_in_the_training_text() -> None:
+    held_out, text = stdlib_bytes(held_out=True), stdlib_bytes().tobytes()
+    assert 0.02 < len(held_out) / len(text) < 0.3
+    starts = range(0, len(held_out) - 400, 25_000)
+    shared = [start for start in starts if held_out[start : start + 400].tobytes() in text]
+    assert len(shared) <= len(starts) // 20, "a licence or two may be in both"
+
+
+def test_masking_asks_for_the_same_number_of_positions_in_every_sequence() -> None:
+    hidden = unchanged = randomized = 0
+    for batch in take(20, "stdlib_bytes", MASKED, batch_size=8):
+        asked = batch["labels"] != IGNORED
+        assert asked.sum(dim=1).tolist() == [6] * 8  # 15 % of 40
+        tokens, labels = batch["input_ids"][asked], batch["labels"][asked]
+        assert labels.max() < 256, "the mask token is never an answer"
+        assert not (batch["input_ids"][~asked] == MASKED.mask_token).any()
+        hidden += int((tokens == MASKED.mask_token).sum())
+        unchanged += int((tokens == labels).sum())
+        randomized += int(((tokens != labels) & (tokens != MASKED.mask_token)).sum())
+    total = 20 * 8 * 6
+    assert hidden + unchanged + randomized == total
+    assert hidden / total == pytest.approx(0.8, abs=0.05)
+    assert unchanged / total == pytest.approx(0.1, abs=0.04)
+    assert randomized / total == pytest.approx(0.1, abs=0.04)
+
+
+def test_a_sample_is_masked_anew_in_each_epoch(numbered: int) -> None:
+    text = Tokens(sequence=50, masked=True)  # two samples, so an epoch is one batch
+    first, second = itertools.islice(batches("stdlib_bytes", text, rank=0, world=1, batch_size=2, seed=0), 2)
+    original = [torch.where(b["labels"] != IGNORED, b["labels"], b["input_ids"]) for b in (first, second)]
+    assert sorted(original[0].tolist()) == sorted(original[1].tolist())
+    assert sorted(first["labels"].tolist()) != sorted(second["labels"].tolist())
+
+
+# ---- images
+
+
+def test_an_enlarged_digit_is_the_same_digit() -> None:
+    (small,) = take(1, "digits", Images(size=8, channels=1, classes=10), seed=2)
+    (large,) = take(1, "digits", Images(size=24, channels=3, classes=10), seed=2)
+    (flat,) = take(1, "digits", VECTORS, seed=2)
+    assert large["pixel_values"][:, 1, ::3, ::3].equal(small["pixel_values"][:, 0])
+    assert large["pixel_values"][:, 2, 2::3, 2::3].equal(small["pixel_values"][:, 0])
+    assert flat["inputs"].equal(small["pixel_values"].flatten(1))
+    assert large["labels"].equal(small["labels"])
+
+
+def test_held_out_digits_are_others_and_all_classes_are_there() -> None:
+    def epoch(held_out: bool) -> tuple[set[bytes], set[int]]:
+        stream = batches(
+            "digits", VECTORS, rank=0, world=1, batch_size=1, seed=0, held_out=held_out, epochs=1
+        )
+        pairs = [(b["inputs"].numpy().tobytes(), int(b["labels"])) for b in stream]
+        return {image for image, _ in pairs}, {label for _, label in pairs}
+
+    (train, train_labels), (held_out, held_out_labels) = epoch(False), epoch(True)
+    assert train.isdisjoint(held_out)
+    assert len(train) + len(held_out) == 1797
+    assert train_labels == held_out_labels == set(range(10))
+
+
+# ---- refusals, at the call and not at the first batch
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "options", "words"),
+    [
+        ("imagenet", TEXT, {}, "unknown data source 'imagenet'; known: stdlib_bytes, digits, synthetic"),
+        ("digits", TEXT, {}, "digits gives images"),
+        ("stdlib_bytes", PICTURES, {}, "stdlib_bytes gives tokens"),
+        ("stdlib_bytes", Tokens(8, vocabulary=100), {}, "needs a vocabulary of 256, the model has 100"),
+        ("digits", Images(8, 1, classes=5), {}, "digits has 10 classes, the model has 5"),
+        ("synthetic", TEXT, {"rank": 2}, "got rank 2 of world 2"),
+        ("synthetic", TEXT, {"batch_size": 0}, "batch_size must be at least 1"),
+        ("synthetic", TEXT, {"seed": -1}, "seed must be at least 0"),
+        ("synthetic", TEXT, {"max_bytes": 10}, "max_bytes caps stdlib_bytes"),
+        ("digits", PICTURES, {"batch_size": 900}, "1618 training samples, fewer than one global batch"),
+        ("stdlib_bytes", TEXT, {"max_bytes": 65}, "has 2 training samples"),
+    ],
+)
+def test_what_cannot_be_given_is_refused_with_a_reason(
+    name: str, inputs: Inputs, options: dict[str, int], words: str
+) -> None:
+    wanted = {"rank": 0, "world": 2, "batch_size": 4, "seed": 0, **options}
+    with pytest.raises(ValueError, match=words):
+        batches(name, inputs, **wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"sequence": 0}, {"sequence": 4, "vocabulary": 1}])
+def test_impossible_inputs_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least"):
+        Tokens(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,339 @@
+"""Models are built from numbers alone, have the published sizes, and every parameter of them is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from experiments.tasks.data import IGNORED, batches
+from experiments.tasks.models import NAMES, Task, build, cross_entropy, defaults
+
+SMALL: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2-tiny", {}),
+    ("gpt2-tiny", {"tie": False}),
+    ("gpt2-tiny", {"checkpointing": True}),
+    ("bert-tiny", {}),
+    ("bert-tiny", {"tie": False}),
+    ("bert-tiny", {"checkpointing": True}),
+    ("resnet-tiny", {}),
+    ("mlp", {"depth": 3, "width": 16}),
+]
+small = pytest.mark.parametrize(("name", "options"), SMALL)
+
+
+@pytest.fixture(autouse=True)
+def one_intra_op_thread() -> Iterator[None]:
+    """Sums are split over threads: only with one of them are two runs bitwise equal on any machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_meta(name: str, **options: Any) -> Task:
+    with torch.device("meta"):
+        return build(name, **options)
+
+
+def elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def blocks(task: Task) -> list[nn.Module]:
+    return [module for module in task.model.modules() if type(module).__name__ in task.block_classes]
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "in_blocks", "total"),
+    [
+        # 12 (12 d² + 13 d) with d = 768; then byte and position embeddings and the last norm.
+        ("gpt2-small", 12, 85_054_464, 85_054_464 + (256 + 1024 + 2) * 768),
+        # The same blocks. 257 bytes, 512 positions, 2 segments, a norm; the head: d² + d, a norm, 257 biases.
+        ("bert-base", 12, 85_054_464, 85_054_464 + (257 + 512 + 2 + 2) * 768 + 768 * 768 + 3 * 768 + 257),
+        # What torchvision and the paper give for these two: 25.56 M and 60.19 M.
+        ("resnet50", 16, 25_557_032 - 9_536 - 2_049_000, 25_557_032),
+        ("resnet152", 50, 60_192_808 - 9_536 - 2_049_000, 60_192_808),
+    ],
+)
+def test_real_shapes_have_the_published_number_of_parameters(
+    name: str, count: int, in_blocks: int, total: int
+) -> None:
+    task = on_meta(name)
+    assert len(blocks(task)) == count
+    assert sum(map(elements, blocks(task))) == in_blocks
+    assert elements(task.model) == total
+
+
+def test_a_plain_family_name_is_its_real_shape() -> None:
+    assert defaults("gpt2") == defaults("gpt2-small")
+    assert defaults("bert") == defaults("bert-base")
+    assert defaults("gpt2-small")["tie"] is True
+
+
+def test_options_change_the_numbers_they_name() -> None:
+    task = on_meta("gpt2-small", layers=3, width=32, heads=2, sequence=16)
+    assert [elements(block) for block in blocks(task)] == [12 * 32**2 + 13 * 32] * 3
+    assert task.inputs.sequence == 16  # type: ignore[union-attr]
+    narrow = on_meta("resnet152", width_divisor=16, depths=(1, 2, 1, 1), classes=7)
+    assert len(blocks(narrow)) == 5
+    assert narrow.model.classifier[1].weight.shape == (7, 2048 // 16)  # type: ignore[index,union-attr]
+    hidden = 5 * 5 + 5
+    assert elements(on_meta("mlp", depth=4, width=5, image=2, channels=3, classes=2).model) == (
+        (12 * 5 + 5) + 2 * hidden + (5 * 2 + 2)
+    )
+
+
+# ---- what training needs
+
+
+@small
+def test_every_parameter_gets_a_gradient(name: str, options: dict[str, Any]) -> None:
+    task = build(name, **options)
+    loss = task.loss(task.model, task.example_batch(4))
+    assert loss.shape == () and torch.isfinite(loss)
+    loss.backward()
+    without = [key for key, p in task.model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+@small
+def test_a_parameter_is_only_used_inside_the_forward_of_a_module_that_owns_it(
+    name: str, options: dict[str, Any]
+) -> None:
+    """What gathers parameters in module hooks relies on this."""
+    task = build(name, **options)
+    owners: dict[int, set[str]] = {}
+    for path, module in task.model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(path)
+    used: set[int] = set()
+    running: list[str] = []
+    strays: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for value in (*args, *(kwargs or {}).values()):
+                # Reading `.shape` or `.dtype` of a released parameter is harmless; computing with it is not.
+                if isinstance(value, nn.Parameter) and getattr(func, "__name__", "") != "__get__":
+                    used.add(id(value))
+                    if not owners[id(value)] & set(running):
+                        strays.append(f"{func} in {running[-1:]} uses a parameter of {owners[id(value)]}")
+            return func(*args, **(kwargs or {}))
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        running.append(path)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        running.pop()
+
+    for path, module in task.model.named_modules():
+        module.register_forward_pre_hook(partial(enter, path))
+        module.register_forward_hook(leave)
+    with Watch():
+        task.loss(task.model, task.example_batch(2))
+    assert strays == []
+    assert used == set(owners)
+
+
+@small
+def test_two_identical_runs_are_bitwise_equal(name: str, options: dict[str, Any]) -> None:
+    def train() -> tuple[list[Tensor], dict[str, Tensor]]:
+        task = build(name, seed=3, **options)
+        optimizer = torch.optim.Adam(task.model.parameters(), lr=1e-3)
+        losses = []
+        for step in range(2):
+            optimizer.zero_grad()
+            losses.append(task.loss(task.model, task.example_batch(4, seed=step)))
+            losses[-1].backward()
+            optimizer.step()
+        return losses, task.model.state_dict()
+
+    (losses, weights), (losses_again, weights_again) = train(), train()
+    assert all(a.equal(b) for a, b in zip(losses, losses_again, strict=True))
+    assert all(weights[key].equal(weights_again[key]) for key in weights)
+
+
+def test_byte_zero_is_a_byte_and_not_padding() -> None:
+    embedding = build("bert-tiny", tie=False).model.get_submodule("bert.embeddings.word_embeddings")
+    assert isinstance(embedding, nn.Embedding)
+    embedding(torch.tensor([0, 1])).sum().backward()
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad[:3].sum(dim=1).tolist() == [64.0, 64.0, 0.0]
+
+
+def test_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    first, other = build("gpt2-tiny", seed=1), build("gpt2-tiny", seed=2)
+    assert torch.rand(3).equal(expected)
+    torch.manual_seed(99)
+    again = build("gpt2-tiny", seed=1)
+    assert all(p.equal(q) for p, q in zip(first.model.parameters(), again.model.parameters(), strict=True))
+    assert not all(
+        p.equal(q) for p, q in zip(first.model.parameters(), other.model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "embedding", "head"),
+    [
+        ("gpt2-tiny", "transformer.wte", "lm_head"),
+        ("bert-tiny", "bert.embeddings.word_embeddings", "cls.predictions.decoder"),
+    ],
+)
+def test_tying_is_real(name: str, embedding: str, head: str) -> None:
+    tied = build(name).model
+    assert tied.get_submodule(embedding).weight is tied.get_submodule(head).weight
+    untied = build(name, tie=False).model
+    assert untied.get_submodule(embedding).weight is not untied.get_submodule(head).weight
+    weight = untied.get_submodule(head).weight
+    assert isinstance(weight, Tensor)
+    assert elements(untied) - elements(tied) == weight.numel()
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "bert-tiny"])
+def test_checkpointing_changes_no_gradient(name: str) -> None:
+    def gradients(checkpointing: bool) -> list[Tensor | None]:
+        task = build(name, seed=5, checkpointing=checkpointing)
+        task.loss(task.model, task.example_batch(2)).backward()
+        return [parameter.grad for parameter in task.model.parameters()]
+
+    def saved(checkpointing: bool) -> int:
+        task = build(name, seed=5, checkpointing=checkpointing)
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            task.loss(task.model, task.example_batch(2))
+        return sum(sizes)
+
+    for plain, recomputed in zip(gradients(False), gradients(True), strict=True):
+        assert plain is not None and recomputed is not None and plain.equal(recomputed)
+    assert saved(True) < saved(False) / 2
+
+
+def test_dropout_is_off_unless_asked_for() -> None:
+    def two_losses(dropout: float) -> tuple[float, float]:
+        task = build("gpt2-tiny", dropout=dropout)
+        batch = task.example_batch(2)
+        return task.loss(task.model, batch).item(), task.loss(task.model, batch).item()
+
+    first, second = two_losses(0.0)
+    assert first == second
+    first, second = two_losses(0.3)
+    assert first != second
+
+
+# ---- losses
+
+
+def test_loss_is_the_mean_over_labelled_positions_only() -> None:
+    class Fixed(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs
+
+    logits = torch.tensor([[[0.0, 0.0], [9.0, -9.0], [0.0, 0.0]]])
+    labels = torch.tensor([[0, IGNORED, 1]])
+    loss = cross_entropy(Fixed(), {"inputs": logits, "labels": labels})
+    assert loss.item() == pytest.approx(0.6931471805599453)  # ln 2: the certain middle position has no say
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "bert-tiny", "resnet-tiny"])
+def test_a_float64_model_has_a_float64_loss_and_bfloat16_a_float32_one(name: str) -> None:
+    task = build(name)
+
+    def loss_in(dtype: torch.dtype) -> Tensor:
+        batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in task.example_batch(2).items()}
+        return task.loss(task.model.to(dtype), batch)
+
+    loss = loss_in(torch.float64)
+    assert loss.dtype == torch.float64
+    assert loss.item() != loss.float().item(), "a loss that float32 can hold was rounded on the way"
+    assert loss_in(torch.bfloat16).dtype == torch.float32
+
+
+def test_causal_attention_sees_no_future() -> None:
+    task = build("gpt2-tiny")
+    batch = task.example_batch(1)
+    changed = batch["input_ids"].clone()
+    changed[0, 40:] = (changed[0, 40:] + 1) % 256
+    before = task.model(input_ids=batch["input_ids"]).logits
+    after = task.model(input_ids=changed).logits
+    assert before[0, :40].equal(after[0, :40])
+    assert not before[0, 40:].equal(after[0, 40:])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "source", "to"),
+    [
+        ("gpt2-tiny", {"sequence": 32}, "stdlib_bytes", 4.3),
+        ("bert-tiny", {"sequence": 32}, "stdlib_bytes", 4.6),
+        ("resnet-tiny", {}, "digits", 1.6),
+        ("mlp", {"depth": 2, "width": 64}, "digits", 1.0),
+    ],
+)
+def test_loss_falls_on_real_data(name: str, options: dict[str, Any], source: str, to: float) -> None:
+    task = build(name, seed=0, **options)
+    optimizer = torch.optim.Adam(task.model.parameters(), lr=3e-3)
+    losses = []
+    stream = batches(source, task.inputs, rank=0, world=1, batch_size=32, seed=0)
+    for batch, _ in zip(stream, range(30), strict=False):
+        optimizer.zero_grad()
+        loss = task.loss(task.model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    start = 5.2 if source == "stdlib_bytes" else 2.0  # about ln 256 and ln 10: nothing is known yet
+    assert losses[0] > start
+    assert sum(losses[-5:]) / 5 < to
+
+
+# ---- refusals
+
+
+def test_an_unknown_name_is_one_clear_error() -> None:
+    with pytest.raises(ValueError, match=r"unknown model 'gpt3'; known: gpt2, .*resnet152.*mlp"):
+        build("gpt3")
+
+
+def test_an_unknown_option_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"model mlp has no option heads; its options: depth, width,"):
+        build("mlp", heads=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gpt2-tiny", {"heads": 5}, "width=64 is not a multiple of heads=5"),
+        ("gpt2-tiny", {"layers": 0}, "layers must be at least 1"),
+        ("bert-tiny", {"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
+        ("bert-tiny", {"sequence": 0}, "sequence must be at least 1"),
+        ("resnet50", {"depths": (1, 2)}, "depths and hidden_sizes must be of one length"),
+        ("resnet50", {"width_divisor": 3}, "width_divisor=3 does not divide stem=64"),
+        ("resnet50", {"hidden_sizes": (6, 8, 8, 8)}, "hidden_sizes must be multiples of 4"),
+        ("mlp", {"classes": 1}, "classes must be at least 2"),
+    ],
+)
+def test_a_value_that_gives_no_model_is_refused_with_its_name(
+    name: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"model {name}: .*{words}"):
+        build(name, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_builds_and_names_classes_that_exist(name: str) -> None:
+    assert blocks(on_meta(name))

@@ -1,0 +1,243 @@
+"""Hooks: in which order the slots of real models come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mdcs.model.hooks import Hooks
+from mdcs.model.units import ByClass, ByLeaf, ModelUnit, WrapPolicy, partition
+
+
+class Log:
+    """What a listener is told: ``a(`` and ``)`` around a forward, ``a*`` backward, ``a+`` a gradient, ``a~``
+    recomputed, ``end``."""
+
+    def __init__(self, units: list[ModelUnit]) -> None:
+        self.units, self.events = units, list[str]()
+
+    def name(self, unit: int) -> str:
+        return self.units[unit].name
+
+    def forward_begin(self, unit: int) -> None:
+        self.events.append(f"{self.name(unit)}(")
+
+    def forward_end(self, unit: int) -> None:
+        self.events.append(")")
+
+    def backward_begin(self, unit: int) -> None:
+        self.events.append(f"{self.name(unit)}*")
+
+    def recomputed(self, unit: int) -> None:
+        self.events.append(f"{self.name(unit)}~")
+
+    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
+        assert self.units[unit].parameters[index][1] is parameter
+        assert parameter.grad is not None
+        self.events.append(f"{self.name(unit)}+")
+
+    def backward_end(self) -> None:
+        self.events.append("end")
+
+    def take(self) -> str:
+        events, self.events = self.events, []
+        return " ".join(events)
+
+
+def hooked(model: nn.Module, policy: WrapPolicy | None = None) -> tuple[Log, Hooks]:
+    units = partition(model, policy or ByLeaf())
+    log = Log(units)
+    return log, Hooks(units, log)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(3, 3, bias=False)
+
+
+class Net(nn.Module):
+    """Modules a, b, c, called in the order of ``calls``."""
+
+    def __init__(self, calls: str, **modules: nn.Module) -> None:
+        super().__init__()
+        self.calls = calls
+        for name in sorted({*calls}):
+            self.add_module(name, modules.get(name) or linear())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.calls:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.ones(2, 3)).square().sum()
+
+
+def test_a_chain_runs_forward_and_back() -> None:
+    model = Net("abc")
+    log, _ = hooked(model)
+    loss = loss_of(model)
+    assert log.take() == "a( ) b( ) c( )"
+    loss.backward()
+    assert log.take() == "c* c+ b* b+ a* a+ end"
+
+
+def test_a_module_called_twice_has_two_slots_and_one_gradient() -> None:
+    model = Net("aba")
+    log, _ = hooked(model)
+    loss_of(model).backward()
+    assert log.take() == "a( ) b( ) a( ) a* b* b+ a* a+ end"
+
+
+def test_tied_modules_are_uses_of_one_unit() -> None:
+    a, c = linear(), linear()
+    c.weight = a.weight
+    model = Net("abc", a=a, c=c)
+    log, _ = hooked(model)
+    loss_of(model).backward()
+    assert log.take() == "a+c( ) b( ) a+c( ) a+c* b* b+ a+c* a+c+ end"
+
+
+class Block(nn.Module):
+    """A parameter of its own, used before and after the layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(3)), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x * self.scale) * self.scale
+        return result
+
+
+def test_a_nested_unit_runs_inside_the_outer_one() -> None:
+    model = Net("ab", a=Block())
+    log, _ = hooked(model)
+    loss_of(model).backward()
+    assert log.take() == "a( a.layer( ) ) b( ) b* b+ a* a.layer* a.layer+ a+ end"
+
+
+def test_wrapped_blocks_are_one_slot() -> None:
+    model = Net("ab", a=Block(), b=Block())
+    log, _ = hooked(model, ByClass(("Block",)))
+    loss_of(model).backward()
+    assert log.take() == "a( ) b( ) b* b+ b+ a* a+ a+ end"
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Block(), Block(), linear()
+
+    def forward(self, x: Tensor) -> Any:
+        x = checkpoint(self.a, x, use_reentrant=False)
+        x = checkpoint(self.b, x, use_reentrant=False)
+        return self.c(x)
+
+
+def test_a_recomputed_forward_is_part_of_the_backward_slot_it_runs_in() -> None:
+    model = Checkpointed()
+    log, _ = hooked(model, ByClass(("Block",)))
+    loss = loss_of(model)
+    assert log.take() == "a( ) b( ) c( )"
+    loss.backward()
+    assert log.take() == "c* c+ b* b~ b+ b+ a* a~ a+ a+ end"
+    log, _ = hooked(model)
+    loss_of(model).backward()
+    inner = log.take()
+    assert inner.startswith("a( a.layer( ) ) b( b.layer( ) ) c( ) c* c+ b* b~ b.layer~ ")
+    assert inner.count("(") == 5 and inner.count("*") == 5  # the layers inside have their backward slots, too
+
+
+def test_frozen_units_have_slots_but_no_gradient() -> None:
+    model = Net("abc")
+    model.get_submodule("a").requires_grad_(False)
+    model.get_submodule("c").requires_grad_(False)
+    log, _ = hooked(model)
+    loss_of(model).backward()
+    assert log.take() == "a( ) b( ) c( ) c* b* b+ end"  # no gradient flows through a
+
+
+def test_every_backward_pass_ends() -> None:
+    model = Net("ab")
+    log, _ = hooked(model)
+    for _step in range(2):
+        loss_of(model).backward()
+        assert log.take() == "a( ) b( ) b* b+ a* a+ end"
+    first, second = loss_of(model), loss_of(model)
+    (first + second).backward()
+    assert log.take() == "a( ) b( ) a( ) b( ) b* a* b* b+ a* a+ end"
+
+
+def test_forward_passes_without_gradients_are_no_slots() -> None:
+    model = Net("ab")
+    log, hooks = hooked(model)
+    with torch.no_grad():
+        loss_of(model)
+    assert log.take() == ""
+    assert not hooks.in_backward
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"one": x * self.weight, "more": [x + self.weight, (x - self.weight, "text")]}
+
+
+def test_an_output_of_several_tensors_begins_one_backward_slot() -> None:
+    model = Two()
+    log, _ = hooked(model)
+    out = model(torch.ones(2, 3))
+    (out["one"].sum() + out["more"][0].sum() + out["more"][1][0].sum()).backward()
+    assert log.take() == "model( ) model* model+ end"
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("out of luck")
+
+
+def test_a_backward_that_raised_does_not_disturb_the_next() -> None:
+    model = Net("ab")
+    log, hooks = hooked(model)
+    x: Tensor = model.get_submodule("b")(Fails.apply(model.get_submodule("a")(torch.ones(2, 3))))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        x.sum().backward()
+    assert log.take() == "a( ) b( ) b* b+"
+    assert not hooks.in_backward
+    loss_of(model).backward()
+    assert log.take() == "a( ) b( ) b* b+ a* a+ end"
+
+
+def test_removed_hooks_are_silent() -> None:
+    model = Net("ab")
+    log, hooks = hooked(model)
+    loss = loss_of(model)
+    log.take()
+    hooks.remove()
+    loss_of(model).backward()
+    assert log.take() == ""
+    del loss, hooks
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_hooks_know_when_they_run_inside_backward() -> None:
+    model = Net("a")
+    _, hooks = hooked(model)
+    seen = []
+    model.get_submodule("a").weight.register_hook(lambda _: seen.append(hooks.in_backward))  # type: ignore[union-attr]
+    loss_of(model).backward()
+    assert seen == [True]
+    assert not hooks.in_backward

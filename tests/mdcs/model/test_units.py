@@ -1,0 +1,211 @@
+"""Units of a live model: wrap policies, tied and frozen parameters, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, WrapPolicy, partition
+
+
+class Block(nn.Module):
+    """84 parameters: 40, 36 and 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+
+class Model(nn.Module):
+    """Two blocks, a head of 10 parameters and one parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+class Language(nn.Module):
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(10, 4), Block(), nn.Linear(4, 10, bias=True)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+
+def named(units: list[ModelUnit]) -> dict[str, str]:
+    """Unit → its parameters, what they have in common left out."""
+    return {u.name: " ".join(n for n, _ in u.parameters) for u in units}
+
+
+def sizes(units: list[ModelUnit]) -> dict[str, int]:
+    return {u.name: u.numel for u in units}
+
+
+# ---- policies
+
+
+def test_by_leaf_every_module_that_owns_parameters_is_a_unit() -> None:
+    assert sizes(partition(Model(), ByLeaf())) == {
+        "model": 4,
+        "blocks.0.up": 40, "blocks.0.down": 36, "blocks.0.norm": 8,
+        "blocks.1.up": 40, "blocks.1.down": 36, "blocks.1.norm": 8,
+        "head": 10,
+    }  # fmt: skip
+
+
+def test_by_class_blocks_are_units_and_the_rest_is_by_leaf() -> None:
+    units = partition(Model(), ByClass(("Block",)))
+    assert sizes(units) == {"model": 4, "blocks.0": 84, "blocks.1": 84, "head": 10}
+    assert named(units)["blocks.1"].split()[::3] == ["blocks.1.up.weight", "blocks.1.down.bias"]
+
+
+def test_where_units_nest_the_innermost_owns() -> None:
+    units = partition(Model(), ByClass(("Block", "LayerNorm")))
+    assert sizes(units) == {
+        "model": 4, "blocks.0": 76, "blocks.0.norm": 8, "blocks.1": 76, "blocks.1.norm": 8, "head": 10,
+    }  # fmt: skip
+
+
+def test_a_class_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="no module of class Layer or Decoder in Model"):
+        partition(Model(), ByClass(("Layer", "Decoder")))
+
+
+@pytest.mark.parametrize(
+    ("min_params", "expected"),
+    [
+        (84, {"blocks.0": 84, "blocks.1": 84}),
+        (85, {"model": 182}),  # no block is large enough, both together are
+        (37, {"blocks.0.up": 40, "blocks.0": 44, "blocks.1.up": 40, "blocks.1": 44}),  # what is left of a block, too
+        (36, {"blocks.0.up": 40, "blocks.0.down": 36, "blocks.1.up": 40, "blocks.1.down": 36}),
+        (10**6, {}),
+    ],
+)
+def test_by_size_the_smallest_modules_that_are_large_enough_are_units(min_params: int, expected: dict[str, int]) -> None:
+    policy = BySize(min_params)
+    units = sizes(partition(Model(), policy))
+    assert expected.items() <= units.items()
+    assert {name or "model" for name in policy.roots(Model())} == expected.keys()
+    assert sum(units.values()) == 182
+
+
+def test_by_size_leaves_the_model_as_it_is() -> None:
+    model = Model()
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    BySize(36).roots(model)
+    assert dict(model.named_modules()) == modules
+    assert all(p is parameters[n] for n, p in model.named_parameters())
+
+
+def test_by_size_cannot_wrap_inside_a_module_that_is_in_two_places() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = Block()
+            self.first, self.second = nn.Sequential(block), nn.Sequential(block)
+
+    assert BySize(84).roots(Twice()) >= {"first.0"}
+    with pytest.raises(UnsupportedModel, match="second.0: is in several places, .* wrap by class"):
+        BySize(36).roots(Twice())
+    assert sizes(partition(Twice(), ByClass(("Block",)))) == {"first.0": 84}
+
+
+# ---- tied, shared, frozen
+
+
+def test_tied_parameters_are_one_unit_of_both_modules() -> None:
+    model = Language()
+    units = {u.name: u for u in partition(model, ByClass(("Block",)))}
+    assert sizes(list(units.values())) == {"embedding+head": 40, "block": 84, "head": 10}
+    assert units["embedding+head"].modules == (model.embedding, model.head)
+    assert named([units["embedding+head"]]) == {"embedding+head": "embedding.weight"}
+    assert named([units["head"]]) == {"head": "head.bias"}  # what is not tied stays
+
+
+def test_parameters_tied_inside_one_block_are_a_unit_of_their_own() -> None:
+    model = Model()
+    model.blocks[0].norm.weight = model.blocks[1].norm.weight  # type: ignore[assignment]
+    units = partition(model, ByClass(("Block",)))
+    assert sizes(units) == {"model": 4, "blocks.0": 80, "blocks.0.norm+blocks.1.norm": 4, "blocks.1": 80, "head": 10}
+
+
+def test_one_module_under_two_names_is_not_tied() -> None:
+    block = Block()
+    model = nn.Sequential(block, nn.Linear(4, 4), block)
+    units = partition(model, ByClass(("Block",)))
+    assert sizes(units) == {"0": 84, "1": 20}
+    assert units[0].modules == (block,)
+
+
+def test_frozen_parameters_are_split_off() -> None:
+    model = Model()
+    for p in (model.blocks[0].up.weight, model.blocks[0].up.bias):
+        p.requires_grad_(False)
+    model.head.requires_grad_(False)
+    units = {u.name: u for u in partition(model, ByClass(("Block",)))}
+    assert {n: (u.numel, u.trainable) for n, u in units.items()} == {
+        "model": (4, True),
+        "blocks.0": (44, True),
+        "blocks.0[frozen]": (40, False),
+        "blocks.1": (84, True),
+        "head": (10, False),  # all of it: no need to say so
+    }
+    assert units["blocks.0"].modules == units["blocks.0[frozen]"].modules == (model.blocks[0],)
+
+
+@pytest.mark.parametrize("policy", [ByLeaf(), ByClass(("Block",)), BySize(30), BySize(84), BySize(1)])
+@pytest.mark.parametrize("make", [Model, Language])
+def test_every_parameter_is_in_exactly_one_unit(make: Any, policy: WrapPolicy) -> None:
+    model = make()
+    held = Counter(p for u in partition(model, policy) for _, p in u.parameters)
+    assert held == Counter(model.parameters())
+
+
+# ---- refused
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.eye(2).to_sparse())
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 2, sparse=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Halves, r"unit model mixes parameters of .*bfloat16.*float32.*: wrap them apart"),
+        (Whole, "table: torch.int64 parameters are not supported"),
+        (Sparse, "table: torch.sparse_coo parameters are not supported"),
+        (Lookup, "words.weight: sparse gradients are not supported"),
+        (lambda: nn.Sequential(nn.Linear(2, 2, device="meta")), "0.weight: is on the meta device; materialise"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), "the model has no trainable parameter"),
+        (lambda: nn.ReLU(), "the model has no trainable parameter"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        partition(make(), ByLeaf())

@@ -1,0 +1,136 @@
+"""Plans that a solver decides: within the budget, no worse than what they start from, and always with their outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+
+import mdcs
+from mdcs.plan.ledger import check, peak
+from mdcs.plan.messages import Plan, Strategy
+from mdcs.planner.bounds import bounds_of, ideal_ddp_s
+from mdcs.planner.ilp import slot_planner
+from mdcs.planner.ilp.joint import Joint
+from mdcs.planner.ilp.memory_aware import MemoryAware
+from mdcs.planner.schedulers import SCHEDULERS
+from mdcs.planner.strategies import InfeasibleBudget, Judge
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.contents import Contention, Optimizer
+from mdcs.simulator.simulate import replay
+from tests.mdcs.planner.test_every_plan import job
+from tests.mdcs.profiles import chain, link
+
+
+def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> float:
+    plans = [
+        mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget, schedule_share=share, **options)  # type: ignore[arg-type]
+        for name in ("priority", "dear", "wfbp", "sequential")
+        for share in (0.0, 0.5)
+    ]
+    return min(plan.prediction.step_s for plan in plans if plan.prediction)
+
+
+@pytest.mark.parametrize(("micro_steps", "cross_iteration"), [(1, True), (2, True), (1, False)])
+@pytest.mark.parametrize("seed", range(3))
+def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps: int, cross_iteration: bool) -> None:
+    profile = job(seed)
+    options = {"micro_steps": micro_steps, "cross_iteration": cross_iteration}
+    budget = int(mdcs.floor_bytes(profile, **options) * 1.15) + 64
+    plan = mdcs.make_plan(profile, Joint(), budget=budget, reserve=64, micro_steps=micro_steps, cross_iteration=cross_iteration)
+    assert plan.budget == budget and plan.prediction is not None and plan.prediction.peak_bytes <= budget
+    check(plan)
+    assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).outcome == plan.outcome
+    assert plan.prediction.step_s <= best_heuristic(profile, budget, reserve=64, **options) * (1 + 1e-9)
+    assert (plan.strategy, plan.scheduler) == ("joint", "joint")
+    assert plan.outcome.startswith(("optimal", "best heuristic"))
+    assert plan.bound_s is not None and plan.bound_s <= plan.prediction.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.6])
+def test_memory_aware_keeps_its_share_and_beats_the_heuristics(share: float | None) -> None:
+    profile = job(4)
+    budget = int(mdcs.floor_bytes(profile) * 1.2)
+    plan = mdcs.make_plan(profile, Greedy(), MemoryAware(), budget=budget, schedule_share=share)
+    assert plan.prediction is not None and plan.prediction.peak_bytes <= (plan.budget or 0) <= budget
+    if share is not None:
+        alone = Judge(profile, None).peak(plan.strategies)
+        assert plan.prediction.peak_bytes - alone <= share * (budget - mdcs.floor_bytes(profile)) + 1
+    for name in ("priority", "dear", "wfbp", "sequential"):
+        other = mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget, schedule_share=share)
+        assert other.prediction is not None and plan.prediction.step_s <= other.prediction.step_s * (1 + 1e-9)
+    assert plan.outcome.startswith("schedule ") and plan.scheduler == "memory_aware"
+
+
+def test_without_a_budget_too() -> None:
+    plan = mdcs.make_plan(job(2), Uniform("fsdp"), MemoryAware())
+    assert plan.budget is None and plan.outcome.startswith(("schedule optimal", "schedule best heuristic"))
+
+
+def test_the_schedule_is_made_of_fused_or_partitioned_messages_of_real_blocks() -> None:
+    profile = dataclasses.replace(job(3), link=dataclasses.replace(job(3).link, block=400))
+    plan = mdcs.make_plan(profile, Uniform("zero1"), MemoryAware())
+    assert max(len(blocks) for blocks in plan.blocks) > 1
+
+
+def test_a_solver_that_gives_nothing_is_said_and_the_best_heuristic_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
+    profile = job(1)
+    budget = int(mdcs.floor_bytes(profile) * 1.2)
+    plan = mdcs.make_plan(profile, Joint(), budget=budget)
+    assert plan.outcome.startswith("best heuristic (") and "the solver failed" in plan.outcome
+    assert plan.bound_s is None
+    with pytest.raises(mdcs.PlanError, match="joint: no plan was found: the solver failed"):
+        mdcs.make_plan(profile, Joint(heuristics=False), budget=budget)
+
+
+def test_a_budget_below_the_floor_names_the_floor() -> None:
+    floor = mdcs.floor_bytes(job(0))
+    with pytest.raises(InfeasibleBudget, match=f"the smallest feasible budget is {floor} bytes"):
+        mdcs.make_plan(job(0), Joint(), budget=floor - 1)
+    mdcs.make_plan(job(0), Joint(), budget=floor)
+
+
+def test_joint_takes_no_scheduler_and_no_share() -> None:
+    with pytest.raises(ValueError, match="strategy joint decides the schedule"):
+        mdcs.make_plan(job(0), Joint(), SCHEDULERS["wfbp"]())
+    with pytest.raises(ValueError, match="strategy greedy needs a scheduler"):
+        mdcs.make_plan(job(0), Greedy())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_are_below_every_plan_and_in_order(seed: int) -> None:
+    profile = job(seed)
+    for budget in (None, int(mdcs.floor_bytes(profile) * 1.1)):
+        for name in ("sequential", "priority", "fusion"):
+            plan = mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget)
+            bounds = bounds_of(plan)
+            assert plan.prediction is not None
+            assert plan.prediction.compute_s * (1 - 1e-6) <= bounds.traffic_s <= bounds.structural_s
+            assert bounds.structural_s <= plan.prediction.step_s * (1 + 1e-6)
+
+
+def test_an_ideal_ddp_waits_for_nothing_but_the_link_and_the_update() -> None:
+    update = Optimizer(seconds_per_element=1 / 64)
+    slow = Contention(compute_per_message=1.0, dispatch_seconds=1.0)
+    profile = replace(chain(64, 64, 64, link=link(1 / 64, alpha=0.5), optimizer=update), contention=slow)
+    # All are 256 bytes, 4 s on the link. 2 s until the first gradients, 12 s of messages, 3 s of updates, 3 s of forward.
+    assert ideal_ddp_s(profile) == pytest.approx(2 + 12 + 3 + 3)
+    assert ideal_ddp_s(replace(profile, link=link(0.0))) == pytest.approx(6 + 3 + 3)
+    assert ideal_ddp_s(profile, micro_steps=2) == pytest.approx(9 + 2 + 12 + 3 + 3)
+
+
+def test_of_schedules_as_fast_the_leanest() -> None:
+    """Gathers are issued later and reductions earlier as long as the step takes no longer."""
+    saved = 0
+    for seed in range(4):
+        judge = Judge(job(seed), None)
+        plan = SCHEDULERS["priority"]().schedule(judge.mix([Strategy.fsdp] * len(judge.profile.units)))
+        step_s = replay(plan).period_s
+        leaner = slot_planner._leanest(plan, step_s, judge.floor, float("inf"))
+        assert replay(leaner).period_s <= step_s * (1 + 1e-6) and leaner.budget is None
+        assert peak(leaner) <= peak(plan)
+        saved += peak(plan) - peak(leaner)
+    assert saved > 0

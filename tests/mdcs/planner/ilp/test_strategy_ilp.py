@@ -1,0 +1,100 @@
+"""The strategy ILP: its memory rows are the ledger's, its answer is the optimum, and it says when it has none."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from mdcs.plan.messages import Strategy
+from mdcs.planner.ilp.strategy_ilp import Ilp, memory_rows
+from mdcs.planner.judge import InfeasibleBudget, Judge
+from mdcs.planner.strategies.greedy import Greedy, seconds
+from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.link import Link
+
+KINDS = list(Strategy)
+
+
+def chain(rng: random.Random, layers: int, world: int) -> Profile:
+    """A chain of units with random sizes, times and activations; some are frozen."""
+    units = tuple(
+        Unit(f"u{i}", (rng.randint(10, 3000),), i == 0 or rng.random() < 0.8, (i, i), (layers - 1 - i,) * 2)
+        for i in range(layers)
+    )
+    slots, live = [], 0
+    for i in range(layers):
+        slots.append(Slot(i, "F", rng.uniform(5e-4, 2e-3), live, live + rng.randint(100, 4000)))
+        live += rng.randint(50, 2000)
+    for i in reversed(range(layers)):
+        slots.append(Slot(i, "B", rng.uniform(1e-3, 4e-3), live, live + rng.randint(100, 4000)))
+        live = live * i // (i + 1)
+    link = Link((2e-4, 1e-4, 1e-4, 1e-4), (2e-7,) * 4, 2, 4096)
+    return Profile(units, tuple(slots), world, link, Optimizer("adam", 2, 4, 2, 1e-8, 1e-5))
+
+
+def time(profile: Profile, mix: tuple[Strategy, ...]) -> float:
+    return sum(seconds(profile, u, k) for u, k in enumerate(mix))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_tightest_memory_row_of_any_mix_is_its_ledger_peak(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = chain(rng, rng.randint(1, 5), rng.choice([2, 3]))
+    judge = Judge(profile, 10**9, micro_steps=rng.choice([1, 2]))
+    rows = memory_rows(profile, judge)
+    for _ in range(25):
+        mix = [rng.choice(KINDS) for _ in profile.units]
+        slack = min(left - sum(held[u][k] for u, k in enumerate(mix)) for held, left in rows)
+        assert slack == 10**9 - judge.peak(mix)
+
+
+@pytest.mark.parametrize("solver", ["HIGHS", "CBC"])
+@pytest.mark.parametrize("cross_iteration", [True, False])
+def test_the_mix_is_the_best_of_all_that_fit(solver: str, cross_iteration: bool) -> None:
+    profile = chain(random.Random(11), 4, 2)
+    floor = Judge(profile, None, cross_iteration=cross_iteration).floor
+    judge = Judge(profile, int(floor * 1.06), cross_iteration=cross_iteration)
+    mix, outcome = Ilp(solver=solver).solve(profile, judge)
+    best = min(time(profile, m) for m in itertools.product(KINDS, repeat=4) if judge.fits(m))
+    assert judge.fits(mix)
+    assert time(profile, mix) == pytest.approx(best, rel=1e-9)
+    assert outcome == "optimal" or outcome.startswith("greedy: ")
+
+
+def test_it_beats_greedy_where_greedy_is_not_optimal() -> None:
+    profile = chain(random.Random(7), 16, 2)
+    judge = Judge(profile, int(Judge(profile, None).floor * 1.05))
+    mix, _ = Ilp().solve(profile, judge)
+    assert time(profile, mix) < time(profile, Greedy().choose(profile, judge)) * 0.999
+
+
+def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:
+    profile = chain(random.Random(3), 3, 2)
+    floor = Judge(profile, None).floor
+    with pytest.raises(InfeasibleBudget, match=f"smallest feasible budget is {floor} bytes"):
+        Ilp().choose(profile, Judge(profile, floor - 1))
+
+
+def test_an_unknown_solver_is_refused() -> None:
+    with pytest.raises(ValueError, match="HIGHS or CBC, got 'GUROBY'"):
+        Ilp(solver="GUROBY")
+
+
+def test_a_solver_that_fails_is_said_and_greedy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
+    profile = chain(random.Random(5), 3, 2)
+    judge = Judge(profile, int(Judge(profile, None).floor * 1.1))
+    mix, outcome = Ilp().solve(profile, judge)
+    assert mix == Greedy().choose(profile, judge)
+    assert outcome.startswith("greedy: the solver failed")
+
+
+def test_a_solver_that_overruns_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdcs.planner.ilp.solver._GRACE_S", -0.999)
+    profile = chain(random.Random(5), 3, 2)
+    judge = Judge(profile, int(Judge(profile, None).floor * 1.1))
+    mix, outcome = Ilp(seconds=1.0).solve(profile, judge)
+    assert mix == Greedy().choose(profile, judge)
+    assert "no answer within" in outcome

@@ -1,0 +1,139 @@
+"""The trade-off: its curve, the search for its stop point against the whole curve, and the front over budgets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from mdcs.plan.messages import Plan
+from mdcs.planner.curve import Make, Point, best, curve, front, lowest, point, search, shares
+from mdcs.planner.make import floor_bytes, make_plan
+from mdcs.planner.schedulers import Scheduler
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies import Greedy, StrategyPlanner
+from mdcs.planner.strategies.uniform import Uniform
+from tests.mdcs.planner.test_every_plan import job
+
+
+def maker(seed: int, strategy: StrategyPlanner, scheduler: Scheduler) -> tuple[Make, int]:
+    """Plans for a random job, and its floor."""
+    profile = job(seed)
+    return lambda budget, share: make_plan(
+        profile, strategy, scheduler, budget=budget, schedule_share=share
+    ), floor_bytes(profile)
+
+
+def counted(costs: list[float]) -> tuple[Callable[[int], float], list[int]]:
+    asked: list[int] = []
+
+    def cost(i: int) -> float:
+        asked.append(i)
+        return costs[i]
+
+    return cost, asked
+
+
+# ---- the search
+
+
+@pytest.mark.parametrize(
+    ("costs", "index"),
+    [
+        ([5, 4, 3, 2, 1, 2, 3, 4, 5], 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 0),
+        ([9, 8, 7, 6, 5, 4, 3, 2, 1], 8),
+        ([3, 3, 3, 2, 3, 3, 3, 3, 3], 3),
+        ([4, 4, 4, 4, 4, 4, 3, 4, 4], 6),
+        ([2, 2, 2, 2, 2, 2, 2, 2, 2], 0),  # of equal ones the first
+        ([3, 1, 1, 1, 2, 4, 4, 4, 4], 1),
+        ([float("inf")] * 8 + [1], 8),
+        ([2, 1], 1),
+    ],
+)
+def test_the_lowest_is_found(costs: list[float], index: int) -> None:
+    cost, asked = counted(costs)
+    assert lowest(cost, len(costs)) == index
+    assert len(asked) == len(set(asked)), "nothing is asked twice"
+
+
+def test_a_valley_is_found_with_few_questions() -> None:
+    for bottom in range(129):
+        cost, asked = counted([abs(i - bottom) for i in range(129)])
+        assert lowest(cost, 129) == bottom
+        assert len(asked) <= 9 + 4 * 4
+
+
+def test_of_two_valleys_the_deeper_is_found() -> None:
+    costs = [min(10 + abs(i - 10), 6 + 2 * abs(i - 50)) for i in range(65)]
+    assert lowest(counted([float(c) for c in costs])[0], 65) == 50
+
+
+def test_a_minimum_between_the_first_questions_can_be_missed() -> None:
+    costs = [3.0] * 33
+    costs[22] = 1.0
+    assert costs[lowest(counted(costs)[0], 33)] == 3.0
+    assert lowest(counted(costs)[0], 33, begin=17) == 22
+
+
+def test_the_search_finds_nearly_every_stop_point_with_fewer_plans_than_the_curve() -> None:
+    of, hits, plans = shares(17), 0, 0
+    for seed in range(30):
+        make, floor = maker(seed, Greedy(), random.Random(seed).choice([Dear(), Priority(), Wfbp()]))
+        whole = curve(make, int(floor * 1.2), of)
+        found = search(lambda _, share, whole=whole: made(whole, share), int(floor * 1.2), of)  # type: ignore[misc]
+        assert best(found).step_s <= 1.05 * best(whole).step_s
+        plans, hits = plans + len(found), hits + (best(found).step_s == best(whole).step_s)
+    assert hits >= 0.9 * 30
+    assert plans <= 0.75 * len(of) * 30
+
+
+def made(points: list[Point], share: float | None) -> Plan:
+    plan: Plan = next(p.plan for p in points if p.share == share)
+    return plan
+
+
+def test_a_share_that_nothing_fits_is_a_point_with_a_reason() -> None:
+    make, floor = maker(1, Uniform("dp"), Wfbp())
+    tight = point(make, floor, 1.0)
+    assert tight.plan is None and tight.step_s == float("inf")
+    assert "does not fit" in tight.reason
+    assert best([tight, point(make, 4 * floor, 0.0)]).plan is not None
+
+
+def test_a_curve_needs_two_shares() -> None:
+    assert shares(3) == (0.0, 0.5, 1.0)
+    with pytest.raises(ValueError, match="two shares or more, got 1"):
+        shares(1)
+
+
+# ---- the front
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_larger_budget_is_never_slower(seed: int) -> None:
+    make, floor = maker(seed, Greedy(), random.Random(seed).choice([Dear(), Priority()]))
+    points = front(make, [int(floor * (1 + i / 10)) for i in (5, 0, 1, 2, 3)], shares(5))
+    assert [p.budget for p in points] == sorted(p.budget for p in points)
+    steps = [p.step_s for p in points]
+    assert steps == sorted(steps, reverse=True)
+    for p in points:
+        assert p.plan is not None and p.plan.prediction is not None
+        assert p.plan.prediction.peak_bytes <= (p.plan.budget or 0) <= p.budget
+
+
+def test_a_plan_of_a_smaller_budget_stands_in_for_a_worse_one() -> None:
+    make, floor = maker(3, Greedy(), Wfbp())
+    small, large = floor, 2 * floor
+
+    def worse_with_more(budget: int, share: float | None) -> Plan:
+        return make_plan(job(3), Uniform("fsdp"), Sequential()) if budget == large else make(budget, share)
+
+    points = front(worse_with_more, [large, small])
+    assert points[1].plan is points[0].plan
+    assert (points[1].budget, points[1].planned_for) == (large, small)
+

@@ -1,0 +1,68 @@
+"""What a unit's strategy costs and buys, by hand for two units, and what fills the memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mdcs.plan.ledger import peak
+from mdcs.planner.explain import ScheduleChoice, binding_slot, choices, schedule_choice
+from mdcs.planner.make import with_prediction
+from mdcs.planner.schedulers import Scheduler
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.simulator.simulate import replay
+from tests.mdcs.profiles import chain, link, planned
+
+# Forward takes 1 s and backward 2 s per unit. One rank of two sends 16 bytes of a (1 s) and 32 bytes of b (2 s).
+PROFILE = chain(8, 16, link=link(1 / 16))
+
+
+def test_a_unit_is_compared_with_the_strategy_that_holds_least() -> None:
+    a, b = choices(planned(PROFILE, "zero1"), Sequential())
+    # a as fsdp: one gather more, of 1 s. It holds half of 32 bytes less when b is reduced.
+    assert (a.unit, a.bytes, a.strategy, a.instead, a.messages) == ("a", 32, "zero1", "fsdp", {"RS": 1, "AG_F": 1})
+    assert a.buys_s == pytest.approx(1.0)
+    assert a.costs_bytes == 16
+    # b is the last: freed, it would be gathered again at once, so it would be sdp.
+    assert (b.strategy, b.instead) == ("zero1", "sdp")
+    assert b.buys_s == pytest.approx(0.0)
+
+
+def test_an_fsdp_unit_is_compared_with_sdp() -> None:
+    a, b = choices(planned(PROFILE, "fsdp"), Sequential())
+    assert (a.strategy, a.instead) == ("fsdp", "sdp")
+    assert a.buys_s == pytest.approx(-1.0)
+    assert a.costs_bytes is not None and a.costs_bytes <= 0
+    assert (b.strategy, b.instead) == ("sdp", "zero1")
+
+
+@pytest.mark.parametrize("scheduler", [Sequential(), Wfbp()])
+def test_the_difference_is_that_of_two_plans(scheduler: Scheduler) -> None:
+    plan, other = (planned(PROFILE, [first, "sdp"], scheduler) for first in ("dp", "fsdp"))
+    found = choices(replace(plan, budget=10**6), scheduler)[0]
+    assert found.costs_bytes == peak(planned(PROFILE, ["dp", "sdp"])) - peak(planned(PROFILE, ["fsdp", "sdp"]))
+    assert found.buys_s == replay(other).period_s - replay(plan).period_s
+
+
+def test_the_schedule_is_compared_with_the_sequential_one() -> None:
+    assert schedule_choice(planned(PROFILE, "zero1")) == ScheduleChoice(0, 0.0)
+    found = schedule_choice(planned(PROFILE, "zero1", Wfbp()))
+    # 12 s, of which wfbp hides 2. In B:a, b's gradient (64) is still there, and its reduce-scatter: 64 received, 32 kept.
+    assert found == ScheduleChoice(replay(planned(PROFILE, "zero1", Wfbp())).peak["total"] - 96 - 64 - 64 - 32, 2.0)
+
+
+def test_a_frozen_unit_without_messages_has_a_strategy_to_compare_with_too() -> None:
+    frozen = choices(planned(chain(8, 16, 8, frozen=[1], link=link(1 / 16)), "dp"), Sequential())[1]
+    assert (frozen.messages, frozen.instead) == ({}, "fsdp")
+
+
+def test_the_binding_slot_is_where_the_sum_is_highest() -> None:
+    found = binding_slot(planned(PROFILE, "zero1"))
+    # In the backward of b: parameters 96, b's gradient 64; reduced in B:a: 64, and 64 received, 32 kept.
+    assert found.slot in ("B:b", "B:a")
+    assert found.bytes <= sum(found.memory.values())
+    prediction = with_prediction(planned(PROFILE, "zero1")).prediction
+    assert prediction is not None and found.bytes == prediction.peak_bytes
+    assert found.memory["parameters"] == 96

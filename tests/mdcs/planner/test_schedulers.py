@@ -1,0 +1,483 @@
+"""Schedulers: what each promises, by hand, against brute force, and for random jobs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from mdcs.plan.messages import Message, Op, Plan, PlanError, Strategy
+from mdcs.plan.mix import Draft
+from mdcs.planner.make import sent_bytes
+from mdcs.planner.schedulers import SCHEDULERS, Mix, Scheduler
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.fusion import Fusion, MgWfbp, fuse_neighbours, optimal_merge
+from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp, in_ready_order
+from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.profile.contents import Contention, Optimizer, Profile, Unit
+from mdcs.profile.link import Kind, Link
+from mdcs.simulator.simulate import replay
+from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds, tied
+
+AR, RS, AG_F, AG_B = Kind
+dp, zero1, sdp, fsdp = Strategy
+
+
+def listed(plan: Plan, kind: Kind | None = None) -> list[tuple[str, int]]:
+    """(kind and units, issue slot) of all messages, or of one kind."""
+    names = [u.name for u in plan.profile.units]
+    return [
+        (f"{m.kind} {'+'.join(names[u] for u, _ in m.parts)}", m.slot) for m in plan.messages if kind is None or m.kind is kind
+    ]
+
+
+def step_s(plan: Plan) -> float:
+    return replay(plan).period_s
+
+
+# ---- the mix
+
+
+def test_a_unit_that_is_needed_again_at_once_is_not_freed() -> None:
+    assert Mix(chain(8, 8, 8), (fsdp,) * 3).strategies == (fsdp, fsdp, sdp)
+    assert Mix(tied(8, 8, 8), (fsdp,) * 3).strategies == (sdp, fsdp, fsdp)
+    plain = chain(8, 8, 8)
+    forward_only = Unit("a", (8,), False, (0, 0), None)
+    without = replace(plain, units=(forward_only, *plain.units[1:]), slots=plain.slots[:-1])
+    assert Mix(without, (fsdp,) * 3).strategies == (sdp, fsdp, sdp)
+
+
+def test_a_mix_has_a_strategy_for_every_unit_and_a_micro_step() -> None:
+    with pytest.raises(PlanError, match="2 strategies for 3 units"):
+        Mix(chain(8, 8, 8), (dp, dp))
+    with pytest.raises(PlanError, match="micro_steps must be >= 1, got 0"):
+        Mix(chain(8), (dp,), micro_steps=0)
+
+
+def test_operations_of_a_mix() -> None:
+    mix = Mix(chain(8, 8, 8), (fsdp, zero1, dp), micro_steps=2)
+    assert set(mix.ops) == {
+        Op(RS, 0, 0), Op(AG_F, 0, 0), Op(AG_F, 0, 1), Op(AG_B, 0, 0), Op(AG_B, 0, 1),
+        Op(RS, 1, 0), Op(AG_F, 1, 0), Op(AR, 2, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "crossing", "barrier"),
+    [
+        (Op(RS, 2, 0), (1, 5), (1, 3)),
+        (Op(AG_F, 2, 0), (1, 5), (3, 5)),
+        (Op(AG_B, 0, 0), (4, 8), (4, 8)),
+        (Op(RS, 0, 0), (3, 3), (3, 3)),
+    ],
+)
+def test_the_barrier_divides_windows_at_the_turn(op: Op, crossing: tuple[int, int], barrier: tuple[int, int]) -> None:
+    profile = chain(8, 8, 8)  # B:c B:b B:a, turn, F:a F:b F:c
+    assert Mix(profile, (sdp,) * 3).window(op) == crossing
+    assert Mix(profile, (sdp,) * 3, cross_iteration=False).window(op) == barrier
+
+
+def test_payloads_are_padded_and_of_the_type_that_is_sent() -> None:
+    mix = Mix(chain(7, world=2, param_bytes=2, grad_bytes=4), (zero1,))
+    assert (mix.payload(Op(AG_F, 0, 0)), mix.payload(Op(RS, 0, 0))) == (16, 32)
+
+
+def test_units_are_cut_into_equal_blocks_without_a_small_tail() -> None:
+    mix = Mix(chain(1000, 100, 7, world=2), (dp, dp, dp))
+    assert mix.whole() == ((1000,), (100,), (8,))
+    assert mix.cut(1024) == ((256, 256, 256, 232), (100,), (8,))  # 1,024 bytes are 256 elements
+    assert mix.cut(1) == ((32,) * 30 + (40,), (32, 32, 36), (8,))  # never below 16 elements per rank
+    with pytest.raises(ValueError, match="block must be >= 1 byte, got 0"):
+        mix.cut(0)
+
+
+@examples(60)
+@given(jobs(), st.integers(1, 20_000))
+def test_blocks_cover_their_unit(job: Job, block: int) -> None:
+    mix = Mix(job.profile, (dp,) * len(job.profile.units))
+    world = job.profile.world
+    for (total,), sizes in zip(mix.whole(), mix.cut(block), strict=True):
+        assert sum(sizes) == total
+        assert all(size > 0 and size % world == 0 for size in sizes)
+        assert len(set(sizes[:-1])) <= 1
+        if len(sizes) > 1:
+            assert 0.5 * sizes[0] <= sizes[-1] <= 1.5 * sizes[0]
+
+
+def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> None:
+    mix = Mix(chain(8, 8), (zero1, zero1), cross_iteration=False)
+    drafts = [Draft(AG_F, ((1, 0),), 2), Draft(AG_F, ((0, 0),), 2), Draft(RS, ((0, 0),), 2), Draft(RS, ((1, 0),), 1)]
+    plan = mix.plan("mine", mix.whole(), drafts)
+    assert listed(plan) == [("RS b", 1), ("RS a", 2), ("AG_F b", 2), ("AG_F a", 2)]
+    assert plan.scheduler == "mine"
+
+
+# ---- one after the other, by hand: B:c B:b B:a F:a F:b F:c
+
+THREE = chain(320, 320, 320)
+MIXED = ["fsdp", "zero1", "dp"]
+
+
+def test_sequential_sends_at_the_last_moment_and_waits() -> None:
+    plan = planned(THREE, MIXED, Sequential())
+    assert listed(plan) == [
+        ("AR c", 1), ("RS b", 2), ("AG_B a", 2), ("RS a", 3), ("AG_F a", 3), ("AG_F b", 4),
+    ]  # fmt: skip
+    assert all(m.blocking for m in plan.messages)
+
+
+def test_wfbp_sends_what_is_ready_and_prefetches_one_unit_ahead() -> None:
+    plan = planned(THREE, MIXED, Wfbp())
+    assert listed(plan) == [
+        ("AR c", 1), ("AG_B a", 1), ("RS b", 2), ("AG_F b", 2), ("RS a", 3), ("AG_F a", 3),
+    ]  # fmt: skip
+    assert not any(m.blocking for m in plan.messages)
+    barrier = planned(THREE, MIXED, Wfbp(), cross_iteration=False)
+    assert listed(barrier, AG_F) == [("AG_F a", 3), ("AG_F b", 3)]
+    assert listed(planned(THREE, "fsdp", Wfbp()), AG_F) == [("AG_F a", 3), ("AG_F b", 3), ("AG_F c", 4)]
+
+
+def test_partitioning_is_wfbp_in_blocks() -> None:
+    whole, cut = planned(THREE, MIXED, Wfbp()), planned(THREE, MIXED, Partitioning(256))
+    assert cut.blocks == ((64,) * 5,) * 3  # 1,280 bytes in 5 blocks
+    assert listed(cut) == [m for m in listed(whole) for _ in range(5)]
+    assert all(len(m.parts) == 1 for m in cut.messages)
+    assert planned(THREE, MIXED, Partitioning()).blocks == planned(THREE, MIXED, Partitioning(THREE.block)).blocks
+
+
+def test_fusion_fills_buckets() -> None:
+    profile = chain(8, 8, 8, 8)  # 32 bytes each; B:d B:c B:b B:a F:a …
+    assert listed(planned(profile, "dp", Fusion(64))) == [("AR d+c", 2), ("AR b+a", 4)]
+    assert listed(planned(profile, "dp", Fusion(65))) == [("AR d+c+b", 3), ("AR a", 4)]
+    assert listed(planned(profile, "dp", Fusion(1))) == [("AR d", 1), ("AR c", 2), ("AR b", 3), ("AR a", 4)]
+    assert listed(planned(profile, "zero1", Fusion(10**6))) == [("RS d+c+b+a", 4), ("AG_F a+b+c+d", 4)]
+    with pytest.raises(ValueError, match="bucket_bytes must be >= 1, got 0"):
+        Fusion(0)
+
+
+def test_a_fused_gather_is_sent_between_the_passes_it_serves() -> None:
+    profile = chain(8, 8, 8, 8, 8)  # B:e B:d B:c B:b B:a F:a F:b F:c F:d F:e; e is sdp
+    plan = planned(profile, "fsdp", Fusion(10**6))
+    assert listed(plan, AG_B) == [("AG_B d+c+b+a", 0)]  # one slot ahead of B:d
+    again = planned(profile, "sdp", Fusion(10**6), micro_steps=2)
+    assert listed(again, AG_F) == [("AG_F a+b+c+d+e", 5), ("AG_F a+b+c+d+e", 15)]
+
+
+@examples(60)
+@given(jobs(), seeds)
+def test_all_of_a_stream_can_be_fused(job: Job, seed: int) -> None:
+    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    windows: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
+    for op in mix.ops:
+        windows.setdefault((op.kind, op.micro), []).append(mix.window(op))
+    for stream in windows.values():
+        assert max(first for first, _ in stream) <= min(last for _, last in stream)
+
+
+def test_small_neighbours_are_fused() -> None:
+    profile = chain(8, 64, 8, 8)  # 32, 256, 32 and 32 bytes; B:d B:c B:b B:a F:a …
+    plan = planned(profile, "dp", Wfbp())
+    assert listed(plan) == [("AR d", 1), ("AR c", 2), ("AR b", 3), ("AR a", 4)]
+    assert listed(fuse_neighbours(plan, 64)) == [("AR d+c", 2), ("AR b", 3), ("AR a", 4)]
+    assert listed(fuse_neighbours(plan, 300)) == [("AR d+c", 2), ("AR b+a", 4)]
+    assert fuse_neighbours(plan, 63) == plan
+    uneven = planned(chain(8, 128, 8, 8), "dp", Wfbp())  # b is 16 times as large
+    assert listed(fuse_neighbours(uneven, 1)) == [("AR d", 1), ("AR c+b+a", 4)]
+    waiting = planned(profile, "dp", Sequential())  # compute waits for each of them
+    assert fuse_neighbours(waiting, 10**6) == waiting
+
+
+@examples(60)
+@given(jobs(), seeds, schedulers, st.integers(1, 5000))
+def test_whatever_is_fused_is_a_plan_that_sends_the_same(job: Job, seed: int, scheduler: Scheduler, most: int) -> None:
+    plan = scheduler.schedule(job.judge.mix(RandomMix(seed).choose(job.profile, job.judge)))
+    fused = fuse_neighbours(plan, most)  # a plan is checked when it is made
+    assert sent_bytes(fused) == sent_bytes(plan)
+    replay(fused)
+
+
+def test_dear_gathers_in_the_pass_that_needs_it() -> None:
+    plan = planned(THREE, "zero1", Dear())
+    assert listed(plan) == [("RS c", 1), ("RS b", 2), ("RS a", 3), ("AG_F a", 3), ("AG_F b", 3), ("AG_F c", 3)]
+    five = chain(8, 8, 8, 8, 8)  # slots 5 to 9 are forward, e is sdp
+    plan = planned(five, "fsdp", Dear(ahead=2))
+    assert listed(plan, AG_F) == [("AG_F a", 5), ("AG_F b", 5), ("AG_F c", 5), ("AG_F e", 5), ("AG_F d", 6)]
+    assert listed(plan, AG_B) == [("AG_B c", 0), ("AG_B b", 1), ("AG_B a", 2), ("AG_B d", 9)]  # freed after F:d, slot 8
+    assert listed(planned(five, "fsdp", Dear(ahead=0)), AG_B) == [
+        ("AG_B d", 1), ("AG_B c", 2), ("AG_B b", 3), ("AG_B a", 4),
+    ]  # fmt: skip
+    assert listed(planned(five, "zero1", Dear(bucket_bytes=64)), RS) == [("RS e+d", 2), ("RS c+b", 4), ("RS a", 5)]
+    with pytest.raises(ValueError, match="must be >= 0, got -1 and 2"):
+        Dear(bucket_bytes=-1)
+
+
+# ---- all of them
+
+
+@examples(80)
+@given(jobs(), seeds, schedulers)
+def test_what_is_sent_does_not_depend_on_the_schedule(job: Job, seed: int, scheduler: Scheduler) -> None:
+    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    plan = scheduler.schedule(mix)
+    assert plan.strategies == mix.strategies
+    assert sent_bytes(plan) == sent_bytes(Sequential().schedule(mix))
+    elements: Counter[Op] = Counter()
+    for m in plan.messages:
+        for u, b in m.parts:
+            elements[Op(m.kind, u, m.micro)] += plan.blocks[u][b]
+    assert elements == {op: plan.padded(op.unit) for op in mix.ops}
+
+
+@examples(60)
+@given(jobs(), seeds, st.sampled_from([100, 600, 2000]))
+def test_partitioning_really_cuts_and_nothing_else_does(job: Job, seed: int, block: int) -> None:
+    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    largest = max(2 * block, 32 * job.profile.world * job.profile.param_bytes)  # rounding, and 16 elements per rank
+    for scheduler in (Partitioning(block), Priority(block)):
+        plan = scheduler.schedule(mix)
+        sizes = [sum(plan.blocks[u][b] for u, b in m.parts) * job.profile.param_bytes for m in plan.messages]
+        assert max(sizes, default=0) <= largest
+    for whole in (Sequential(), Wfbp(), Fusion(block), MgWfbp(), Dear()):
+        assert all(len(b) == 1 for b in whole.schedule(mix).blocks)
+
+
+@examples(60)
+@given(jobs(), seeds)
+def test_fusion_really_merges(job: Job, seed: int) -> None:
+    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    everything = Fusion(10**9).schedule(mix)
+    streams = {(op.kind, op.micro) for op in mix.ops}
+    single = Wfbp().schedule(mix)
+    assert len(streams) <= len(everything.messages) <= len(single.messages)
+    reductions = [m for m in everything.messages if not m.kind.is_gather]
+    assert len(reductions) == len({m.kind for m in reductions})  # reductions can always wait for the turn
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_random_order_is_valid_for_any_seed(seed: int) -> None:
+    profile = tied(900, 500, 300, 100)
+    for strategies in (MIXED + ["sdp"], ["fsdp"] * 4):
+        for cross_iteration in (True, False):
+            planned(profile, strategies, RandomOrder(seed, 4), micro_steps=1 + seed % 3, cross_iteration=cross_iteration)
+
+
+def test_the_random_order_is_random_and_repeatable() -> None:
+    plans = [planned(chain(900, 500, 300), "fsdp", RandomOrder(seed)).messages for seed in (*range(20), 0)]
+    assert plans[0] == plans[-1]
+    assert len(set(plans)) == 20
+    assert any(len(m.parts) > 1 for plan in plans for m in plan)
+    assert len({m.slot for plan in plans for m in plan if m.kind is AG_F and m.parts[0][0] == 2}) > 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RandomOrder(max_blocks=0), "max_blocks must be >= 1 and fuse in"),
+        (lambda: RandomOrder(fuse=1.5), "max_blocks must be >= 1 and fuse in"),
+        (lambda: planned(chain(8), "dp", Partitioning(-1)), "block must be >= 1 byte, got -1"),
+        (lambda: planned(chain(8), "dp", Priority(-1)), "block must be >= 1 byte, got -1"),
+        (lambda: Dear(ahead=-1), "must be >= 0, got 0 and -1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_schedulers_are_named_in_their_plans() -> None:
+    assert {name: planned(THREE, "fsdp", make()).scheduler for name, make in SCHEDULERS.items()} == {
+        name: name for name in SCHEDULERS
+    }
+
+
+# ---- mg_wfbp against brute force
+
+
+def partitions(stream: list[Op]) -> Iterator[list[list[Op]]]:
+    """All ways to cut a stream into groups of neighbours."""
+    for cuts in itertools.product([False, True], repeat=len(stream) - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(stream)]
+        yield [stream[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def seconds(mix: Mix, group: list[Op]) -> float:
+    """How long a fused message takes."""
+    kind, profile = group[0].kind, mix.profile
+    size = sum(profile.wire(kind, mix.payload(op)) for op in group)
+    return profile.link.alpha_of(kind) + profile.link.beta_of(kind) * size
+
+
+def clock(mix: Mix, slot: int) -> float:
+    """When compute alone reaches a slot (unrolled)."""
+    length = mix.period.length
+    return sum(mix.profile.slots[mix.period.slots[q % length].place].seconds for q in range(slot))
+
+
+def end_of_reductions(mix: Mix, groups: list[list[Op]]) -> float:
+    """When the last message ends, if each starts when all of its gradients are ready."""
+    time = -float("inf")
+    for group in groups:
+        ready = max(clock(mix, mix.window(op)[0]) for op in group)
+        time = max(time, ready) + seconds(mix, group)
+    return time
+
+
+def start_of_gathers(mix: Mix, groups: list[list[Op]]) -> float:
+    """When the first message must start at the latest for all to be in time."""
+    time = float("inf")
+    for group in reversed(groups):
+        needed = min(clock(mix, mix.window(op)[1]) for op in group)
+        time = min(time, needed) - seconds(mix, group)
+    return time
+
+
+@examples(100)
+@given(jobs(), st.sampled_from(["zero1", "dp", "fsdp"]))
+def test_mg_wfbp_merges_optimally(job: Job, strategy: str) -> None:
+    mix = job.judge.mix([Strategy(strategy)] * len(job.profile.units))
+    streams: dict[tuple[Kind, int], list[Op]] = {}
+    for op in in_ready_order(mix):
+        streams.setdefault((op.kind, op.micro), []).append(op)
+    assume(streams)
+    for (kind, _), stream in streams.items():
+        if kind.is_gather:
+            stream.sort(key=lambda op: mix.window(op)[1])
+        chosen = optimal_merge(mix, stream)
+        assert [op for group in chosen for op in group] == stream
+        allowed = list(partitions(stream))
+        assert chosen in allowed
+        if kind.is_gather:
+            best = max(start_of_gathers(mix, groups) for groups in allowed)
+            assert start_of_gathers(mix, chosen) == pytest.approx(best, abs=1e-12)
+        else:
+            best = min(end_of_reductions(mix, groups) for groups in allowed)
+            assert end_of_reductions(mix, chosen) == pytest.approx(best, abs=1e-12)
+
+
+def test_mg_wfbp_merges_more_the_longer_the_latency() -> None:
+    counts = []
+    for alpha in (0.0, 0.5, 3.0, 100.0):
+        profile = chain(*[8] * 8, link=link(1 / 16, alpha=alpha))  # 1 s of bytes (2 s all-reduced), 2 s per slot
+        counts.append(len(planned(profile, "dp", MgWfbp()).messages))
+    assert counts == sorted(counts, reverse=True)
+    assert (counts[0], counts[-1]) == (8, 1)
+
+
+def test_mg_wfbp_of_nothing_is_nothing() -> None:
+    assert optimal_merge(Mix(chain(8), (dp,)), []) == []
+
+
+# ---- priority against the nearest deadline
+
+
+def fluid_job(rng: random.Random, count: int) -> Profile:
+    """A chain without latency and update time, whose units are whole numbers of the smallest blocks."""
+    sizes = [32 * rng.randint(1, 12) for _ in range(count)]
+    profile = chain(*sizes, link=link(rng.choice([0.5, 1.0, 2.0]) * 1e-5, depth=rng.choice([1, 2])))
+    slots = tuple(replace(s, seconds=rng.uniform(0.2e-3, 3e-3)) for s in profile.slots)
+    return replace(profile, slots=slots)
+
+
+def block_s(profile: Profile) -> float:
+    """Time of one block of 16 elements per rank."""
+    return 16 * 4 * max(profile.link.beta)
+
+
+def all_orders(plan: Plan) -> Iterator[Plan]:
+    """The plan's messages in every order that keeps reduce-scatters ahead of their gathers, as early as can be."""
+    for order in itertools.permutations(plan.messages):
+        slot, messages, reduced = 0, [], set()
+        for m in order:
+            first, last = plan.period.window(Op(m.kind, m.parts[0][0], 0))
+            slot = max(slot, first)
+            if slot > last or (m.kind is AG_F and not reduced.issuperset(m.parts)):
+                break
+            messages.append(Message(m.kind, m.parts, slot))
+            reduced |= set(m.parts) if m.kind is RS else set()
+        else:
+            yield replace(plan, messages=tuple(messages))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_priority_is_as_fast_as_the_best_of_all_orders(seed: int) -> None:
+    """Nearest deadline first in blocks is optimal for one link; blocks are sent whole, hence one of them of slack."""
+    profile = fluid_job(random.Random(seed), 3)
+    best = min(map(step_s, all_orders(planned(profile, "zero1", Wfbp()))))
+    assert step_s(planned(profile, "zero1", Priority(128))) <= best + block_s(profile) + 1e-12
+
+
+@pytest.mark.parametrize("cross_iteration", [True, False])
+@pytest.mark.parametrize("seed", range(12))
+def test_priority_is_never_slower_than_another_scheduler(seed: int, cross_iteration: bool) -> None:
+    rng = random.Random(seed)
+    profile = fluid_job(rng, rng.randint(2, 6))
+    strategies = [str(rng.choice(list(Strategy))) for _ in profile.units]
+    for mixed in (strategies, "zero1", "fsdp", "dp"):
+        plans = {
+            str(scheduler): step_s(planned(profile, mixed, scheduler, cross_iteration=cross_iteration))
+            for scheduler in (Priority(128), Wfbp(), Partitioning(128), Dear(), Fusion(600), RandomOrder(seed), Sequential())
+        }
+        assert plans[str(Priority(128))] <= min(plans.values()) + block_s(profile) + 1e-12, (mixed, plans)
+
+
+def test_priority_waits_for_updates() -> None:
+    # The update of b takes as long as everything else: a's messages are not held up by b's gather.
+    profile = chain(32, 96, link=link(1 / 64), optimizer=Optimizer(seconds_per_element=1 / 8))
+    kinds = [name for name, _ in listed(planned(profile, "zero1", Priority(10**6)))]
+    assert kinds.index("RS a") < kinds.index("AG_F b")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_priority_knows_what_messages_cost_compute(seed: int) -> None:
+    """It is no slower than in the order that is best where they cost nothing, and sometimes faster."""
+    profile = fluid_job(random.Random(seed), 4)
+    slow = replace(profile, contention=Contention(compute_per_byte=profile.link.beta_of(RS)))
+    mix = Mix(slow, (Strategy.zero1,) * 4)
+    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128)))
+    assert step_s(Priority(128).schedule(mix)) <= step_s(blind)
+
+
+def test_idle_time_that_messages_make_is_used() -> None:
+    """Where backward is slowed down by what it sends, gathers for the next forward fit beside it."""
+    profile = chain(*[128] * 6, link=link(2.0 / 256, depth=2), forward_s=1.0, backward_s=2.0)
+    slow = replace(profile, contention=Contention(compute_per_byte=0.5 / 256))
+    mix = Mix(slow, (Strategy.zero1,) * 6)
+    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128)))
+    assert step_s(Priority(128).schedule(mix)) < 0.9 * step_s(blind)
+
+
+def test_priority_uses_the_links_block() -> None:
+    profile = replace(THREE, link=Link((0.0,) * 4, (0.0,) * 4, 1, 256))
+    assert planned(profile, "dp", Priority()).blocks == ((64,) * 5,) * 3
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nearest_deadline_first_keeps_narrower_windows(seed: int) -> None:
+    """Gathers that wait for their update and for their window, reductions that are due early."""
+    rng = random.Random(seed)
+    count = rng.randint(2, 6)
+    profile = chain(
+        *(rng.randint(8, 400) for _ in range(count)), link=link(seconds_per_byte=rng.choice([1e-4, 1e-3, 1e-2])),
+        optimizer=Optimizer("adam", 2, 4, 2, seconds_per_element=rng.choice([0.0, 1e-3, 0.1]), seconds_per_run=0.05),
+    )  # fmt: skip
+    profile = replace(profile, interference=rng.choice([0.0, 0.5]))
+    mix = Mix(profile, tuple(rng.choice(list(Strategy)) for _ in range(count)), rng.choice([1, 2]), rng.random() < 0.7)
+    windows = {}
+    for op in mix.ops:
+        first, last = mix.window(op)
+        windows[op] = (rng.randint(first, last), last) if op.kind.is_gather else (first, rng.randint(first, last))
+    blocks = mix.cut(200)
+    drafts = nearest_deadline_first(mix, blocks, windows)
+    mix.plan("narrow", blocks, drafts)  # every block once, in an order that can be sent
+    for draft in drafts:
+        first, last = windows[Op(draft.kind, draft.parts[0][0], draft.micro)]
+        assert first <= draft.slot <= last

@@ -1,0 +1,61 @@
+"""The α–β link with several messages in flight."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from mdcs.profile.link import Kind, Link
+
+
+def test_a_kind_is_its_name() -> None:
+    assert str(Kind.AG_F) == "AG_F"
+    assert {Kind.RS: 1}["RS"] == 1  # type: ignore[index]
+    assert pickle.loads(pickle.dumps(Kind.AG_B)) is Kind.AG_B
+    assert [k for k in Kind if k.is_gather] == [Kind.AG_F, Kind.AG_B]
+
+
+def test_alpha_and_beta_belong_to_a_kind() -> None:
+    link = Link((1.0, 2.0, 3.0, 4.0), (0.1, 0.2, 0.3, 0.4))
+    assert [link.alpha_of(k) for k in Kind] == [1.0, 2.0, 3.0, 4.0]
+    assert [link.beta_of(k) for k in Kind] == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_latencies_overlap_and_bytes_do_not() -> None:
+    link = Link((1.0,) * 4, (0.5,) * 4, depth=2)
+    first = link.end(Kind.RS, 4, start=0.0, previous_end=0.0)
+    assert first == 3.0  # 1 s of latency, 2 s of bytes
+    assert link.end(Kind.RS, 2, start=0.5, previous_end=first) == 4.0  # its latency has passed by then
+    assert link.end(Kind.RS, 2, start=3.0, previous_end=first) == 5.0
+
+
+def test_a_uniform_link_has_one_rate_and_pays_the_latency_of_an_all_reduce_twice() -> None:
+    link = Link.uniform(rate_gbit=8, latency_us=50, depth=3, emulated=True)  # 8 Gbit/s are 10^9 bytes per second
+    assert link.beta == (1e-9,) * 4
+    assert link.alpha == pytest.approx((1e-4, 5e-5, 5e-5, 5e-5))
+    assert (link.depth, link.emulated) == (3, True)
+
+
+def test_a_block_of_a_uniform_link_saturates_it() -> None:
+    link = Link.uniform(rate_gbit=8, latency_us=50)
+    transfer = link.block * link.beta_of(Kind.RS)
+    assert transfer / (link.alpha_of(Kind.RS) + transfer) == pytest.approx(0.97, abs=1e-4)
+    assert Link.uniform(rate_gbit=8, latency_us=0).block == 256 * 1024  # never smaller
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Link((-1.0, 0, 0, 0), (0.0,) * 4), "alpha and beta must be >= 0"),
+        (lambda: Link((0.0,) * 4, (0, 0, 0, -1.0)), "alpha and beta must be >= 0"),
+        (lambda: Link((0.0,) * 4, (0.0,) * 4, depth=0), "depth must be >= 1, got 0"),
+        (lambda: Link((0.0,) * 4, (0.0,) * 4, block=0), "block must be >= 1 byte, got 0"),
+        (lambda: Link.uniform(0, 1), "rate_gbit must be > 0, got 0"),
+        (lambda: Link.uniform(float("nan"), 1), "rate_gbit must be > 0, got nan"),
+        (lambda: Link.uniform(1, -1), "latency_us must be >= 0, got -1"),
+    ],
+)
+def test_impossible_links_are_refused(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]

@@ -1,0 +1,457 @@
+"""The replay, by hand for two or three units, and against the longest path through what a plan demands."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import cache
+
+import pytest
+from hypothesis import given
+
+from mdcs.measure.timeline import Interval, step_times
+from mdcs.plan.ledger import Ledger, peak
+from mdcs.plan.messages import Op, Plan, PlanError
+from mdcs.planner.schedulers import Scheduler
+from mdcs.planner.schedulers.fusion import Fusion
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Contention, Optimizer, Profile
+from mdcs.profile.link import Kind
+from mdcs.simulator.recurrence import _costs
+from mdcs.simulator.simulate import replay
+from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds
+
+AR, RS, AG_F, AG_B = Kind
+
+# Forward takes 1 s and backward 2 s per unit. One rank of two sends 16 bytes of a (1 s) and 32 bytes of b (2 s).
+PROFILE = chain(8, 16, link=link(1 / 16))
+
+
+def spans(plan: Plan, lane: str) -> dict[str, tuple[float, float]]:
+    """Name → (start, end) of the last period, rounded to microseconds."""
+    return {i.name: (round(i.start, 6), round(i.end, 6)) for i in replay(plan).intervals if i.lane == lane}
+
+
+# ---- by hand
+
+
+def test_sequential_hides_nothing() -> None:
+    result = replay(planned(PROFILE, "zero1"))
+    assert result.period_s == 6 + 2 * (1 + 2)
+    assert result.times.compute_s == 6
+    assert result.times.communication_s == 6
+    assert result.times.exposed_s == 6
+    assert (result.times.overlap_s, result.times.overlap_ratio) == (0, 0)
+
+
+def test_wfbp_hides_what_is_behind_the_next_backward_slot() -> None:
+    plan = planned(PROFILE, "zero1", Wfbp())
+    assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (8, 9), "F:b": (9, 10)}
+    # The gather of b is ahead of the messages of a: head of line.
+    assert spans(plan, "message") == {"RS:b": (2, 4), "AG_F:b": (4, 6), "RS:a": (6, 7), "AG_F:a": (7, 8)}
+    times = replay(plan).times
+    assert (times.step_s, times.exposed_s, times.overlap_s, times.overlap_ratio) == (10, 4, 2, pytest.approx(1 / 3))
+
+
+def test_priority_sends_what_is_needed_first() -> None:
+    plan = planned(PROFILE, "zero1", Priority(10**6))
+    assert spans(plan, "message") == {"RS:b": (2, 4), "RS:a": (4, 5), "AG_F:a": (5, 6), "AG_F:b": (6, 8)}
+    assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (6, 7), "F:b": (8, 9)}
+    assert replay(plan).period_s == 9
+
+
+@pytest.mark.parametrize(
+    ("depth", "messages", "updates", "forward"),
+    [
+        # 64 and 32 bytes; an update takes 1 s and a quarter per element.
+        (1, {"AR:b": (2, 6), "AR:a": (11, 13)}, {"update:b": (6, 11), "update:a": (13, 16)}, (16, 17)),
+        (2, {"AR:b": (2, 6), "AR:a": (4, 8)}, {"update:b": (6, 11), "update:a": (11, 14)}, (14, 15)),
+    ],
+)
+def test_updates_run_one_after_the_other_and_forward_waits_for_its_own(
+    depth: int,
+    messages: dict[str, tuple[float, float]],
+    updates: dict[str, tuple[float, float]],
+    forward: tuple[float, float],
+) -> None:
+    profile = replace(PROFILE, optimizer=Optimizer(seconds_per_element=0.25, seconds_per_run=1.0))
+    plan = planned(replace(profile, link=link(1 / 16, depth=depth)), "dp", Wfbp())
+    assert spans(plan, "message") == messages
+    assert spans(plan, "update") == updates
+    assert spans(plan, "compute")["F:a"] == forward
+
+
+def test_a_gather_waits_for_the_update_of_its_blocks() -> None:
+    profile = replace(PROFILE, optimizer=Optimizer(seconds_per_element=0.25), link=link(1 / 16, depth=2))
+    rs_b, ag_b, rs_a, ag_a = planned(profile, "zero1", Wfbp()).messages
+    plan = replace(planned(profile, "zero1"), messages=(rs_b, rs_a, ag_a, replace(ag_b, slot=2)))
+    assert spans(plan, "update") == {"update:b": (4, 6), "update:a": (6, 7)}  # half of 16 and of 8 elements
+    assert spans(plan, "message") == {"RS:b": (2, 4), "RS:a": (4, 5), "AG_F:a": (7, 8), "AG_F:b": (7, 10)}
+
+
+def test_at_the_barrier_all_updates_follow_the_last_reduction() -> None:
+    profile = replace(PROFILE, optimizer=Optimizer(seconds_per_element=0.25))
+    plan = planned(profile, "zero1", Wfbp(), cross_iteration=False)
+    assert spans(plan, "message") == {"RS:b": (2, 4), "RS:a": (4, 5), "AG_F:a": (8, 9), "AG_F:b": (9, 11)}
+    assert spans(plan, "update") == {"update:a": (5, 8)}
+
+
+def test_the_sum_of_a_reduce_scatter_and_the_packing_of_a_fused_message_take_time() -> None:
+    profile = replace(PROFILE, copy_seconds_per_byte=1 / 32)  # a: 32 bytes, b: 64 bytes
+    assert replay(planned(profile, "zero1")).times.exposed_s == 6 + 1 + 2  # summed, one after the other
+    native = replace(profile, collectives=Collectives(reduce_scatter="native"))  # twice the bytes on the wire, but no sum
+    assert replay(planned(native, "zero1")).times.exposed_s == 6 + 3
+    fused = planned(profile, "dp", Fusion(10**6))
+    assert spans(fused, "message") == {"AR:b+a": (4, 10)}
+    assert spans(fused, "compute")["F:a"] == (10 + 2 * 3, 10 + 2 * 3 + 1)  # packed and unpacked
+
+
+@pytest.mark.parametrize(
+    ("depth", "messages"),
+    [
+        # Both are ready at 4 s (a has to wait for its turn); 1 s of latency each, 2 and 4 s of bytes.
+        (1, {"AR:b": (4, 9), "AR:a": (9, 12)}),
+        (2, {"AR:b": (4, 9), "AR:a": (4, 11)}),
+    ],
+)
+def test_latencies_of_messages_in_flight_overlap(depth: int, messages: dict[str, tuple[float, float]]) -> None:
+    plan = planned(replace(PROFILE, link=link(1 / 16, alpha=1.0, depth=depth)), "dp", Wfbp())
+    late = replace(plan, messages=tuple(replace(m, slot=2) for m in plan.messages))
+    assert spans(late, "message") == messages
+
+
+def test_the_next_message_starts_when_one_of_those_in_flight_is_done() -> None:
+    profile = chain(8, 8, 8, link=link(1 / 16, alpha=1.0, depth=2))
+    plan = planned(profile, "dp", Wfbp())
+    together = replace(plan, messages=tuple(replace(m, slot=3) for m in plan.messages))
+    # 1 s of latency, 2 s of bytes each: at 6 s two start, the third when the first is done.
+    assert spans(together, "message") == {"AR:c": (6, 9), "AR:b": (6, 11), "AR:a": (9, 13)}
+
+
+def test_computing_beside_a_message_is_slower() -> None:
+    plan = planned(replace(PROFILE, interference=0.5), "zero1", Wfbp())
+    # B:a does 4/3 s of its 2 s of work during RS:b, 2 s long, and the rest during the gather.
+    assert spans(plan, "compute")["B:a"] == (2, 5)
+    assert spans(plan, "message")["RS:b"] == (2, 4)
+    short = planned(replace(PROFILE, interference=0.5, link=link(1 / 64)), "zero1", Wfbp())
+    # RS:b and AG_F:b take 0.5 s each: 1 s slowed down, 2/3 s of the work, and 4/3 s alone.
+    assert spans(short, "compute")["B:a"] == (2, round(2 + 1 + 4 / 3, 6))
+
+
+def test_computing_loses_time_to_messages_that_are_done_beside_it() -> None:
+    plan = planned(replace(PROFILE, contention=Contention(compute_per_message=0.25, compute_per_byte=1 / 128)), "zero1", Wfbp())
+    # RS:b is done in B:a, which takes 2 s alone: 0.25 s for it and 0.25 s for the 32 bytes that it sends.
+    assert spans(plan, "message")["RS:b"] == (2, 4)
+    assert spans(plan, "compute")["B:a"] == (2, 4.5)
+    # What is done while compute waits for it costs compute nothing.
+    waited = replace(plan, messages=(replace(plan.messages[0], blocking=True), *plan.messages[1:]))
+    assert spans(waited, "compute")["B:a"] == (4, 6.5)
+
+
+def test_computing_loses_a_share_of_summing_and_updating() -> None:
+    profile = replace(
+        PROFILE, copy_seconds_per_byte=1 / 128, optimizer=replace(PROFILE.optimizer, seconds_per_run=0.5),
+        link=link(1 / 32), contention=Contention(compute_per_work=0.5),
+    )  # fmt: skip
+    plan = planned(profile, "zero1", Wfbp())
+    # RS:b takes 1 s on the link, 0.5 s to sum its 64 bytes and 0.5 s to update: done at the end of B:a, which loses half.
+    assert spans(plan, "compute")["B:a"] == (2, 4.5)
+
+
+def test_a_message_beside_computing_has_a_least_time_and_one_that_is_waited_for_lands_later() -> None:
+    plan = planned(replace(PROFILE, contention=Contention(message_seconds=1.0, seconds_per_byte=1 / 16)), "zero1", Wfbp())
+    # 1 s and its 32 bytes make 3 s instead of 2; what is left when B:a ends, a third, is served at the link's own rate.
+    assert spans(plan, "message")["RS:b"] == (2, round(4 + 2 / 3, 6))
+    plan = planned(replace(PROFILE, contention=Contention(dispatch_seconds=0.5)), "zero1", Wfbp())
+    assert spans(plan, "message")["RS:b"] == (2, 4)
+    first = replace(plan, messages=(replace(plan.messages[0], blocking=True), *plan.messages[1:]))
+    assert spans(first, "compute")["B:a"] == (4.5, 6.5)
+
+
+def test_computing_after_a_wait_takes_longer() -> None:
+    plan = planned(replace(PROFILE, contention=Contention(compute_per_wait=0.25)), "zero1", Wfbp())
+    # F:a waits until 9 s for what ends then, as B:a ended at 4 s: 5 s, which cost it 1.25 s.
+    waited = spans(replace(plan, profile=PROFILE), "compute")["F:a"][0] - 4
+    assert spans(plan, "compute")["F:a"] == (4 + waited, 4 + waited + 1 + waited / 4)
+
+
+def test_the_loop_takes_time_between_backward_and_forward() -> None:
+    plan = planned(PROFILE, "dp", Wfbp())
+    later = replace(plan, profile=replace(PROFILE, contention=Contention(turn_seconds=10.0)))
+    end = spans(plan, "compute")["B:a"][1]
+    # The messages go on meanwhile: at the end of it nothing is left to wait for.
+    assert spans(later, "message") == spans(plan, "message")
+    assert spans(later, "compute")["F:a"][0] == end + 10
+
+
+def test_messages_are_as_fast_as_the_link_while_compute_waits_for_them() -> None:
+    plan = planned(replace(PROFILE, contention=Contention(message_seconds=4.0)), "zero1", Wfbp())
+    # RS:b takes 4 s instead of 2, of which B:a covers 2; from then on compute waits: its second half in 1 s, AG_F:b 2 s,
+    # RS:a and AG_F:a 1 s each.
+    assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (9, 10), "F:b": (10, 11)}
+    assert spans(plan, "message") == {"RS:b": (2, 5), "AG_F:b": (5, 7), "RS:a": (7, 8), "AG_F:a": (8, 9)}
+
+
+def test_blocking_messages_are_waited_for_where_they_are_issued() -> None:
+    plan = planned(PROFILE, "zero1", Wfbp())
+    first = replace(plan, messages=(replace(plan.messages[0], blocking=True), *plan.messages[1:]))
+    assert spans(first, "compute")["B:a"] == (4, 6)
+    assert spans(first, "message")["AG_F:b"] == (4, 6)
+
+
+def test_iterations_overlap() -> None:
+    # b's messages end in its window from B:a to F:b; at twice the size nothing but F:a and B:a hides them.
+    profile = chain(8, 16, 16, link=link(1 / 16), forward_s=2.0, backward_s=4.0)
+    plan = planned(profile, "zero1", Priority(10**6))
+    assert spans(plan, "compute") == {
+        "B:c": (0, 4), "B:b": (4, 8), "B:a": (8, 12), "F:a": (14, 16), "F:b": (16, 18), "F:c": (18, 20),
+    }  # fmt: skip
+    assert spans(plan, "message") == {
+        "RS:c": (4, 6), "AG_F:c": (6, 8), "RS:b": (8, 10), "AG_F:b": (10, 12), "RS:a": (12, 13), "AG_F:a": (13, 14),
+    }  # fmt: skip
+
+
+def test_micro_steps_reduce_once() -> None:
+    plan = planned(PROFILE, "zero1", micro_steps=3)
+    result = replay(plan)
+    assert result.period_s == 3 * 6 + 6
+    assert [i.name for i in result.intervals if i.lane == "message"] == ["RS:b", "RS:a", "AG_F:a", "AG_F:b"]
+
+
+def test_prefetched_for_backward_across_the_end_of_the_period() -> None:
+    profile = chain(8, 16, 16, link=link(1 / 16))  # B:c B:b B:a F:a F:b F:c, a and b fsdp
+    plan = planned(profile, ["fsdp", "fsdp", "dp"], Wfbp())
+    gathers = [m for m in plan.messages if m.kind is AG_B]
+    assert [(m.parts, m.slot) for m in gathers] == [(((1, 0),), 0), (((0, 0),), 1)]
+    early = replace(gathers[0], slot=5)  # b again, as soon as F:b is over
+    moved = replace(plan, messages=(*(m for m in plan.messages if m is not gathers[0]), early))
+    assert spans(plan, "message")["AG_B:b"] == (0, 2)
+    begin, end = spans(moved, "compute")["F:c"]
+    assert spans(moved, "message")["AG_B:b"] == (begin, min(end, begin + 2))  # cut off at the end of the period
+    assert replay(moved).times.communication_s == pytest.approx(replay(plan).times.communication_s)
+
+
+# ---- admission
+
+
+def test_a_slot_waits_for_its_bytes() -> None:
+    plan = planned(PROFILE, "zero1", Wfbp())
+    assert spans(plan, "compute")["B:a"] == (2, 4)
+    # B:a needs a's gradient (32 bytes): with b's (64) and what RS:b receives (64), sums (32) that is too much.
+    tight = replace(plan, budget=peak(plan))
+    assert peak(plan) == 96 + 64 + 64 + 32
+    assert spans(tight, "compute")["B:a"] == (4, 6)
+    roomy = replace(plan, budget=peak(plan) + 32)
+    assert spans(roomy, "compute")["B:a"] == (2, 4)
+
+
+def test_a_message_waits_for_its_bytes() -> None:
+    profile = chain(16, 8, 8, link=link(1 / 16, depth=2), live=10)
+    plan = planned(profile, ["dp", "sdp", "dp"])  # B:c B:b B:a F:a F:b F:c
+    reductions = [replace(m, blocking=False) for m in plan.messages if not m.kind.is_gather]
+    gather = [replace(m, slot=3, blocking=False) for m in plan.messages if m.kind.is_gather]
+    ahead = replace(plan, messages=(*reductions, *gather))
+    assert [str(m.kind) for m in ahead.messages] == ["AR", "RS", "AR", "AG_F"]
+    # RS:b needs most: b's gradient (32 bytes), what it receives (32) and sums (16). At F:a a's gradient (64) is
+    # still being reduced, so b's parameters (32) fit only after it.
+    assert Ledger(ahead).rest_bytes == 64 + 16 + 32
+    assert peak(ahead) == 112 + 32 + 32 + 16 + 10
+    free, tight = spans(ahead, "message"), spans(replace(ahead, budget=peak(ahead)), "message")
+    assert free["AG_F:b"][0] == free["AR:a"][0]
+    assert tight["AG_F:b"][0] == tight["AR:a"][1]
+
+
+def test_admission_without_enough_bytes_names_the_slot() -> None:
+    with pytest.raises(PlanError, match=r"deadlock at slot 1 \(B:a\): needs 256 of 255 bytes"):
+        replay(replace(planned(PROFILE, "zero1"), budget=255))
+    with pytest.raises(PlanError, match=r"deadlock at slot 1 \(B:a\): needs 256 of 255 bytes"):
+        replay(replace(planned(PROFILE, "zero1"), budget=300, reserve=45))
+
+
+def test_a_prediction_is_made_of_a_replay_with_memory() -> None:
+    plan = planned(PROFILE, "zero1")
+    prediction = replay(plan).prediction()
+    assert (prediction.step_s, prediction.overlap_ratio) == (12, 0)
+    assert prediction.peak_bytes == prediction.memory["total"] == peak(plan)
+    assert replay(plan, ledger=Ledger(plan)).prediction() == prediction
+
+
+def test_a_plan_is_replayed_again_as_it_was_at_first() -> None:
+    plan = replace(planned(PROFILE, "zero1", Wfbp()), budget=peak(planned(PROFILE, "zero1", Wfbp())))
+    first, second, copy = replay(plan), replay(plan), replay(pickle.loads(pickle.dumps(plan)))
+    assert first.period_s == second.period_s == copy.period_s
+    assert first.intervals == second.intervals == copy.intervals
+    assert first.curve == second.curve == copy.curve
+    assert set(vars(plan)) > {f.name for f in fields(plan)} == set(plan.__getstate__())
+
+
+# ---- against the longest path
+
+
+def longest_path(plan: Plan, periods: int) -> list[float]:
+    """When each period begins without budget and interference, from what must precede what.
+
+    Written from the rules, message by message; the simulator walks the period once with running maxima instead.
+    """
+    period, link_ = plan.period, plan.profile.link
+    length, turn, opt = period.length, period.turn, plan.profile.optimizer
+    sent = [(p, i) for p in range(periods) for i, m in enumerate(plan.messages) if p or plan.in_prologue(m)]  # in FIFO order
+    place = {which: g for g, which in enumerate(sent)}
+    last_reduction = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
+
+    def needed_by(p: int, q: int) -> Iterator[tuple[int, int]]:
+        for p_sent in (p - 1, p):
+            for i, m in enumerate(plan.messages):
+                for u, _ in m.parts:
+                    last = period.window(Op(m.kind, u, m.micro))[1]
+                    used = m.kind.is_gather or m.kind is AR
+                    at = (p_sent - (plan.unrolled(m) >= length)) * length + last
+                    if used and at == p * length + q and (p_sent, i) in place:
+                        yield p_sent, last_reduction if m.kind is AR and not plan.cross_iteration else i
+
+    def first_slot(p: int) -> int:
+        return turn if p == 0 else 0
+
+    @cache
+    def arrival(p: int, q: int) -> float:
+        if q > first_slot(p):
+            return end(p, q - 1)
+        return end(p - 1, length - 1) if p else 0.0
+
+    @cache
+    def waited(p: int, i: int) -> float:
+        """When compute issues a message: after the blocking ones of its slot."""
+        m = plan.messages[i]
+        q = max(m.slot, first_slot(p))
+        ahead = [j for j in range(i) if (p, j) in place and max(plan.messages[j].slot, first_slot(p)) == q]
+        return max([arrival(p, q), *(done(p, j) for j in ahead if plan.messages[j].blocking)])
+
+    @cache
+    def begin(p: int, q: int) -> float:
+        blocking = [
+            done(p, i) for i, m in enumerate(plan.messages) if m.blocking and (p, i) in place and max(m.slot, first_slot(p)) == q
+        ]
+        return max([arrival(p, q), *blocking, *(done(*which) for which in needed_by(p, q))])
+
+    @cache
+    def end(p: int, q: int) -> float:
+        return begin(p, q) + plan.profile.slots[period.slots[q].place].seconds
+
+    @cache
+    def start(p: int, i: int) -> float:
+        m, g = plan.messages[i], place[p, i]
+        times = [waited(p, i)]
+        if g:
+            times.append(start(*sent[g - 1]))
+        if g >= link_.depth:
+            times.append(done(*sent[g - link_.depth]))
+        if p and m.kind is AG_F and m.micro == 0:
+            reductions = [j for j, r in enumerate(plan.messages) if not r.kind.is_gather and set(r.parts) & set(m.parts)]
+            times += [done(p, j) for j in reductions]
+            if reductions and not plan.cross_iteration:
+                times.append(done(p, last_reduction))
+        return max(times)
+
+    @cache
+    def off_the_link(p: int, i: int) -> float:
+        m, g = plan.messages[i], place[p, i]
+        before = off_the_link(*sent[g - 1]) if g else 0.0
+        return max(start(p, i) + link_.alpha_of(m.kind), before) + link_.beta_of(m.kind) * plan.wire(m)
+
+    def update(i: int) -> float:
+        m = plan.messages[i]
+        share = plan.world if m.kind is RS else 1
+        return plan.elements(m) / share * opt.seconds_per_element + len(m.parts) * opt.seconds_per_run
+
+    @cache
+    def done(p: int, i: int) -> float:
+        m, g = plan.messages[i], place[p, i]
+        before = done(*sent[g - 1]) if g else 0.0
+        copies = 2 * (len(m.parts) > 1) + (m.kind is RS and plan.profile.collectives.reduce_scatter == "all_to_all")
+        time = max(off_the_link(p, i), before) + copies * plan.profile.copy_seconds_per_byte * plan.payload(m)
+        if m.kind.is_gather:
+            return time
+        if plan.cross_iteration:
+            return time + update(i)
+        everything = [j for j, r in enumerate(plan.messages) if not r.kind.is_gather]
+        return time + (sum(map(update, everything)) if i == last_reduction else 0.0)
+
+    for p in range(periods):
+        for q in range(first_slot(p), length):
+            end(p, q)
+    return [arrival(p, 0) for p in range(1, periods)]
+
+
+@examples(60)
+@given(jobs(max_units=3), seeds, schedulers)
+def test_the_period_is_that_of_the_longest_path(job: Job, seed: int, scheduler: Scheduler) -> None:
+    job = replace(job, profile=replace(job.profile, interference=0.0))
+    plan = job.plan(RandomMix(seed), scheduler)
+    periods = longest_path(plan, 8)
+    assert replay(plan).period_s == pytest.approx(periods[-1] - periods[-2], rel=1e-6, abs=1e-12)
+
+
+# ---- properties
+
+
+@examples(60)
+@given(jobs(), seeds, schedulers)
+def test_times_are_those_of_the_timeline(job: Job, seed: int, scheduler: Scheduler) -> None:
+    plan = job.plan(RandomMix(seed), scheduler)
+    result = replay(plan)
+    assert result.times == step_times(result.intervals, 0.0, result.period_s)
+    assert all(0 <= i.start <= i.end <= result.period_s for i in result.intervals)
+
+
+@examples(60)
+@given(jobs(), seeds, schedulers)
+def test_nothing_is_faster_than_compute_or_the_link(job: Job, seed: int, scheduler: Scheduler) -> None:
+    plan = job.plan(RandomMix(seed), scheduler)
+    result, profile = replay(plan), job.profile
+    compute = job.micro_steps * sum(s.seconds for s in profile.slots)
+    transfer = sum(profile.link.beta_of(m.kind) * plan.wire(m) for m in plan.messages)
+    assert result.period_s >= max(compute, transfer) - 1e-12
+    assert result.times.compute_s >= compute - 1e-12
+    if profile.interference == 0:
+        assert result.times.compute_s == pytest.approx(compute, abs=1e-12)
+    assert result.times.compute_s <= compute * (1 + profile.interference) + 1e-12
+    assert result.times.communication_s >= transfer - 1e-12
+
+
+@examples(60)
+@given(jobs(), seeds)
+def test_sequential_overlaps_nothing(job: Job, seed: int) -> None:
+    times = replay(job.plan(RandomMix(seed), Sequential())).times
+    assert times.overlap_s == times.overlap_ratio == 0
+    assert times.exposed_s >= times.communication_s - 1e-12
+
+
+@examples(40)
+@given(jobs(), seeds)
+def test_compute_runs_the_slots_of_the_period_in_order(job: Job, seed: int) -> None:
+    plan = job.plan(RandomMix(seed), RandomOrder(seed))
+    compute: list[Interval] = [i for i in replay(plan).intervals if i.lane == "compute"]
+    assert [i.name for i in compute] == [plan.period.name(q) for q in range(plan.period.length)]
+    assert all(a.end <= b.start for a, b in zip(compute, compute[1:], strict=False))
+
+
+def test_a_profile_of_one_unit_and_one_rank() -> None:
+    profile: Profile = chain(8, world=1, link=link(1.0))
+    for strategy in ("dp", "zero1", "sdp", "fsdp"):
+        result = replay(planned(profile, strategy, Wfbp()))
+        assert (result.period_s, result.times.communication_s) == (3, 0)
+
+
+def test_updates_behind_a_barrier_never_give_compute_time_back() -> None:
+    """All come with the last message; the others lose what theirs cost, however little an all-reduce does."""
+    profile = chain(8, 4, 4)
+    optimizer = replace(profile.optimizer, seconds_per_run=0.5)
+    profile = replace(profile, optimizer=optimizer, contention=Contention(compute_per_work=1.0, all_reduce=0.1))
+    plan = planned(profile, "dp", Wfbp(), cross_iteration=False)
+    assert [cost.lost for cost in _costs(plan)] == pytest.approx([0, 0, 0.1 * 3 * 0.5])

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mdcs.model.guard import Closed
 from mdcs.model.optimizers import in_group_order, optimizer_bytes
-from mdcs.model.units import ModelUnit
+from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.plan.messages import Plan, PlanError
 from mdcs.runtime.emulation import Emulation
+from mdcs.runtime.errors import RunError
 from mdcs.runtime.scaling import LossScale
 
 
@@ -50,6 +52,30 @@ def fits_job(
         )
     if optimizer.state:
         raise ValueError(f"{type(optimizer).__name__} has state already, from earlier steps or a checkpoint: it would be lost")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError(f"{type(optimizer).__name__} has hooks on step(), which is not called: call them after parallel.step()")
+
+
+def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedModel for a parameter that would not be trained, or not by this runtime alone."""
+    names = {p: name for name, p in model.named_parameters()}
+    held = {p for unit in units for _, p in unit.parameters}
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(trained):
+        if p.requires_grad and p not in held:
+            name = names.get(p) or f"parameter {number} of the optimizer, of shape {tuple(p.shape)}"
+            raise UnsupportedModel(
+                f"{name}: is in the optimizer and in no unit, so it would never be trained: partition the model that holds it"
+            )
+    for name, p in model.named_parameters():
+        if p not in held:
+            raise UnsupportedModel(f"{name}: is in no unit: partition the model as it is now")
+        if issubclass(type(p), Closed):
+            raise UnsupportedModel(f"{name}: is parallelized already: close() that first")
+        if p._post_accumulate_grad_hooks:
+            raise UnsupportedModel(
+                f"{name}: has a hook for its accumulated gradient, which the runtime takes: remove it, or parallelize() once"
+            )
 
 
 def same_plan(
@@ -99,3 +125,20 @@ def match(
             raise ValueError(f"unit {unit.name} is {ordered[0][1].dtype}; the plan is for {width} bytes per element")
         out.append(ordered)
     return out
+
+
+def refuse_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
+    """Let calls of the optimizer that would do nothing, or lose something, raise RunError; returns handles to undo that."""
+
+    def refusal(what: str) -> Any:
+        def hook(*_: Any) -> None:
+            raise RunError(f"rank {rank}: {what}")
+
+        return hook
+
+    lost = "has no state of its own while a plan runs on shards: save parallel.sharded_state_dict(), and begin it anew"
+    return [
+        optimizer.register_step_pre_hook(refusal("call parallel.step() in the place of optimizer.step()")),
+        optimizer.register_state_dict_pre_hook(refusal(f"the optimizer {lost}")),
+        optimizer.register_load_state_dict_pre_hook(refusal(f"the optimizer {lost}")),
+    ]

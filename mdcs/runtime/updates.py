@@ -41,14 +41,34 @@ class Updates:
                     groups.append({**self._options(index), "params": [local[part]], "mdcs_group": index})
                 if groups:
                     self.blocks[u, b] = (type(optimizer)(groups), slices)  # type: ignore[call-arg]  # all have defaults
+        self.groups = len(optimizer.param_groups)
         self.snapshot()
 
     def _options(self, index: int) -> dict[str, Any]:
-        return {k: v for k, v in self.optimizer.param_groups[index].items() if k not in ("params", "param_names")}
+        """Of a parameter group; tensors are copied, for schedules change them in place."""
+        group = self.optimizer.param_groups[index]
+        return {
+            k: v.detach().clone() if isinstance(v, Tensor) else v
+            for k, v in group.items()
+            if k not in ("params", "param_names")
+        }
 
     def snapshot(self) -> None:
         """Fix learning rate and other options for the updates of this iteration (schedules change them later)."""
         self._now = [self._options(i) for i in range(len(self.optimizer.param_groups))]
+        # A tensor's version tells of changes without waiting for its device.
+        self._versions = [_versions(group) for group in self.optimizer.param_groups]
+
+    def changed_option(self) -> tuple[int, str] | None:
+        """A parameter group, and the option that has changed in it since the snapshot."""
+        for i, (now, versions) in enumerate(zip(self._now, self._versions, strict=True)):
+            group = self.optimizer.param_groups[i]
+            if versions != _versions(group):
+                return i, next(iter(dict(versions.items() ^ _versions(group).items())))
+            for name, value in now.items():
+                if not isinstance(value, Tensor) and group.get(name) != value:
+                    return i, name
+        return None
 
     def gradients(self, unit: int, block: int, gradient: Tensor) -> list[Tensor]:
         return [gradient[s] for s in self.blocks[unit, block][1]] if (unit, block) in self.blocks else []
@@ -80,3 +100,7 @@ class Updates:
                 for value in state.values():
                     if isinstance(value, Tensor):
                         self.meter.retag(value, "optimizer")
+
+
+def _versions(group: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    return {k: (id(v), v._version) for k, v in group.items() if isinstance(v, Tensor)}

@@ -14,9 +14,10 @@ from torch import nn
 from mdcs.measure.memory import Meter
 from mdcs.measure.timeline import SlotMemory
 from mdcs.plan.ledger import Ledger, SlotLimits
-from mdcs.plan.messages import Plan
+from mdcs.plan.messages import Plan, Strategy
 from mdcs.runtime.account import Account
-from mdcs.runtime.dispatcher import Dispatcher, RunError
+from mdcs.runtime.dispatcher import Dispatcher
+from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.record import Recorder
 from mdcs.runtime.storage import UnitStorage
@@ -36,13 +37,32 @@ class SlotWalker:
         self.period = plan.period
         self.limits = SlotLimits(plan)
         self.step = 1
-        self.rounds = 0  # periods begun; the prologue is period 0
+        self.rounds = 0  # periods begun; the first is the prologue
+        self.due = False  # the last micro-step's backward has begun, and step() has not ended the iteration
         self.position = self.period.turn  # the slot to enter next
         self.arrived = False
         self.memory: dict[int, SlotMemory] = {}  # the last seen of every slot: the ledger's and the allocator's
         self._entered: Any = None  # stamp of the slot under way
         self._gradients: list[set[int]] = [set() for _ in storages]
         self._scale = 1.0 / plan.world
+        self._opens, self._closes = self._uses()
+
+    def _uses(self) -> tuple[list[list[UnitStorage]], list[list[UnitStorage]]]:
+        """For each slot the units whose parameters are good for use from its begin on, and until its end."""
+        period = self.period
+        opens: list[list[UnitStorage]] = [[] for _ in range(period.length)]
+        closes: list[list[UnitStorage]] = [[] for _ in range(period.length)]
+        for u, storage in enumerate(self.storages):
+            for micro in range(period.micro_steps):
+                first, last = period.forward(u, micro)
+                backward = period.backward(u, micro)
+                opens[first % period.length].append(storage)
+                if storage.strategy is Strategy.fsdp and backward is not None:
+                    closes[last % period.length].append(storage)
+                    opens[backward[0] % period.length].append(storage)
+                if storage.strategy.sharded or storage.trainable and micro == period.micro_steps - 1:
+                    closes[period.last_use(u, micro) % period.length].append(storage)
+        return opens, closes
 
     @property
     def at_turn(self) -> bool:
@@ -108,6 +128,13 @@ class SlotWalker:
         self.dispatcher.check()
         expected = self.period.slots[self.position]
         if (expected.unit, expected.phase) != (unit, phase):
+            first = self.period.slots[self.period.turn]
+            if (unit, phase) == (first.unit, "F") and self.position != self.period.turn:
+                raise self._error(
+                    f"forward begins anew, and the pass before it did not come to slot {self.period.name(self.position)}: if "
+                    "it raised, call parallel.abandon() on every rank before the next one; if not, the model's control flow "
+                    "is not the profiled one"
+                )
             raise self._error(
                 f"{'forward' if phase == 'F' else 'backward'} of {self.storages[unit].name} ran where the plan has "
                 f"{self.period.name(self.position)}: the model's control flow is not the profiled one, "
@@ -125,15 +152,19 @@ class SlotWalker:
             self.recorder.compute((q - 1) % self.period.length, self._entered, stamp)
             self._entered = None
         if q == 0:
-            self.rounds += 1
-            if self.rounds > self.step:
+            if self.due:
                 raise self._error(
                     f"a second backward pass without step() between: the plan takes {self.plan.micro_steps} per step"
                 )
+            self.rounds += 1
+            self.due = True
             self.recorder.period(stamp)
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
-        if previous.released and (self.rounds or q > self.period.turn):
+        has_run = self.rounds > self.dispatcher.first_round or q > self.period.turn
+        for storage in self._closes[q - 1] if has_run else ():
+            storage.guard.close()
+        if previous.released and has_run:
             here = self.executor.mark()  # compute must have left what is freed, and only then is it waited for
             with self.executor.communicating():
                 self.executor.after(here)
@@ -171,9 +202,68 @@ class SlotWalker:
                 self.account.book("gradients", b)
             self.account.reserve(b for _, b in slot.gradients)
             self.account.enter(slot.peak)
+        for storage in self._opens[q]:
+            if storage.guard.is_open:  # the loop could reach it
+                detached = storage.detached()
+                if detached is not None:
+                    raise self._error(
+                        f"{detached} was given other memory (.data, model.to()): change values in place, or close() first"
+                    )
+            storage.guard.open()
         self._entered = self.executor.stamp()
         self.arrived = False
         self.position = (q + 1) % self.period.length
+
+    # -- out of the ordinary ------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> int:
+        """How often compute has arrived at a slot of the iteration under way, or entered one."""
+        q, turn, length = self.position, self.period.turn, self.period.length
+        return 2 * (length if self.due and q == turn else (q - turn) % length) + self.arrived
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether updates of the iteration under way may have begun."""
+        return self.due and self.dispatcher.has_begun_updates(self.rounds * self.dispatcher.n)
+
+    @property
+    def after_micro_step(self) -> bool:
+        """Whether some of the iteration's micro-steps have ended, and the next has not begun."""
+        starts = {self.period.forward_start(micro) for micro in range(1, self.period.micro_steps)}
+        return self._entered is None and self.position in starts
+
+    def walk(self, progress: int) -> None:
+        """Go on to this :attr:`progress` without computing: messages are sent as ever, and gradients are what they are."""
+        while self.progress < progress:
+            if self.arrived:
+                self._enter()
+            else:
+                self._arrive()
+
+    def end_short(self) -> None:
+        """End the accumulation of gradients before its last micro-step."""
+        for storage in self.storages:
+            if storage.trainable:
+                storage.gradient.mul_(self._scale)
+        self.walk(2 * self.period.length + 1)
+
+    def restart(self) -> None:
+        """Give up the iteration under way: back to the turn, as before step 1. No messages may be in flight.
+
+        What the updates have made of the parameters stays.
+        """
+        here = self.executor.mark()
+        with self.executor.communicating():
+            self.executor.after(here)
+            with self.account.lock:
+                for storage in self.storages:
+                    storage.forget()
+                self.account.restart()
+        for seen in self._gradients:
+            seen.clear()
+        self.rounds = self.dispatcher.restart()
+        self.position, self.arrived, self.due, self._entered = self.period.turn, False, False, None
 
     def _error(self, what: str) -> RunError:
         return RunError(f"rank {self.storages[0].rank}, step {self.step}: {what}")

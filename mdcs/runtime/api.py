@@ -167,7 +167,6 @@ class Parallel:
             if not storage.is_plain:
                 storage.guard.close()
         self._closed = False
-        self._occupied: str | None = None  # what the parameters are lent to
         self._recorder.step(0, self._executor.stamp())
         self.reset_memory()  # profiling, and the copy of the weights into flat buffers, are not training
 
@@ -238,7 +237,7 @@ class Parallel:
         """
         self._dispatcher.check()
         self._not_lent("drain()")
-        if not self._walker.at_turn or self._walker.due:
+        if not self._walker.at_turn:
             raise self._error("drain() inside an iteration")
         self._finish(self._walker.rounds)
         for storage in self._storages:
@@ -284,21 +283,18 @@ class Parallel:
     @contextlib.contextmanager
     def _lend(self, what: str, run: Any, **options: Any) -> Iterator[None]:
         self.drain()
-        self._occupied = what
+        self._walker.lent = what
         try:
             with run(**options):
                 yield
         finally:
-            self._occupied = None
+            self._walker.lent = None
 
     def _forward_of(self, own: nn.Module) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             if module is not own:
                 return  # a deep copy
-            if torch.is_grad_enabled():
-                if self._occupied and not self._hooks.in_backward:
-                    raise self._error(f"a forward pass with gradients inside {self._occupied}")
-            elif not self._occupied and not self._hooks.in_backward:
+            if not (torch.is_grad_enabled() or self._walker.lent or self._hooks.in_backward):
                 raise RunError(f"rank {self.rank}: run forward passes without gradients inside parallel.evaluate()")
 
         return hook
@@ -478,8 +474,8 @@ class Parallel:
     def _not_lent(self, what: str) -> None:
         if self._closed:
             raise RunError(f"rank {self.rank}: {what} after close()")
-        if self._occupied:
-            raise self._error(f"{what} inside {self._occupied}")
+        if self._walker.lent:
+            raise self._error(f"{what} inside {self._walker.lent}")
 
     def _refuse(self, name: str, what: str) -> RunError | None:
         """What using a closed parameter raises."""

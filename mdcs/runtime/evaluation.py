@@ -49,7 +49,6 @@ class Evaluation:
                 self._gathering.gather(u)
             for u, unit in enumerate(self._units):
                 for module in unit.modules:
-                    handles.append(module.register_forward_pre_hook(self._without_gradients))
                     if u not in before:
                         handles.append(module.register_forward_pre_hook(self._before(u, in_use), prepend=True))
                         handles.append(module.register_forward_hook(self._after(u, in_use)))
@@ -62,13 +61,8 @@ class Evaluation:
             for u in [*before, *(u for u, uses in in_use.items() if uses > 0)]:  # the latter's forward raised
                 self._gathering.free(u)
 
-    def _without_gradients(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            raise RunError(f"rank {self._rank}: evaluate() is for forward passes under torch.no_grad()")
-
     def _before(self, unit: int, in_use: Counter[int]) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            self._without_gradients(module, args)
             in_use[unit] += 1
             if in_use[unit] == 1:
                 self._agree(unit)

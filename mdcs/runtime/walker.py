@@ -39,6 +39,7 @@ class SlotWalker:
         self.step = 1
         self.rounds = 0  # periods begun; the first is the prologue
         self.due = False  # the last micro-step's backward has begun, and step() has not ended the iteration
+        self.lent: str | None = None  # what the parameters are for just now, if not for training
         self.position = self.period.turn  # the slot to enter next
         self.arrived = False
         self.memory: dict[int, SlotMemory] = {}  # the last seen of every slot: the ledger's and the allocator's
@@ -126,6 +127,8 @@ class SlotWalker:
 
     def _slot(self, unit: int, phase: str) -> None:
         self.dispatcher.check()
+        if self.lent is not None:
+            raise self._error(f"a pass with gradients inside {self.lent}")
         expected = self.period.slots[self.position]
         if (expected.unit, expected.phase) != (unit, phase):
             first = self.period.slots[self.period.turn]

@@ -39,13 +39,18 @@ class Gathering:
             here = self._executor.mark()
             with self._executor.communicating(), torch.inference_mode(False), torch.no_grad():
                 self._executor.after(here)  # compute may still read what the unit before it left
-                if not storage.is_full:
-                    with self._account.lock:
-                        storage.allocate_full()
-                        self._account.book("full_parameters", storage.full_bytes)
+                self.allocate(unit)
                 with self._during(f"gather of {storage.name}"):
                     self._executor.finish(self._wire.gather_now(unit))
         storage.guard.open()
+
+    def allocate(self, unit: int) -> None:
+        """Room for the whole unit, if there is none."""
+        storage = self._storages[unit]
+        if not storage.is_full:
+            with self._account.lock:
+                storage.allocate_full()
+                self._account.book("full_parameters", storage.full_bytes)
 
     def free(self, unit: int) -> None:
         """Give back what :meth:`gather` took; parameters that are not all there is of the unit are closed again."""

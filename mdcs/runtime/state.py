@@ -58,12 +58,11 @@ def full_parameters(
             storage.guard.open() if keep else storage.guard.close()
         yield
         for u, storage in enumerate(storages) if writeback else ():
-            if not storage.is_full:
-                gathering.gather(u)
+            assert writeback is not None
+            gathering.allocate(u)
             if u in moved:
                 storage.move_back(keep_changes=True)
                 moved.remove(u)
-            assert writeback is not None
             writeback(storage)
             gathering.free(u)
     finally:

@@ -140,6 +140,8 @@ class UnitStorage:
                 if keep_changes:
                     view.copy_(p)
                 p.data = view
+            if keep_changes:
+                self.full[self.used :].zero_()
 
     def let_go(self) -> None:
         """Make the parameters plain ones that have memory of their own. They must be whole."""

@@ -58,7 +58,8 @@ class Closed:
             if func not in _HARMLESS:
                 what: str = _NAMES.get(func) or getattr(func, "__name__", "") or str(func)
                 for p in _closed([*args, *(kwargs or {}).values()]):
-                    type(p).guard.refuse(p, what)
+                    if what != THAW or p.requires_grad is not (args[1] if len(args) > 1 else True):  # type: ignore[attr-defined]
+                        type(p).guard.refuse(p, what)
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -255,11 +255,12 @@ class Parallel:
     def abandon(self) -> None:
         """Give up the iteration under way, on every rank, as if its batches had not been: what to do about an exception.
 
-        The ranks may have come to different places. Raises RunError where updates of the iteration have begun already,
-        which without ``plan.cross_iteration`` is not before its backward has ended.
+        The ranks may have come to different places of a forward pass. Raises RunError where updates of the iteration have
+        begun already, which without ``plan.cross_iteration`` is not before its backward has ended.
         """
         self._dispatcher.check()
         self._not_lent("abandon()")
+        self._walker.leave_forward()
         with self._during("abandon()"):
             answers = self._groups.exchange((self._walker.step, self._walker.progress, self._walker.is_torn))
         problem = _disagreement(answers)
@@ -414,6 +415,7 @@ class Parallel:
         if self._dispatcher.error is not None:
             return str(self._dispatcher.error)
         try:
+            walker.leave_forward()
             answers = self._groups.exchange((walker.step, walker.progress, walker.is_torn))
             problem = _disagreement(answers)
             if problem is not None:

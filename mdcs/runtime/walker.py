@@ -131,17 +131,11 @@ class SlotWalker:
             raise self._error(f"a pass with gradients inside {self.lent}")
         expected = self.period.slots[self.position]
         if (expected.unit, expected.phase) != (unit, phase):
-            first = self.period.slots[self.period.turn]
-            if (unit, phase) == (first.unit, "F") and self.position != self.period.turn:
-                raise self._error(
-                    f"forward begins anew, and the pass before it did not come to slot {self.period.name(self.position)}: if "
-                    "it raised, call parallel.abandon() on every rank before the next one; if not, the model's control flow "
-                    "is not the profiled one"
-                )
             raise self._error(
                 f"{'forward' if phase == 'F' else 'backward'} of {self.storages[unit].name} ran where the plan has "
-                f"{self.period.name(self.position)}: the model's control flow is not the profiled one, "
-                f"or the loop takes another number of micro-steps than {self.plan.micro_steps}"
+                f"{self.period.name(self.position)}: after a pass that raised call parallel.abandon() on every rank; else the "
+                f"model's control flow is not the profiled one, or the loop takes another number of micro-steps than "
+                f"{self.plan.micro_steps}"
             )
         if not self.arrived:
             self._arrive()
@@ -243,6 +237,12 @@ class SlotWalker:
                 self._enter()
             else:
                 self._arrive()
+
+    def leave_forward(self) -> None:
+        """Go on to the end of the forward pass that compute has left: another rank may still be in it, and wait for messages."""
+        slots = self.period.slots
+        while self._entered is not None and slots[self.position - 1].phase == slots[self.position].phase == "F":
+            self.walk(self.progress + 2)
 
     def end_short(self) -> None:
         """End the accumulation of gradients before its last micro-step."""

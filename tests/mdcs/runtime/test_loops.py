@@ -261,12 +261,28 @@ def test_close_does_not_wait_for_a_rank_that_is_gone(two: Ranks):
     two.stop()
 
 
-def unfreeze(strategy: str) -> dict[str, Any]:
+def thaw(strategy: str) -> str:
+    with parallel_for(Job("tied"), how(strategy)) as (made, parallel, _):
+        one_step(made, parallel)
+
+        def unfreeze_and_train() -> None:
+            made.model.requires_grad_(False) if strategy == "zero1" else made.model.blocks[1].requires_grad_(True)
+            one_step(made, parallel, 1)
+
+        return said(unfreeze_and_train)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp"])
+def test_what_is_trained_is_fixed_in_a_run(two: Ranks, strategy):
+    for message in two.run(thaw, strategy):
+        assert "weight: what is trained is fixed while a plan runs: close(), change requires_grad" in message
+
+
+def unfreeze(strategy: str) -> list[str]:
     """Frozen layers are trained in a second run, as fine-tuning loops do."""
     job = Job("tied", optimizer="plain sgd", steps=2)
     made, twin = setup("tied"), setup("tied")
     group = dist.new_group()
-    thawed = []
     for round_ in range(2):
         for model in (made.model, twin.model):
             if round_:
@@ -284,13 +300,8 @@ def unfreeze(strategy: str) -> dict[str, Any]:
                 made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
                 theirs.step()
                 theirs.zero_grad()
-            if not round_:
-                thawed.append(said(lambda: made.model.blocks[1][0].weight.requires_grad_(True) and one_step(made, parallel, 3)))
-                made.model.blocks[1][0].weight.requires_grad_(False)
         del ddp
-        if not round_:  # a step that was refused is not DDP's
-            made.model.load_state_dict(twin.model.state_dict())
-    return {"thawed": thawed, "weights": differing(made.model.state_dict(), twin.model.state_dict())}
+    return differing(made.model.state_dict(), twin.model.state_dict())
 
 
 def _agreed(profile: mdcs.Profile) -> mdcs.Profile:
@@ -301,9 +312,7 @@ def _agreed(profile: mdcs.Profile) -> mdcs.Profile:
 
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_frozen_layers_are_unfrozen_between_runs(two: Ranks, strategy):
-    for found in two.run(unfreeze, strategy):
-        assert "blocks.1.0.weight: what is trained is fixed while a plan runs" in found["thawed"][0]
-        assert found["weights"] == []
+    assert two.run(unfreeze, strategy) == [[], []]
 
 
 # ---- the optimizer's side
@@ -487,7 +496,7 @@ def evaluate_unequal_parts(strategy: str, budget: float | None) -> dict[str, Any
 def test_ranks_with_unequal_numbers_of_batches(two: Ranks, strategy, budget):
     for found in two.run(evaluate_unequal_parts, strategy, budget):
         assert found["equal"] and found["same"] == []
-        assert found["most"] <= (1 if budget is None else 5)
+        assert found["most"] <= (1 if budget is None else 10)  # a tied unit is used twice
 
 
 # ---- exceptions that the loop catches
@@ -539,9 +548,9 @@ def catch_in_forward(strategy: str, micro_steps: int, places: tuple[str, str]) -
 @pytest.mark.parametrize(("micro_steps", "places"), [(1, ("norm", "norm")), (1, ("blocks.0", "norm")), (2, ("norm", "blocks.1"))])
 def test_an_iteration_that_raised_is_given_up(two: Ranks, strategy, micro_steps, places):
     for found in two.run(catch_in_forward, strategy, micro_steps, places):
-        assert found["losses"] and found["weights"] == [] and found["records"] == 3 + (1 if True else 0)
+        assert found["losses"] and found["weights"] == [] and found["records"] == 4
         if micro_steps == 1:
-            assert "call parallel.abandon() on every rank before the next one" in found["message"]
+            assert "after a pass that raised call parallel.abandon() on every rank" in found["message"]
 
 
 def catch_in_backward(cross_iteration: bool) -> dict[str, Any]:

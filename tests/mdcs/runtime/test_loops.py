@@ -20,6 +20,7 @@ import mdcs
 from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.schedulers import SCHEDULERS
 from mdcs.planner.strategies.uniform import Uniform
+from mdcs.runtime.communicator import backend_of
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -609,3 +610,168 @@ def short_accumulation(strategy: str, micro_steps: int, cross: bool) -> dict[str
 @pytest.mark.parametrize("cross", [True, False])
 def test_the_last_accumulation_may_be_short(two: Ranks, strategy, micro_steps, cross):
     assert two.run(short_accumulation, strategy, micro_steps, cross) == [{"weights": []}] * 2
+
+
+# ---- models
+
+
+class Projected(nn.Module):
+    """Its head is the embedding's weight, used where it is not the embedding's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.linear(self.body(self.embedding(tokens)), self.embedding.weight)
+
+
+def test_a_weight_used_outside_of_its_modules_forward_is_refused_when_profiled():
+    model = Projected()
+    with pytest.raises(mdcs.UnsupportedModel, match="embedding.weight: is used without a call of its module's forward"):
+        measure_profile(
+            model, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(torch.arange(5)).sum(),
+            torch.optim.Adam(model.parameters()), world=2, link=mdcs.Link.uniform(1.0, 50.0),
+        )  # fmt: skip
+    assert copy.deepcopy(model).embedding.weight.norm() > 0  # as it was
+
+
+class Codebook(nn.Module):
+    """Forward reads a buffer that it changes, as vector quantisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.zeros(4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        self.codes.lerp_(hidden.detach().mean(0), 0.5)
+        out: Tensor = hidden * self.mask - self.codes
+        return out
+
+
+def codebooks(option: bool | None) -> Any:
+    rank = dist.get_rank()
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Codebook()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+    (wanted, theirs), (mine, ours) = built(), built()
+    ddp = nn.parallel.DistributedDataParallel(wanted, process_group=dist.new_group(), broadcast_buffers=option is not False)
+    units = mdcs.partition(mine, mdcs.ByLeaf())
+    profile = _agreed(measure_profile(mine, units, lambda: loss(mine, 0), ours, world=2, link=mdcs.Link.uniform(1.0, 50.0)))
+    plan = mdcs.make_plan(profile, Uniform("zero1"), SCHEDULERS["wfbp"]())
+    with mdcs.parallelize(mine, ours, plan, units, timeout_s=10, broadcast_buffers=option) as parallel:
+        for step in range(4):
+            loss(mine, step).backward()
+            message = said(parallel.step)
+            if message:
+                return message
+            loss(ddp, step).backward()
+            theirs.step()
+            theirs.zero_grad()
+        state = parallel.state_dict()
+    # DDP gives rank 0's at the beginning of the next forward.
+    return [n for n in state if not torch.equal(state[n], wanted.state_dict()[n]) and (n != "codes" or rank == 0 or not option)]
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_buffers_that_forward_reads_are_ddps(two: Ranks, option):
+    assert two.run(codebooks, option) == [[], []]
+
+
+def test_buffers_that_differ_are_not_left_to_differ(two: Ranks):
+    for message in two.run(codebooks, None):
+        assert "buffer codes changes in forward" in message and "broadcast_buffers=True" in message
+
+
+def adversaries(strategies: tuple[str, str]) -> dict[str, list[str]]:
+    """Two models and two optimizers that train in turns in one process, as a GAN's do."""
+    job = Job("tied", steps=4)
+    other = Job("tied", steps=4, optimizer="adamw")
+    wanted = reference(job).state, reference(other).state
+    with parallel_for(job, how(strategies[0])) as one, parallel_for(other, how(strategies[1])) as two:
+        schedules = [job.scheduler(optimizer) for _, _, optimizer in (one, two)]
+        for step in range(job.steps):
+            for (made, parallel, _), schedule in zip((one, two), schedules, strict=True):
+                one_step(made, parallel, step)
+                schedule.step()
+        states = [parallel.state_dict() for _, parallel, _ in (one, two)]
+    return {"first": differing(states[0], wanted[0]), "second": differing(states[1], wanted[1])}
+
+
+@pytest.mark.parametrize("strategies", [("fsdp", "zero1"), ("dp", "random")])
+def test_several_models_in_one_process(two: Ranks, strategies):
+    assert two.run(adversaries, strategies) == [{"first": [], "second": []}] * 2
+
+
+def idioms(strategy: str) -> list[str]:
+    """What a loop may do besides: named parameters, hooks on gradients, train and eval, zero_grad, progress in metadata."""
+    job = Job("tied", steps=3)
+    wanted = reference(job).state
+    made = setup("tied")
+    optimizer = torch.optim.Adam([(n, p) for n, p in made.model.named_parameters() if p.requires_grad], lr=1e-2)
+    units = mdcs.partition(made.model, made.policy)
+    plan = plan_for(job, how(strategy), profile_of(job, how(strategy), made, units, optimizer))
+    schedule = job.scheduler(optimizer)
+    seen: list[float] = []
+    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+        made.model.norm.weight.register_hook(lambda g: seen.append(g.norm().item()))
+        for step in range(job.steps):
+            made.model.train()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            one_step(made, parallel, step)
+            schedule.step()
+            made.model.zero_grad()
+            made.model.eval()
+            assert sum(p.numel() for p in made.model.parameters() if p.requires_grad) > 0
+            assert all(p.grad is None for p in made.model.parameters())
+        state = parallel.state_dict()
+    assert len(seen) == job.steps
+    return differing(state, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "random"])
+def test_idioms(two: Ranks, strategy):
+    assert two.run(idioms, strategy) == [[], []]
+
+
+def copies(strategy: str) -> dict[str, Any]:
+    """A copy made while a plan runs is a model of its own: its forward drives no plan."""
+    job = Job("tied", steps=2)
+    wanted = reference(job).state
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        schedule = job.scheduler(optimizer)
+        one_step(made, parallel, 0)
+        schedule.step()
+        with parallel.full_parameters():
+            twin = copy.deepcopy(made.model)
+        made.loss(twin, made.batch(5, 0, 0)).backward()
+        with torch.no_grad():
+            made.loss(twin, made.batch(5, 0, 0))
+        one_step(made, parallel, 1)
+        return {"weights": differing(parallel.state_dict(), wanted), "grads": all(
+            p.grad is not None for p in twin.parameters() if p.requires_grad
+        )}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_a_deep_copy_is_a_plain_model(two: Ranks, strategy):
+    assert two.run(copies, strategy) == [{"weights": [], "grads": True}] * 2
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+def test_the_backend_is_that_of_the_models_device(tmp_path, backend):
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert backend_of(None, torch.device("cpu")) == "gloo"
+        assert backend_of(dist.new_group([0]), torch.device("cpu")) == "gloo"
+    finally:
+        dist.destroy_process_group()

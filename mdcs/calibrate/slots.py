@@ -112,7 +112,7 @@ def _used_outside(name: str, what: str) -> UnsupportedModel | None:
     if what == GRADIENT:
         return None
     return UnsupportedModel(
-        f"{name}: is used without a call of its module's forward ({what}), when it need not be whole; wrap the module that uses it"
+        f"{name}: is used without a call of its module's forward ({what}), when it may be in pieces; wrap the module that uses it"
     )
 
 

@@ -105,6 +105,7 @@ class Guard:
                 p.__class__ = closed
 
     def name_of(self, parameter: Any) -> str:
+        """Of one of its parameters."""
         return next(name for name, p, _, _ in self._parameters if p is parameter)
 
     def refuse(self, parameter: Any, what: str) -> None:

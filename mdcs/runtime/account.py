@@ -60,10 +60,13 @@ class Account:
         return out
 
     def fits(self, more: int, in_flight: int) -> bool:
+        """Whether ``more`` bytes fit beside what is promised and the most that messages take ``in_flight``."""
         return self.cap is None or self.reserved + more + in_flight <= self.cap
 
     def reserve(self, sizes: Iterable[int]) -> None:
+        """Promise bytes."""
         self.reserved += sum(sizes)
 
     def release(self, sizes: Iterable[int]) -> None:
+        """Take promises back."""
         self.reserved -= sum(sizes)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +16,14 @@ from torch import Tensor, nn
 
 from mdcs.measure.memory import current_meter
 from mdcs.measure.timeline import Interval
-from mdcs.model.guard import GRADIENT, THAW
 from mdcs.model.hooks import Hooks
 from mdcs.model.optimizers import parameter_groups
 from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger, check
 from mdcs.plan.messages import Plan
 from mdcs.profile.algorithms import Collectives
+from mdcs.runtime import misuse, state
 from mdcs.runtime import refusals as checks
-from mdcs.runtime import state
 from mdcs.runtime.account import Account
 from mdcs.runtime.buffers import Buffers, broadcast, check_buffers
 from mdcs.runtime.communicator import Communicator, backend_of
@@ -37,7 +34,7 @@ from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import executor_for
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
-from mdcs.runtime.pacing import Pacer
+from mdcs.runtime.pacing import pacer_for
 from mdcs.runtime.record import Recorder, StepRecord
 from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.storage import UnitStorage
@@ -145,7 +142,7 @@ class Parallel:
         self._recorder = Recorder(plan, self._executor)
         self._dispatcher = Dispatcher(
             plan, ledger, self._storages, self._wire, self._updates, self._account, self._executor, self._recorder,
-            control=self._groups.control, pacer=_pacer(plan, self.rank, group, processes), clip_norm=clip_norm,
+            control=self._groups.control, pacer=pacer_for(plan, self.rank, group, processes), clip_norm=clip_norm,
             loss_scale=loss_scale, timeout_s=timeout_s,
         )  # fmt: skip
         self._loss_scale = loss_scale
@@ -162,7 +159,7 @@ class Parallel:
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self._walker)
         self._handles = [m.register_forward_pre_hook(self._forward_of(m)) for u in units for m in u.modules]
-        self._handles += checks.refuse_calls(optimizer, self.rank)
+        self._handles += misuse.refuse_calls(optimizer, self.rank)
         for storage in self._storages:
             if not storage.is_plain:
                 storage.guard.close()
@@ -196,7 +193,9 @@ class Parallel:
             self._walker.end_short()
         if not self._walker.at_turn or not self._walker.due:
             raise self._error(f"step() needs {self.plan.micro_steps} forward and backward passes before it")
-        self._check_loop()
+        problem = misuse.unseen_change(self.optimizer, self._updates, self._storages, self._buffers, self.plan.world)
+        if problem is not None:
+            raise self._error(problem)
         self._recorder.step(self._walker.step, self._executor.stamp())
         self._walker.step += 1
         self._walker.due = False
@@ -204,31 +203,6 @@ class Parallel:
         if self._buffers.option and self._groups.world > 1:
             self._buffers.broadcast(self._groups.talk, self._during)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
-
-    def _check_loop(self) -> None:
-        """Raise RunError for what a loop has changed in an iteration, and that has had no effect on it."""
-        if len(self.optimizer.param_groups) != self._updates.groups:
-            raise self._error("the optimizer got another parameter group: close(), then partition and plan with it")
-        changed = self._updates.changed_option()
-        if changed is not None:
-            raise self._error(
-                f"{changed[1]} of the optimizer's group {changed[0]} was changed between backward and step(), when updates "
-                "may have run with its former value: change it before backward or after step()"
-            )
-        if self.optimizer.state:
-            raise self._error("the optimizer was given state, and its updates run elsewhere: load it before parallelize()")
-        for storage in self._storages:
-            if not storage.trainable:
-                for name, p in zip(storage.names, storage.parameters, strict=True):
-                    if p.requires_grad:
-                        raise self._error(_THAWED.format(name))
-        if self._buffers.option is None and self.plan.world > 1:
-            buffer = self._buffers.changed()
-            if buffer is not None:
-                raise self._error(
-                    f"buffer {buffer} changes in forward, on every rank in its own way: parallelize(…, broadcast_buffers=True) "
-                    "for rank 0's at every step, as with DDP, or False for each rank's own"
-                )
 
     def drain(self) -> None:
         """Finish all that is in flight and every update: before evaluation, state dicts and exit.
@@ -263,7 +237,7 @@ class Parallel:
         self._walker.leave_forward()
         with self._during("abandon()"):
             answers = self._groups.exchange((self._walker.step, self._walker.progress, self._walker.is_torn))
-        problem = _disagreement(answers)
+        problem = misuse.disagreement(answers)
         if problem is not None:
             raise self._error(f"the iteration cannot be given up: {problem}: start again from a checkpoint")
         self._give_up(max(progress for _, progress, _ in answers))
@@ -387,6 +361,7 @@ class Parallel:
         return [m for _, m in sorted(self._walker.memory.items())]
 
     def reset_memory(self) -> None:
+        """Let :meth:`memory` count peaks from now on."""
         with self._account.lock:
             self._account.reset()
             self._meter.reset()
@@ -417,7 +392,7 @@ class Parallel:
         try:
             walker.leave_forward()
             answers = self._groups.exchange((walker.step, walker.progress, walker.is_torn))
-            problem = _disagreement(answers)
+            problem = misuse.disagreement(answers)
             if problem is not None:
                 return problem
             progress = max(progress for _, progress, _ in answers)
@@ -482,57 +457,6 @@ class Parallel:
     def _refuse(self, name: str, what: str) -> RunError | None:
         """What using a closed parameter raises."""
         if self._ended is not None:
-            if what == GRADIENT:
-                return None
-            return RunError(
-                f"rank {self.rank}: {name} is in pieces, parallel is closed and could not gather it ({self._ended}): load a "
-                "state dict into a plain model"
-            )
-        if what == GRADIENT:
-            if not self._walker.due:
-                return None
-            return self._error(
-                f"the gradient of {name} was taken by the runtime: clip with parallelize(…, clip_norm=…), scale with loss_scale, "
-                "read parallel.grad_norm after step(), and zero gradients only after it"
-            )
-        if what == THAW:
-            return self._error(_THAWED.format(name))
-        return self._error(
-            f"{name} cannot be used here ({what}): outside of its unit's forward and backward it is in pieces, or being "
-            "updated; use parallel.state_dict(), or with parallel.full_parameters()"
-        )
-
-
-_THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, then partition and plan again"
-
-
-def _disagreement(answers: list[tuple[int, int, bool]]) -> str | None:
-    """Why ranks at these (step, progress, torn) cannot go back to the turn together."""
-    torn = [r for r, (_, _, is_torn) in enumerate(answers) if is_torn]
-    if torn:
-        return f"updates of step {answers[torn[0]][0]} have begun, or failed, on rank {torn[0]}"
-    steps = [step for step, _, _ in answers]
-    if len(set(steps)) > 1:
-        return f"the ranks are in different steps ({', '.join(map(str, steps))})"
-    return None
-
-
-def _pacer(plan: Plan, rank: int, group: dist.ProcessGroup | None, processes: int) -> Pacer | None:
-    if not plan.profile.link.emulated or plan.world == 1:
-        return None
-    if processes == 1:
-        return Pacer(None, 0, 1, plan.profile.link)
-    name: list[Any] = [None]
-    try:
-        if rank == 0:
-            folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-            with tempfile.NamedTemporaryFile(prefix="mdcs-link-", dir=folder, delete=False) as f:
-                name[0] = f.name
-            Pacer.create(Path(f.name), plan.world)
-        dist.broadcast_object_list(name, group_src=0, group=group)
-        pacer = Pacer(Path(name[0]), rank, plan.world, plan.profile.link)
-        dist.barrier(group=group)
-    finally:  # once all have mapped it, or one never will
-        if rank == 0 and name[0] is not None:
-            Path(name[0]).unlink()
-    return pacer
+            return RunError(f"rank {self.rank}: {misuse.left_in_pieces(name, self._ended)}")
+        problem = misuse.use(name, what, self._walker.due)
+        return None if problem is None else self._error(problem)

@@ -33,6 +33,8 @@ from mdcs.runtime.wire import Transfer, Wire
 
 
 class Dispatcher:
+    """The two threads, and what the training thread asks of them; ``error`` is what ended them, if anything did."""
+
     def __init__(
         self,
         plan: Plan,
@@ -118,6 +120,7 @@ class Dispatcher:
         self.wait(lambda: self.processed >= count, what)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready``; raises RunError after ``timeout_s`` or when a thread has failed. Call with the lock held."""
         deadline = time.monotonic() + self.timeout_s
         while not ready():
             self.check()
@@ -131,10 +134,12 @@ class Dispatcher:
         self.check()
 
     def check(self) -> None:
+        """Raise what has gone wrong in a thread."""
         if self.error is not None:
             raise self.error
 
     def describe(self, i: int) -> str:
+        """Message ``i`` of the plan in words."""
         m = self.plan.messages[i]
         parts = ", ".join(f"{self.storages[u].name}[{b}]" for u, b in m.parts)
         return f"message {i} ({m.kind} of {parts})"

@@ -14,7 +14,6 @@ from mdcs.model.optimizers import in_group_order, optimizer_bytes
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.plan.messages import Plan, PlanError
 from mdcs.runtime.emulation import Emulation
-from mdcs.runtime.errors import RunError
 from mdcs.runtime.scaling import LossScale
 
 
@@ -38,6 +37,7 @@ def fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation 
 def fits_job(
     plan: Plan, clip_norm: float | None, loss_scale: LossScale | None, optimizer: torch.optim.Optimizer
 ) -> None:
+    """Raise PlanError or ValueError where clipping, scaling or the optimizer is not what the plan was made for."""
     for given, what in ((clip_norm, "clipping the global norm"), (loss_scale, "a dynamic loss scale")):
         if given is not None and plan.cross_iteration:
             raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
@@ -125,20 +125,3 @@ def match(
             raise ValueError(f"unit {unit.name} is {ordered[0][1].dtype}; the plan is for {width} bytes per element")
         out.append(ordered)
     return out
-
-
-def refuse_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
-    """Let calls of the optimizer that would do nothing, or lose something, raise RunError; returns handles to undo that."""
-
-    def refusal(what: str) -> Any:
-        def hook(*_: Any) -> None:
-            raise RunError(f"rank {rank}: {what}")
-
-        return hook
-
-    lost = "has no state of its own while a plan runs on shards: save parallel.sharded_state_dict(), and begin it anew"
-    return [
-        optimizer.register_step_pre_hook(refusal("call parallel.step() in the place of optimizer.step()")),
-        optimizer.register_state_dict_pre_hook(refusal(f"the optimizer {lost}")),
-        optimizer.register_load_state_dict_pre_hook(refusal(f"the optimizer {lost}")),
-    ]

@@ -88,6 +88,7 @@ class UnitStorage:
         return slice(self.offsets[block] // world, (self.offsets[block] + self.blocks[block]) // world)
 
     def region(self, block: int) -> slice:
+        """A block in the full buffer."""
         return slice(self.offsets[block], self.offsets[block] + self.blocks[block])
 
     def at_rest(self, block: int) -> Tensor:
@@ -95,18 +96,22 @@ class UnitStorage:
         return self.full[self.own(block)] if self.shard is None else self.shard[self.in_shard(block)]
 
     def allocate_full(self) -> None:
+        """Take memory for the full parameters; what is in it is not defined."""
         with self.meter.tag("full_parameters"):
             self.full.untyped_storage().resize_(self.full_bytes)
 
     def free_full(self) -> None:
+        """Give the memory of the full parameters back."""
         self.full.untyped_storage().resize_(0)
 
     @property
     def full_bytes(self) -> int:
+        """Of the full parameters, with padding."""
         return self.full.numel() * self.full.element_size()
 
     @property
     def is_full(self) -> bool:
+        """Whether the full parameters have memory."""
         return self.full.untyped_storage().nbytes() > 0
 
     def place_own(self, block: int) -> None:
@@ -154,11 +159,13 @@ class UnitStorage:
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def allocate_gradient(self) -> None:
+        """Take memory for the full gradient."""
         with self.meter.tag("gradients"):
             self.gradient = torch.empty(self.full.shape, dtype=self.gradient_dtype, device=self.full.device)
         self.gradient[self.used :].zero_()
 
     def free_gradient(self) -> None:
+        """Give the memory of the full gradient back."""
         # Now, and not when the last reference goes: a backend's thread may hold one a little longer.
         self.gradient.untyped_storage().resize_(0)
         self.gradient = self.gradient.new_empty(0)

@@ -71,6 +71,7 @@ class Updates:
         return None
 
     def gradients(self, unit: int, block: int, gradient: Tensor) -> list[Tensor]:
+        """The pieces of a block's reduced gradient, one per run."""
         return [gradient[s] for s in self.blocks[unit, block][1]] if (unit, block) in self.blocks else []
 
     def step(self, unit: int, block: int, gradient: Tensor, scale: float | None = None) -> None:

@@ -67,20 +67,24 @@ class SlotWalker:
 
     @property
     def at_turn(self) -> bool:
+        """Whether compute is between a backward and the next forward pass."""
         return self.position == self.period.turn and self._entered is None
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def forward_begin(self, unit: int) -> None:
+        """Enter a forward slot."""
         self._slot(unit, "F")
 
     def forward_end(self, unit: int) -> None:
-        pass  # buffers are freed at the end of the slot
+        """Nothing: buffers are freed at the end of the slot."""
 
     def backward_begin(self, unit: int) -> None:
+        """Enter a backward slot."""
         self._slot(unit, "B")
 
     def recomputed(self, unit: int) -> None:
+        """Activation checkpointing runs the unit's forward again."""
         self._in_backward_of(unit, self.storages[unit].name, "computed again")
 
     def _in_backward_of(self, unit: int, name: str, what: str) -> None:
@@ -93,6 +97,7 @@ class SlotWalker:
             )
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
+        """Take a parameter's gradient, which is complete for this micro-step."""
         storage = self.storages[unit]
         micro = self.period.slots[self.position - 1].micro
         self._in_backward_of(unit, storage.names[index], "given its gradient")
@@ -103,6 +108,7 @@ class SlotWalker:
         storage.take_gradient(index, micro == 0, self._scale if last else None)
 
     def backward_end(self) -> None:
+        """Leave the last backward slot of the micro-step."""
         if self.period.slots[self.position - 1].phase != "B":
             raise self._error("backward ran, but no unit's backward did")
         missing = [

@@ -36,6 +36,7 @@ class Transfer:
     works: list[Waitable] = field(default_factory=list)
 
     def free_staging(self) -> None:
+        """Give the memory of packed and received bytes back."""
         for buffer in (self.sent, self.received):
             if buffer is not None:
                 buffer.untyped_storage().resize_(0)

@@ -339,6 +339,34 @@ class Parallel:
         """Global gradient norm of the last clipped iteration."""
         return self._recorder.norm
 
+    def watch_gradients(self, *units: str) -> None:
+        """Keep what units (by name, as in the plan; none: no more) are updated with from now on, at the cost of its bytes.
+
+        Raises ValueError for a unit that the plan does not have, or that is frozen.
+        """
+        named = {s.name: u for u, s in enumerate(self._storages) if s.trainable}
+        for name in units:
+            if name not in named:
+                raise ValueError(f"the plan has no trainable unit {name}: {', '.join(named)}")
+        self._updates.kept = {named[name]: {} for name in units}
+
+    @torch.inference_mode(False)
+    def gradients(self, unit: str) -> dict[str, Tensor]:
+        """By parameter, what a unit that is watched was last updated with: averaged over ranks, clipped, not scaled.
+
+        Whole, on every rank, each of which must call it; :meth:`drain` included. Raises ValueError for a unit that is not
+        watched, or was not updated since.
+        """
+        self._needs_ranks("gradients()")
+        self.drain()
+        for u, blocks in self._updates.kept.items():
+            storage = self._storages[u]
+            if storage.name == unit and len(blocks) == len(storage.blocks):
+                flat = self._gathering.flat(u, blocks)
+                places = zip(storage.names, storage.places, strict=True)
+                return {name: flat[offset : offset + n].view(shape).clone() for name, (offset, n, shape) in places}
+        raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
+
     def last_period(self) -> tuple[float, float, list[Interval]]:
         """(begin, end, intervals) of the last whole period, from first backward slot to first backward slot.
 

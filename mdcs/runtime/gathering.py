@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from mdcs.runtime.account import Account
 from mdcs.runtime.executor import Executor
@@ -61,6 +62,17 @@ class Gathering:
                 self._account.book("full_parameters", -storage.full_bytes)
         if not storage.is_plain:
             storage.guard.close()
+
+    def flat(self, unit: int, blocks: dict[int, Tensor]) -> Tensor:
+        """A whole flat buffer of the unit's layout, from this rank's part of every one of its ``blocks``."""
+        storage, first = self._storages[unit], next(iter(blocks.values()))
+        whole = torch.zeros(storage.full.numel(), dtype=first.dtype, device=first.device)
+        for b, part in blocks.items():
+            whole[storage.own(b)] = part
+        if storage.strategy.value != "dp":
+            with self._executor.communicating(), self._during(f"gather of {storage.name}'s gradient"):
+                self._executor.finish(self._wire.gather_flat(unit, whole))
+        return whole
 
     def is_transient(self, unit: int) -> bool:
         """Whether :meth:`free` will free the unit."""

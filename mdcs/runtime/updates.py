@@ -27,6 +27,7 @@ class Updates:
         self.optimizer, self.storages, self.meter = optimizer, storages, meter
         self.blocks: dict[tuple[int, int], tuple[torch.optim.Optimizer, list[slice]]] = {}
         self._tagged: set[tuple[int, int]] = set()
+        self.kept: dict[int, dict[int, Tensor]] = {}  # of units that are watched: what their blocks were last updated with
         for u, storage in enumerate(storages):
             if not storage.trainable:
                 continue
@@ -87,6 +88,8 @@ class Updates:
             gradient = gradient.to(storage.at_rest(block).dtype)
             if scale is not None:
                 gradient.mul_(scale)
+            if unit in self.kept:
+                self.kept[unit][block] = gradient.clone()
             for group, part in zip(optimizer.param_groups, slices, strict=True):
                 group.update(self._now[group["mdcs_group"]])
                 group["params"][0].grad = gradient[part]

@@ -775,3 +775,23 @@ def test_the_backend_is_that_of_the_models_device(tmp_path, backend):
         assert backend_of(dist.new_group([0]), torch.device("cpu")) == "gloo"
     finally:
         dist.destroy_process_group()
+
+
+def watch(strategy: str) -> list[str]:
+    job = Job("tied", steps=1)
+    made, twin = setup("tied"), setup("tied")
+    ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=dist.new_group())
+    with parallel_for(job, how(strategy), made) as (_, parallel, _):
+        parallel.watch_gradients("blocks.0", "embedding+head")
+        one_step(made, parallel)
+        made.loss(ddp, made.batch(0, 0, dist.get_rank())).backward()
+        found = parallel.gradients("blocks.0") | parallel.gradients("embedding+head")
+        assert "watch_gradients('norm')" in said(lambda: parallel.gradients("norm"))
+        one_step(made, parallel, 1)
+    wanted = dict(twin.model.named_parameters())
+    return [n for n, g in found.items() if not torch.equal(g, wanted[n].grad)] + ([] if len(found) == 5 else [str(found.keys())])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_on_purpose(two: Ranks, strategy):
+    assert two.run(watch, strategy) == [[], []]

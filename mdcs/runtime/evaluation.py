@@ -13,8 +13,8 @@ from torch import nn
 
 from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger
-from mdcs.runtime.errors import RunError
-from mdcs.runtime.gathering import During, Gathering
+from mdcs.runtime.errors import Place
+from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.storage import UnitStorage
 
@@ -29,10 +29,10 @@ class Evaluation:
 
     def __init__(
         self, units: Sequence[ModelUnit], storages: Sequence[UnitStorage], ledger: Ledger, gathering: Gathering,
-        groups: Groups, during: During, rank: int,
+        groups: Groups, place: Place,
     ) -> None:  # fmt: skip
         self._units, self._storages, self._gathering, self._groups = units, storages, gathering, groups
-        self._during, self._rank = during, rank
+        self._place = place
         self._slot_bytes = max(slot.peak for slot in ledger.slots)
 
     @contextmanager
@@ -88,15 +88,15 @@ class Evaluation:
         """The unit that is gathered next, as told by all ranks; None when none needs any."""
         if self._groups.world == 1:
             return unit
-        with torch.inference_mode(False), self._during("evaluation"):
+        with torch.inference_mode(False), self._place.during("evaluation"):
             wanted = torch.tensor([_NONE, _NONE] if unit is None else [unit, -unit])
             dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self._groups.talk)
         most, least = wanted[0].item(), -wanted[1].item()
         if most == _NONE:
             return None
         if most != least:
-            raise RunError(
-                f"rank {self._rank}: ranks evaluate different parts of the model: {self._units[int(least)].name} and "
+            raise self._place.error(
+                f"ranks evaluate different parts of the model: {self._units[int(least)].name} and "
                 f"{self._units[int(most)].name}"
             )
         return int(most)

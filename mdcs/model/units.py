@@ -60,7 +60,10 @@ class BySize:
     min_params: int = 1_000_000
 
     def roots(self, model: nn.Module) -> set[str]:
-        from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
+        try:
+            from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
+        except ModuleNotFoundError as e:
+            raise ModuleNotFoundError(f"mdcs.BySize needs {e.name}: pip install 'mdcs[wrap]'", name=e.name) from e
 
         # auto_wrap works in place: let it mark a copy whose parameters take no memory.
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}

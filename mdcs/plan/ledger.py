@@ -1,6 +1,6 @@
 """The memory ledger: what every slot and message of a plan holds, in integer bytes per rank.
 
-Sizes and lifetimes of design section 3. The runtime's byte account, the simulator and the planners all read
+Sizes and lifetimes are tabled in docs/glossary.md. The runtime's byte account, the simulator and the planners all read
 them from here, so that what is admitted, predicted and measured is the same thing.
 
 Two views of one plan:

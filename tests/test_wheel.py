@@ -61,9 +61,9 @@ def test_torch_numpy_and_the_solver_are_all_it_needs(python, tmp_path):
 
 def test_a_missing_extra_is_one_sentence(python, tmp_path):
     program = """
-import mdcs, torch
+import mdcs
 try:
-    mdcs.partition(torch.nn.Linear(2, 2), mdcs.BySize(1))
+    mdcs.BySize(1)
 except ModuleNotFoundError as error:
     print(error)
 """

@@ -8,6 +8,7 @@ forwards of all modules that own them. Frozen parameters are split off: they are
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,11 +60,12 @@ class BySize:
 
     min_params: int = 1_000_000
 
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("fairscale") is None:
+            raise ModuleNotFoundError("mdcs.BySize needs fairscale: pip install 'mdcs[wrap]'", name="fairscale")
+
     def roots(self, model: nn.Module) -> set[str]:
-        try:
-            from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
-        except ModuleNotFoundError as e:
-            raise ModuleNotFoundError(f"mdcs.BySize needs {e.name}: pip install 'mdcs[wrap]'", name=e.name) from e
+        from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
 
         # auto_wrap works in place: let it mark a copy whose parameters take no memory.
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}

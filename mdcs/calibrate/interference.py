@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.slots import spread, untouched
+from mdcs.calibrate.fit import line, spread
+from mdcs.calibrate.slots import untouched
 from mdcs.measure.memory import current_meter
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Message, Plan, Strategy
@@ -114,8 +115,8 @@ def interference(probes: Sequence[Probe]) -> float:
 
 def contention(probes: Sequence[Probe], share: float) -> Contention:
     """Lines over the wire bytes of a message; computing loses ``share`` of the processor time of messages."""
-    per_message, per_byte = line([(p.wire, max(0.0, p.processor - p.work)) for p in probes])
-    least_message, least_byte = line([(p.wire, p.beside) for p in probes])
+    per_message, per_byte = line([(p.wire, max(0.0, p.processor - p.work)) for p in probes], relative=True)
+    least_message, least_byte = line([(p.wire, p.beside) for p in probes], relative=True)
     return Contention(
         compute_per_message=share * per_message,
         compute_per_byte=share * per_byte,
@@ -123,22 +124,6 @@ def contention(probes: Sequence[Probe], share: float) -> Contention:
         message_seconds=least_message,
         seconds_per_byte=least_byte,
     )
-
-
-def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(a, b) of y = a + b · x, neither negative, with the least sum of squared relative errors."""
-    weighed = [(x, y, y**-2) for x, y in points if y > 0]
-    if not weighed:
-        return 0.0, 0.0
-    w = sum(w for _, _, w in weighed)
-    mx, my = (sum(p[i] * p[2] for p in weighed) / w for i in (0, 1))
-    spread_x = sum(w * (x - mx) ** 2 for x, _, w in weighed)
-    b = sum(w * (x - mx) * (y - my) for x, y, w in weighed) / spread_x if spread_x else 0.0
-    if b <= 0:
-        return my, 0.0
-    if my < b * mx:  # through the origin: the best line without an intercept
-        return 0.0, sum(w * x * y for x, y, w in weighed) / sum(w * x * x for x, _, w in weighed)
-    return my - b * mx, b
 
 
 class _Weight(nn.Module):

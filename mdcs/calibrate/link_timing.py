@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mdcs.calibrate.slots import spread as percentiles
+from mdcs.calibrate import fit
 from mdcs.profile.algorithms import ALGORITHMS, KIND, OPERATION, Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.runtime.communicator import Communicator, Running, backend_of
@@ -103,7 +103,7 @@ def measure_link(
         rates = measure_depths(device, chosen, link.block, group=group)
         link = replace(link, depth=max(_shallowest(by_depth) for by_depth in rates.values()))
         for operation, by_depth in rates.items():
-            spread |= {f"{operation} with {n} in flight": percentiles(samples) for n, samples in by_depth.items()}
+            spread |= {f"{operation} with {n} in flight": fit.spread(samples) for n, samples in by_depth.items()}
     return MeasuredLink(link, chosen, spread)
 
 
@@ -167,12 +167,12 @@ def _link(
         kind = KIND[t.operation]
         if collectives.of(kind) == t.algorithm:
             sent = {size: collectives.sent(kind, size, world) for size in t.link_s}
-            fits[kind] = _fit([(sent[size], s) for size, s in t.link_s.items()])
+            fits[kind] = _alpha_beta([(sent[size], s) for size, s in t.link_s.items()])
             rounds = zip(*t.samples.values(), strict=True)
-            each = [_fit(list(zip(sent.values(), seconds, strict=True))) for seconds in rounds]
-            spread[f"α of {t.operation}"] = percentiles([a for a, _ in each])
+            each = [_alpha_beta(list(zip(sent.values(), seconds, strict=True))) for seconds in rounds]
+            spread[f"α of {t.operation}"] = fit.spread([a for a, _ in each])
             if rates := [1 / b for _, b in each if b]:
-                spread[f"1/β of {t.operation}"] = percentiles(rates)
+                spread[f"1/β of {t.operation}"] = fit.spread(rates)
     alpha, beta = zip(*(fits[KIND[OPERATION[kind]]] for kind in Kind), strict=True)
     block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else 1 << 20
     return Link(alpha, beta, depth, min(max(block, _BLOCKS[0]), _BLOCKS[1])), spread
@@ -236,10 +236,7 @@ def _sync(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _fit(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """(α, β) of seconds = α + β · bytes by least squares, neither negative."""
-    xs, ys = [float(x) for x, _ in points], [y for _, y in points]
-    mx, my = statistics.fmean(xs), statistics.fmean(ys)
-    spread = sum((x - mx) ** 2 for x in xs)
-    beta = max(0.0, sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / spread)
-    return max(0.0, my - beta * mx), beta
+def _alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(α, β) of (bytes, seconds), neither negative; where α would be, β is still what more bytes cost."""
+    alpha, beta = fit.line(points)
+    return alpha, max(beta, fit.least_squares(points).slope)

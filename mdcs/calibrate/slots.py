@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from mdcs.calibrate.fit import spread
 from mdcs.measure.memory import UNTAGGED, Meter, current_meter
 from mdcs.model.hooks import Hooks
 from mdcs.model.optimizers import in_group_order, optimizer_bytes, parameter_groups
@@ -122,14 +123,6 @@ def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
         for name, b in model.named_buffers():
             b.copy_(saved[name])
     torch.random.set_rng_state(random_state)
-
-
-def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """Their 10th and 90th percentile."""
-    if len(samples) == 1:
-        return samples[0], samples[0]
-    tenths = statistics.quantiles(samples, n=10, method="inclusive")
-    return tenths[0], tenths[-1]
 
 
 @dataclass

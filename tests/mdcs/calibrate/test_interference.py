@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mdcs.calibrate.autoplan import agree
+from mdcs.calibrate.agreement import agree
 from mdcs.calibrate.interference import Probe, contention, interference, measure_interference
 from mdcs.calibrate.rehearsal import _REHEARSED, Seen, fitted, rehearse
 from mdcs.calibrate.slots import measure_profile

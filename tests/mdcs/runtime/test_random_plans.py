@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.autoplan import on_rank_zero
+from mdcs.calibrate.agreement import on_rank_zero
 from mdcs.plan.ledger import peak
 from mdcs.plan.messages import Strategy
 from mdcs.planner.schedulers import Mix

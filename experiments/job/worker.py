@@ -34,7 +34,7 @@ from experiments.job import profiles
 from experiments.job.tracking import METRICS, JsonLines
 from experiments.tasks import data, models
 from launch import network, status
-from mdcs.calibrate.agreement import agree, on_rank_zero
+from mdcs.calibrate.autoplan import agree, on_rank_zero
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.rehearsal import rehearse

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.fit import line, spread
+from mdcs.calibrate.regression import line, spread
 from mdcs.calibrate.slots import untouched
 from mdcs.measure.memory import current_meter
 from mdcs.model.units import ModelUnit

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mdcs.calibrate import fit
+from mdcs.calibrate import regression
 from mdcs.profile.algorithms import ALGORITHMS, KIND, OPERATION, Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.runtime.communicator import Communicator, Running, backend_of
@@ -103,7 +103,7 @@ def measure_link(
         rates = measure_depths(device, chosen, link.block, group=group)
         link = replace(link, depth=max(_shallowest(by_depth) for by_depth in rates.values()))
         for operation, by_depth in rates.items():
-            spread |= {f"{operation} with {n} in flight": fit.spread(samples) for n, samples in by_depth.items()}
+            spread |= {f"{operation} with {n} in flight": regression.spread(samples) for n, samples in by_depth.items()}
     return MeasuredLink(link, chosen, spread)
 
 
@@ -170,9 +170,9 @@ def _link(
             fits[kind] = _alpha_beta([(sent[size], s) for size, s in t.link_s.items()])
             rounds = zip(*t.samples.values(), strict=True)
             each = [_alpha_beta(list(zip(sent.values(), seconds, strict=True))) for seconds in rounds]
-            spread[f"α of {t.operation}"] = fit.spread([a for a, _ in each])
+            spread[f"α of {t.operation}"] = regression.spread([a for a, _ in each])
             if rates := [1 / b for _, b in each if b]:
-                spread[f"1/β of {t.operation}"] = fit.spread(rates)
+                spread[f"1/β of {t.operation}"] = regression.spread(rates)
     alpha, beta = zip(*(fits[KIND[OPERATION[kind]]] for kind in Kind), strict=True)
     block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else 1 << 20
     return Link(alpha, beta, depth, min(max(block, _BLOCKS[0]), _BLOCKS[1])), spread
@@ -238,5 +238,5 @@ def _sync(device: torch.device) -> None:
 
 def _alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(α, β) of (bytes, seconds), neither negative; where α would be, β is still what more bytes cost."""
-    alpha, beta = fit.line(points)
-    return alpha, max(beta, fit.least_squares(points).slope)
+    alpha, beta = regression.line(points)
+    return alpha, max(beta, regression.least_squares(points).slope)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.fit import factor, line
+from mdcs.calibrate.regression import factor, line
 from mdcs.calibrate.slots import slot_seconds, untouched
 from mdcs.measure.memory import current_meter
 from mdcs.measure.timeline import StepTimes

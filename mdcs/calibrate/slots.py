@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mdcs.calibrate.fit import spread
+from mdcs.calibrate.regression import spread
 from mdcs.measure.memory import UNTAGGED, Meter, current_meter
 from mdcs.model.hooks import Hooks
 from mdcs.model.optimizers import in_group_order, optimizer_bytes, parameter_groups

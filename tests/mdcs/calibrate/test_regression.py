@@ -1,4 +1,4 @@
-"""Fits: hand-computed cases, and the textbook's formulas on random points."""
+"""Lines, factors and spreads: hand-computed cases, and the textbook's formulas on random points."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mdcs.calibrate.fit import factor, least_squares, line, spread
+from mdcs.calibrate.regression import factor, least_squares, line, spread
 
 
 def test_a_line_of_relative_errors_has_no_negative_part() -> None:

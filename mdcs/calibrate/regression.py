@@ -1,4 +1,4 @@
-"""Fits of what is measured: lines, factors and the spread of samples, all by least squares or percentiles."""
+"""What measured points and samples come to: lines and a factor by least squares, the spread by percentiles."""
 
 from __future__ import annotations
 

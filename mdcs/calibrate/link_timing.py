@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +19,16 @@ import torch
 import torch.distributed as dist
 
 from mdcs.calibrate import regression
+from mdcs.calibrate.clock import now
 from mdcs.profile.algorithms import ALGORITHMS, KIND, OPERATION, Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.runtime.communicator import Communicator, Running, backend_of
+from mdcs.sizes import MIB
 
-SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # payload bytes
+SIZES = (MIB // 16, MIB // 4, MIB, 4 * MIB)  # payload bytes
 _REPEATS = 7
 _SATURATED = 0.97
-_BLOCKS = 1 << 18, 1 << 22  # the smallest and the largest
+_BLOCKS = MIB // 4, 4 * MIB  # the smallest and the largest
 _DEPTHS, _QUEUED, _NEARLY = (1, 2, 3, 4), 8, 1.05
 
 
@@ -43,27 +44,28 @@ class MeasuredLink(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one algorithm by payload bytes, sample by sample: ``whole``, and ``samples`` without the sum that follows.
+    """Seconds of one algorithm by payload bytes, sample by sample: until its result is there (``done``), and
+    until all is received, before the sum that follows (``served``).
 
-    ``seconds`` and ``link_s`` are their medians.
+    An algorithm is chosen by the first; α and β are fitted to the second.
     """
 
     operation: str
     algorithm: str
-    whole: dict[int, list[float]]
-    samples: dict[int, list[float]]
+    done: dict[int, list[float]]
+    served: dict[int, list[float]]
 
     @property
     def seconds(self) -> dict[int, float]:
-        return {size: statistics.median(samples) for size, samples in self.whole.items()}
+        return {size: statistics.median(samples) for size, samples in self.done.items()}
 
     @property
     def link_s(self) -> dict[int, float]:
-        return {size: statistics.median(samples) for size, samples in self.samples.items()}
+        return {size: statistics.median(samples) for size, samples in self.served.items()}
 
     def expected(self, size: int) -> float:
         """Mean seconds in all but the slowest sample."""
-        samples = sorted(self.whole[size])
+        samples = sorted(self.done[size])
         return statistics.fmean(samples[: max(1, len(samples) - 1)])
 
 
@@ -130,8 +132,8 @@ def measure_algorithms(
         )[1:]  # fmt: skip
         dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
         for timing, column in zip(timings, samples.transpose(0, 1).tolist(), strict=True):
-            served, whole = zip(*column, strict=True)
-            timing.samples[size], timing.whole[size] = list(served), list(whole)
+            served, done = zip(*column, strict=True)
+            timing.served[size], timing.done[size] = list(served), list(done)
     return timings
 
 
@@ -168,13 +170,13 @@ def _link(
         if collectives.of(kind) == t.algorithm:
             sent = {size: collectives.sent(kind, size, world) for size in t.link_s}
             fits[kind] = _alpha_beta([(sent[size], s) for size, s in t.link_s.items()])
-            rounds = zip(*t.samples.values(), strict=True)
+            rounds = zip(*t.served.values(), strict=True)
             each = [_alpha_beta(list(zip(sent.values(), seconds, strict=True))) for seconds in rounds]
             spread[f"α of {t.operation}"] = regression.spread([a for a, _ in each])
             if rates := [1 / b for _, b in each if b]:
                 spread[f"1/β of {t.operation}"] = regression.spread(rates)
     alpha, beta = zip(*(fits[KIND[OPERATION[kind]]] for kind in Kind), strict=True)
-    block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else 1 << 20
+    block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else MIB
     return Link(alpha, beta, depth, min(max(block, _BLOCKS[0]), _BLOCKS[1])), spread
 
 
@@ -207,33 +209,25 @@ class _Message:
 def _time(message: _Message, device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
     """Seconds until the collective is done, and until what follows it is."""
     dist.barrier(group=group)
-    begin = time.perf_counter()
+    begin = now(device)
     message.start().wait()
-    _sync(device)
-    middle = time.perf_counter()
+    middle = now(device)
     message.land()
-    _sync(device)
-    return middle - begin, time.perf_counter() - begin
+    return middle - begin, now(device) - begin
 
 
 def _queue(messages: Sequence[_Message], device: torch.device, group: dist.ProcessGroup | None) -> float:
     """Seconds that a few messages take in a row, as many in flight as there are ``messages``."""
     in_flight: deque[Running] = deque()
     dist.barrier(group=group)
-    begin = time.perf_counter()
+    begin = now(device)
     for number in range(_QUEUED):
         if len(in_flight) == len(messages):
             in_flight.popleft().wait()
         in_flight.append(messages[number % len(messages)].start())
     for running in in_flight:
         running.wait()
-    _sync(device)
-    return time.perf_counter() - begin
-
-
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return now(device) - begin
 
 
 def _alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

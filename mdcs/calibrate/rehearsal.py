@@ -77,7 +77,7 @@ def rehearse(
     if profile.world == 1 or device.type != "cpu":
         return profile
     profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
-    plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
+    plans = [make_plan(profile, Uniform(strategy), scheduler) for strategy, scheduler in _REHEARSED]
     alone: list[float] = []
     rounds: list[list[Seen]] = []
     for _ in range(_rounds(plans)):

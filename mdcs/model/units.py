@@ -131,8 +131,8 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
     for module_name, module in modules.items():
         for local, p in module._parameters.items():
             if p is not None:
-                full = f"{module_name}.{local}" if module_name else local
-                owners.setdefault(p, []).append((module_name, full))
+                path = f"{module_name}.{local}" if module_name else local
+                owners.setdefault(p, []).append((module_name, path))
 
     groups: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
     for p, places in owners.items():
@@ -181,6 +181,6 @@ def _refuse(name: str, p: nn.Parameter) -> None:
 
 
 def _same_type(unit: str, parameters: Iterable[nn.Parameter]) -> None:
-    kinds = {(p.dtype, p.device) for p in parameters}
-    if len(kinds) > 1:
-        raise UnsupportedModel(f"unit {unit} mixes parameters of {sorted(map(str, kinds))}: wrap them apart")
+    types = {(p.dtype, p.device) for p in parameters}
+    if len(types) > 1:
+        raise UnsupportedModel(f"unit {unit} mixes parameters of {sorted(map(str, types))}: wrap them apart")

@@ -5,7 +5,7 @@ operations forward (its matrices, then attention), twice that backward, and the 
 output layer takes 2 · T · w · vocab. Divided by the peak rate times the efficiency these are seconds.
 
 **Activations** in 16 bit (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): T · (34 w + 5 · heads · sequence)
-bytes per block; with checkpointing 2 · T · w are kept and the rest lives while its block runs. Logits: 6 · T · vocab.
+bytes per block; with checkpointing 2 · T · w are kept and all else lives while its block runs. Logits: 6 · T · vocab.
 
 **Network.** n nodes of g devices; a message of S bytes goes around a ring within each node and around one ring across
 nodes per device, one after the other:
@@ -67,7 +67,7 @@ class Transformer:
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rate in FLOP/s, the share of it that is reached, and the memory's rate in bytes/s."""
+    """Peak rate in FLOP/s, the fraction of it that is reached, and the memory's rate in bytes/s."""
 
     peak_flops: float
     efficiency: float
@@ -164,12 +164,12 @@ def _slots(model: Transformer, device: Device) -> tuple[Slot, ...]:
     kept = output if model.checkpointing else inside
     logits = 6 * tokens * model.vocab
     blocks = [(i + 1, output + i * kept) for i in range(model.layers)]  # unit, bytes before its forward
-    full = output + model.layers * kept
+    saved = output + model.layers * kept
     return (
         Slot(0, "F", 0.0, 0, output),
         *(Slot(unit, "F", forward, live, live + inside) for unit, live in blocks),
-        Slot(0, "F", head, full, full + logits),
-        Slot(0, "B", 2 * head, full + logits, full + 2 * logits),
+        Slot(0, "F", head, saved, saved + logits),
+        Slot(0, "B", 2 * head, saved + logits, saved + 2 * logits),
         # Beside what it saved, a block's backward holds the gradients of its output and its input.
         *(Slot(unit, "B", backward, live + kept + output, live + inside + 2 * output) for unit, live in reversed(blocks)),
         Slot(0, "B", 0.0, 2 * output, 2 * output),

@@ -14,6 +14,7 @@ from typing import Any
 
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind, Link
+from mdcs.sizes import MIB
 
 SCHEMA = 4
 
@@ -85,7 +86,7 @@ class Optimizer:
     scratch_fixed: int = 0
 
 
-_LARGEST_BLOCK = 1 << 24
+_LARGEST_BLOCK = 16 * MIB
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from mdcs.sizes import MIB
+
 
 class Kind(str, Enum):
     """The collective kinds."""
@@ -43,7 +45,7 @@ class Link:
     alpha: tuple[float, float, float, float]
     beta: tuple[float, float, float, float]
     depth: int = 2
-    block: int = 1 << 20
+    block: int = MIB
     emulated: bool = False
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class Link:
             raise ValueError(f"latency_us must be >= 0, got {latency_us}")
         a, b = latency_us * 1e-6, 8 / (rate_gbit * 1e9)
         # 97 % of peak bandwidth: α <= 3 % of the whole, hence β·block = 0.97/0.03·α.
-        block = max(1 << 18, int(a / b * 0.97 / 0.03))
+        block = max(MIB // 4, int(a / b * 0.97 / 0.03))
         return cls((2 * a, a, a, a), (b, b, b, b), depth, block, emulated)
 
     @classmethod

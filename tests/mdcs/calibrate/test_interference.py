@@ -33,7 +33,7 @@ def probe(wire: int, **seconds: float) -> Probe:
 def test_contention_is_a_line_over_bytes() -> None:
     # A message keeps the processor for 2 ms + 1 µs per byte beside its work, and the link for 3 ms + 2 µs per byte.
     probes = [probe(b, processor=0.003 + 1e-6 * b, beside=0.003 + 2e-6 * b) for b in (1000, 5000, 9000)]
-    found = contention(probes, share=0.5)
+    found = contention(probes, fraction=0.5)
     assert found.compute_per_message == pytest.approx(0.001)
     assert found.compute_per_byte == pytest.approx(0.5e-6)
     assert found.compute_per_work == 0.5

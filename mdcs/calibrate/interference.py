@@ -58,6 +58,7 @@ class Probe:
 
     @property
     def lost(self) -> float:
+        """Seconds that the step took longer beside the messages; below 0 if it was faster."""
         return self.step_beside - self.step_alone
 
 
@@ -105,8 +106,8 @@ def measure_interference(
     profile = dataclasses.replace(profile, spread=profile.spread | shown)
     if device.type == "cuda":
         return dataclasses.replace(profile, interference=interference(probes))
-    cores, computing = len(os.sched_getaffinity(0)), processes * torch.get_num_threads()
-    fraction = min(1.0, max(0.0, 1 - (cores - computing) / processes))  # of the processor time of messages: none is spare
+    cores, threads = len(os.sched_getaffinity(0)), processes * torch.get_num_threads()
+    fraction = min(1.0, max(0.0, 1 - (cores - threads) / processes))  # of the processor time of messages: none is spare
     return dataclasses.replace(profile, contention=contention(probes, fraction))
 
 
@@ -117,7 +118,11 @@ def interference(probes: Sequence[Probe]) -> float:
 
 
 def contention(probes: Sequence[Probe], fraction: float) -> Contention:
-    """Lines over the wire bytes of a message; computing loses ``fraction`` of the processor time of messages."""
+    """Lines over the wire bytes of a message; computing loses ``fraction`` (0 to 1) of the processor time of messages.
+
+    Computing's is fitted to processor seconds beside the work that the profile has already, the link's to seconds in flight,
+    both by :func:`mdcs.calibrate.regression.line` with relative errors.
+    """
     per_message, per_byte = line([(p.wire, max(0.0, p.processor - p.work)) for p in probes], relative=True)
     least_message, least_byte = line([(p.wire, p.beside) for p in probes], relative=True)
     return Contention(

@@ -33,7 +33,9 @@ _DEPTHS, _QUEUED, _NEARLY = (1, 2, 3, 4), 8, 1.05
 
 
 class MeasuredLink(NamedTuple):
-    """``spread`` has the 10th and 90th percentile of α (seconds) and 1/β (bytes sent per second) by operation, and of the
+    """The link, the algorithms it was measured with, and how much that varied.
+
+    ``spread`` has the 10th and 90th percentile of α (seconds) and 1/β (bytes sent per second) by operation, and of the
     bytes sent per second with so many messages in flight, if that was measured.
     """
 
@@ -57,10 +59,12 @@ class Timing:
 
     @property
     def seconds(self) -> dict[int, float]:
+        """Median seconds until the result is there, by payload bytes."""
         return {size: statistics.median(samples) for size, samples in self.done.items()}
 
     @property
     def link_s(self) -> dict[int, float]:
+        """Median seconds until all is received, by payload bytes."""
         return {size: statistics.median(samples) for size, samples in self.served.items()}
 
     def expected(self, size: int) -> float:
@@ -119,7 +123,8 @@ def measure_algorithms(
 ) -> list[Timing]:
     """Times of the ``candidates`` (algorithms by operation), the same on all ranks: a message ends when it has on each.
 
-    Algorithms take turns, so that what else the machine does falls on all of them alike.
+    ``sizes`` are payload bytes; of each, ``repeats`` samples follow one that warms up. Algorithms take turns, so that what
+    else the machine does falls on all of them alike. Collective: call it on every rank.
     """
     pairs = [(operation, name) for operation, names in candidates.items() for name in names]
     timings = [Timing(operation, name, {}, {}) for operation, name in pairs]
@@ -140,7 +145,10 @@ def measure_algorithms(
 def measure_depths(
     device: torch.device, collectives: Collectives, block: int, *, group: dist.ProcessGroup | None = None
 ) -> dict[str, dict[int, list[float]]]:
-    """Bytes sent per second by operation and number of messages in flight, sample by sample, the same on all ranks."""
+    """Bytes sent per second by operation and number of messages in flight, sample by sample, the same on all ranks.
+
+    Messages have ``block`` payload bytes. Collective: call it on every rank.
+    """
     rates: dict[str, dict[int, list[float]]] = {}
     for operation, kind in KIND.items():
         messages = [_Message(collectives, operation, block, device, group) for _ in range(max(_DEPTHS))]

@@ -43,13 +43,16 @@ def measure_profile(
     grad_dtype: torch.dtype | None = None,
     about: dict[str, str] | None = None,
 ) -> Profile:
-    """Run ``step`` (forward, returns the loss) and its backward ``warmup + iterations`` times.
+    """The profile of this rank: slots (median seconds, most bytes) of ``iterations`` steps after ``warmup``, update and copies.
 
-    In mixed precision the optimizer updates a copy of the parameters in ``master_dtype``, and gradients are summed in
-    ``grad_dtype`` (None for either: that of the parameters). Raises ValueError for another one that is not wider.
+    ``step`` runs a forward pass and returns the loss; its backward is run here. ``world``, ``link`` and ``collectives`` are those
+    of the job, which is not asked for them; ``about`` is kept as it is. In mixed precision the optimizer updates a copy of
+    the parameters in ``master_dtype``, and gradients are summed in ``grad_dtype`` (None for either: that of the parameters).
 
     Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
-    Raises UnsupportedModel when a parameter gets no gradient, or is used outside its module's forward.
+    Raises ValueError for a type that is neither the parameters' nor a wider float, and UnsupportedModel when a parameter gets
+    no gradient or is used outside its module's forward, when units run in another order from step to step, and for an
+    optimizer that cannot run on shards.
     """
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
@@ -82,7 +85,7 @@ def measure_profile(
 def slot_seconds(
     model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int = 2, warmup: int = 1
 ) -> float:
-    """All slots of an iteration together, as :func:`measure_profile` would have them now."""
+    """Seconds of all slots of an iteration together, as :func:`measure_profile` would have them now; raises as it does."""
     return sum(slot.seconds for slot in _recorded(model, units, step, iterations, warmup).slots())
 
 

@@ -22,7 +22,11 @@ _REPEATS = 5
 
 
 def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter) -> Optimizer:
-    """State, scratch and time of an update. Raises UnsupportedModel for an optimizer that cannot run on shards."""
+    """State, scratch and seconds of an update, on the device of ``like`` and of its type: a line through a short and a long run.
+
+    Where ``meter`` measures nothing, scratch is what is known of the optimizer. Raises UnsupportedModel for an optimizer that
+    cannot run on shards.
+    """
     state, fixed, scratch = optimizer_bytes(optimizer)
     small, large = (_Update.measure(optimizer, like, n, meter) for n in (_SHORT, _LONG))
     elements = large.elements - small.elements

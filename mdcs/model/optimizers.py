@@ -12,14 +12,16 @@ from mdcs.model.units import ModelUnit, UnsupportedModel
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
-    """Parameter -> index of its optimizer group."""
+    """Parameter -> index of its group in ``optimizer.param_groups``."""
     return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def in_group_order(
     unit: ModelUnit, groups: dict[nn.Parameter, int]
 ) -> tuple[list[tuple[str, nn.Parameter]], tuple[int, ...]]:
-    """The unit's parameters in flat order, those of one group together, and the lengths of the groups' segments.
+    """The unit's (name, parameter) pairs in flat order, those of one group together, and the elements of each group's segment.
+
+    A frozen unit is one segment in the order of registration.
 
     Raises UnsupportedModel for a trainable parameter that the optimizer does not have.
     """
@@ -45,7 +47,9 @@ def same_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
     """State tensors, fixed state bytes and, where nothing is measured, scratch tensors per run.
 
-    Raises UnsupportedModel for an optimizer that cannot run on shards.
+    Tensors are copies of the run that is updated: for SGD its momentum; for Adam and AdamW two moments, a third with
+    amsgrad, and 4 bytes of step counter. Fused updates need no scratch. Raises UnsupportedModel for an optimizer that
+    cannot run on shards.
     """
     algorithm = type(optimizer)
     if algorithm not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):

@@ -22,7 +22,10 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnit:
-    """``modules`` are those whose forward uses the parameters; ``parameters`` are (name, parameter) pairs."""
+    """A unit of a live model, whose parameters are all trainable or all frozen, of one type and on one device.
+
+    ``modules`` are those whose forward uses the parameters; ``parameters`` are (name in the model, parameter) pairs.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -31,10 +34,12 @@ class ModelUnit:
 
     @property
     def numel(self) -> int:
+        """Elements of all its parameters, without padding."""
         return sum(p.numel() for _, p in self.parameters)
 
 
 class WrapPolicy(Protocol):
+    """Which modules become units."""
     def roots(self, model: nn.Module) -> set[str]:
         """Names of the modules that become units; where they nest, the innermost owns its parameters."""
         ...
@@ -47,6 +52,7 @@ class ByClass:
     classes: tuple[str, ...]
 
     def roots(self, model: nn.Module) -> set[str]:
+        """Names of the instances in ``model``. Raises UnsupportedModel if there is none."""
         found = {name for name, m in model.named_modules() if type(m).__name__ in self.classes}
         if not found:
             raise UnsupportedModel(f"no module of class {' or '.join(self.classes)} in {type(model).__name__}")
@@ -60,6 +66,7 @@ class BySize:
     min_params: int = 1_000_000
 
     def roots(self, model: nn.Module) -> set[str]:
+        """Names of the modules that auto_wrap would wrap. Raises UnsupportedModel for a module registered twice, if it cannot."""
         from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
 
         # auto_wrap works in place: let it mark a copy whose parameters take no memory.
@@ -117,13 +124,15 @@ class ByLeaf:
     """Every module that owns parameters directly."""
 
     def roots(self, model: nn.Module) -> set[str]:
+        """No names: what no root contains is a unit per module."""
         return set()
 
 
 def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
-    """Units in the order in which the model registers their first module.
+    """Units in the order in which the model registers their first module; every parameter is in one of them.
 
-    Raises UnsupportedModel for a parameter that no unit can hold.
+    Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, on the meta device, with
+    sparse gradients), for a unit of several types or devices, and for a model without a trainable parameter.
     """
     roots = policy.roots(model)
     modules = dict(model.named_modules(remove_duplicate=False))

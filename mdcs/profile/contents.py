@@ -26,7 +26,8 @@ class Unit:
     ``segments`` are the lengths in elements, in flat order, of the parts that share one optimizer parameter
     group; they sum to ``numel``. ``forward`` and ``backward`` are the first and the last slot, as indices into
     the forward and the backward slots of one micro-step, in which the unit's parameters are used; ``backward``
-    is None when no gradient flows through the unit.
+    is None when no gradient flows through the unit. Raises ValueError for an empty segment, or a trainable unit without
+    ``backward``.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
+        """Elements of all its parameters, without padding."""
         return sum(self.segments)
 
 
@@ -51,7 +53,8 @@ class Slot:
     """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
 
     ``live`` is what activations, workspace and everything else that is no registered buffer hold when the slot
-    begins; ``peak`` the most they hold during it, what the next slot begins with included (bytes).
+    begins; ``peak`` the most they hold during it, what the next slot begins with included (bytes). ``unit`` is an index.
+    Raises ValueError for another phase, and for a negative number.
     """
 
     unit: int
@@ -99,7 +102,7 @@ class Contention:
     for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on
     ``dispatch_seconds`` after it is done, and then takes longer by ``compute_per_wait`` of the time it has waited: its
     caches are cold, its core has slept. Between backward and the next forward the training loop itself takes
-    ``turn_seconds``.
+    ``turn_seconds``. Raises ValueError for a negative number.
     """
 
     compute_per_message: float = 0.0
@@ -118,7 +121,10 @@ class Contention:
                 raise ValueError(f"contention {name} must be >= 0, got {value}")
 
     def compute_lost(self, kind: Kind, wire: int, work: float) -> float:
-        """Seconds that computing loses to one message of ``wire`` bytes and ``work`` seconds."""
+        """Seconds that computing loses to one message of ``wire`` bytes and ``work`` seconds.
+
+        compute_per_message + compute_per_byte · wire + compute_per_work · work; all-reduces: that times ``all_reduce``.
+        """
         lost = self.compute_per_message + self.compute_per_byte * wire + self.compute_per_work * work
         return self.all_reduce * lost if kind is Kind.AR else lost
 
@@ -136,6 +142,9 @@ class Profile:
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
     ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
     has the 10th and the 90th percentile of what was measured several times, by name.
+
+    Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot that
+    there is not.
     """
 
     units: tuple[Unit, ...]
@@ -173,15 +182,17 @@ class Profile:
 
     @cached_property
     def forward_slots(self) -> int:
+        """Forward slots of a micro-step."""
         return sum(s.phase == "F" for s in self.slots)
 
     @cached_property
     def backward_slots(self) -> int:
+        """Backward slots of a micro-step."""
         return len(self.slots) - self.forward_slots
 
     @property
     def updated_bytes(self) -> int:
-        """Width of an element of what the optimizer updates."""
+        """Bytes of an element of what the optimizer updates: the master copy, or the parameters themselves."""
         return self.master_bytes or self.param_bytes
 
     @cached_property
@@ -198,6 +209,7 @@ class Profile:
         return self.collectives.sent(kind, size, self.world)
 
     def to_json(self) -> str:
+        """The text of profile.json: every field, with the schema."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
@@ -235,6 +247,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
+        """Inverse of :meth:`to_json`; raises ValueError for a text that is no profile of this schema."""
         return cls.from_dict(json.loads(text))
 
 

@@ -195,7 +195,7 @@ class Comparison:
             self.console.print(f"no profile: {outcome.reason}", markup=False, soft_wrap=True)
             return None
         profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
-        return mdcs.floor_bytes(profile, **worker.planning_options(self.config))
+        return mdcs.floor_bytes(mdcs.Job(profile, **worker.planning_options(self.config)))
 
     def _own(self, floor: int) -> Iterable[Candidate]:
         """mdcs with every plan under every budget; under one below the floor it cannot run."""

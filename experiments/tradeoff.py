@@ -113,7 +113,7 @@ def main(module: str = jobs.WORKER) -> int:
                 return outcome.reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
-        floor = mdcs.floor_bytes(profile, **worker.planning_options(config))
+        floor = mdcs.floor_bytes(mdcs.Job(profile, **worker.planning_options(config)))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from experiments.config.schema import Config
 from experiments.job import run as jobs
 from experiments.job import worker
 from experiments.job.profiles import Profiles
+from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
 from mdcs.planner.make import floor_bytes
 
@@ -29,7 +30,7 @@ def plan(config: Config, folder: Path, console: Console, *, share: Profiles | No
     resolved, profile = found
     planning = worker.planning_options(resolved)
     try:
-        made = worker.make_plan(resolved, profile, floor_bytes(profile, **planning), planning)
+        made = worker.make_plan(resolved, profile, floor_bytes(Job(profile, **planning)), planning)
     except ValueError as error:
         return str(error)
     worker.write_plan(folder, made)

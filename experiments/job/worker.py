@@ -40,9 +40,8 @@ from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.rehearsal import rehearse
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.make import extra_communication_s, sent_bytes
-from mdcs.planner.schedulers import SCHEDULERS, Scheduler
-from mdcs.planner.strategies import STRATEGIES, JointPlanner, StrategyPlanner
+from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
+from mdcs.planner.named import SCHEDULERS, STRATEGIES
 
 MIB, GIB = 2**20, 2**30
 EVAL_BATCHES = 8
@@ -72,7 +71,7 @@ def plan_job(folder: Path, config: Config, job: Job, only: str | None) -> int:
     print(f"collectives: {profile.collectives}", flush=True)
     if job.writes:
         (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
-    floor = mdcs.floor_bytes(profile, **job.planning)
+    floor = mdcs.floor_bytes(mdcs.Job(profile, **job.planning))
     if only != "profile":
         status.set(phase="planning")
         job.plan = on_rank_zero(lambda: make_plan(config, profile, floor, job.planning))
@@ -268,11 +267,11 @@ def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[
         strategy = Joint(**limits, **scheduler_options(config))  # type: ignore[arg-type]
     else:
         scheduler = scheduler_of(config)
-        own: dict[str, dict[str, Any]] = {"uniform": {"kind": s.kind}, "random": {"seed": s.seed}, "ilp": limits}
-        strategy = STRATEGIES[s.name](**own.get(s.name, {}))
+        own: dict[str, dict[str, Any]] = {"random": {"seed": s.seed}, "ilp": limits}
+        strategy = STRATEGIES[s.kind or s.name](**own.get(s.name, {}))
     return mdcs.make_plan(
-        profile, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share,
-        name=s.kind or s.name, **planning,
+        mdcs.Job(profile, **planning), strategy, scheduler, budget=budget_bytes(config, floor),
+        schedule_share=b.schedule_share,
     )  # fmt: skip
 
 
@@ -281,9 +280,9 @@ def scheduler_options(config: Config) -> dict[str, Any]:
     if c.seed is not None:
         options["seed"] = c.seed
     if c.bucket_mib is not None:
-        options["bucket_bytes"] = int(c.bucket_mib * MIB)
+        options["bucket_mib"] = c.bucket_mib
     if c.block_mib is not None:
-        options["block_bytes"] = int(c.block_mib * MIB)
+        options["block_mib"] = c.block_mib
     return options
 
 
@@ -404,7 +403,7 @@ def report(
 def start_event(config: Config, plan: mdcs.Plan, floor: int | None) -> dict[str, Any]:
     assert plan.prediction is not None
     predicted = dataclasses.asdict(plan.prediction)
-    predicted["extra_communication_s"] = extra_communication_s(plan.profile, sent_bytes(plan))
+    predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
     return {
         "event": "start", "time": time.time(), "emulated": plan.profile.link.emulated,
         "emulated_ranks": config.cluster.emulated, "plan_hash": plan.hash,

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from mdcs import InfeasibleBudget
+from mdcs import InfeasibleBudget, Job
 from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.plan.messages import Message, Plan, Strategy
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind, Link
 
@@ -26,7 +27,7 @@ class Odd(Exception):
 
 
 def a_plan() -> Plan:
-    return Plan(chain(100), (Strategy.dp,), ((100,),), (Message(Kind.AR, ((0, 0),), 1),))
+    return Plan(Job(chain(100)), (Strategy.dp,), ((100,),), (Message(Kind.AR, ((0, 0),), 1),))
 
 
 def raised(what: str) -> Exception:

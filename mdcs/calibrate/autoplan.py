@@ -45,6 +45,9 @@ def autoplan(
     (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
     :func:`mdcs.calibrate.slots.measure_profile`. On CPU, activations are measured in processes that are started with
     :func:`mdcs.measure.memory.preload_env`; elsewhere a budget does not count them, with a warning.
+
+    Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
+    rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits.
     """
     planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler

@@ -30,7 +30,7 @@ from mdcs.runtime.executor import executor_for
 Batch = dict[str, Tensor]
 
 
-class Job(Protocol):
+class Trained(Protocol):
     """What is trained. `rank` and `world` are those of the plan, `processes` how many there really are; one of them `writes`.
 
     `units` and `optimizer` are made when asked for: a peer that replaces parameters must not."""
@@ -176,12 +176,12 @@ class Peer:
 
     shows_waits = shows_messages = False
 
-    def __init__(self, config: Config, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.job, self.model, self.optimizer = job, model, optimizer
+    def __init__(self, config: Config, workload: Trained, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.workload, self.model, self.optimizer = workload, model, optimizer
         self.grad_norm: float | None = None
         self.collectives = Collectives.default(config.cluster.resolved_backend())
         self._clip = config.optimizer.clip_norm
-        self._executor, self._meter = executor_for(job.device), current_meter(job.device)
+        self._executor, self._meter = executor_for(workload.device), current_meter(workload.device)
         self.seen, self._steps = Seen(), 0
         self._unread: list[tuple[int, Any, Any, Seen]] = []
         self.reset_memory()
@@ -210,7 +210,7 @@ class Peer:
         return nullcontext()
 
     def loss(self, batch: Batch) -> Tensor:
-        return self.job.loss(batch, self.model)
+        return self.workload.loss(batch, self.model)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -239,8 +239,8 @@ class Peer:
 
     def drain(self) -> None:
         """Nothing is in flight between steps; rank 0's buffers (BatchNorm's statistics) become the model's."""
-        if self.job.world > 1:
-            for buffer in self.job.model.buffers():
+        if self.workload.world > 1:
+            for buffer in self.workload.model.buffers():
                 dist.broadcast(buffer, 0)
 
     @contextmanager

@@ -9,8 +9,7 @@ from torch import Tensor
 from experiments.config.schema import Config
 from experiments.engines.base import Engine, Peer, Trained
 from mdcs.profile.link import Kind
-
-MIB = 2**20
+from mdcs.sizes import MIB
 
 
 def prepare(config: Config, workload: Trained) -> Engine:

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Peer, Seen, Times, Trained
+from experiments.engines.base import Engine, Peer, Seen, Trained
 from mdcs.measure.timeline import Span
-
-MIB = 2**20
+from mdcs.plan.times import StepTimes
+from mdcs.sizes import MIB
 
 
 def prepare(config: Config, workload: Trained) -> Engine:
@@ -58,7 +58,7 @@ class ShardedDdp(Peer):
         loss.backward()
         self.seen.waits.append((self._gradient, self._executor.stamp()))
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         seconds = self._executor.seconds
         seen.waits = [(seconds(begin), seconds(end)) for begin, end in seen.waits]
         return super().times(whole, phases, seen)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mdcs
 from experiments.config.schema import Config
-from experiments.engines.base import Batch, Engine, Record, Times, Trained
+from experiments.engines.base import Batch, Engine, Record, Trained
 from mdcs.measure.memory import TOTAL
 from mdcs.measure.timeline import RankTimeline, Timeline
 from mdcs.planner.make import extra_communication_s
@@ -58,10 +58,7 @@ class Planned:
         return self._parallel.grad_norm
 
     def records(self, *, flush: bool = False) -> list[Record]:
-        return [
-            Record(r.step, Times(**dataclasses.asdict(r.times)), r.bytes, r.messages)
-            for r in self._parallel.records(flush=flush)
-        ]
+        return [Record(r.step, r.times, r.bytes, r.messages) for r in self._parallel.records(flush=flush)]
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]

@@ -12,6 +12,7 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from mdcs.plan.times import Prediction
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
@@ -89,20 +90,6 @@ class Message:
     slot: int
     blocking: bool = False
     micro: int = 0
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the replay of a plan gives: seconds per period and bytes per rank, by category at its own peak."""
-
-    step_s: float
-    compute_s: float
-    communication_s: float
-    overlap_s: float
-    exposed_s: float
-    overlap_ratio: float
-    peak_bytes: int
-    memory: dict[str, int]
 
 
 class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
@@ -337,7 +324,7 @@ class Plan:
                     Message(Kind(m["kind"]), tuple((u, b) for u, b in m["parts"]), m["slot"], m["blocking"], m["micro"])
                     for m in d["messages"]
                 ),
-                prediction=None if d["prediction"] is None else Prediction(**d["prediction"]),
+                prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
                 **{
                     k: d[k]
                     for k in (

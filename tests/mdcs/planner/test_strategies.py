@@ -109,7 +109,7 @@ def test_a_sequential_step_is_compute_and_the_seconds_of_its_strategies(job: Job
     plan = job.plan(RandomMix(seed), Sequential())
     assert plan.prediction is not None
     exposed = sum(seconds(job.profile, u, k, job.micro_steps) for u, k in enumerate(plan.strategies))
-    assert plan.prediction.exposed_s == pytest.approx(exposed, abs=1e-9)
+    assert plan.prediction.stalled_s == pytest.approx(exposed, abs=1e-9)
 
 
 def test_bytes_beyond_fsdp() -> None:

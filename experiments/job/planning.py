@@ -63,11 +63,11 @@ def scheduler_of(config: Config) -> Scheduler:
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:
+    """The config's budget per rank; None for no limit, and for one over a floor that is not known."""
     if config.budget.gib is not None:
         return int(config.budget.gib * GIB)
-    if config.budget.over_floor is None:
+    if config.budget.over_floor is None or floor is None:
         return None
-    assert floor is not None, "over_floor is refused where there is no floor"
     return int(floor * (1 + config.budget.over_floor))
 
 

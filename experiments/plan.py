@@ -25,10 +25,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from analysis.table import WIDTH
+from analysis.table import WIDTH, milliseconds
 from experiments.config.schema import Config
-from experiments.job import app, planning, worker
+from experiments.job import app, checkpointing
 from experiments.job import run as jobs
+from experiments.job.planning import scheduler_of
 from experiments.job.profiles import Profiles, ranks
 from mdcs.plan.messages import Plan
 from mdcs.planner import explain
@@ -36,9 +37,9 @@ from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import floor_bytes
 from mdcs.planner.schedulers.priority import Priority
+from mdcs.sizes import MIB
 
-MIB = 2**20
-SCHEMA = 1
+SCHEMA = 2
 BOUNDS_S = 20.0  # for each of two solves
 SOLVED = ("memory_aware", "joint")
 """Schedulers that solve for a while: what a unit's strategy costs is told with `priority` in their place."""
@@ -55,11 +56,11 @@ def main(module: str = jobs.WORKER) -> int:
 
     def plan(config: Config, folder: Path) -> str:
         share = Profiles()
-        config, reason = planning.decide(config, folder, console, share=share, module=module)
-        reason = reason or planning.plan(config, folder, console, share=share, module=module)
+        config, reason = checkpointing.decide(config, folder, console, share=share, module=module)
+        reason = reason or jobs.plan(config, folder, console, share=share, worker=module)
         if not reason:
             made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-            scheduler = Priority() if made.scheduler in SOLVED else worker.scheduler_of(config)
+            scheduler = Priority() if made.scheduler in SOLVED else scheduler_of(config)
             if as_json:
                 print(json.dumps(document(made, scheduler), indent=1))
             else:
@@ -137,10 +138,13 @@ def prediction_table(plan: Plan) -> Table:
         raise ValueError("the plan has no prediction")
     predicted = plan.prediction
     table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("step ms", "compute ms", "communication ms", "exposed ms", "overlap ratio"):
+    times = {
+        "step": predicted.step_s, "compute": predicted.compute_s, "communication": predicted.communication_s,
+        "stalled": predicted.stalled_s, "exposed": predicted.exposed_s,
+    }  # fmt: skip
+    for heading in (*(f"{word} ms" for word in times), "overlap ratio"):
         table.add_column(heading, justify="right")
-    times = (predicted.step_s, predicted.compute_s, predicted.communication_s, predicted.exposed_s)
-    table.add_row(*(f"{seconds * 1e3:.1f}" for seconds in times), f"{predicted.overlap_ratio:.2f}")
+    table.add_row(*(milliseconds(seconds) for seconds in times.values()), f"{predicted.overlap_ratio:.2f}")
     return table
 
 

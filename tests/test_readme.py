@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from analysis.events import read_events
 from experiments.config.errors import groups
 from experiments.config.schema import fields_by_key
-from experiments.job.tracking import read_events
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.named import SCHEDULERS

@@ -22,6 +22,7 @@ from mdcs.measure.memory import TOTAL, current_meter
 from mdcs.measure.timeline import Span, intersection, length, union
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
+from mdcs.plan.times import StepTimes
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime.emulation import Emulation
@@ -30,7 +31,7 @@ from mdcs.runtime.executor import executor_for
 Batch = dict[str, Tensor]
 
 
-class Job(Protocol):
+class Trained(Protocol):
     """What is trained. `rank` and `world` are those of the plan, `processes` how many there really are; one of them `writes`.
 
     `units` and `optimizer` are made when asked for: a peer that replaces parameters must not."""
@@ -64,32 +65,11 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True)
-class Times:
-    """Where a step went, in seconds; None is not known. The words are those of `mdcs.measure.timeline.StepTimes`."""
-
-    step_s: float
-    compute_s: float | None = None
-    communication_s: float | None = None
-    overlap_s: float | None = None
-    exposed_s: float | None = None
-    overlap_ratio: float | None = None
-
-    @classmethod
-    def of(cls, step_s: float, compute_s: float | None, communication_s: float | None, overlap_s: float | None) -> Times:
-        """With what follows from what is known."""
-        exposed_s = None if compute_s is None else max(0.0, step_s - compute_s)
-        ratio = None
-        if communication_s is not None and overlap_s is not None:
-            ratio = min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0
-        return cls(step_s, compute_s, communication_s, overlap_s, exposed_s, ratio)
-
-
-@dataclass(frozen=True)
 class Record:
     """One step; bytes on the wire and messages by kind, None where they are not known."""
 
     step: int
-    times: Times
+    times: StepTimes
     bytes: Mapping[str, int] | None = None
     messages: Mapping[str, int] | None = None
 
@@ -176,12 +156,12 @@ class Peer:
 
     shows_waits = shows_messages = False
 
-    def __init__(self, config: Config, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.job, self.model, self.optimizer = job, model, optimizer
+    def __init__(self, config: Config, workload: Trained, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.workload, self.model, self.optimizer = workload, model, optimizer
         self.grad_norm: float | None = None
         self.collectives = Collectives.default(config.cluster.resolved_backend())
         self._clip = config.optimizer.clip_norm
-        self._executor, self._meter = executor_for(job.device), current_meter(job.device)
+        self._executor, self._meter = executor_for(workload.device), current_meter(workload.device)
         self.seen, self._steps = Seen(), 0
         self._unread: list[tuple[int, Any, Any, Seen]] = []
         self.reset_memory()
@@ -210,7 +190,7 @@ class Peer:
         return nullcontext()
 
     def loss(self, batch: Batch) -> Tensor:
-        return self.job.loss(batch, self.model)
+        return self.workload.loss(batch, self.model)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -239,8 +219,8 @@ class Peer:
 
     def drain(self) -> None:
         """Nothing is in flight between steps; rank 0's buffers (BatchNorm's statistics) become the model's."""
-        if self.job.world > 1:
-            for buffer in self.job.model.buffers():
+        if self.workload.world > 1:
+            for buffer in self.workload.model.buffers():
                 dist.broadcast(buffer, 0)
 
     @contextmanager
@@ -266,7 +246,7 @@ class Peer:
         count = dict(seen.count) if seen.count or self.shows_messages else None
         return Record(step, self.times(whole, phases, seen), sent, count)
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         """Of a step, from what was seen of it."""
         computed = length(phases) - length(intersection(phases, seen.waits)) if self.shows_waits else None
         communicated = overlapped = None
@@ -276,7 +256,7 @@ class Peer:
             if computed is not None:
                 hidden = intersection(messages, phases)
                 overlapped = length(hidden) - length(intersection(hidden, union(seen.waits)))
-        return Times.of(whole[1] - whole[0], computed, communicated, overlapped)
+        return StepTimes(whole[1] - whole[0], computed, communicated, overlapped)
 
     def reset_memory(self) -> None:
         self._meter.reset()

@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Job, Peer
+from experiments.engines.base import Engine, Peer, Trained
 
 
-def prepare(config: Config, job: Job) -> Engine:
-    return Zero(config, job)
+def prepare(config: Config, workload: Trained) -> Engine:
+    return Zero(config, workload)
 
 
 class Zero(Peer):
     """It shows neither messages nor waits."""
 
-    def __init__(self, config: Config, job: Job) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", job.device.type)
+    def __init__(self, config: Config, workload: Trained) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", workload.device.type)
         import deepspeed
 
         settings: dict[str, Any] = {
@@ -31,11 +31,11 @@ class Zero(Peer):
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 2**31,
         }
-        optimizer = job.optimizer
+        optimizer = workload.optimizer
         self._zero, *_ = deepspeed.initialize(
-            model=job.model, optimizer=optimizer, config=settings, dist_init_required=False
+            model=workload.model, optimizer=optimizer, config=settings, dist_init_required=False
         )
-        super().__init__(config, job, self._zero, optimizer)
+        super().__init__(config, workload, self._zero, optimizer)
         self._clips = self._clip is not None
         self._clip = None  # ZeRO does it in its step
 

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Job, Peer, Seen, Times
+from experiments.engines.base import Engine, Peer, Seen, Trained
 from mdcs.measure.timeline import Span
+from mdcs.plan.times import StepTimes
+from mdcs.sizes import MIB
 
-MIB = 2**20
 
-
-def prepare(config: Config, job: Job) -> Engine:
-    return ShardedDdp(config, job)
+def prepare(config: Config, workload: Trained) -> Engine:
+    return ShardedDdp(config, workload)
 
 
 class ShardedDdp(Peer):
@@ -26,21 +26,21 @@ class ShardedDdp(Peer):
 
     shows_waits = True
 
-    def __init__(self, config: Config, job: Job) -> None:
+    def __init__(self, config: Config, workload: Trained) -> None:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 
         assert config.engine.bucket_mib is not None
-        made = job.optimizer
+        made = workload.optimizer
         taken = inspect.signature(type(made)).parameters
         options = {name: value for name, value in made.defaults.items() if name in taken}
-        parameters = [p for p in job.model.parameters() if p.requires_grad]
+        parameters = [p for p in workload.model.parameters() if p.requires_grad]
         optimizer = OSS(parameters, optim=type(made), **options)
-        width = next(job.model.parameters()).element_size()
+        width = next(workload.model.parameters()).element_size()
         self._sharded: Any = ShardedDataParallel(
-            job.model, optimizer, reduce_buffer_size=int(config.engine.bucket_mib * MIB / width), broadcast_buffers=False
+            workload.model, optimizer, reduce_buffer_size=int(config.engine.bucket_mib * MIB / width), broadcast_buffers=False
         )
-        super().__init__(config, job, self._sharded, optimizer)
+        super().__init__(config, workload, self._sharded, optimizer)
         self._gradient = self._begin
         self._hooks = [p.register_post_accumulate_grad_hook(self._stamp) for p in parameters]
 
@@ -58,7 +58,7 @@ class ShardedDdp(Peer):
         loss.backward()
         self.seen.waits.append((self._gradient, self._executor.stamp()))
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         seconds = self._executor.seconds
         seen.waits = [(seconds(begin), seconds(end)) for begin, end in seen.waits]
         return super().times(whole, phases, seen)

@@ -9,29 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Job, Peer
+from experiments.engines.base import Engine, Peer, Trained
 
 
-def prepare(config: Config, job: Job) -> Engine:
-    return FairscaleFsdp(config, job)
+def prepare(config: Config, workload: Trained) -> Engine:
+    return FairscaleFsdp(config, workload)
 
 
 class FairscaleFsdp(Peer):
     """It shows neither messages nor waits."""
 
-    def __init__(self, config: Config, job: Job) -> None:
+    def __init__(self, config: Config, workload: Trained) -> None:
         from fairscale.nn.data_parallel import FullyShardedDataParallel
         from fairscale.nn.wrap import auto_wrap, enable_wrap
 
-        blocks = set(job.blocks())
+        blocks = set(workload.blocks())
 
         def is_block(module: nn.Module, recurse: bool, **_: Any) -> bool:
             return recurse or module in blocks
 
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, auto_wrap_policy=is_block):
-            inner = auto_wrap(job.model)
+            inner = auto_wrap(workload.model)
         self._sharded: Any = FullyShardedDataParallel(inner)
-        super().__init__(config, job, self._sharded, job.optimizer_of(self._sharded))
+        super().__init__(config, workload, self._sharded, workload.optimizer_of(self._sharded))
 
     def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._sharded.no_sync()

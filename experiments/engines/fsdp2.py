@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from experiments.config.schema import Config, ConfigError
-from experiments.engines.base import Engine, Job, Peer
+from experiments.engines.base import Engine, Peer, Trained
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 
@@ -29,22 +29,22 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def prepare(config: Config, job: Job) -> Engine:
-    return Fsdp2(config, job)
+def prepare(config: Config, workload: Trained) -> Engine:
+    return Fsdp2(config, workload)
 
 
 class Fsdp2(Peer):
-    def __init__(self, config: Config, job: Job) -> None:
+    def __init__(self, config: Config, workload: Trained) -> None:
         if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
             raise ConfigError("engine.name", f"fsdp2 needs a newer torch: in {torch.__version__} it takes no collectives")
-        engine, blocks = config.engine, job.blocks()
-        mesh = init_device_mesh(job.device.type, (job.world,))
+        engine, blocks = config.engine, workload.blocks()
+        mesh = init_device_mesh(workload.device.type, (workload.world,))
         reshard = {"always": True, "never": False, "group": engine.reshard_group}[engine.reshard or "always"]
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        root: Any = fully_shard(job.model, mesh=mesh, reshard_after_forward=False)  # its backward comes at once
-        super().__init__(config, job, root, job.optimizer_of(root))
-        self.shows_waits = self.shows_messages = job.device.type == "cpu"
+        root: Any = fully_shard(workload.model, mesh=mesh, reshard_after_forward=False)  # its backward comes at once
+        super().__init__(config, workload, root, workload.optimizer_of(root))
+        self.shows_waits = self.shows_messages = workload.device.type == "cpu"
         self._root, self._in_flight, self._lock = root, 0, threading.Condition()
         self._tune(blocks, config)
 
@@ -53,8 +53,8 @@ class Fsdp2(Peer):
         ahead = config.engine.prefetch
         if ahead is not None:
             _prefetch([self._root, *blocks], ahead)
-            self._root._set_unshard_async_op(self.job.device.type == "cpu")  # where there is no stream to wait
-        if self.job.world == 1:
+            self._root._set_unshard_async_op(self.workload.device.type == "cpu")  # where there is no stream to wait
+        if self.workload.world == 1:
             return
         modules: list[Any] = [self._root, *blocks]
         own = config.engine.reduce_scatter == "own"
@@ -82,7 +82,7 @@ class Fsdp2(Peer):
 
     def sent(self, kind: Kind, size: int, begin: float, end: float, *, waited: bool) -> None:
         """``size`` is of the whole message."""
-        self.seen.message(kind, self.collectives.sent(kind, size, self.job.world), (begin, end))
+        self.seen.message(kind, self.collectives.sent(kind, size, self.workload.world), (begin, end))
         if waited:
             self.seen.waits.append((begin, end))
 

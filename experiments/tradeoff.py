@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,12 @@ class Planner:
         divided = BudgetConfig(gib=budget / GIB, schedule_share=share, reserve_mib=self.config.budget.reserve_mib)
         return dataclasses.replace(self.config, budget=divided)
 
+    @cached_property
+    def planned_for(self) -> mdcs.Job:
+        return planning.job_of(self.config, self.profile)
+
     def make(self, budget: int, share: float | None) -> mdcs.Plan:
-        options = planning.planning_options(self.config)
-        return planning.make_plan(self.job(budget, share), self.profile, self.floor, options)
+        return planning.make_plan(self.job(budget, share), self.planned_for, self.floor)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def main(module: str = jobs.WORKER) -> int:
                 return outcome.reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
-        floor = mdcs.floor_bytes(profile, **planning.planning_options(config))
+        floor = mdcs.floor_bytes(planning.job_of(config, profile))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
         folder.mkdir(parents=True, exist_ok=True)

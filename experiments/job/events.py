@@ -15,7 +15,6 @@ from experiments.config.schema import Config
 from experiments.job.planning import budget_bytes
 from launch import network
 from mdcs.plan.times import TIMES
-from mdcs.planner.make import extra_communication_s, sent_bytes
 
 if TYPE_CHECKING:  # which import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
@@ -44,7 +43,7 @@ def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> di
         return begins
     assert plan.prediction is not None
     predicted = dataclasses.asdict(plan.prediction)
-    predicted["extra_communication_s"] = extra_communication_s(plan.profile, sent_bytes(plan))
+    predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
     return begins | {
         "plan_hash": plan.hash, "world": plan.world, "emulated": plan.profile.link.emulated,
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,

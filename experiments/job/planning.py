@@ -9,25 +9,27 @@ import mdcs
 from experiments.config.schema import Config
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.schedulers import SCHEDULERS, Scheduler
-from mdcs.planner.strategies import STRATEGIES, JointPlanner, StrategyPlanner
+from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
+from mdcs.planner.named import SCHEDULERS, STRATEGIES
 from mdcs.sizes import GIB, MIB
 
 
-def planning_options(config: Config) -> dict[str, Any]:
-    """What a plan depends on beside profile, planners and budget."""
-    return {
-        "micro_steps": config.run.accumulation,
-        "cross_iteration": config.scheduler.cross_iteration
+def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
+    """What plans of a config are made for."""
+    return mdcs.Job(
+        profile,
+        micro_steps=config.run.accumulation,
+        cross_iteration=config.scheduler.cross_iteration
         and config.optimizer.clip_norm is None
         and config.run.precision != "fp16",  # whether its update is left out, all gradients say together
-        "reserve": int(config.budget.reserve_mib * MIB),
-    }
+        reserve=int(config.budget.reserve_mib * MIB),
+    )
 
 
-def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[str, Any]) -> mdcs.Plan:
+def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
+    """The plan that the config asks for; `floor` is that of the job, in bytes. Raises ValueError, InfeasibleBudget among them."""
     s, b = config.strategy, config.budget
-    if budget_bytes(config, floor) is not None and not any(slot.peak for slot in profile.slots):
+    if budget_bytes(config, floor) is not None and not any(slot.peak for slot in job.profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
     limits = {"solver": s.solver, "seconds": s.seconds}
     strategy: StrategyPlanner | JointPlanner
@@ -36,12 +38,11 @@ def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[
         strategy = Joint(**limits, **scheduler_options(config))  # type: ignore[arg-type]
     else:
         scheduler = scheduler_of(config)
-        own: dict[str, dict[str, Any]] = {"uniform": {"kind": s.kind}, "random": {"seed": s.seed}, "ilp": limits}
-        strategy = STRATEGIES[s.name](**own.get(s.name, {}))
+        own: dict[str, dict[str, Any]] = {"random": {"seed": s.seed}, "ilp": limits}
+        strategy = STRATEGIES[s.kind or s.name](**own.get(s.name, {}))
     return mdcs.make_plan(
-        profile, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share,
-        name=s.kind or s.name, **planning,
-    )  # fmt: skip
+        job, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share
+    )
 
 
 def scheduler_options(config: Config) -> dict[str, Any]:
@@ -49,9 +50,9 @@ def scheduler_options(config: Config) -> dict[str, Any]:
     if c.seed is not None:
         options["seed"] = c.seed
     if c.bucket_mib is not None:
-        options["bucket_bytes"] = int(c.bucket_mib * MIB)
+        options["bucket_mib"] = c.bucket_mib
     if c.block_mib is not None:
-        options["block_bytes"] = int(c.block_mib * MIB)
+        options["block_mib"] = c.block_mib
     return options
 
 

@@ -19,7 +19,7 @@ from experiments.config.schema import Config, measured_for
 from experiments.job import profiles
 from experiments.tasks import data, models
 from launch import network, status
-from mdcs.calibrate.autoplan import agree
+from mdcs.calibrate.agreement import agree
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.rehearsal import rehearse

@@ -57,6 +57,7 @@ class Interval:
 
     @property
     def duration_s(self) -> float:
+        """end - start, in seconds."""
         return self.end - self.start
 
 
@@ -158,6 +159,7 @@ class RankTimeline:
 
     @property
     def label(self) -> str:
+        """What people read: "predicted", or "rank 0"."""
         return "predicted" if self.rank == PREDICTED_RANK else f"rank {self.rank}"
 
 

@@ -39,7 +39,7 @@ from experiments import engines
 from experiments.config.checks import compose_config, positive, run_composing
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
-from experiments.job import worker
+from experiments.job.planning import planning_options
 from experiments.job.profiles import Profiles, device_name
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 
@@ -195,7 +195,7 @@ class Comparison:
             self.console.print(f"no profile: {outcome.reason}", markup=False, soft_wrap=True)
             return None
         profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
-        return mdcs.floor_bytes(profile, **worker.planning_options(self.config))
+        return mdcs.floor_bytes(profile, **planning_options(self.config))
 
     def _own(self, floor: int) -> Iterable[Candidate]:
         """mdcs with every plan under every budget; under one below the floor it cannot run."""

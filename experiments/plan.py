@@ -27,8 +27,9 @@ from rich.table import Table
 
 from analysis.table import WIDTH
 from experiments.config.schema import Config
-from experiments.job import app, planning, worker
+from experiments.job import app, checkpointing
 from experiments.job import run as jobs
+from experiments.job.planning import scheduler_of
 from experiments.job.profiles import Profiles, ranks
 from mdcs.plan.messages import Plan
 from mdcs.planner import explain
@@ -54,11 +55,11 @@ def main(module: str = jobs.WORKER) -> int:
 
     def plan(config: Config, folder: Path) -> str:
         share = Profiles()
-        config, reason = planning.decide(config, folder, console, share=share, module=module)
-        reason = reason or planning.plan(config, folder, console, share=share, module=module)
+        config, reason = checkpointing.decide(config, folder, console, share=share, module=module)
+        reason = reason or jobs.plan(config, folder, console, share=share, worker=module)
         if not reason:
             made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-            scheduler = Priority() if made.scheduler in SOLVED else worker.scheduler_of(config)
+            scheduler = Priority() if made.scheduler in SOLVED else scheduler_of(config)
             if as_json:
                 print(json.dumps(document(made, scheduler), indent=1))
             else:

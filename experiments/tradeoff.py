@@ -35,8 +35,9 @@ import mdcs
 from analysis.table import WIDTH
 from experiments.config.checks import compose_config
 from experiments.config.schema import BudgetConfig, Config, ProfileConfig
-from experiments.job import app, worker
+from experiments.job import app, planning
 from experiments.job import run as jobs
+from experiments.job.events import start_event
 from mdcs.planner import curve as tradeoff
 from mdcs.planner.curve import Point
 
@@ -62,8 +63,8 @@ class Planner:
         return dataclasses.replace(self.config, budget=divided)
 
     def make(self, budget: int, share: float | None) -> mdcs.Plan:
-        planning = worker.planning_options(self.config)
-        return worker.make_plan(self.job(budget, share), self.profile, self.floor, planning)
+        options = planning.planning_options(self.config)
+        return planning.make_plan(self.job(budget, share), self.profile, self.floor, options)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Entry:
                      "emulated_ranks": config.cluster.emulated, "shaped_gbit": config.cluster.rate_gbit,
                      "floor_bytes": planner.floor, "schedule_share": point.share}  # fmt: skip
         else:
-            start = worker.start_event(config, point.plan, planner.floor)
+            start = start_event(config, point.plan, planner.floor)
         known = analysis.Run(self.run or Path(), start | {"budget_bytes": point.budget}, pd.DataFrame(), {}, {}).row()
         known |= {"status": "infeasible" if point.plan is None else "predicted", "reason": point.reason}
         if self.run is not None:
@@ -113,7 +114,7 @@ def main(module: str = jobs.WORKER) -> int:
                 return outcome.reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
-        floor = mdcs.floor_bytes(profile, **worker.planning_options(config))
+        floor = mdcs.floor_bytes(profile, **planning.planning_options(config))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +151,7 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
     make, asked = cache(planner.make), config.tradeoff
     divides = planner.config.strategy.name != "joint"
     of = tradeoff.shares(asked.shares) if divides else ()
-    budget = worker.budget_bytes(config, planner.floor) if divides else None
+    budget = planning.budget_bytes(config, planner.floor) if divides else None
     out: list[Entry] = []
     if budget is not None:
         searched = tradeoff.search(make, budget, of)

@@ -37,7 +37,7 @@ class MdcsEngine:
 
     def __init__(self, config: Config, workload: Trained) -> None:
         assert workload.plan is not None and workload.plan.prediction is not None
-        self.workload, self.plan, self.prediction = job, workload.plan, workload.plan.prediction
+        self.workload, self.plan, self.prediction = workload, workload.plan, workload.plan.prediction
         self.optimizer = workload.optimizer
         self._parallel = mdcs.parallelize(
             workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,

@@ -21,6 +21,7 @@ from experiments import engines
 from experiments.config.checks import save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import profiles
+from experiments.job.planning import make_plan, planning_options, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
 from experiments.job.tracking import METRICS, JsonLines, Tail, open_mirror
@@ -28,6 +29,7 @@ from launch import elastic, network
 from launch.elastic import Outcome
 from launch.status import Status
 from mdcs.measure.memory import preload_env
+from mdcs.planner.make import floor_bytes
 from mdcs.profile.contents import Profile
 
 WORKER = "experiments.job.worker"
@@ -130,6 +132,23 @@ def known_profile(
     save(resolved, folder / "config.yaml")
     (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     return resolved, profile
+
+
+def plan(config: Config, folder: Path, console: Console, *, share: Profiles | None = None, worker: str = WORKER) -> str:
+    """Leave plan.json in the folder, without ranks if the profile is known; the reason why there is none, empty if there is.
+    Raises ConfigError as `run` and `known_profile` do.
+    """
+    found = known_profile(config, folder, console, share=share)
+    if found is None:
+        return run(config, folder, console, share=share, only="plan", worker=worker).reason
+    resolved, profile = found
+    planning = planning_options(resolved)
+    try:
+        made = make_plan(resolved, profile, floor_bytes(profile, **planning), planning)
+    except ValueError as error:
+        return str(error)
+    write_plan(folder, made)
+    return ""
 
 
 def _require_plan(config: Config) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mdcs
 from experiments.config.checks import load
-from experiments.job.worker import make_plan, planning_options
+from experiments.job.planning import make_plan, planning_options
 
 folder = Path(sys.argv[1])
 config = load(folder / "config.yaml")

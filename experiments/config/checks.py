@@ -39,6 +39,7 @@ from experiments.config.schema import (
 )
 from experiments.config.targets import make, plain
 from mdcs.options import OptionError, check_value, shown
+from mdcs.planner.interfaces import decides_schedule
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
@@ -104,7 +105,7 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
     except OmegaConfBaseException as error:
         raise ConfigError(error.full_key or "config", str(error).partition("\n")[0]) from error
     config = Config(**made, **groups)  # type: ignore[arg-type]
-    if config.strategy.decides_schedule:
+    if decides_schedule(config.strategy):
         config.scheduler = None
         config.budget = dataclasses.replace(config.budget, schedule_share=None)
     elif config.scheduler is None:

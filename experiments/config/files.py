@@ -17,7 +17,7 @@ def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     Of conf/, and of the folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``.
     """
     out: dict[str, dict[str, str]] = {}
-    for folder in [CONF, *_added(arguments)]:
+    for folder in [CONF, *added_folders(arguments)]:
         for group in sorted(folder.iterdir()) if folder.is_dir() else ():
             if group.is_dir():
                 told = {file.stem: _about(file) for file in group.glob("*.yaml")}
@@ -25,7 +25,8 @@ def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     return out
 
 
-def _added(arguments: Sequence[str]) -> list[Path]:
+def added_folders(arguments: Sequence[str]) -> list[Path]:
+    """The folders of YAML files that a command line adds to conf/."""
     named = [b for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
     for argument in arguments:
         key, _, value = argument.partition("=")

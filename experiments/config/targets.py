@@ -33,7 +33,9 @@ _METHODS = {
 
 def make(group: str, given: Any, choice: str | None = None) -> Any:
     """The object that a group's mapping describes; `choice` is the option's name, for complaints. Raises ConfigError."""
-    if not isinstance(given, (dict, DictConfig)) or TARGET not in given:
+    if isinstance(given, DictConfig):
+        given = OmegaConf.to_container(given, resolve=True)
+    if not isinstance(given, dict) or TARGET not in given:
         raise ConfigError(group, f"needs a {TARGET}: package.module.Class")
     cls = load(group, str(given[TARGET]))
     declared = options(cls)
@@ -133,7 +135,7 @@ def _listed(kind: Any) -> Any:
 
 def _unknown_key(key: str, known: list[str], of: str) -> ConfigError:
     group, _, name = key.partition(".")
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if near:
         return ConfigError(key, f"no such key of {of}; did you mean {group}.{near[0]}?")
     return ConfigError(key, f"no such key of {of}; " + (f"its keys: {', '.join(known)}" if known else "it has none"))

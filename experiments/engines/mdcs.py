@@ -14,7 +14,6 @@ from experiments.config.schema import Config
 from experiments.engines.base import Engine, EngineOptions, Trained, Record, Times
 from mdcs.measure.memory import TOTAL
 from mdcs.measure.timeline import RankTimeline, Timeline
-from mdcs.planner.make import extra_communication_s
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +82,7 @@ class MdcsEngine:
     def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
         memory = self._parallel.memory()
         return {
-            "extra_communication_s": extra_communication_s(self.plan.profile, dict(sent or {})),
+            "extra_communication_s": self.plan.job.cost.extra_communication_s(dict(sent or {})),
             **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
             "memory": {"predicted": self.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
         }

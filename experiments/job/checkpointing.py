@@ -15,7 +15,7 @@ from experiments.job.profiles import Profiles
 from mdcs.plan.messages import Plan
 from mdcs.sizes import MIB
 
-_WAYS = {"without": None, "with": True}  # null is the models' own: none recomputes
+_WAYS = {"without": False, "with": True}
 
 
 def decide(

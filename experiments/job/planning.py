@@ -8,9 +8,6 @@ from typing import Any
 import mdcs
 from experiments.config.schema import Config
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
-from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.schedulers import SCHEDULERS, Scheduler
-from mdcs.planner.strategies import STRATEGIES, JointPlanner, StrategyPlanner
 from mdcs.sizes import GIB, MIB
 
 
@@ -18,7 +15,7 @@ def planning_options(config: Config) -> dict[str, Any]:
     """What a plan depends on beside profile, planners and budget."""
     return {
         "micro_steps": config.run.accumulation,
-        "cross_iteration": config.scheduler.cross_iteration
+        "cross_iteration": config.run.cross_iteration
         and config.optimizer.clip_norm is None
         and config.run.precision != "fp16",  # whether its update is left out, all gradients say together
         "reserve": int(config.budget.reserve_mib * MIB),
@@ -26,40 +23,13 @@ def planning_options(config: Config) -> dict[str, Any]:
 
 
 def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[str, Any]) -> mdcs.Plan:
-    s, b = config.strategy, config.budget
-    if budget_bytes(config, floor) is not None and not any(slot.peak for slot in profile.slots):
+    """The plan of the config's planners under its budget. Raises ValueError where the budget counts what was not measured."""
+    budget = budget_bytes(config, floor)
+    if budget is not None and not any(slot.peak for slot in profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
-    limits = {"solver": s.solver, "seconds": s.seconds}
-    strategy: StrategyPlanner | JointPlanner
-    scheduler: Scheduler | None = None
-    if s.name == "joint":
-        strategy = Joint(**limits, **scheduler_options(config))  # type: ignore[arg-type]
-    else:
-        scheduler = scheduler_of(config)
-        own: dict[str, dict[str, Any]] = {"uniform": {"kind": s.kind}, "random": {"seed": s.seed}, "ilp": limits}
-        strategy = STRATEGIES[s.name](**own.get(s.name, {}))
     return mdcs.make_plan(
-        profile, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share,
-        name=s.kind or s.name, **planning,
-    )  # fmt: skip
-
-
-def scheduler_options(config: Config) -> dict[str, Any]:
-    c, options = config.scheduler, dict[str, Any]()
-    if c.seed is not None:
-        options["seed"] = c.seed
-    if c.bucket_mib is not None:
-        options["bucket_bytes"] = int(c.bucket_mib * MIB)
-    if c.block_mib is not None:
-        options["block_bytes"] = int(c.block_mib * MIB)
-    return options
-
-
-def scheduler_of(config: Config) -> Scheduler:
-    c, options = config.scheduler, scheduler_options(config)
-    if c.name == "memory_aware":
-        options |= {"solver": c.solver, "seconds": c.seconds}
-    return SCHEDULERS[c.name](**options)
+        profile, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share, **planning
+    )
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:

@@ -16,9 +16,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from experiments.config.schema import TrackerConfig
+if TYPE_CHECKING:
+    from experiments.job.trackers import Wandb
+
 
 Event = Mapping[str, Any]
 METRICS = "metrics.jsonl"
@@ -129,7 +131,7 @@ class WandbMirror:
 
     def __init__(
         self,
-        tracker: TrackerConfig,
+        tracker: Wandb,
         folder: Path,
         *,
         name: str,
@@ -166,7 +168,7 @@ class WandbMirror:
 
     def _start(
         self,
-        tracker: TrackerConfig,
+        tracker: Wandb,
         folder: Path,
         name: str,
         group: str | None,
@@ -202,15 +204,6 @@ class WandbMirror:
         if not files:
             return
         self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
-
-
-def open_mirror(
-    tracker: TrackerConfig, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]
-) -> Mirror:
-    """The mirror that `tracker` asks for."""
-    if tracker.name == "wandb":
-        return WandbMirror(tracker, folder, name=name, group=group, config=config)
-    return NoMirror()
 
 
 def default_mode(env: Mapping[str, str]) -> str:

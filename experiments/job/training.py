@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments import engines
 from experiments.engines.base import Engine, Record
 from experiments.job import events
 from experiments.job.tracking import METRICS, JsonLines
@@ -31,7 +30,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     kept: list[Record] = []
     gc.collect()
     gc.disable()  # a collection in the middle of a slot would be measured as compute
-    with engines.prepare(config, workload) as engine:
+    with config.engine.prepare(config, workload) as engine:
         schedule = make_schedule(config, engine.optimizer)
         for step in range(1, run.steps + 1):
             status.set(step=step, phase="training")

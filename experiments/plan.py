@@ -34,7 +34,8 @@ from mdcs.plan.messages import Plan
 from mdcs.planner import explain
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.make import floor_bytes
-from mdcs.planner.schedulers import Priority, Scheduler
+from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.schedulers.priority import Priority
 
 MIB = 2**20
 SCHEMA = 1
@@ -183,9 +184,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def _floor(plan: Plan) -> int:
-    return floor_bytes(
-        plan.profile, micro_steps=plan.micro_steps, cross_iteration=plan.cross_iteration, reserve=plan.reserve
-    )
+    return floor_bytes(plan.job)
 
 
 if __name__ == "__main__":

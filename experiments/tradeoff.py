@@ -63,8 +63,7 @@ class Planner:
         return dataclasses.replace(self.config, budget=divided)
 
     def make(self, budget: int, share: float | None) -> mdcs.Plan:
-        options = planning.planning_options(self.config)
-        return planning.make_plan(self.job(budget, share), self.profile, self.floor, options)
+        return planning.make_plan(self.job(budget, share), planning.job_of(self.config, self.profile), self.floor)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def main(module: str = jobs.WORKER) -> int:
                 return outcome.reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
-        floor = mdcs.floor_bytes(profile, **planning.planning_options(config))
+        floor = mdcs.floor_bytes(planning.job_of(config, profile))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from experiments.tasks.data import Data
     from experiments.tasks.model import Model
     from experiments.tasks.optimizers import Optimizer
-    from mdcs.planner.schedulers import Scheduler
-    from mdcs.planner.strategies import JointPlanner, StrategyPlanner
+    from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
 
     Strategy = StrategyPlanner | JointPlanner
 else:  # for Hydra an option is a mapping; checks.from_composed makes the object

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experiments.config.schema import Config, ConfigError
-from experiments.engines.base import Engine, EngineOptions, Trained, Peer
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
 from mdcs.options import option
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class DataParallel(EngineOptions):
         """Raise ConfigError for several processes: one drives all devices."""
         super().check(config)
         if config.cluster.ranks != 1:
-            raise ConfigError("cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {config.cluster.ranks}")
+            got = config.cluster.ranks
+            raise ConfigError("cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {got}")
 
     def require(self) -> None:
         """Raise ConfigError where there is one device, or none."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Trained, Peer, Seen, Times
+from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Times, Trained
 from mdcs.measure.timeline import Span, length
 from mdcs.options import option
 from mdcs.profile.link import Kind

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Trained, Peer
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
 from mdcs.options import option
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config, ConfigError
-from experiments.engines.base import Engine, EngineOptions, Trained, Peer
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
 from mdcs.options import option
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Trained, Peer, Seen, Times
+from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Times, Trained
 from mdcs.measure.timeline import Span
 from mdcs.options import option
 from mdcs.sizes import MIB

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Trained, Peer
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

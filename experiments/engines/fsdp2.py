@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config, ConfigError
-from experiments.engines.base import Engine, EngineOptions, Trained, Peer
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
 from mdcs.options import OptionError, option, shown
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind

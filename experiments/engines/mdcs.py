@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mdcs
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Trained, Record, Times
+from experiments.engines.base import Engine, EngineOptions, Record, Times, Trained
 from mdcs.measure.memory import TOTAL
 from mdcs.measure.timeline import RankTimeline, Timeline
 

@@ -24,6 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
+from mdcs.planner.interfaces import decides_schedule
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -33,7 +34,6 @@ from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
-from mdcs.planner.interfaces import decides_schedule
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class JobResult:
 
 @dataclass
 class Session:
-    """One call of a program: its jobs' results so far, and of a sweep its folder and the configs of the jobs that it is to run."""
+    """One call of a program: its jobs' results so far; of a sweep its folder too, and the configs of the jobs it is to run."""
 
     results: list[JobResult] = field(default_factory=list)
     sweep: Path | None = None

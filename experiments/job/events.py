@@ -13,7 +13,6 @@ import mdcs
 from experiments.config.schema import Config
 from experiments.job.planning import budget_bytes
 from launch import network
-from mdcs.planner.make import extra_communication_s, sent_bytes
 
 if TYPE_CHECKING:  # which import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
@@ -23,7 +22,7 @@ if TYPE_CHECKING:  # which import torch: a program that only plans need not wait
 def start_event(config: Config, plan: mdcs.Plan, floor: int | None) -> dict[str, Any]:
     assert plan.prediction is not None
     predicted = dataclasses.asdict(plan.prediction)
-    predicted["extra_communication_s"] = extra_communication_s(plan.profile, sent_bytes(plan))
+    predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
     return {
         "event": "start", "time": time.time(), "emulated": plan.profile.link.emulated,
         "emulated_ranks": config.cluster.emulated, "plan_hash": plan.hash,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import mdcs
 from experiments.config.schema import Config
@@ -11,25 +10,22 @@ from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Time
 from mdcs.sizes import GIB, MIB
 
 
-def planning_options(config: Config) -> dict[str, Any]:
-    """What a plan depends on beside profile, planners and budget."""
-    return {
-        "micro_steps": config.run.accumulation,
-        "cross_iteration": config.run.cross_iteration
+def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
+    """What a plan is made for: the profile, and how the config takes its steps."""
+    crosses = (
+        config.run.cross_iteration
         and config.optimizer.clip_norm is None
-        and config.run.precision != "fp16",  # whether its update is left out, all gradients say together
-        "reserve": int(config.budget.reserve_mib * MIB),
-    }
+        and config.run.precision != "fp16"  # whether its update is left out, all gradients say together
+    )
+    return mdcs.Job(profile, config.run.accumulation, crosses, int(config.budget.reserve_mib * MIB))
 
 
-def make_plan(config: Config, profile: mdcs.Profile, floor: int, planning: dict[str, Any]) -> mdcs.Plan:
+def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
     """The plan of the config's planners under its budget. Raises ValueError where the budget counts what was not measured."""
     budget = budget_bytes(config, floor)
-    if budget is not None and not any(slot.peak for slot in profile.slots):
+    if budget is not None and not any(slot.peak for slot in job.profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
-    return mdcs.make_plan(
-        profile, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share, **planning
-    )
+    return mdcs.make_plan(job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share)
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:

@@ -20,7 +20,7 @@ import analysis
 from experiments.config.checks import as_mapping, save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import profiles
-from experiments.job.planning import make_plan, planning_options, write_plan
+from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
 from experiments.job.tracking import METRICS, JsonLines, Tail
@@ -139,9 +139,9 @@ def plan(config: Config, folder: Path, console: Console, *, share: Profiles | No
     if found is None:
         return run(config, folder, console, share=share, only="plan", worker=worker).reason
     resolved, profile = found
-    planning = planning_options(resolved)
+    job = job_of(resolved, profile)
     try:
-        made = make_plan(resolved, profile, floor_bytes(profile, **planning), planning)
+        made = make_plan(resolved, job, floor_bytes(job))
     except ValueError as error:
         return str(error)
     write_plan(folder, made)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import mdcs
 from experiments.config.checks import load
 from experiments.config.schema import Config
-from experiments.job.planning import make_plan, planning_options, write_plan
+from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.training import train
 from experiments.job.workload import Workload
 from launch import status
@@ -43,16 +43,17 @@ def main(folder: Path, only: str | None = None) -> None:
 
 def plan_job(folder: Path, workload: Workload, only: str | None) -> int:
     """Give the workload its plan, or only write the profile that it would be made of; returns the floor in bytes."""
-    config, planning = workload.config, planning_options(workload.config)
+    config = workload.config
     status.set(phase="profiling")
     profile = workload.profile()
     print(f"collectives: {profile.collectives}", flush=True)
     if workload.writes:
         (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
-    floor = mdcs.floor_bytes(profile, **planning)
+    job = job_of(config, profile)
+    floor = mdcs.floor_bytes(job)
     if only != "profile":
         status.set(phase="planning")
-        workload.plan = on_rank_zero(lambda: make_plan(config, profile, floor, planning))
+        workload.plan = on_rank_zero(lambda: make_plan(config, job, floor))
         if workload.writes:
             write_plan(folder, workload.plan)
     return floor

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,7 @@ class Samples:
 class Data(Checked, ABC):
     """A source of batches, with the options that all have. `name` is a class's own, for messages."""
 
-    name = "data"
+    name: ClassVar[str] = "data"
 
     batch_size: int = option(4, "samples per rank and micro-step", at_least=1)
     seed: int = option(0, "seed of the order of samples", at_least=0, profiled=False)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mdcs.options import Checked, OptionError, option
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Optimizer(Checked, ABC):
     """The options that all have. Raises OptionError for `fused` and `foreach` together. `name` is a class's own."""
 
-    name = "optimizer"
+    name: ClassVar[str] = "optimizer"
 
     lr: float = option(1e-3, "learning rate", at_least=0, profiled=False)
     weight_decay: float = option(0.0, "weight decay", at_least=0)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import mdcs
 from experiments.config.checks import load
-from experiments.job.planning import make_plan, planning_options
+from experiments.job.planning import job_of, make_plan
 
 folder = Path(sys.argv[1])
 config = load(folder / "config.yaml")
 profile = mdcs.Profile.from_json(Path(__file__).with_name("profile.json").read_text())
 if os.environ["RANK"] == "0":
-    planning = planning_options(config)
-    plan = make_plan(config, profile, mdcs.floor_bytes(profile, **planning), planning)
+    plan = make_plan(config, job_of(config, profile), mdcs.floor_bytes(profile))
     (folder / "plan.json").write_text(plan.to_json())

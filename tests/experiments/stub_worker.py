@@ -35,7 +35,7 @@ if metrics and not sys.argv[2:]:
             "sweep": config.run.sweep,
             "world": 2,
             "strategy": config.strategy.name,
-            "scheduler": config.scheduler.name,
+            "scheduler": (config.scheduler or config.strategy).name,
             "model": config.model.name,
         }
     )

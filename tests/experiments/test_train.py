@@ -146,7 +146,7 @@ def test_the_scripts_work_from_any_folder(tmp_path, command):
         [sys.executable, *command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
-    assert "strategy:\n  name: uniform\n  kind: dp\n" in done.stdout
+    assert "strategy:\n  _target_: mdcs.planner.strategies.uniform.Uniform\n  each: dp\n" in done.stdout
 
 
 def test_help_explains_every_key_and_shows_what_is_chosen(tmp_path):
@@ -154,7 +154,8 @@ def test_help_explains_every_key_and_shows_what_is_chosen(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Plan and train: one job")
-    assert re.search(r"^  strategy +dp, fsdp, greedy\*, ", done.stdout, re.M)
+    assert re.search(r"^  strategy=greedy\* +A mix within the budget: ", done.stdout, re.M)
+    assert re.search(r"^  model.layers=2 +transformer blocks \(>= 1\)$", done.stdout, re.M)
     assert re.search(r"^  run.steps=7 +training steps in all \(>= 1\)$", done.stdout, re.M)
     words = done.stdout.split()
     assert [key for key in fields_by_key() if not any(word.startswith(f"{key}=") for word in words)] == []

@@ -28,7 +28,6 @@ from experiments.job.tracking import read_events
 from launch import elastic, orphans, status
 from mdcs.measure.timeline import PREDICTED_RANK, Timeline
 from mdcs.plan.messages import Plan
-from mdcs.planner.make import sent_bytes
 from mdcs.profile.algorithms import Collectives
 
 pytestmark = pytest.mark.alone  # on busy cores other messages meet in flight: staging is what was booked, or less
@@ -206,11 +205,11 @@ def test_every_step_sends_what_the_plan_says(ran):
         plan = run.plan
         count = Counter(str(message.kind) for message in plan.messages)
         for step in run.steps[:-1]:
-            assert step["bytes"] == sent_bytes(plan), run
+            assert step["bytes"] == plan.sent_bytes(), run
             assert step["messages"] == count, run
-        planned = sent_bytes(plan)  # no forward follows the last step, and what it needs is not sent
+        planned = plan.sent_bytes()  # no forward follows the last step, and what it needs is not sent
         assert all(size <= planned[kind] for kind, size in run.steps[-1]["bytes"].items()), run
-        assert run.summary["bytes"] == sent_bytes(plan)
+        assert run.summary["bytes"] == plan.sent_bytes()
         assert run.start["plan_hash"] == plan.hash
 
 
@@ -265,7 +264,7 @@ def test_a_link_is_emulated_when_the_config_says_so(ran):
         emulated = "link=emulated" in run.overrides
         assert run.start["emulated"] is emulated
         if emulated:  # 1 Gbit/s carries no more, whatever the schedule
-            at_least = sum(sent_bytes(run.plan).values()) * 8 / 1e9
+            at_least = sum(run.plan.sent_bytes().values()) * 8 / 1e9
             assert run.summary["communication_s"] > at_least, run
             assert run.plan.profile.link.depth == (1 if "link.depth=1" in run.overrides else 2)
 

@@ -46,8 +46,8 @@ def test_a_file_has_a_value_for_every_option_of_its_class(group):
 
 def test_the_launcher_does_without_torch(tmp_path):
     """It takes seconds to import, which every job would wait for."""
-    code = "import sys; from experiments import train; from experiments.config import checks\n"
-    code += "with checks.composing():\n    for job in (JOBS): checks.compose_config(job.split())\nassert 'torch' not in sys.modules"
+    code = "import sys; from experiments import train; from experiments.config import checks\nwith checks.composing():\n"
+    code += "    for job in (JOBS): checks.compose_config(job.split())\nassert 'torch' not in sys.modules"
     jobs = ["strategy=joint data=synthetic optimizer=sgd", "model=mlp data=digits", "model=resnet50 data=synthetic tracker=wandb",
             *(f"engine={name}" for name in ("ddp", "ddp_no_overlap", "fsdp2", "fairscale", "deepspeed"))]  # fmt: skip
     subprocess.run([sys.executable, "-c", code.replace("JOBS", repr(jobs))], check=True)
@@ -155,11 +155,17 @@ WRONG = {
     "optimizer.betas=[a,1]": "optimizer.betas: must be a list, each value a number, got [a,1]",
     "optimizer.betas=[0.9]": "optimizer.betas: must have 2 values, got [0.9]",
     "optimizer.betas=[0.9,1]": "optimizer.betas: must be < 1, got 1",
-    "optimizer.momentum=0.9": "optimizer.momentum: no such key of optimizer=adam; its keys: lr, weight_decay, fused, foreach, schedule, warmup_steps, clip_norm, betas, eps",
+    "optimizer.momentum=0.9": (
+        "optimizer.momentum: no such key of optimizer=adam; its keys: lr, weight_decay, fused, foreach, schedule, warmup_steps,"
+        " clip_norm, betas, eps"
+    ),
     "optimizer.fused=true optimizer.foreach=true": "optimizer.foreach: and fused exclude each other, got both",
     "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
     "model.layers=0": "model.layers: must be >= 1, got 0",
-    "model.depth=2": "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, layers, width, heads, sequence, vocab, tie, dropout, checkpointing",
+    "model.depth=2": (
+        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, layers, width, heads,"
+        " sequence, vocab, tie, dropout, checkpointing"
+    ),
     "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
     "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",
     "model.checkpointing=auto budget.over_floor=0.1": (
@@ -243,7 +249,10 @@ def test_no_limit_is_left_unchecked():
 
 
 def test_a_saved_config_is_loaded_unchanged(tmp_path):
-    for overrides in ("strategy=greedy scheduler=fusion budget.gib=0.5 optimizer.betas=[0.8,0.9]", "strategy=joint model.frozen=[a*]"):
+    for overrides in (
+        "strategy=greedy scheduler=fusion budget.gib=0.5 optimizer.betas=[0.8,0.9]",
+        "strategy=joint model.frozen=[a*]",
+    ):
         made = composed(*overrides.split())
         checks.save(made, tmp_path / "config.yaml")
         assert checks.load(tmp_path / "config.yaml") == made

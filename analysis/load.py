@@ -17,7 +17,7 @@ import pandas as pd
 import yaml
 
 from mdcs.measure.timeline import Timeline
-from mdcs.plan.messages import CATEGORIES
+from mdcs.plan.ledger import CATEGORIES
 from mdcs.profile.link import Kind
 
 METRICS = "metrics.jsonl"

@@ -13,8 +13,9 @@ import pytest
 from experiments.config.errors import groups
 from experiments.config.schema import fields_by_key
 from experiments.job.tracking import read_events
-from mdcs.plan.messages import Plan, Strategy
-from mdcs.planner.schedulers import SCHEDULERS
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.named import SCHEDULERS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

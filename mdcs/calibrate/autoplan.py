@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.slots import measure_profile
 from mdcs.model.units import ModelUnit
+from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
+from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.planner.make import make_plan
-from mdcs.planner.schedulers import SCHEDULERS
-from mdcs.planner.strategies import STRATEGIES
-from mdcs.planner.strategies.uniform import Uniform
+from mdcs.planner.named import scheduler_named, strategy_named
+from mdcs.planner.schedulers.priority import Priority
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Link
 
@@ -28,26 +29,29 @@ def autoplan(
     units: list[ModelUnit],
     step: Callable[[], Tensor],
     *,
-    strategy: str = "greedy",
-    scheduler: str = "priority",
+    strategy: str | StrategyPlanner | JointPlanner = "greedy",
+    scheduler: str | Scheduler | None = None,
     budget: int | None = None,
+    schedule_share: float | None = None,
+    micro_steps: int = 1,
+    cross_iteration: bool = True,
+    reserve: int = 0,
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
-    **options: Any,
 ) -> Plan:
     """A plan for training ``model`` within ``budget`` bytes per rank; collective: call it on every rank.
 
-    ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` is dp, zero1, sdp, fsdp or
-    a name in ``STRATEGIES``, ``scheduler`` one in ``SCHEDULERS`` (:mod:`mdcs.planner`); ``options``
-    are :func:`mdcs.planner.make.make_plan`'s. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
+    ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` and ``scheduler`` are planners or
+    their names (:mod:`mdcs.planner.named`); the scheduler is priority unless one is given, and none for a strategy that decides
+    the schedule. ``schedule_share`` is that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve``
+    (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
     :func:`mdcs.calibrate.slots.measure_profile`. On CPU, activations are measured in processes that are started with
     :func:`mdcs.measure.memory.preload_env`; elsewhere a budget does not count them, with a warning.
     """
-    if strategy not in STRATEGIES and strategy not in ("dp", "zero1", "sdp", "fsdp"):
-        raise ValueError(f"unknown strategy {strategy!r}: dp, zero1, sdp, fsdp, {', '.join(sorted(STRATEGIES))}")
-    if scheduler not in SCHEDULERS:
-        raise ValueError(f"unknown scheduler {scheduler!r}: {', '.join(sorted(SCHEDULERS))}")
-    planner = STRATEGIES[strategy]() if strategy in STRATEGIES else Uniform(strategy)
+    planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
+    schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
+    if schedule is None and not decides_schedule(planner):
+        schedule = Priority()
     world = dist.get_world_size() if dist.is_initialized() else 1
     link, collectives, _ = measure_link(units[0].parameters[0][1].device)
     profile = measure_profile(
@@ -61,7 +65,8 @@ def autoplan(
             "LD_PRELOAD=$(python -m mdcs.measure.memory)",
             stacklevel=2,
         )
-    return on_rank_zero(lambda: make_plan(profile, planner, SCHEDULERS[scheduler](), budget=budget, **options))
+    job = Job(profile, micro_steps, cross_iteration, reserve)
+    return on_rank_zero(lambda: make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share))
 
 
 def agree(profile: Profile, link: Link | None = None) -> Profile:

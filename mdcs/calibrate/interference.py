@@ -24,7 +24,10 @@ from torch import Tensor, nn
 from mdcs.calibrate.slots import spread, untouched
 from mdcs.measure.memory import current_meter
 from mdcs.model.units import ModelUnit
-from mdcs.plan.messages import Message, Plan, Strategy
+from mdcs.plan.cost import CostModel
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Contention, Profile, Slot, Unit
 from mdcs.profile.link import Kind
 from mdcs.runtime.api import Parallel
@@ -166,15 +169,14 @@ class _Running:
         slots = Slot(0, "F", 0.0, 0, 0), Slot(0, "B", 0.0, 0, 0)
         messages = tuple(Message(kind, ((0, b),), 1) for kind in sent for b in range(count))
         own = dataclasses.replace(profile, units=(unit,), slots=slots)
-        plan = Plan(own, (Strategy.zero1,), ((block,) * count,), messages)
+        plan = Plan(Job(own), (Strategy.zero1,), ((block,) * count,), messages)
         self.module = _Weight(block * count, like)
         options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names", "initial_lr")}
         trained = type(optimizer)([{**options, "params": [self.module.weight]}])  # type: ignore[call-arg]
         units = [ModelUnit("probe", (self.module,), (("weight", self.module.weight),), True)]
         self.parallel = Parallel(self.module, trained, plan, units, None, None, _TIMEOUT_S, emulate)
-        updating = profile.optimizer.seconds_per_element * block / profile.world + profile.optimizer.seconds_per_run
-        summing = profile.copy_seconds_per_byte * size if profile.collectives.reduce_scatter == "all_to_all" else 0.0
-        work = (summing + updating) / 2  # the gather has none
+        cost = CostModel(profile)
+        work = (cost.copy_s(Kind.RS, size) + cost.update_s(Kind.RS, block)) / 2  # the gather has none
         self.samples: list[Probe] = []
         self.probe = Probe(size, len(messages), sum(sent.values()) // 2, work)
 

@@ -21,9 +21,12 @@ from mdcs.measure.memory import current_meter
 from mdcs.measure.timeline import StepTimes
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
+from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import make_plan
-from mdcs.planner.schedulers import Dear, Scheduler, Sequential, Wfbp
-from mdcs.planner.strategies import Uniform
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
 from mdcs.runtime.api import parallelize
 from mdcs.runtime.emulation import Emulation
@@ -140,7 +143,7 @@ def waiting_line(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _replay(plan: Plan, profile: Profile) -> StepTimes:
-    return replay(dataclasses.replace(plan, profile=profile)).times
+    return replay(dataclasses.replace(plan, job=dataclasses.replace(plan.job, profile=profile))).times
 
 
 def _losses(profile: Profile, plan: Plan, seen: Seen) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mdcs.plan.messages import CATEGORIES
+from mdcs.plan.ledger import CATEGORIES
 
 if TYPE_CHECKING:
     from ctypes import _NamedFuncPointer as _Function

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mdcs.plan.messages import Plan
-from mdcs.planner.strategies import InfeasibleBudget
+from mdcs.planner.judge import InfeasibleBudget
 
 Make = Callable[[int, float | None], Plan]
 """(budget in bytes, schedule_share) → plan with its prediction; raises InfeasibleBudget. None: not divided."""

@@ -116,11 +116,6 @@ class Contention:
             if value < 0:
                 raise ValueError(f"contention {name} must be >= 0, got {value}")
 
-    def compute_lost(self, kind: Kind, wire: int, work: float) -> float:
-        """Seconds that computing loses to one message of ``wire`` bytes and ``work`` seconds."""
-        lost = self.compute_per_message + self.compute_per_byte * wire + self.compute_per_work * work
-        return self.all_reduce * lost if kind is Kind.AR else lost
-
 
 @dataclass(frozen=True)
 class Profile:

@@ -11,7 +11,8 @@ from torch import nn
 
 from mdcs.model.optimizers import in_group_order, optimizer_bytes
 from mdcs.model.units import ModelUnit
-from mdcs.plan.messages import Plan, PlanError
+from mdcs.plan.messages import Plan
+from mdcs.plan.validity import PlanError
 from mdcs.runtime.emulation import Emulation
 from mdcs.runtime.scaling import LossScale
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.measure.memory import Meter
-from mdcs.plan.messages import Plan, Strategy
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
 
 
 class UnitStorage:

@@ -16,9 +16,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from mdcs.measure.timeline import Interval, Span, StepTimes
-from mdcs.plan.ledger import Ledger, MessageBytes
-from mdcs.plan.messages import CATEGORIES, Plan, Prediction
-from mdcs.simulator.recurrence import Trace, run
+from mdcs.plan.ledger import CATEGORIES, Ledger, MessageBytes
+from mdcs.plan.messages import Plan, Prediction
+from mdcs.simulator.recurrence import Course, Trace, run
 
 
 class Replay:
@@ -48,7 +48,7 @@ class Replay:
     @cached_property
     def curve(self) -> list[dict[str, int]]:
         """The same for every slot. A slot includes the wait before it."""
-        return _memory(self._plan, self._ledger or Ledger.of(self._plan), self._trace)
+        return _memory(self._plan, self._ledger or Ledger(self._plan), self._trace)
 
     def prediction(self) -> Prediction:
         t, peak = self.times, self.peak
@@ -64,14 +64,14 @@ class Replay:
         )
 
 
-def replay(plan: Plan, *, ledger: Ledger | None = None) -> Replay:
-    """Replay until the period repeats; ``ledger`` is the plan's, if it is at hand.
+def replay(plan: Plan, *, ledger: Ledger | None = None, course: Course | None = None) -> Replay:
+    """Replay until the period repeats; ``ledger`` and ``course`` are the plan's, if they are at hand.
 
     Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
     """
     if plan.budget is not None:
-        ledger = ledger or Ledger.of(plan)
-    return Replay(plan, run(plan, ledger), ledger)
+        ledger = ledger or Ledger(plan)
+    return Replay(plan, run(plan, course or Course(plan), ledger), ledger)
 
 
 class Steady(NamedTuple):

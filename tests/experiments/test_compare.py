@@ -13,8 +13,8 @@ from experiments.job import run as jobs
 from experiments.job.tracking import METRICS, JsonLines
 from launch.elastic import Outcome
 from mdcs.planner.bounds import Bounds
-from mdcs.planner.schedulers import SCHEDULERS
-from mdcs.planner.strategies import STRATEGIES
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.strategies.uniform import Uniform
 
 PROFILE = Path(__file__).with_name("profile.json")
 MIB = 2**20
@@ -28,7 +28,7 @@ def ranks(monkeypatch, tmp_path):
     """No rank is started: a run is what is written for it. Returns the calls, and what may go wrong by name."""
     calls, wrong = [], {}
     profile = mdcs.Profile.from_json(PROFILE.read_text())
-    plan = mdcs.make_plan(profile, STRATEGIES["uniform"](kind="zero1"), SCHEDULERS["dear"](bucket_bytes=MIB))
+    plan = mdcs.make_plan(profile, Uniform("zero1"), Dear(bucket_mib=1.0))
 
     def run(config, folder, console, *, share, only=None, worker):
         folder.mkdir(parents=True, exist_ok=True)

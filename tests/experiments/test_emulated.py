@@ -16,7 +16,7 @@ from experiments.profile import units_table as profile_table
 from launch import elastic
 from mdcs.measure.timeline import Timeline
 from mdcs.plan.messages import Plan
-from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.schedulers.wfbp import Wfbp
 
 pytestmark = pytest.mark.slow
 

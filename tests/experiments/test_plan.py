@@ -11,8 +11,8 @@ from rich.console import Console
 from experiments import plan as program
 from mdcs.plan.messages import Plan
 from mdcs.planner.make import make_plan
-from mdcs.planner.schedulers import Wfbp
-from mdcs.planner.strategies import Greedy
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
 

@@ -15,10 +15,11 @@ from mdcs.calibrate.rehearsal import _REHEARSED, Seen, factor, fitted, rehearse,
 from mdcs.calibrate.slots import measure_profile, spread
 from mdcs.model.units import ByLeaf, partition
 from mdcs.planner.make import make_plan
-from mdcs.planner.strategies import Uniform
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Contention, Profile
 from mdcs.profile.link import Link
 from mdcs.simulator.simulate import replay
+from tests.mdcs.profiles import of_job
 
 from ..profiles import chain
 from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
@@ -78,7 +79,7 @@ def test_what_rehearsed_plans_show_is_what_the_fitted_profile_replays() -> None:
     plans = [make_plan(probed, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
 
     def times(contention: Contention) -> list[Seen]:
-        replays = (replay(replace(plan, profile=replace(probed, contention=contention))).times for plan in plans)
+        replays = (replay(of_job(plan, profile=replace(probed, contention=contention))).times for plan in plans)
         return [Seen(t.compute_s, t.exposed_s, t.communication_s) for t in replays]
 
     wanted, before = times(true), times(probed.contention)

@@ -24,6 +24,8 @@ from torch import nn
 
 import mdcs
 from mdcs.calibrate.slots import measure_profile
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from tests.mdcs.runtime.ranks import Outcome, Ranks
 from tests.mdcs.runtime.training import (
@@ -155,10 +157,10 @@ def start(change: str) -> None:
         plan = dataclasses.replace(plan, budget=1 << 30)
     if change.startswith("another world") and (rank == 1 or change.endswith("everywhere")):
         made_for = dataclasses.replace(plan.profile, world=4)
-        plan = mdcs.make_plan(made_for, mdcs.strategies.Uniform("dp"), mdcs.schedulers.SCHEDULERS["wfbp"]())
+        plan = mdcs.make_plan(made_for, Uniform("dp"), Wfbp())
     if change == "another backend":
         profile = dataclasses.replace(plan.profile, collectives=Collectives.default("nccl"))
-        plan = dataclasses.replace(plan, profile=profile)
+        plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, profile=profile))
     if change == "clipping across iterations":
         clip = 1.0
     if change == "another optimizer":

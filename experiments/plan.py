@@ -33,8 +33,8 @@ from experiments.job.profiles import Profiles, ranks
 from mdcs.plan.messages import Plan
 from mdcs.planner import explain
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
-from mdcs.planner.make import floor_bytes
 from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.make import floor_bytes
 from mdcs.planner.schedulers.priority import Priority
 
 MIB = 2**20

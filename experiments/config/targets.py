@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config.schema import ConfigError
@@ -105,12 +105,13 @@ def types_of(cls: type) -> dict[str, Any]:
 def _typed(key: str, cls: type, name: str, value: Any) -> Any:
     kind = types_of(cls)[name]
     try:
-        node = OmegaConf.merge(OmegaConf.structured(_schema(cls)), {name: value})
-        made = OmegaConf.to_container(node)[name]  # type: ignore[call-overload]
+        made = OmegaConf.merge(OmegaConf.structured(_schema(cls)), {name: value})[name]
     except OmegaConfBaseException as error:
         got = shown(value) if value != "" else "nothing"
         raise ConfigError(key, f"must be {wanted(kind, options(cls)[name].metadata)}, got {got}") from error
-    return tuple(made) if isinstance(made, list) and "tuple" in str(kind) else made
+    if not isinstance(made, ListConfig):
+        return made
+    return tuple(made) if "tuple" in str(kind) else list(made)
 
 
 @functools.cache
@@ -118,7 +119,7 @@ def _schema(cls: type) -> type:
     """A dataclass of the options alone, as OmegaConf can check them: lists for tuples, and nothing frozen."""
     fields: list[Any] = []
     for name, option in options(cls).items():
-        copy = dataclasses.field(default=option.default, default_factory=option.default_factory)  # type: ignore[call-overload]
+        copy = dataclasses.field(default=option.default, default_factory=option.default_factory)
         if isinstance(option.default, tuple):
             copy = dataclasses.field(default_factory=functools.partial(list, option.default))
         fields.append((name, _listed(types_of(cls)[name]), copy))

@@ -43,8 +43,8 @@ def test_it_trains_on_two_ranks(tmp_path):
         ("scheduler.ahaed=2", "scheduler.ahaed: no such key of scheduler=late; did you mean scheduler.ahead?"),
         ("model.waist=64", "model.waist: must be < width=64, got 64"),
         ("data=stdlib_bytes", "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic"),
-        ("strategy=every", "strategy: no such option every; options: dp, every_nth, fsdp, greedy, ilp, joint, random, sdp, zero1"),
-        ("strategy._target_=stranger.planners.Nth", "strategy: _target_ stranger.planners.Nth: stranger.planners has no class Nth"),
+        ("strategy=nth", "strategy: no such option nth; options: dp, every_nth, fsdp, greedy, ilp, joint, random, sdp, zero1"),
+        ("scheduler._target_=stranger.planners.L", "scheduler: _target_ stranger.planners.L: stranger.planners has no class L"),
         ("strategy._target_=stranger.planners.Late", "strategy: _target_ stranger.planners.Late has no method choose or plan"),
     ],
 )

@@ -30,8 +30,7 @@ class Hourglass(Model):
         return Images(size=8, channels=1, classes=10, flat=True)
 
     def make(self) -> Task:
-        from stranger.hourglass import Layers
-
         from experiments.tasks.task import Task, cross_entropy
+        from stranger.hourglass import Layers
 
         return Task(Layers(self.inputs.features, self.width, self.waist, 10), cross_entropy, ("Linear",), self.inputs)

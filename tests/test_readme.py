@@ -21,7 +21,7 @@ from mdcs.planner.named import SCHEDULERS
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RUNNABLE = re.findall(r"<!-- runnable -->\n```sh\n(.*?)```", README, re.S)
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))))
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -162,8 +162,8 @@ def test_links_and_paths_lead_somewhere(document):
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     folders = r"\.ci|mdcs|experiments|analysis|launch|conf|tests|examples|hydra_plugins"
     paths = re.findall(rf"`((?:{folders})/[^`\s*]*)`", text)
-    missing = [path for path in {*links, *paths} if "NAME" not in path and not (ROOT / path).exists()]
-    assert missing == []
+    places = [(ROOT / document).parent / link for link in links] + [ROOT / path for path in paths if "NAME" not in path]
+    assert [str(place) for place in places if not place.exists()] == []
 
 
 def test_the_targets_of_make_exist():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.slots import measure_profile
 from mdcs.model.units import ModelUnit
@@ -19,8 +19,6 @@ from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner, de
 from mdcs.planner.make import make_plan
 from mdcs.planner.named import scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
-from mdcs.profile.contents import Profile
-from mdcs.profile.link import Link
 
 
 def autoplan(
@@ -47,6 +45,9 @@ def autoplan(
     (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
     :func:`mdcs.calibrate.slots.measure_profile`. On CPU, activations are measured in processes that are started with
     :func:`mdcs.measure.memory.preload_env`; elsewhere a budget does not count them, with a warning.
+
+    Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
+    rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits.
     """
     planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
@@ -67,45 +68,3 @@ def autoplan(
         )
     job = Job(profile, micro_steps, cross_iteration, reserve)
     return on_rank_zero(lambda: make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share))
-
-
-def agree(profile: Profile, link: Link | None = None) -> Profile:
-    """One profile from those of all ranks: the median rank's times with the spread over all, the largest bytes."""
-    import dataclasses
-    import statistics
-
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    profiles: list[Any] = [profile]
-    if world > 1:
-        profiles = [None] * world
-        dist.all_gather_object(profiles, profile)
-    slots = tuple(
-        dataclasses.replace(
-            versions[0],
-            seconds=statistics.median(s.seconds for s in versions),
-            live=max(s.live for s in versions),
-            peak=max(s.peak for s in versions),
-        )
-        for versions in zip(*(p.slots for p in profiles), strict=True)
-    )
-    first: Profile = profiles[0]
-    spread = {
-        name: (min(p.spread[name][0] for p in profiles), max(p.spread[name][1] for p in profiles)) for name in first.spread
-    }
-    return dataclasses.replace(first, slots=slots, link=link or first.link, spread=spread)
-
-
-def on_rank_zero(make: Callable[[], Plan]) -> Plan:
-    """The plan that rank 0 makes, on every rank; its error, too."""
-    box: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            box[0] = make()
-        except ValueError as e:
-            box[0] = e
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], ValueError):
-        raise box[0]
-    plan: Plan = box[0]
-    return plan

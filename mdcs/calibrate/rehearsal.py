@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.calibrate.regression import factor, line
 from mdcs.calibrate.slots import slot_seconds, untouched
 from mdcs.measure.memory import current_meter
 from mdcs.measure.timeline import StepTimes
@@ -79,7 +80,7 @@ def rehearse(
     if profile.world == 1 or device.type != "cpu":
         return profile
     profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
-    plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
+    plans = [make_plan(profile, Uniform(strategy), scheduler) for strategy, scheduler in _REHEARSED]
     alone: list[float] = []
     rounds: list[list[Seen]] = []
     for _ in range(_rounds(plans)):
@@ -104,8 +105,8 @@ def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pro
         exposed = _replay(plan, profile).exposed_s
         later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).exposed_s
         waits.append(((later - exposed) / _SMALL, times.waiting - exposed))
-    dispatch, turn = waiting_line(waits)
-    return _with(profile, dispatch_seconds=dispatch, turn_seconds=turn)
+    waited = line(waits)
+    return _with(profile, dispatch_seconds=waited.slope, turn_seconds=waited.intercept)
 
 
 def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]) -> float:
@@ -122,24 +123,6 @@ def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]
         middle = (low + high) / 2
         low, high = (middle, high) if falls_short(middle) else (low, middle)
     return high
-
-
-def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
-    """What turns modelled into seen losses (seconds): their least squares, drawn to 1 by as much as they are ``noise``."""
-    square = noise**2
-    scaled = sum(modelled * seen for modelled, seen in losses) + square
-    return max(0.0, scaled / (sum(modelled**2 for modelled, _ in losses) + square)) if square else 1.0
-
-
-def waiting_line(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds per wait, seconds besides) from the waits and the seconds of several plans: least squares, neither negative."""
-    count, seconds = (statistics.mean(values) for values in zip(*waits, strict=True))
-    square = sum((n - count) ** 2 for n, _ in waits)
-    slope = sum((n - count) * (s - seconds) for n, s in waits) / square if square else 0.0
-    if slope >= 0 and seconds >= slope * count:
-        return slope, seconds - slope * count
-    through_origin = sum(n * s for n, s in waits) / sum(n * n for n, _ in waits) if count else 0.0
-    return (max(0.0, through_origin), 0.0) if slope > 0 else (0.0, max(0.0, seconds))
 
 
 def _replay(plan: Plan, profile: Profile) -> StepTimes:

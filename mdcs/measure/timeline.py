@@ -55,6 +55,7 @@ class Interval:
 
     @property
     def duration_s(self) -> float:
+        """end - start, in seconds."""
         return self.end - self.start
 
 
@@ -183,6 +184,7 @@ class RankTimeline:
 
     @property
     def label(self) -> str:
+        """What people read: "predicted", or "rank 0"."""
         return "predicted" if self.rank == PREDICTED_RANK else f"rank {self.rank}"
 
 

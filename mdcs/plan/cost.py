@@ -50,17 +50,26 @@ class CostModel:
         return self.profile.link.alpha_of(kind) + self.profile.link.beta_of(kind) * wire
 
     def transfer_s(self, kind: Kind, wire: int) -> float:
-        """How long the link serves the bytes of a message while something computes."""
+        """Seconds for which the link serves a message while something computes.
+
+        max(β·wire, message_seconds + seconds_per_byte·wire), the latter two of the profile's contention.
+        """
         contention = self.profile.contention
         return max(self.profile.link.beta_of(kind) * wire, contention.message_seconds + contention.seconds_per_byte * wire)
 
     def copy_s(self, kind: Kind, payload: int, parts: int = 1) -> float:
-        """Packing, summing and unpacking of a message of so many bytes with so many parts."""
+        """Seconds of packing, summing and unpacking a message of so many bytes with so many parts.
+
+        copy_seconds_per_byte·payload: twice if there are several parts, once more if the algorithm leaves the sum to do.
+        """
         passes = int(self.profile.collectives.sums_afterwards(kind)) + 2 * int(parts > 1)
         return self.profile.copy_seconds_per_byte * payload * passes if passes else 0.0
 
     def update_s(self, kind: Kind, elements: int, runs: int = 1) -> float:
-        """The update that a message of so many elements ends with, in so many runs of one parameter group; 0 for a gather."""
+        """Seconds of the update that a message of so many elements ends with, in so many runs of one parameter group.
+
+        elements/ranks·seconds_per_element + runs·seconds_per_run, with 1 for ranks after an all-reduce; 0 for a gather.
+        """
         if kind.is_gather:
             return 0.0
         ranks = 1 if kind is Kind.AR else self.profile.world
@@ -68,7 +77,10 @@ class CostModel:
         return elements / ranks * optimizer.seconds_per_element + runs * optimizer.seconds_per_run
 
     def lost_s(self, kind: Kind, wire: int, work: float) -> float:
-        """What computing loses to a message of ``wire`` bytes, and ``work`` seconds of copies and updates, done beside it."""
+        """Seconds that computing loses to a message of ``wire`` bytes, with ``work`` seconds of copies and updates, beside it.
+
+        compute_per_message + compute_per_byte·wire + compute_per_work·work; times ``all_reduce`` for an all-reduce.
+        """
         c = self.profile.contention
         lost = c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
         return c.all_reduce * lost if kind is Kind.AR else lost
@@ -104,7 +116,7 @@ class CostModel:
         ]
 
     def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
-        """Communication, sums and update of a unit in one iteration, in whole messages and none of it hidden.
+        """Seconds of communication, sums and update of a unit in one iteration, in whole messages and none of it hidden.
 
         A sharded unit is gathered in every micro-step; it is reduced and updated once, as zero1 is gathered once.
         """
@@ -120,7 +132,7 @@ class CostModel:
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:
-        """(bytes sent - bytes of all-dp) · β of one iteration; ``sent`` is wire bytes by kind (:meth:`Plan.sent_bytes`)."""
+        """Seconds, (bytes sent - bytes of all-dp) · β per iteration; ``sent`` is wire bytes by kind (:meth:`Plan.sent_bytes`)."""
         profile = self.profile
         all_dp = sum(
             profile.wire(Kind.AR, pad(u.numel, profile.world) * profile.grad_bytes) for u in profile.units if u.trainable

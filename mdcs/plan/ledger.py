@@ -299,6 +299,7 @@ class Need:
 
     @property
     def bytes(self) -> int:
+        """The larger of the two."""
         return max(self.arrival, self.running)
 
 

@@ -114,9 +114,11 @@ class Plan:
         return tuple(tuple(sum(sizes[:i]) for i in range(len(sizes))) for sizes in self.blocks)
 
     def padded(self, unit: int) -> int:
+        """Elements of the unit's flat buffer, padding included."""
         return sum(self.blocks[unit])
 
     def elements(self, message: Message) -> int:
+        """Elements of all blocks of the message, padding included."""
         return sum([self.blocks[u][b] for u, b in message.parts])
 
     def payload(self, message: Message) -> int:

@@ -32,7 +32,7 @@ class Mix:
 
     An fsdp unit whose last forward use is followed at once by its backward has nothing to gain from being
     freed in between: it becomes sdp. ``budget`` is what the plan may use (bytes; None: unlimited), for schedulers that
-    plan with it; the others are made to fit it afterwards.
+    plan with it; the others are made to fit it afterwards. Raises PlanError for another number of strategies than of units.
     """
 
     job: Job
@@ -92,11 +92,14 @@ class Mix:
         return self.job.cost.payload(op.kind, pad(self.profile.units[op.unit].numel, self.profile.world))
 
     def whole(self) -> tuple[tuple[int, ...], ...]:
-        """One block per unit."""
+        """One block per unit: all its elements, padded."""
         return tuple((pad(u.numel, self.profile.world),) for u in self.profile.units)
 
     def cut(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
-        """Blocks of about ``block_bytes`` of payload, cut at multiples of 16 elements per rank."""
+        """Blocks (elements) of about ``block_bytes`` of payload per unit, cut at multiples of 16 elements per rank.
+
+        Raises ValueError for less than a byte.
+        """
         if block_bytes < 1:
             raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
         world = self.profile.world
@@ -110,7 +113,10 @@ class Mix:
         return tuple(out)
 
     def plan(self, name: str, blocks: Sequence[tuple[int, ...]], drafts: Iterable[Draft]) -> Plan:
-        """Order drafts by slot; reductions go first at the barrier."""
+        """The plan of these blocks (elements) and drafts, ordered by slot; reductions go first at the barrier.
+
+        Raises PlanError for drafts that make no valid plan.
+        """
         length = self.period.length
         turn = self.period.turn
 

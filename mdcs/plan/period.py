@@ -18,6 +18,8 @@ class Op(NamedTuple):
 
 
 class PeriodSlot(NamedTuple):
+    """A slot of the period: the index of its unit, its phase (F or B) and its micro-step."""
+
     unit: int
     phase: str
     micro: int
@@ -39,7 +41,8 @@ class Period:
     """The circle of slots of one iteration in steady state.
 
     It starts at the first backward slot of the last micro-step; ``turn`` is the index of the first forward
-    slot. Indices of windows and releases are *unrolled*: they may pass ``length``, into the next period.
+    slot, ``seconds`` has the profile's per slot. Indices of windows and releases are *unrolled*: they may pass ``length``, into
+    the next period.
     """
 
     def __init__(self, profile: Profile, micro_steps: int) -> None:
@@ -76,9 +79,11 @@ class Period:
         return start + span[0], start + span[1]
 
     def forward_start(self, micro: int) -> int:
+        """The slot at which the forward pass of a micro-step begins."""
         return self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
 
     def last_use(self, unit: int, micro: int) -> int:
+        """The slot (unrolled) after which a micro-step needs the unit's parameters no more."""
         span = self.backward(unit, micro)
         return self.forward(unit, micro)[1] if span is None else span[1]
 
@@ -87,6 +92,7 @@ class Period:
         return self.windows[op]
 
     def find_window(self, op: Op) -> tuple[int, int]:
+        """:meth:`window`, worked out: from the end of the use before to the use that it is sent for."""
         kind, unit, micro = op
         if kind is Kind.AG_B:
             span = self.backward(unit, micro)
@@ -103,6 +109,7 @@ class Period:
         return self.forward(op.unit, op.micro)[1] if freed_after_forward else self.last_use(op.unit, op.micro)
 
     def name(self, slot: int) -> str:
+        """The slot in words: phase, micro-step where there are several, and unit, as in ``B/1:block.3``."""
         s = self.slots[slot % self.length]
         micro = f"/{s.micro}" if self.micro_steps > 1 else ""
         return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"

@@ -21,10 +21,12 @@ class Choice(NamedTuple):
 
 
 class StrategyPlanner(Protocol):
-    """Chooses strategies, judged with the sequential schedule. ``name`` is what tables call it."""
+    """Chooses strategies, judged with the sequential schedule."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What tables call it."""
+        ...
 
     def choose(self, judge: Judge) -> Choice:
         """A mix that fits the judge's budget. Raises InfeasibleBudget, with the smallest feasible one, if there is none."""
@@ -40,7 +42,9 @@ class JointPlanner(Protocol):
         ...
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What tables call it."""
+        ...
 
     def plan(self, judge: Judge) -> Plan:
         """Strategies and messages within the judge's budget. Raises InfeasibleBudget."""
@@ -48,10 +52,12 @@ class JointPlanner(Protocol):
 
 
 class Scheduler(Protocol):
-    """Turns a mix into messages. ``name`` is what tables call it."""
+    """Turns a mix into messages."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What tables call it."""
+        ...
 
     def schedule(self, mix: Mix) -> Plan:
         """Messages for the mix. ``mix.budget`` may be ignored: what does not fit is delayed and split afterwards

@@ -14,7 +14,7 @@ from mdcs.profile.contents import Profile
 
 
 class InfeasibleBudget(ValueError):
-    """``smallest`` is the smallest feasible budget in bytes; None if none is."""
+    """What was to be planned does not fit ``budget`` bytes; ``smallest`` is the smallest feasible budget, None if none is."""
 
     def __init__(self, budget: int, smallest: int | None, what: str) -> None:
         feasible = "no budget is enough" if smallest is None else f"the smallest feasible budget is {smallest} bytes"

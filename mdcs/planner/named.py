@@ -42,14 +42,14 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
 
 
 def strategy_named(name: str) -> StrategyPlanner | JointPlanner:
-    """Raises ValueError, with the names there are, for another one."""
+    """The strategy planner of this name, with its defaults. Raises ValueError, with the names there are, for another one."""
     if name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: {', '.join(STRATEGIES)}")
     return STRATEGIES[name]()
 
 
 def scheduler_named(name: str) -> Scheduler:
-    """Raises ValueError, with the names there are, for another one."""
+    """The scheduler of this name, with its defaults. Raises ValueError, with the names there are, for another one."""
     if name not in SCHEDULERS:
         raise ValueError(f"unknown scheduler {name!r}: {', '.join(SCHEDULERS)}")
     return SCHEDULERS[name]()

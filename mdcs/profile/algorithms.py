@@ -96,7 +96,9 @@ ALGORITHMS = {backend: {op: tuple(names) for op, names in table.items()} for bac
 """Backend -> operation -> names of its algorithms."""
 
 OPERATION = {Kind.AR: "all_reduce", Kind.RS: "reduce_scatter", Kind.AG_B: "all_gather", Kind.AG_F: "all_gather"}
+"""Kind of message -> the operation that carries it."""
 KIND = {operation: kind for kind, operation in OPERATION.items()}
+"""Operation -> a kind that it carries (all-gathers: AG_F)."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,14 @@ class Collectives:
 
     @classmethod
     def default(cls, backend: str) -> Collectives:
+        """The algorithms that are best on ``backend`` (gloo or nccl) where nothing is measured."""
         return cls() if backend == "gloo" else cls("native", "native", "native", backend)
 
     def __str__(self) -> str:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self) if f.name != "backend")
 
     def of(self, kind: Kind) -> str:
+        """The name of the algorithm that carries messages of this kind."""
         algorithm: str = getattr(self, OPERATION[kind])
         return algorithm
 

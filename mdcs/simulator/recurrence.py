@@ -36,14 +36,16 @@ class Trace:
 
     @property
     def began(self) -> float:
+        """When the last period begins."""
         return self.arrivals[-self.slots - 1]
 
     @property
     def ended(self) -> float:
+        """When the last period ends."""
         return self.arrivals[-1]
 
     def in_flight(self, now: float, since: int) -> list[float]:
-        """Times from now on of what is not done of the messages from ``since`` on."""
+        """Seconds from now of what is not done of the messages from ``since`` on."""
         return [
             time - now
             for span, done in zip(self.spans[since:], self.processed[since:], strict=True)

@@ -33,11 +33,13 @@ class Replay:
 
     @cached_property
     def times(self) -> StepTimes:
+        """Where the period goes: computing, communicating, both, and what is exposed."""
         trace = self._trace
         return StepTimes.of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
 
     @cached_property
     def intervals(self) -> list[Interval]:
+        """Slots, messages and updates of the period, as in a measured timeline."""
         return _intervals(self._plan, self._trace)
 
     @property
@@ -47,10 +49,11 @@ class Replay:
 
     @cached_property
     def curve(self) -> list[dict[str, int]]:
-        """The same for every slot. A slot includes the wait before it."""
+        """The same bytes for every slot of the period. A slot includes the wait before it."""
         return _memory(self._plan, self._ledger or Ledger(self._plan), self._trace)
 
     def prediction(self) -> Prediction:
+        """What the plan keeps of its replay."""
         t, peak = self.times, self.peak
         return Prediction(
             step_s=self.period_s,

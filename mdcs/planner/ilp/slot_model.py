@@ -61,6 +61,7 @@ class Sending:
         return [] if i == 0 else [(self.columns[i - 1], 1.0)]
 
     def during(self, index: int, factor: float = 1.0) -> Terms:
+        """``factor`` times what is sent in the stage of that index."""
         terms = [(self.columns[index], factor)]
         return terms if index == 0 else [*terms, (self.columns[index - 1], -factor)]
 
@@ -392,6 +393,7 @@ class SlotModel:
 
     @property
     def compute_s(self) -> float:
+        """Seconds of compute in a period."""
         return sum(self.profile.slots[s.place].seconds for s in self.period.slots)
 
     def step_bound(self, bound: float) -> float:

@@ -218,7 +218,7 @@ def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float
         model, units, lambda: loss_of(model, 0, device), optimizer, world=world, link=mdcs.Link.uniform(10.0, 10.0),
         iterations=1, collectives=how.collectives,
     )  # fmt: skip
-    from mdcs.calibrate.autoplan import agree, on_rank_zero
+    from mdcs.calibrate.agreement import agree, on_rank_zero
 
     profile = agree(profile)
     plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how)))

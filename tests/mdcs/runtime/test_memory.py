@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.autoplan import agree, on_rank_zero
+from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.measure.memory import ShimMeter
 from mdcs.plan.ledger import CATEGORIES, smallest_budget

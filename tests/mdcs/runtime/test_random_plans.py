@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.autoplan import on_rank_zero
+from mdcs.calibrate.agreement import on_rank_zero
 from mdcs.plan.ledger import smallest_budget
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
@@ -41,7 +41,7 @@ PLANS, CALLS = 208, 8  # the second half is slow
 def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
     mix = tuple(rng.choice(list(Strategy)) for _ in profile.units)
     order = RandomOrder(rng.randrange(1 << 30), max_blocks=rng.choice([1, 2, 4]), fuse=rng.choice([0.0, 0.3, 0.9]))
-    plan = order.schedule(Mix(Job(profile, micro_steps, cross_iteration=rng.random() < 0.7), mix))
+    plan = order.schedule(Mix(mdcs.Job(profile, micro_steps, cross_iteration=rng.random() < 0.7), mix))
     blocking = rng.choice([0.0, 0.0, 0.2])
     messages = tuple(dataclasses.replace(m, blocking=rng.random() < blocking) for m in plan.messages)
     plan = dataclasses.replace(plan, messages=messages)

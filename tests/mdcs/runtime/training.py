@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.calibrate.autoplan import agree, on_rank_zero
+from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner

@@ -19,7 +19,6 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from mdcs.planner.interfaces import decides_schedule
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,6 +38,7 @@ from experiments.config.schema import (
 )
 from experiments.config.targets import make, plain
 from mdcs.options import OptionError, check_value, shown
+from mdcs.planner.interfaces import decides_schedule
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile

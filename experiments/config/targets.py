@@ -105,7 +105,8 @@ def types_of(cls: type) -> dict[str, Any]:
 def _typed(key: str, cls: type, name: str, value: Any) -> Any:
     kind = types_of(cls)[name]
     try:
-        made = OmegaConf.merge(OmegaConf.structured(_schema(cls)), {name: value})[name]
+        node: Any = OmegaConf.merge(OmegaConf.structured(_schema(cls)), {name: value})
+        made = node[name]
     except OmegaConfBaseException as error:
         got = shown(value) if value != "" else "nothing"
         raise ConfigError(key, f"must be {wanted(kind, options(cls)[name].metadata)}, got {got}") from error

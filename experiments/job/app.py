@@ -24,7 +24,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from mdcs.planner.interfaces import decides_schedule
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,6 +33,7 @@ from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
+from mdcs.planner.interfaces import decides_schedule
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,11 @@ def test_a_file_has_a_value_for_every_option_of_its_class(group):
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
         cls = targets.load(group, given.pop("_target_"))
         assert list(given) == list(options(cls)), path
-        assert files.groups()[group][path.stem], f"{path} says nothing of itself"
+
+
+def test_every_file_says_what_it_is():
+    """In its first line, which --help prints."""
+    assert [f"{group}={option}" for group, told in files.groups().items() for option, says in told.items() if not says] == []
 
 
 def test_the_launcher_does_without_torch(tmp_path):

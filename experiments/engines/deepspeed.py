@@ -23,7 +23,7 @@ class Deepspeed(EngineOptions):
 
     @property
     def label(self) -> str:
-        """deepspeed 3"""
+        """For instance deepspeed 3."""
         return f"{self.name} {self.stage}"
 
     def require(self) -> None:

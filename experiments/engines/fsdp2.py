@@ -47,7 +47,7 @@ class Fsdp2(EngineOptions):
 
     @property
     def label(self) -> str:
-        """fsdp2 never all_to_all 2"""
+        """For instance fsdp2 never all_to_all 2."""
         values = (self.reshard_group or self.reshard, self.reduce_scatter, self.prefetch)
         return " ".join([self.name, *(str(value) for value in values if value is not None)])
 

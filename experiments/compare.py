@@ -34,7 +34,7 @@ from rich.table import Table
 import mdcs
 from analysis import load_run, pictures
 from analysis.comparison import Row, lines, loss_differences
-from analysis.table import WIDTH
+from analysis.table import WIDTH, milliseconds
 from experiments.config.checks import compose_config, positive, run_composing
 from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
@@ -43,9 +43,9 @@ from experiments.job import run as jobs
 from experiments.job.planning import job_of
 from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
+from mdcs.sizes import GIB, MIB
 
-SCHEMA = 1
-MIB, GIB = 2**20, 2**30
+SCHEMA = 2
 BOUNDS_S = 20.0  # for each of two solves
 PEERS = {
     "ddp": "engine=ddp",
@@ -302,7 +302,7 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
     title = f"{document['model']}, {document['world']} ranks{link}, medians of {document['rounds']} rounds; {limit}"
     made = Table(title=f"{title}\n{bounds}", title_justify="left", box=box.SIMPLE_HEAD)
     made.add_column("engine", no_wrap=True)
-    headings = ("step ms\n[range]", f"× {document['base']}\n[range]", "exposed\nms", "overlap\nratio", "peak\nMiB",
+    headings = ("step ms\n[range]", f"× {document['base']}\n[range]", "stalled\nms", "exposed\nms", "overlap\nratio", "peak\nMiB",
                 *(f"above\n{name}" for name in part["bounds"]))  # fmt: skip
     for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
@@ -312,7 +312,7 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
             made.add_row(
                 line["engine"], f"{step['median'] * 1e3:.1f} [{step['low'] * 1e3:.1f}–{step['high'] * 1e3:.1f}]",
                 "–" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]",
-                "–" if line["exposed_s"] is None else f"{line['exposed_s'] * 1e3:.1f}",
+                milliseconds(line["stalled_s"]), milliseconds(line["exposed_s"]),
                 "–" if line["overlap_ratio"] is None else f"{line['overlap_ratio']:.2f}",
                 _mib(line["peak_bytes"]), *(f"{above:+.0%}" for above in line["above"].values()),
             )  # fmt: skip

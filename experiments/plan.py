@@ -25,7 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from analysis.table import WIDTH
+from analysis.table import WIDTH, milliseconds
 from experiments.config.schema import Config
 from experiments.job import app, checkpointing
 from experiments.job import run as jobs
@@ -36,9 +36,9 @@ from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import floor_bytes
 from mdcs.planner.schedulers.priority import Priority
+from mdcs.sizes import MIB
 
-MIB = 2**20
-SCHEMA = 1
+SCHEMA = 2
 BOUNDS_S = 20.0  # for each of two solves
 
 
@@ -136,10 +136,13 @@ def prediction_table(plan: Plan) -> Table:
         raise ValueError("the plan has no prediction")
     predicted = plan.prediction
     table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("step ms", "compute ms", "communication ms", "exposed ms", "overlap ratio"):
+    times = {
+        "step": predicted.step_s, "compute": predicted.compute_s, "communication": predicted.communication_s,
+        "stalled": predicted.stalled_s, "exposed": predicted.exposed_s,
+    }  # fmt: skip
+    for heading in (*(f"{word} ms" for word in times), "overlap ratio"):
         table.add_column(heading, justify="right")
-    times = (predicted.step_s, predicted.compute_s, predicted.communication_s, predicted.exposed_s)
-    table.add_row(*(f"{seconds * 1e3:.1f}" for seconds in times), f"{predicted.overlap_ratio:.2f}")
+    table.add_row(*(milliseconds(seconds) for seconds in times.values()), f"{predicted.overlap_ratio:.2f}")
     return table
 
 

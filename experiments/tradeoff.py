@@ -14,11 +14,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,18 @@ from rich.table import Table
 
 import analysis
 import mdcs
-from analysis.table import WIDTH
+from analysis.table import WIDTH, milliseconds
 from experiments.config.checks import compose_config
 from experiments.config.schema import BudgetConfig, Config, ProfileConfig
 from experiments.job import app, planning
 from experiments.job import run as jobs
-from experiments.job.events import start_event
+from experiments.job.events import job_event, start_event
 from mdcs.planner import curve as tradeoff
 from mdcs.planner.curve import Point
+from mdcs.sizes import GIB, MIB
 
-GIB, MIB = 2**30, 2**20
-SCHEMA = 1
+SCHEMA = 2
+MEASURED = ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "stalled_s", "peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,12 @@ class Planner:
         divided = BudgetConfig(gib=budget / GIB, schedule_share=share, reserve_mib=self.config.budget.reserve_mib)
         return dataclasses.replace(self.config, budget=divided)
 
+    @cached_property
+    def planned_for(self) -> mdcs.Job:
+        return planning.job_of(self.config, self.profile)
+
     def make(self, budget: int, share: float | None) -> mdcs.Plan:
-        return planning.make_plan(self.job(budget, share), planning.job_of(self.config, self.profile), self.floor)
+        return planning.make_plan(self.job(budget, share), self.planned_for, self.floor)
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,12 @@ class Entry:
         point, planner = self.point, self.planner
         config = planner.job(*self.planned_for)
         if point.plan is None:
-            scheduler = config.strategy if config.scheduler is None else config.scheduler
-            start = {"strategy": config.strategy.name, "scheduler": scheduler.name,
-                     "model": config.model.name, "world": planner.profile.world, "emulated": planner.profile.link.emulated,
-                     "emulated_ranks": config.cluster.emulated, "shaped_gbit": config.cluster.rate_gbit,
-                     "floor_bytes": planner.floor, "schedule_share": point.share}  # fmt: skip
+            profile = planner.profile
+            start = {"world": profile.world, "emulated": profile.link.emulated, "floor_bytes": planner.floor}
         else:
             start = start_event(config, point.plan, planner.floor)
-        known = analysis.Run(self.run or Path(), start | {"budget_bytes": point.budget}, pd.DataFrame(), {}, {}).row()
+        start = job_event(config) | start | {"budget_bytes": point.budget, "schedule_share": point.share}
+        known = analysis.Run(self.run or Path(), start, pd.DataFrame(), {}, {}).row()
         known |= {"status": "infeasible" if point.plan is None else "predicted", "reason": point.reason}
         if self.run is not None:
             measured = analysis.load_run(self.run).row()
@@ -207,7 +209,7 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
                 "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made),
                 "measured": None if entry.run is None else {
                     "run": str(entry.run.relative_to(folder)), "status": row["status"],
-                    **{key: row[key] for key in ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "peak_bytes")},
+                    **{key: row[key] for key in MEASURED},
                 },
             }
         )  # fmt: skip
@@ -246,18 +248,14 @@ def _table(entries: Sequence[Entry], title: str) -> Table:
         if point.plan is None:
             table.add_row(*cells, "infeasible")
             continue
-        cells += [_ms(row["predicted_step_s"]), _ms(row["predicted_overlap_s"]), _ms(row["predicted_extra_communication_s"]),
-                  f"{row['predicted_peak_bytes'] / MIB:.1f}"]  # fmt: skip
+        cells += [milliseconds(row[f"predicted_{name}"]) for name in ("step_s", "overlap_s", "extra_communication_s")]
+        cells.append(f"{row['predicted_peak_bytes'] / MIB:.1f}")
         if entry.run is not None:
             peak = row["peak_bytes"]
             ok = row["status"] == "ok"
-            cells += [_ms(row["step_s"]) if ok else str(row["status"]), "–" if peak is None else f"{peak / MIB:.1f}"]
+            cells += [milliseconds(row["step_s"]) if ok else str(row["status"]), "–" if peak is None else f"{peak / MIB:.1f}"]
         table.add_row(*cells)
     return table
-
-
-def _ms(seconds: float | None) -> str:
-    return "–" if seconds is None or not math.isfinite(seconds) else f"{seconds * 1e3:.1f}"
 
 
 if __name__ == "__main__":

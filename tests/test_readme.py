@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from analysis.events import read_events
 from experiments.config.files import CONF, groups
 from experiments.config.schema import fields_by_key
-from experiments.job.tracking import read_events
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.named import SCHEDULERS

@@ -22,6 +22,7 @@ from mdcs.measure.memory import TOTAL, current_meter
 from mdcs.measure.timeline import Span, intersection, length, union
 from mdcs.options import Checked
 from mdcs.plan.messages import Plan
+from mdcs.plan.times import StepTimes
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 
@@ -96,32 +97,11 @@ class Trained(Protocol):
 
 
 @dataclass(frozen=True)
-class Times:
-    """Where a step went, in seconds; None is not known. The words are those of `mdcs.measure.timeline.StepTimes`."""
-
-    step_s: float
-    compute_s: float | None = None
-    communication_s: float | None = None
-    overlap_s: float | None = None
-    exposed_s: float | None = None
-    overlap_ratio: float | None = None
-
-    @classmethod
-    def of(cls, step_s: float, compute_s: float | None, communication_s: float | None, overlap_s: float | None) -> Times:
-        """With what follows from what is known."""
-        exposed_s = None if compute_s is None else max(0.0, step_s - compute_s)
-        ratio = None
-        if communication_s is not None and overlap_s is not None:
-            ratio = min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0
-        return cls(step_s, compute_s, communication_s, overlap_s, exposed_s, ratio)
-
-
-@dataclass(frozen=True)
 class Record:
     """One step; bytes on the wire and messages by kind, None where they are not known."""
 
     step: int
-    times: Times
+    times: StepTimes
     bytes: Mapping[str, int] | None = None
     messages: Mapping[str, int] | None = None
 
@@ -304,7 +284,7 @@ class Peer:
         count = dict(seen.count) if seen.count or self.shows_messages else None
         return Record(step, self.times(whole, phases, seen), sent, count)
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         """Of a step, from what was seen of it."""
         computed = length(phases) - length(intersection(phases, seen.waits)) if self.shows_waits else None
         communicated = overlapped = None
@@ -314,7 +294,7 @@ class Peer:
             if computed is not None:
                 hidden = intersection(messages, phases)
                 overlapped = length(hidden) - length(intersection(hidden, union(seen.waits)))
-        return Times.of(whole[1] - whole[0], computed, communicated, overlapped)
+        return StepTimes(whole[1] - whole[0], computed, communicated, overlapped)
 
     def reset_memory(self) -> None:
         self._meter.reset()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Times, Trained
+from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Trained
 from mdcs.measure.timeline import Span, length
 from mdcs.options import option
+from mdcs.plan.times import StepTimes
 from mdcs.profile.link import Kind
 
 _NS = 1e-9
@@ -55,11 +56,11 @@ class DdpEngine(Peer):
         self._timed[id(self.seen)] = self._ddp._get_ddp_logging_data()
         self.seen.sent[str(Kind.AR)] = self._sent
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         timed = self._timed.pop(id(seen))
         names = ("forward_compute_time", "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time")
         if any(name not in timed for name in names):
-            return Times.of(whole[1] - whole[0], None, None, None)
+            return StepTimes(whole[1] - whole[0])
         forward, backward, communication, overlap = (timed[name] * _NS for name in names)
         # Before the last micro-step nothing is sent.
-        return Times.of(whole[1] - whole[0], length(phases[:-1]) + forward + backward, communication, overlap)
+        return StepTimes(whole[1] - whole[0], length(phases[:-1]) + forward + backward, communication, overlap)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Times, Trained
+from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Trained
 from mdcs.measure.timeline import Span
 from mdcs.options import option
+from mdcs.plan.times import StepTimes
 from mdcs.sizes import MIB
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class FairscaleEngine(Peer):
         loss.backward()
         self.seen.waits.append((self._gradient, self._executor.stamp()))
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         seconds = self._executor.seconds
         seen.waits = [(seconds(begin), seconds(end)) for begin, end in seen.waits]
         return super().times(whole, phases, seen)

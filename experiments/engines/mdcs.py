@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mdcs
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Record, Times, Trained
+from experiments.engines.base import Engine, EngineOptions, Record, Trained
 from mdcs.measure.memory import TOTAL
 from mdcs.measure.timeline import RankTimeline, Timeline
 
@@ -66,10 +66,7 @@ class MdcsEngine:
         return self._parallel.grad_norm
 
     def records(self, *, flush: bool = False) -> list[Record]:
-        return [
-            Record(r.step, Times(**dataclasses.asdict(r.times)), r.bytes, r.messages)
-            for r in self._parallel.records(flush=flush)
-        ]
+        return [Record(r.step, r.times, r.bytes, r.messages) for r in self._parallel.records(flush=flush)]
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]

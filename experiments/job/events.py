@@ -1,4 +1,4 @@
-"""The events of a run, as rank 0 writes them to metrics.jsonl: its start, its steps and its summary."""
+"""What the events of a run say (`analysis.events`): `job` is the parent process's, written before the ranks' own."""
 
 from __future__ import annotations
 
@@ -10,38 +10,45 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import mdcs
+from analysis.events import SCHEMA
 from experiments.config.schema import Config
 from experiments.job.planning import budget_bytes
 from launch import network
+from mdcs.plan.times import TIMES
 
 if TYPE_CHECKING:  # which import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
     from experiments.job.workload import Workload
 
 
-def start_event(config: Config, plan: mdcs.Plan, floor: int | None) -> dict[str, Any]:
-    assert plan.prediction is not None
-    predicted = dataclasses.asdict(plan.prediction)
-    predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
+def job_event(config: Config) -> dict[str, Any]:
+    """What is asked for, known before a process starts. A peer's name stands for the strategy, and its schedule is its own."""
+    plans, cluster = config.engine.plans, config.cluster
     return {
-        "event": "start", "time": time.time(), "emulated": plan.profile.link.emulated,
-        "emulated_ranks": config.cluster.emulated, "plan_hash": plan.hash,
-        "sweep": config.run.sweep, "name": config.run.name, "world": plan.world, "strategy": plan.strategy,
-        "scheduler": plan.scheduler, "collectives": str(plan.profile.collectives), "model": config.model.name,
-        "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget,
-        "schedule_share": config.budget.schedule_share, "floor_bytes": floor,
-        "shaped_gbit": config.cluster.rate_gbit, "congestion_control": network.congestion_control(),
-        "cross_iteration": plan.cross_iteration, "outcome": plan.outcome, "bound_s": plan.bound_s,
-        "predicted": predicted, "engine": config.engine.name,
+        "event": "job", "schema": SCHEMA, "time": time.time(), "name": config.run.name, "sweep": config.run.sweep,
+        "model": config.model.name, "engine": config.engine.name,
+        "strategy": config.strategy.name if plans else config.engine.label,
+        "scheduler": (config.scheduler or config.strategy).name if plans else "own",
+        "cross_iteration": config.run.cross_iteration if plans else None,
+        "world": cluster.ranks, "emulated": config.link.name == "emulated", "emulated_ranks": cluster.emulated,
+        "shaped_gbit": cluster.rate_gbit, "budget_bytes": budget_bytes(config, None),
+        "schedule_share": config.budget.schedule_share,
     }  # fmt: skip
 
 
-def start_of_peer(config: Config, world: int) -> dict[str, Any]:
-    """A peer has no plan: its name stands for the strategy, and the schedule is its own."""
-    return {
-        "event": "start", "time": time.time(), "emulated": False, "sweep": config.run.sweep, "name": config.run.name,
-        "world": world, "strategy": config.engine.label, "scheduler": "own", "model": config.model.name,
-        "budget_bytes": budget_bytes(config, None), "engine": config.engine.name,
+def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> dict[str, Any]:
+    """That training begins, and with which plan; a peer has none."""
+    begins = {"event": "start", "time": time.time(), "congestion_control": network.congestion_control()}
+    if plan is None:
+        return begins
+    assert plan.prediction is not None
+    predicted = dataclasses.asdict(plan.prediction)
+    predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
+    return begins | {
+        "plan_hash": plan.hash, "world": plan.world, "emulated": plan.profile.link.emulated,
+        "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
+        "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget, "floor_bytes": floor,
+        "outcome": plan.outcome, "bound_s": plan.bound_s, "predicted": predicted,
     }  # fmt: skip
 
 
@@ -80,7 +87,7 @@ def summary_event(
     return {
         "event": "summary", "status": "ok", "steps": config.run.steps, "emulated_ranks": config.cluster.emulated,
         "step_s": {"median": middle, "p10": p10, "p90": p90},
-        **{n: median(n) for n in ("compute_s", "communication_s", "overlap_s", "exposed_s", "overlap_ratio")},
+        **{name: median(name) for name in TIMES if name != "step_s"},
         "loss": workload.shown(loss), "throughput_samples_s": workload.samples_per_step / middle,
         "bytes": whole.bytes, "messages": whole.messages, "peak_bytes": peak,
         "fits": None if peak is None or budget is None else peak <= budget,

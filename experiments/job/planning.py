@@ -11,17 +11,19 @@ from mdcs.sizes import GIB, MIB
 
 
 def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
-    """What a plan is made for: the profile, and how the config takes its steps."""
-    crosses = (
-        config.run.cross_iteration
+    """What plans of a config are made for."""
+    return mdcs.Job(
+        profile,
+        micro_steps=config.run.accumulation,
+        cross_iteration=config.run.cross_iteration
         and config.optimizer.clip_norm is None
-        and config.run.precision != "fp16"  # whether its update is left out, all gradients say together
+        and config.run.precision != "fp16",  # whether its update is left out, all gradients say together
+        reserve=int(config.budget.reserve_mib * MIB),
     )
-    return mdcs.Job(profile, config.run.accumulation, crosses, int(config.budget.reserve_mib * MIB))
 
 
 def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
-    """The plan of the config's planners under its budget. Raises ValueError where the budget counts what was not measured."""
+    """The plan that the config asks for; `floor` is that of the job, in bytes. Raises ValueError, InfeasibleBudget among them."""
     budget = budget_bytes(config, floor)
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
@@ -29,11 +31,11 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:
+    """The config's budget per rank; None for no limit, and for one over a floor that is not known."""
     if config.budget.gib is not None:
         return int(config.budget.gib * GIB)
-    if config.budget.over_floor is None:
+    if config.budget.over_floor is None or floor is None:
         return None
-    assert floor is not None, "over_floor is refused where there is no floor"
     return int(floor * (1 + config.budget.over_floor))
 
 

@@ -30,8 +30,8 @@ class Profiles:
         if config.profile.name != "measured" or config.profile.path is not None:
             return None
         key = _key(config)
-        if key in self._measured:
-            return self._measured[key]
+        if (measured := self._measured.get(key)) is not None and measured.exists():
+            return measured
         cached = cache_folder() / f"{key}.json"
         return cached if config.profile.cache and not config.profile.refresh and _read(cached) else None
 
@@ -40,8 +40,9 @@ class Profiles:
         profile = _read(folder / "profile.json")
         if config.profile.name != "measured" or config.profile.path is not None or profile is None:
             return
-        key = _key(config)
-        self._measured.setdefault(key, folder / "profile.json")
+        key, path = _key(config), folder / "profile.json"
+        self._measured = {k: p for k, p in self._measured.items() if p != path}  # a folder has the profile of its last job
+        self._measured.setdefault(key, path)
         has_memory = any(slot.peak for slot in profile.slots)
         if config.profile.cache and has_memory == config.cluster.measure_memory:
             cache_folder().mkdir(parents=True, exist_ok=True)

@@ -17,13 +17,15 @@ from pathlib import Path
 from rich.console import Console
 
 import analysis
+from analysis.events import METRICS, Tail
 from experiments.config.checks import as_mapping, save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import profiles
+from experiments.job.events import job_event
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
-from experiments.job.tracking import METRICS, JsonLines, Tail
+from experiments.job.tracking import Event, JsonLines
 from launch import elastic, network
 from launch.elastic import Outcome
 from launch.status import Status
@@ -73,10 +75,15 @@ def run(
     resolved = resolve(config, profile=reused)
     _say(reused, console)
     save(resolved, folder / "config.yaml")
+    _forget(folder, resolved)
     name = str(resolved.run.name)
     mirror = resolved.tracker.mirror(folder, name=name, group=resolved.run.sweep, config=as_mapping(resolved))
-    tail, ended_well = Tail(folder / METRICS), only is not None
-    tail.new()  # what an earlier job in this folder wrote
+    asked, ended_well = job_event(resolved), only is not None
+    if only is None:  # what does not train is a run only if it fails
+        _write(folder, asked)
+        mirror.event(asked)
+    tail = Tail(folder / METRICS)
+    tail.new()  # what the folder had until now
     outcome = Outcome(False, "interrupted")
     try:
         with JobProgress(console, name, resolved.run.steps) as progress:
@@ -100,7 +107,9 @@ def run(
             outcome = Outcome(False, "all ranks ended well, but wrote no summary")
     finally:
         if not outcome.ok:
-            _record_failure(folder, outcome)
+            where = {"reason": outcome.reason, "rank": outcome.rank, "step": outcome.step}
+            failure = {"event": "failure", "status": "failed", **where, "time": time.time()}
+            _write(folder, *([] if only is None else [asked]), failure)
             for event in tail.new():
                 mirror.event(event)
         if outcome.ok and only is None and resolved.tracker.shows_pictures:
@@ -125,7 +134,9 @@ def known_profile(
     if profile is None:
         return None
     _say(reused, console)
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    _forget(folder, resolved)
     save(resolved, folder / "config.yaml")
     (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     return resolved, profile
@@ -218,15 +229,14 @@ def _draw(folder: Path) -> list[Path]:
     return [path for path in written if path.suffix == ".png"]
 
 
-def _record_failure(folder: Path, outcome: Outcome) -> None:
+def _forget(folder: Path, config: Config) -> None:
+    """Remove what a former job left in the folder: nobody may take it for this one's. The profile that the config names stays."""
+    for name in ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json"):
+        if str(folder / name) != config.profile.path:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _write(folder: Path, *events: Event) -> None:
     with JsonLines(folder / METRICS) as metrics:
-        metrics.write(
-            {
-                "event": "failure",
-                "status": "failed",
-                "reason": outcome.reason,
-                "rank": outcome.rank,
-                "step": outcome.step,
-                "time": time.time(),
-            }
-        )
+        for event in events:
+            metrics.write(event)

@@ -1,7 +1,7 @@
 """Where a run's metrics go: metrics.jsonl, the truth, and W&B beside it.
 
 Rank 0 writes one JSON object per line, flushed per line, so a killed run can be read to its last step
-(`JsonLines`). The parent process, which follows that file anyway to show progress (`Tail`), mirrors it to
+(`JsonLines`). The parent process, which follows that file anyway to show progress (`analysis.events.Tail`), mirrors it to
 W&B (`WandbMirror`). So W&B takes no time and no memory in a rank, sees failed runs too, and cannot stop a
 run: its first failure is one warning, and then it is left alone.
 """
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 Event = Mapping[str, Any]
-METRICS = "metrics.jsonl"
 
 
 class JsonLines:
@@ -51,41 +50,6 @@ class JsonLines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Tail:
-    """Reads what has been appended to an event file since the last look; lines that are no JSON object are
-    left out.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._position, self._rest = path, 0, b""
-
-    def new(self) -> list[dict[str, Any]]:
-        """The events of the lines finished since the last call; none while the file does not exist."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        self._position += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [event for line in lines if (event := _parsed(line)) is not None]
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every event of a file, that of a crashed run included. Raises FileNotFoundError."""
-    with path.open("rb") as file:
-        return [event for line in file if (event := _parsed(line)) is not None]
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:  # a line cut off by a crash
-        return None
-    return event if isinstance(event, dict) else None
 
 
 def _finite(value: Any) -> Any:
@@ -195,8 +159,8 @@ class WandbMirror:
         values = {key: value for key, value in event.items() if key != "event"}
         if event["event"] == "step":
             self._run.log(flat(values))
-        elif event["event"] == "start":
-            self._run.config.update({"start": values}, allow_val_change=True)
+        elif event["event"] in ("job", "start"):
+            self._run.config.update({event["event"]: values}, allow_val_change=True)
         else:
             self._run.summary.update(flat(values))
 

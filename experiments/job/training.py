@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from analysis.events import METRICS
 from experiments.engines.base import Engine, Record
 from experiments.job import events
-from experiments.job.tracking import METRICS, JsonLines
+from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
 from launch import status
 
@@ -24,7 +25,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     config, plan, run = workload.config, workload.plan, workload.config.run
     metrics = JsonLines(folder / METRICS) if workload.writes else None
     if metrics:
-        metrics.write(events.start_event(config, plan, floor) if plan else events.start_of_peer(config, workload.world))
+        metrics.write(events.start_event(config, plan, floor))
     batches = workload.batches()
     losses: dict[int, float] = {}
     kept: list[Record] = []

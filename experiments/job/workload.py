@@ -17,7 +17,7 @@ from experiments.config.identity import identity
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
-from mdcs.calibrate.autoplan import agree
+from mdcs.calibrate.agreement import agree
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.rehearsal import rehearse

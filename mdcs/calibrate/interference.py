@@ -206,7 +206,9 @@ class _Running:
         """Seconds in which a message was in flight."""
         self.parallel.drain()
         self.parallel.step()
-        return self.parallel.records(flush=True)[-1].times.communication_s
+        in_flight = self.parallel.records(flush=True)[-1].times.communication_s
+        assert in_flight is not None
+        return in_flight
 
 
 def _compute(step: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> float:

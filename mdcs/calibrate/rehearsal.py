@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from mdcs.calibrate.regression import factor, line
 from mdcs.calibrate.slots import slot_seconds, untouched
 from mdcs.measure.memory import current_meter
-from mdcs.measure.timeline import StepTimes
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
+from mdcs.plan.times import StepTimes
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.dear import Dear
@@ -55,6 +55,12 @@ class Seen(NamedTuple):
     computing: float
     waiting: float
     communicating: float
+
+    @classmethod
+    def of(cls, times: StepTimes) -> Seen:
+        """What a step's times say of it."""
+        assert times.compute_s is not None and times.stalled_s is not None and times.communication_s is not None
+        return cls(times.compute_s, times.stalled_s, times.communication_s)
 
 
 def rehearse(
@@ -102,9 +108,9 @@ def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pro
     profile = _slower(profile, _factor_of_messages(profile, overlapping))
     waits = []
     for plan, times in zip(plans, seen, strict=True):
-        exposed = _replay(plan, profile).exposed_s
-        later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).exposed_s
-        waits.append(((later - exposed) / _SMALL, times.waiting - exposed))
+        waiting = _replay(plan, profile).waiting
+        later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).waiting
+        waits.append(((later - waiting) / _SMALL, times.waiting - waiting))
     waited = line(waits)
     return _with(profile, dispatch_seconds=waited.slope, turn_seconds=waited.intercept)
 
@@ -114,7 +120,7 @@ def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]
     seen = sum(times.communicating for _, times in rehearsed)
 
     def falls_short(factor: float) -> bool:
-        return sum(_replay(plan, _slower(profile, factor)).communication_s for plan, _ in rehearsed) < seen
+        return sum(_replay(plan, _slower(profile, factor)).communicating for plan, _ in rehearsed) < seen
 
     low, high = 1.0, _SLOWEST
     if not falls_short(low):
@@ -125,13 +131,13 @@ def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]
     return high
 
 
-def _replay(plan: Plan, profile: Profile) -> StepTimes:
-    return replay(dataclasses.replace(plan, job=dataclasses.replace(plan.job, profile=profile))).times
+def _replay(plan: Plan, profile: Profile) -> Seen:
+    return Seen.of(replay(dataclasses.replace(plan, job=dataclasses.replace(plan.job, profile=profile))).times)
 
 
 def _losses(profile: Profile, plan: Plan, seen: Seen) -> tuple[float, float]:
     """Seconds that computing loses to messages, modelled and seen."""
-    without, modelled = (_replay(plan, _scaled(profile, factor)).compute_s for factor in (0.0, 1.0))
+    without, modelled = (_replay(plan, _scaled(profile, factor)).computing for factor in (0.0, 1.0))
     return modelled - without, seen.computing - without
 
 
@@ -154,11 +160,10 @@ def _run(
                 parallel.step()
                 records += parallel.records()
             parallel.drain()
-            times = [r.times for r in records[_WARMUP:]]
+            seen = [Seen.of(r.times) for r in records[_WARMUP:]]
         finally:
             parallel.undo(weights)
-    own = ((t.compute_s, t.exposed_s, t.communication_s) for t in times)
-    return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*own, strict=True))))
+    return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*seen, strict=True))))
 
 
 def _typical(rounds: Sequence[Seen], alone: Sequence[float]) -> Seen:

@@ -12,6 +12,7 @@ from typing import Any
 from mdcs.plan.job import Job
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError, validate
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
@@ -36,18 +37,6 @@ class Message:
     micro: int = 0
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What the replay of a plan gives: seconds per period and bytes per rank, by category at its own peak."""
-
-    step_s: float
-    compute_s: float
-    communication_s: float
-    overlap_s: float
-    exposed_s: float
-    overlap_ratio: float
-    peak_bytes: int
-    memory: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -217,7 +206,7 @@ class Plan:
                     Message(Kind(m["kind"]), tuple((u, b) for u, b in m["parts"]), m["slot"], m["blocking"], m["micro"])
                     for m in d["messages"]
                 ),
-                prediction=None if d["prediction"] is None else Prediction(**d["prediction"]),
+                prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
                 **{k: d[k] for k in ("budget", "strategy", "scheduler", "outcome", "bound_s")},
             )
         except PlanError:

@@ -15,9 +15,10 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from mdcs.measure.timeline import Interval, Span, StepTimes
+from mdcs.measure.timeline import Interval, Span, times_of
 from mdcs.plan.ledger import CATEGORIES, Ledger, MessageBytes
-from mdcs.plan.messages import Plan, Prediction
+from mdcs.plan.messages import Plan
+from mdcs.plan.times import Prediction, StepTimes
 from mdcs.simulator.recurrence import Course, Trace, run
 
 
@@ -35,7 +36,7 @@ class Replay:
     def times(self) -> StepTimes:
         """Where the period goes: computing, communicating, both, and what is exposed."""
         trace = self._trace
-        return StepTimes.of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
+        return times_of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
 
     @cached_property
     def intervals(self) -> list[Interval]:
@@ -56,14 +57,7 @@ class Replay:
         """What the plan keeps of its replay."""
         t, peak = self.times, self.peak
         return Prediction(
-            step_s=self.period_s,
-            compute_s=t.compute_s,
-            communication_s=t.communication_s,
-            overlap_s=t.overlap_s,
-            exposed_s=t.exposed_s,
-            overlap_ratio=t.overlap_ratio,
-            peak_bytes=peak["total"],
-            memory=peak,
+            t.step_s, t.compute_s, t.communication_s, t.overlap_s, peak_bytes=peak["total"], memory=peak
         )
 
 

@@ -12,5 +12,6 @@ folder = Path(sys.argv[1])
 config = load(folder / "config.yaml")
 profile = mdcs.Profile.from_json(Path(__file__).with_name("profile.json").read_text())
 if os.environ["RANK"] == "0":
-    plan = make_plan(config, job_of(config, profile), mdcs.floor_bytes(profile))
+    job = job_of(config, profile)
+    plan = make_plan(config, job, mdcs.floor_bytes(job))
     (folder / "plan.json").write_text(plan.to_json())

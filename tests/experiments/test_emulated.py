@@ -7,10 +7,12 @@ import math
 import pytest
 
 import analysis
+from analysis.events import METRICS, read_events
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
-from experiments.job.tracking import read_events
+from experiments.job.events import job_event
+from experiments.job.tracking import JsonLines
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
 from launch import elastic
@@ -41,7 +43,10 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
     for name, overrides in JOBS.items():
         (folder / name).mkdir()
-        checks.save(jobs.resolve(composed(*overrides)), folder / name / "config.yaml")
+        resolved = jobs.resolve(composed(*overrides))
+        checks.save(resolved, folder / name / "config.yaml")
+        with JsonLines(folder / name / METRICS) as metrics:
+            metrics.write(job_event(resolved))
     config = composed(*JOBS["of 64"])
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(config.cluster.processes, 60, 60), jobs.environment(jobs.resolve(config)),
@@ -53,9 +58,9 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize(("job", "world", "rank"), [("of 64", 64, 0), ("of 8", 8, 5)])
 def test_a_job_says_that_its_ranks_are_emulated_and_nothing_of_losses(folders, job, world, rank):
-    start, *steps, summary = read_events(folders[job] / "metrics.jsonl")
-    assert (start["emulated_ranks"], start["emulated"], start["world"]) == (True, True, world)
-    assert start["name"].endswith(f" (rank {rank} of {world}, emulated)")
+    asked, start, *steps, summary = read_events(folders[job] / "metrics.jsonl")
+    assert (asked["emulated_ranks"], start["emulated"], asked["world"], start["world"]) == (True, True, world, world)
+    assert asked["name"].endswith(f" (rank {rank} of {world}, emulated)")
     assert summary["emulated_ranks"] is True and summary["status"] == "ok"
     assert [step["loss"] for step in (*steps, summary)] == [None] * 6
     assert all(step.get("grad_norm") is None for step in steps)
@@ -65,7 +70,7 @@ def test_a_job_says_that_its_ranks_are_emulated_and_nothing_of_losses(folders, j
 
 @pytest.mark.parametrize("job", JOBS)
 def test_its_memory_is_the_ledger_s_to_the_byte(folders, job):
-    start, *_, summary = read_events(folders[job] / "metrics.jsonl")
+    _, start, *_, summary = read_events(folders[job] / "metrics.jsonl")
     ledger, measured = summary["memory"]["ledger"], summary["memory"]["measured"]
     buffers = ledger.keys() - {"activations", "total"}
     assert {c: ledger[c] for c in buffers} == {c: measured[c] for c in buffers}

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 import analysis
+from analysis.events import read_events
 from experiments.config import checks, files
 from experiments.config.schema import ConfigError
 from experiments.job import run as jobs
-from experiments.job.tracking import read_events
 from launch import elastic
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_times_of_a_step_add_up_and_what_an_engine_does_not_show_is_null(ran):
         assert len(steps(folder)) == STEPS
         for step in steps(folder):
             assert step["step_s"] >= step["compute_s"] > 0, overrides
-            assert step["exposed_s"] == pytest.approx(step["step_s"] - step["compute_s"])
+            assert step["stalled_s"] == pytest.approx(step["step_s"] - step["compute_s"])
             if "fairscale" in overrides:
                 assert step["communication_s"] is step["overlap_ratio"] is step["bytes"] is None
             else:
@@ -181,5 +181,5 @@ def test_zero_trains_as_ddp_does(tmp_path, stage, more):
         assert outcome.ok, outcome.reason
     wanted, curve = losses(tmp_path / "ddp"), losses(tmp_path / "dee")
     assert [point[2] for point in curve] == pytest.approx([point[2] for point in wanted], rel=2e-6)
-    assert summary(tmp_path / "dee")["peak_bytes"] > 0 and summary(tmp_path / "dee")["exposed_s"] is None
+    assert summary(tmp_path / "dee")["peak_bytes"] > 0 and summary(tmp_path / "dee")["stalled_s"] is None
     assert all(math.isfinite(step["step_s"]) for step in steps(tmp_path / "dee"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.job.tracking import read_events
+from analysis.events import read_events
 from mdcs.plan.messages import Plan
 
 ROOT = Path(__file__).resolve().parents[2]

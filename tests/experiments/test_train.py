@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from analysis.events import read_events
 from experiments.config.schema import fields_by_key
-from experiments.job.tracking import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import train; "
@@ -40,6 +40,7 @@ def test_a_job_that_ends_well(tmp_path):
     assert "dp wfbp: step 3/3 loss 0.3333" in done.stdout
     assert f"the run is in {tmp_path / 'out'}" in done.stdout
     assert [e["event"] for e in read_events(tmp_path / "out/metrics.jsonl")] == [
+        "job",
         "start",
         *["step"] * 3,
         "summary",
@@ -147,7 +148,7 @@ def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     process = start(tmp_path, *multirun, "run.name=slow", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
     metrics = tmp_path / "out/0/metrics.jsonl"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.exists() and len(read_events(metrics)) > 1):
+    while time.monotonic() < deadline and not (metrics.exists() and len(read_events(metrics)) > 2):
         time.sleep(0.05)
     pids = [json.loads((tmp_path / f"out/0/rank{rank}.status").read_text())["pid"] for rank in (0, 1)]
     process.send_signal(signum)

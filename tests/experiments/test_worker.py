@@ -7,7 +7,6 @@ Starting ranks costs seconds, so the jobs that end well, or are refused before s
 import dataclasses
 import io
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -22,10 +21,12 @@ import pytest
 from rich.console import Console
 
 import analysis
+from analysis.events import METRICS, read_events
 from experiments.config import checks, files
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import run as jobs
-from experiments.job.tracking import read_events
+from experiments.job.events import job_event
+from experiments.job.tracking import JsonLines
 from launch import elastic, orphans, status
 from mdcs.measure.timeline import PREDICTED_RANK, Timeline
 from mdcs.plan.messages import Plan
@@ -139,7 +140,8 @@ class Ran:
 
     @property
     def start(self):
-        return self.events[0]
+        """What was asked for, and the plan."""
+        return self.events[0] | self.events[1]
 
     @property
     def summary(self):
@@ -174,6 +176,8 @@ def batch(tmp_path_factory):
     for own, config in made:
         own.mkdir()
         checks.save(config, own / "config.yaml")
+        with JsonLines(own / METRICS) as metrics:
+            metrics.write(job_event(config))
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(made[0][1]),
         module="tests.experiments.batch_worker", arguments=[str(own) for own, _ in made],
@@ -198,12 +202,14 @@ def test_an_option_that_is_added_is_tried_by_itself():
 def test_a_job_says_what_it_does_step_by_step(ran):
     for run in ran:
         names = [event["event"] for event in run.events if event["event"] != "eval"]
-        assert names == ["start", *["step"] * STEPS, "summary"], run
+        assert names == ["job", "start", *["step"] * STEPS, "summary"], run
         assert [step["step"] for step in run.steps] == list(range(1, STEPS + 1))
         assert [step["warmup"] for step in run.steps] == [n <= WARMUP for n in range(1, STEPS + 1)]
         for step in run.steps:
             assert step["step_s"] >= step["compute_s"] > 0 and 0 <= step["overlap_ratio"] <= 1, run
-            assert step["exposed_s"] == pytest.approx(step["step_s"] - step["compute_s"]), run
+            assert step["stalled_s"] == pytest.approx(step["step_s"] - step["compute_s"]), run
+            assert step["exposed_s"] == pytest.approx(step["communication_s"] - step["overlap_s"]), run
+            assert step["idle_s"] == pytest.approx(step["stalled_s"] - step["exposed_s"]) and step["idle_s"] >= 0, run
         assert (run.summary["status"], run.summary["steps"]) == ("ok", STEPS)
         assert run.summary["loss"] == run.steps[-1]["loss"]
         evaluated = [event["step"] for event in run.events if event["event"] == "eval"]
@@ -340,7 +346,7 @@ def refusal(batch: Path, name: str) -> str:
     """The reason, which all ranks give."""
     said = {(batch / name / f"refused{rank}").read_text() for rank in (0, 1)}
     metrics = batch / name / "metrics.jsonl"
-    assert not metrics.exists() or [event["event"] for event in read_events(metrics)] == ["start"]
+    assert [event["event"] for event in read_events(metrics)] in (["job"], ["job", "start"])
     return said.pop() if len(said) == 1 else " / ".join(sorted(said))
 
 
@@ -404,7 +410,7 @@ def assert_over(folder: Path, pids: list[int]) -> list[dict]:
         time.sleep(0.05)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     events = read_events(folder / "metrics.jsonl")
-    assert [event["event"] for event in events[:2]] == ["start", "step"]
+    assert [event["event"] for event in events[:3]] == ["job", "start", "step"]
     assert events[-1]["event"] == "failure"
     row = analysis.load_run(folder).row()
     assert row["status"] == "failed" and row["steps"] >= 1
@@ -449,5 +455,5 @@ def test_a_person_reads_one_line_about_an_infeasible_budget(tmp_path):
     [line] = done.stderr.splitlines()
     assert line.startswith("failed: rank ") and "InfeasibleBudget: " in line
     assert "does not fit 1073 bytes: the smallest feasible budget is " in line
-    failure = json.loads((tmp_path / "out/metrics.jsonl").read_text())
-    assert failure["event"] == "failure" and failure["reason"] in line
+    asked, failure = read_events(tmp_path / "out/metrics.jsonl")
+    assert (asked["event"], asked["model"], failure["event"]) == ("job", "mlp", "failure") and failure["reason"] in line

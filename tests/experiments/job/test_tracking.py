@@ -9,8 +9,9 @@ import warnings
 
 import pytest
 
+from analysis.events import read_events
 from experiments.job.trackers import NoTracker, Wandb
-from experiments.job.tracking import JsonLines, NoMirror, Tail, WandbMirror, default_mode, flat, read_events
+from experiments.job.tracking import JsonLines, NoMirror, WandbMirror, default_mode, flat
 
 STEP = {"event": "step", "step": 1, "loss": 2.5, "bytes": {"AR": 10}, "peak_bytes": None}
 
@@ -51,20 +52,6 @@ def test_numbers_that_json_does_not_know_become_null(tmp_path):
     assert read_events(tmp_path / "m") == [
         {"event": "step", "loss": None, "bytes": {"AR": None}, "list": [1.0, None]}
     ]
-
-
-def test_a_tail_gives_each_finished_line_once(tmp_path):
-    path = tmp_path / "m"
-    tail = Tail(path)
-    assert tail.new() == []
-    with path.open("w") as file:
-        file.write('{"step": 1}\n{"st')
-        file.flush()
-        assert tail.new() == [{"step": 1}]
-        assert tail.new() == []
-        file.write('ep": 2}\nnot json\n[3]\n{"step": 4}\n')
-        file.flush()
-        assert tail.new() == [{"step": 2}, {"step": 4}]
 
 
 # ---- W&B

@@ -56,7 +56,7 @@ def test_what_rehearsed_plans_show_is_what_the_fitted_profile_replays() -> None:
 
     def times(contention: Contention) -> list[Seen]:
         replays = (replay(of_job(plan, profile=replace(probed, contention=contention))).times for plan in plans)
-        return [Seen(t.compute_s, t.exposed_s, t.communication_s) for t in replays]
+        return [Seen.of(t) for t in replays]
 
     wanted, before = times(true), times(probed.contention)
     for want, got in zip(wanted, times(fitted(probed, plans, wanted).contention), strict=True):

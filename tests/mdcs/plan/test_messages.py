@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.messages import Message, Plan, Prediction
+from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError
 from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.random_order import RandomOrder
@@ -303,7 +304,7 @@ def test_a_changed_plan_is_refused(path: tuple[Any, ...], data: st.DataObject) -
 
 
 def test_names_and_predictions_are_no_part_of_the_identity() -> None:
-    prediction = Prediction(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1, {})
+    prediction = Prediction(1.0, 1.0, 0.0, 0.0, peak_bytes=1, memory={})
     same = replace(ZERO1, strategy="other", scheduler="other", prediction=prediction)
     assert same.hash == ZERO1.hash
     assert Plan.from_json(same.to_json()).strategy == "other"

@@ -137,7 +137,7 @@ def test_two_dp_units_by_hand() -> None:
     overlapped = replay(SCHEDULERS["wfbp"]().schedule(mix))
     assert overlapped.period_s == pytest.approx(10)
     assert overlapped.times.overlap_s == pytest.approx(2)
-    assert overlapped.times.exposed_s == pytest.approx(4)
+    assert overlapped.times.stalled_s == pytest.approx(4)
     # Parameters 600; gradients of both while AR_b runs beside B_a: 600; activations of B_a 15, of B_b 30.
     assert overlapped.peak["parameters"] == 600
     assert overlapped.peak["gradients"] == 600

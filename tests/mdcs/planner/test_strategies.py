@@ -110,8 +110,8 @@ def test_sharded_units_are_gathered_in_every_micro_step() -> None:
 def test_a_sequential_step_is_compute_and_the_seconds_of_its_strategies(job: Job, seed: int) -> None:
     plan = job.plan(RandomMix(seed), Sequential())
     assert plan.prediction is not None
-    exposed = sum(job.cost.unit_s(u, k, job.micro_steps) for u, k in enumerate(plan.strategies))
-    assert plan.prediction.exposed_s == pytest.approx(exposed, abs=1e-9)
+    stalled = sum(job.cost.unit_s(u, k, job.micro_steps) for u, k in enumerate(plan.strategies))
+    assert plan.prediction.stalled_s == pytest.approx(stalled, abs=1e-9)
 
 
 def test_bytes_beyond_fsdp() -> None:

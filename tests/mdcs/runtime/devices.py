@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.calibrate.slots import measure_profile
-from mdcs.plan.job import Job
 from mdcs.planner.named import SCHEDULERS
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.record import StepRecord
@@ -283,8 +282,8 @@ def emulated_run(
         collectives=how.collectives,
     )  # fmt: skip
     options = {"micro_steps": micro_steps, "cross_iteration": how.cross_iteration and clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(Job(profile, **options)))
-    plan = mdcs.make_plan(Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
+    plan = mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     sent = []
     with mdcs.parallelize(
         made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate

@@ -83,9 +83,9 @@ def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
     made, optimizer, profile = profiled(job, **shape)
     profile = dataclasses.replace(profile, collectives=how.collectives)
     options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(Job(profile, **options)))
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
     plan = on_rank_zero(
-        lambda: mdcs.make_plan(Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
+        lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     )
     units = mdcs.partition(made.model, made.policy)
     with mdcs.parallelize(
@@ -262,7 +262,7 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
     """The first layer is gathered at the turn; the large last one is reduced only after the first is freed again."""
     job = Job("line-16-16-16-256", optimizer="sgd")
     made, optimizer, profile = profiled(job)
-    mix = Mix(Job(profile, 1, cross_iteration=True), (Strategy.fsdp, Strategy.dp, Strategy.zero1))
+    mix = Mix(mdcs.Job(profile, 1, cross_iteration=True), (Strategy.fsdp, Strategy.dp, Strategy.zero1))
     turn = mix.period.turn
     assert (turn, mix.period.length) == (3, 6)
     drafts = [

@@ -49,7 +49,7 @@ def test_a_step_adds_up():
     times = record.times
     assert times.step_s == pytest.approx(4) and times.compute_s == pytest.approx(3)
     assert times.communication_s == pytest.approx(1.4) and times.overlap_s == pytest.approx(0.5)
-    assert times.overlap_ratio == pytest.approx(0.5 / 1.4) and times.exposed_s == pytest.approx(1)
+    assert times.overlap_ratio == pytest.approx(0.5 / 1.4) and times.stalled_s == pytest.approx(1)
 
 
 def test_each_record_is_given_once_and_when_it_is_asked_for():

@@ -330,9 +330,9 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
 
 def plan_for(job: Job, how: How, profile: Profile) -> mdcs.Plan:
     options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(Job(profile, **options)))
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
     return on_rank_zero(
-        lambda: mdcs.make_plan(Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
+        lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     )
 
 

@@ -47,7 +47,7 @@ def test_sequential_hides_nothing() -> None:
     assert result.period_s == 6 + 2 * (1 + 2)
     assert result.times.compute_s == 6
     assert result.times.communication_s == 6
-    assert result.times.exposed_s == 6
+    assert result.times.stalled_s == 6
     assert (result.times.overlap_s, result.times.overlap_ratio) == (0, 0)
 
 
@@ -57,7 +57,7 @@ def test_wfbp_hides_what_is_behind_the_next_backward_slot() -> None:
     # The gather of b is ahead of the messages of a: head of line.
     assert spans(plan, "message") == {"RS:b": (2, 4), "AG_F:b": (4, 6), "RS:a": (6, 7), "AG_F:a": (7, 8)}
     times = replay(plan).times
-    assert (times.step_s, times.exposed_s, times.overlap_s, times.overlap_ratio) == (10, 4, 2, pytest.approx(1 / 3))
+    assert (times.step_s, times.stalled_s, times.overlap_s, times.overlap_ratio) == (10, 4, 2, pytest.approx(1 / 3))
 
 
 def test_priority_sends_what_is_needed_first() -> None:
@@ -105,9 +105,9 @@ def test_at_the_barrier_all_updates_follow_the_last_reduction() -> None:
 
 def test_the_sum_of_a_reduce_scatter_and_the_packing_of_a_fused_message_take_time() -> None:
     profile = replace(PROFILE, copy_seconds_per_byte=1 / 32)  # a: 32 bytes, b: 64 bytes
-    assert replay(planned(profile, "zero1")).times.exposed_s == 6 + 1 + 2  # summed, one after the other
+    assert replay(planned(profile, "zero1")).times.stalled_s == 6 + 1 + 2  # summed, one after the other
     native = replace(profile, collectives=Collectives(reduce_scatter="native"))  # twice the bytes on the wire, but no sum
-    assert replay(planned(native, "zero1")).times.exposed_s == 6 + 3
+    assert replay(planned(native, "zero1")).times.stalled_s == 6 + 3
     fused = planned(profile, "dp", Fusion(10**6))
     assert spans(fused, "message") == {"AR:b+a": (4, 10)}
     assert spans(fused, "compute")["F:a"] == (10 + 2 * 3, 10 + 2 * 3 + 1)  # packed and unpacked
@@ -430,7 +430,7 @@ def test_nothing_is_faster_than_compute_or_the_link(job: Job, seed: int, schedul
 def test_sequential_overlaps_nothing(job: Job, seed: int) -> None:
     times = replay(job.plan(RandomMix(seed), Sequential())).times
     assert times.overlap_s == times.overlap_ratio == 0
-    assert times.exposed_s >= times.communication_s - 1e-12
+    assert times.stalled_s >= times.communication_s - 1e-12
 
 
 @examples(40)

@@ -58,7 +58,7 @@ class MdcsSweeper(BasicSweeper):
     def get_job_batch(self) -> Sequence[Sequence[str]]:
         batch = list(super().get_job_batch())
         if self.is_done():
-            # What all jobs of the grid have in common holds for the others too, unless they choose, or another option of the group.
+            # What all jobs of the grid have in common holds for the others too, unless they choose it or its group.
             common = [override for override in batch[0] if all(override in job for job in batch)]
             for job in self.also:
                 keys = {override.partition("=")[0] for override in job}

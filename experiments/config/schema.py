@@ -22,7 +22,7 @@ from mdcs.profile.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
     from experiments.engines.base import EngineOptions as Engine
-    from experiments.job.trackers import Tracker
+    from experiments.job.tracking import Tracker
     from experiments.tasks.data import Data
     from experiments.tasks.model import Model
     from experiments.tasks.optimizers import Optimizer

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.engines.base import Seen
 from mdcs.profile.link import Kind
-
-if TYPE_CHECKING:
-    from experiments.engines.fsdp2 import Fsdp2Engine
 
 # torch 2.13 has new names, and warns of the old ones at every call.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Told(Protocol):
+    """The engine, which is told of every message, and of what waits for one."""
+
+    seen: Seen
+
+    def sent(self, kind: Kind, size: int, begin: float, end: float, *, waited: bool) -> None: ...
 
 
 class _Allocating:
@@ -28,7 +34,7 @@ class _Allocating:
 class Gather(_Allocating):
     """The backend's own all-gather, timed."""
 
-    def __init__(self, engine: Fsdp2Engine) -> None:
+    def __init__(self, engine: Told) -> None:
         self._engine = engine
 
     def __call__(
@@ -46,7 +52,7 @@ class Gather(_Allocating):
 class _Timed(dist.Work):
     """A gather in flight: it ends when it is done, which may be before it is waited for."""
 
-    def __init__(self, engine: Fsdp2Engine, kind: Kind, size: int, begin: float, work: dist.Work) -> None:
+    def __init__(self, engine: Told, kind: Kind, size: int, begin: float, work: dist.Work) -> None:
         super().__init__()
         self._engine, self._work, self._told = engine, work, (kind, size, begin)
         self._ended: list[float] = []
@@ -63,7 +69,7 @@ class _Timed(dist.Work):
 
 
 class ReduceScatter(_Allocating):
-    def __init__(self, engine: Fsdp2Engine, run: Any) -> None:
+    def __init__(self, engine: Told, run: Any) -> None:
         self._engine, self._run = engine, run
 
     def __call__(

@@ -10,8 +10,7 @@ import warnings
 import pytest
 
 from analysis.events import read_events
-from experiments.job.trackers import NoTracker, Wandb
-from experiments.job.tracking import JsonLines, NoMirror, WandbMirror, default_mode, flat
+from experiments.job.tracking import JsonLines, NoMirror, NoTracker, Wandb, WandbMirror, default_mode, flat
 
 STEP = {"event": "step", "step": 1, "loss": 2.5, "bytes": {"AR": 10}, "peak_bytes": None}
 

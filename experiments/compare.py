@@ -35,12 +35,13 @@ import mdcs
 from analysis import load_run, pictures
 from analysis.comparison import Row, lines, loss_differences
 from analysis.table import WIDTH, milliseconds
-from experiments import engines
 from experiments.config.checks import compose_config, positive, run_composing
+from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
+from experiments.config.targets import plain
 from experiments.job import run as jobs
 from experiments.job.planning import job_of
-from experiments.job.profiles import Profiles, device_name
+from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.sizes import GIB, MIB
 
@@ -61,8 +62,8 @@ PEERS = {
     "zero-3": "engine=deepspeed engine.stage=3",
 }
 BASE = "mdcs"
-PLANNED = ("strategy", "scheduler", "collectives", "profile", "link")
-"""Groups that only mdcs has a use for, as far as peers can run."""
+PLANNED = ("strategy", "scheduler", "collectives", "profile", "link", "run.cross_iteration")
+"""Groups and a key that only mdcs has a use for, as far as peers can run."""
 
 
 @dataclass(frozen=True)
@@ -151,15 +152,15 @@ class Comparison:
         """Raises ConfigError for one that was asked for and cannot run; one that was not is left out."""
         if self.config.link.name == "emulated":
             raise ConfigError("link.name", "an emulated link paces mdcs alone: peers are compared on a real one")
-        kept = [o for o in overrides if _group(o) not in PLANNED]
+        kept = [o for o in overrides if not {_group(o), o.partition("=")[0]} & {*PLANNED}]
         usual = ["strategy=dp", "scheduler=wfbp", "collectives=auto", "profile=measured", "link=real"]
         for name in names if names is not None else PEERS:
             try:
                 config = compose_config([*kept, *usual, *PEERS[name].split(), f"run.name={name}"])
-                engines.require(config)
+                config.engine.require()
                 yield Candidate(name, config)
             except ConfigError as error:
-                if names is not None or error.key != "engine.name":
+                if names is not None or error.key != "engine":
                     raise
                 self.left_out[name] = str(error)
 
@@ -227,7 +228,7 @@ class Comparison:
         differences = {} if base is None else loss_differences(self.curves, base)
         return {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
-            "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": config.model.options(),
+            "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": plain(config.model),
             "batch_size": config.data.batch_size, "world": config.cluster.ranks, "shaped_link": config.cluster.shaped_link(),
             "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
             "rounds": whole, "overrides": self.asked.overrides, "base": BASE, "floor_bytes": floor,

@@ -29,7 +29,6 @@ from analysis.table import WIDTH, milliseconds
 from experiments.config.schema import Config
 from experiments.job import app, checkpointing
 from experiments.job import run as jobs
-from experiments.job.planning import scheduler_of
 from experiments.job.profiles import Profiles, ranks
 from mdcs.plan.messages import Plan
 from mdcs.planner import explain
@@ -41,8 +40,6 @@ from mdcs.sizes import MIB
 
 SCHEMA = 2
 BOUNDS_S = 20.0  # for each of two solves
-SOLVED = ("memory_aware", "joint")
-"""Schedulers that solve for a while: what a unit's strategy costs is told with `priority` in their place."""
 
 
 def main(module: str = jobs.WORKER) -> int:
@@ -60,7 +57,8 @@ def main(module: str = jobs.WORKER) -> int:
         reason = reason or jobs.plan(config, folder, console, share=share, worker=module)
         if not reason:
             made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-            scheduler = Priority() if made.scheduler in SOLVED else scheduler_of(config)
+            # One that solves for a while is not asked again for every unit, nor can there be one of joint.
+            scheduler = Priority() if config.scheduler is None or hasattr(config.scheduler, "seconds") else config.scheduler
             if as_json:
                 print(json.dumps(document(made, scheduler), indent=1))
             else:

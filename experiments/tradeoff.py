@@ -12,9 +12,10 @@ the jobs of some points as well.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -55,8 +56,7 @@ class Planner:
 
     @property
     def label(self) -> str:
-        strategy = self.config.strategy.kind or self.config.strategy.name
-        return " · ".join(dict.fromkeys((strategy, self.config.scheduler.name)))
+        return " · ".join(planner.name for planner in (self.config.strategy, self.config.scheduler) if planner is not None)
 
     def job(self, budget: int, share: float | None) -> Config:
         divided = BudgetConfig(gib=budget / GIB, schedule_share=share, reserve_mib=self.config.budget.reserve_mib)
@@ -109,7 +109,7 @@ def main(module: str = jobs.WORKER) -> int:
     console.width = console.width if console.is_terminal else WIDTH
 
     def trade(config: Config, folder: Path) -> str:
-        configs = list(compared(config))
+        configs = compared(config)
         if jobs.known_profile(config, folder, console) is None:
             outcome = jobs.run(_unlimited(config), folder, console, only="plan", worker=module)
             if not outcome.ok:
@@ -131,16 +131,15 @@ def main(module: str = jobs.WORKER) -> int:
     return app.run(trade)
 
 
-def compared(config: Config) -> Iterable[Config]:
+def compared(config: Config) -> list[Config]:
     """The job with every strategy and scheduler that is compared. Raises ConfigError for one that cannot be."""
-    for strategy in config.tradeoff.strategies or [""]:
-        # joint decides the schedule too.
-        for scheduler in ["joint"] if strategy == "joint" else config.tradeoff.schedulers or [""]:
-            chosen = {"strategy": strategy, "scheduler": scheduler}
-            chosen = {group: name for group, name in chosen.items() if name}
-            given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
-            overrides = [*given, *(f"{group}={name}" for group, name in chosen.items())]
-            yield compose_config(overrides)
+    made: list[Config] = []
+    for strategy, scheduler in itertools.product(config.tradeoff.strategies or [""], config.tradeoff.schedulers or [""]):
+        chosen = {group: name for group, name in (("strategy", strategy), ("scheduler", scheduler)) if name}
+        given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
+        one = compose_config([*given, *(f"{group}={name}" for group, name in chosen.items())])
+        made += [one] if one not in made else []  # a strategy that decides the schedule is the same with all of them
+    return made
 
 
 def _unlimited(config: Config) -> Config:
@@ -151,7 +150,7 @@ def _unlimited(config: Config) -> Config:
 def entries_of(planner: Planner, config: Config) -> list[Entry]:
     """The curve of the config's budget, if it has one, with its stop point, and the front over `tradeoff.budgets`."""
     make, asked = cache(planner.make), config.tradeoff
-    divides = planner.config.strategy.name != "joint"
+    divides = planner.config.scheduler is not None
     of = tradeoff.shares(asked.shares) if divides else ()
     budget = planning.budget_bytes(config, planner.floor) if divides else None
     out: list[Entry] = []

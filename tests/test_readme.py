@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from analysis.events import read_events
-from experiments.config.errors import groups
+from experiments.config.files import CONF, groups
 from experiments.config.schema import fields_by_key
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
@@ -119,10 +120,16 @@ def test_the_table_of_groups_is_conf():
 def test_every_key_and_setting_exists():
     for word in re.findall(r"`([a-z]+\.[a-z_]+)(?:=[^`]*)?`", README):
         if not re.search(r"\.(py|json|jsonl|yaml|png|csv|md|optim)$", word) and not hasattr_of_library(word):
-            assert word in fields_by_key(), word
+            assert word in keys(), word
     given = re.findall(r"\s([a-z]+(?:\.[a-z_]+)?)=\S+", "".join(RUNNABLE))
     for key in {key for key in given if not key.startswith("hydra")}:
-        assert key in {*fields_by_key(), *groups()}, key
+        assert key in {*keys(), *groups()}, key
+
+
+def keys() -> set[str]:
+    """All that can be set, whatever is chosen."""
+    files = [(path.parent.name, yaml.safe_load(path.read_text(encoding="utf-8"))) for path in CONF.glob("*/*.yaml")]
+    return {*fields_by_key(), *(f"{group}.{key}" for group, given in files for key in given)}
 
 
 def hasattr_of_library(word: str) -> bool:

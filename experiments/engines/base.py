@@ -1,4 +1,7 @@
-"""What the training loop asks of an engine, and what peers of mdcs have in common.
+"""What the training loop asks of an engine, how one is chosen, and what peers of mdcs have in common.
+
+An engine is a file here: a dataclass with its options, named by its YAML, and what it prepares. No file imports torch, or the
+engine, before `prepare`: whoever starts ranks need not wait for them.
 
 Times of a peer are those that can be seen from outside of it. Its compute is forward and backward, less the time in which
 either waits for messages; where the engine does not show when it waits, or what it sends, the times are None.
@@ -6,29 +9,58 @@ either waits for messages; where the engine does not show when it waits, or what
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from experiments.config.schema import Config
+from experiments.config.schema import Config, ConfigError
 from mdcs.measure.memory import TOTAL, current_meter
 from mdcs.measure.timeline import Span, intersection, length, union
-from mdcs.model.units import ModelUnit
+from mdcs.options import Checked
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.runtime.emulation import Emulation
-from mdcs.runtime.executor import executor_for
 
-Batch = dict[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from mdcs.model.units import ModelUnit
+    from mdcs.runtime.emulation import Emulation
+
+    Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class EngineOptions(Checked, ABC):
+    """What trains the model, as a config chooses it. `name` is a class's own; fields are what it can be told."""
+
+    name: ClassVar[str] = "engine"
+    plans: ClassVar[bool] = False
+    """Whether it trains by a plan; peers decide by themselves."""
+    needs_cuda: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        """The name, with what distinguishes variants of one engine."""
+        return self.name
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for what of a config the engine cannot do, wherever it would run."""
+        if self.needs_cuda and config.cluster.device != "cuda":
+            raise ConfigError("engine", f"{self.name} needs cluster.device=cuda, got {config.cluster.device}")
+
+    def require(self) -> None:
+        """Raise ConfigError where this machine cannot run the engine; nothing has been started then."""
+
+    @abstractmethod
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """The engine around the model of the job, on every rank. The job has a plan if the engine `plans`."""
 
 
 class Trained(Protocol):
@@ -157,6 +189,8 @@ class Peer:
     shows_waits = shows_messages = False
 
     def __init__(self, config: Config, workload: Trained, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from mdcs.runtime.executor import executor_for
+
         self.workload, self.model, self.optimizer = workload, model, optimizer
         self.grad_norm: float | None = None
         self.collectives = Collectives.default(config.cluster.resolved_backend())
@@ -174,7 +208,7 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """Let go of what outlives the job."""
+        """Let go of what outlives the workload."""
 
     # ---- a step
 
@@ -209,6 +243,8 @@ class Peer:
         """What is left to reduce when backward has ended."""
 
     def clip(self, norm: float) -> Tensor:
+        import torch
+
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def update(self) -> None:
@@ -219,6 +255,8 @@ class Peer:
 
     def drain(self) -> None:
         """Nothing is in flight between steps; rank 0's buffers (BatchNorm's statistics) become the model's."""
+        import torch.distributed as dist
+
         if self.workload.world > 1:
             for buffer in self.workload.model.buffers():
                 dist.broadcast(buffer, 0)

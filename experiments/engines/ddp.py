@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Peer, Seen, Trained
+from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Trained
 from mdcs.measure.timeline import Span, length
+from mdcs.options import option
 from mdcs.plan.times import StepTimes
 from mdcs.profile.link import Kind
 
 _NS = 1e-9
 
 
-def prepare(config: Config, workload: Trained) -> Engine:
-    return Ddp(config, workload)
+@dataclass(frozen=True)
+class Ddp(EngineOptions):
+    name = "ddp"
+
+    bucket_mib: float = option(25.0, "gradients are reduced in buckets of about so much", above=0)
+    gradient_as_bucket_view: bool = option(True, "gradients are views of the buckets, not copied to them")
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model, with broadcasts of its buffers left to evaluation."""
+        return DdpEngine(self, config, workload)
 
 
-class Ddp(Peer):
+class DdpEngine(Peer):
     """Communication is from the start of the first bucket to the end of the last: that is what DDP's timers tell."""
 
-    def __init__(self, config: Config, workload: Trained) -> None:
-        assert config.engine.bucket_mib is not None and config.engine.gradient_as_bucket_view is not None
+    def __init__(self, options: Ddp, config: Config, workload: Trained) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
         self._ddp: Any = DistributedDataParallel(
             workload.model,
-            bucket_cap_mb=config.engine.bucket_mib,
-            gradient_as_bucket_view=config.engine.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_mib,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
             broadcast_buffers=False,  # before evaluation is soon enough, for all engines alike
         )
         self._ddp._set_ddp_runtime_logging_sample_rate(1)

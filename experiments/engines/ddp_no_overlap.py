@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Peer, Trained
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from mdcs.options import option
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def prepare(config: Config, workload: Trained) -> Engine:
-    return NoOverlap(config, workload)
+
+@dataclass(frozen=True)
+class DdpNoOverlap(EngineOptions):
+    name = "ddp_no_overlap"
+
+    bucket_mib: float = option(25.0, "gradients are reduced in buckets of about so much", above=0)
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model as it is, which all ranks get from rank 0."""
+        return DdpNoOverlapEngine(self, config, workload)
 
 
-class NoOverlap(Peer):
+class DdpNoOverlapEngine(Peer):
     shows_waits = shows_messages = True  # there are none in forward and backward
 
-    def __init__(self, config: Config, workload: Trained) -> None:
-        assert config.engine.bucket_mib is not None
+    def __init__(self, options: DdpNoOverlap, config: Config, workload: Trained) -> None:
+        import torch.distributed as dist
+
         if workload.world > 1:
             for tensor in [*workload.model.parameters(), *workload.model.buffers()]:
                 dist.broadcast(tensor.data, 0)
         self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
-        self._bucket = int(config.engine.bucket_mib * MIB)
+        self._bucket = int(options.bucket_mib * MIB)
         super().__init__(config, workload, workload.model, workload.optimizer)
 
     def reduce(self) -> None:
+        import torch
+        import torch.distributed as dist
+
         if self.workload.world == 1:
             return
         begin = self._executor.seconds(self._executor.stamp())

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from experiments.config.schema import Config, ConfigError
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from mdcs.options import option
 
-from experiments.config.schema import Config
-from experiments.engines.base import Engine, Peer, Trained
-
-
-def prepare(config: Config, workload: Trained) -> Engine:
-    return Zero(config, workload)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class Zero(Peer):
+@dataclass(frozen=True)
+class Deepspeed(EngineOptions):
+    name = "deepspeed"
+
+    stage: int = option(2, "of ZeRO", at_least=1, at_most=3)
+
+    @property
+    def label(self) -> str:
+        """For instance deepspeed 3."""
+        return f"{self.name} {self.stage}"
+
+    def require(self) -> None:
+        """DeepSpeed is an extra."""
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ConfigError("engine", "deepspeed is not installed: pip install 'mdcs[deepspeed]'")
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model, with the job's optimizer."""
+        return DeepspeedEngine(self, config, workload)
+
+
+class DeepspeedEngine(Peer):
     """It shows neither messages nor waits."""
 
-    def __init__(self, config: Config, workload: Trained) -> None:
+    def __init__(self, options: Deepspeed, config: Config, workload: Trained) -> None:
         os.environ.setdefault("DS_ACCELERATOR", workload.device.type)
         import deepspeed
 
@@ -26,7 +47,7 @@ class Zero(Peer):
             "train_micro_batch_size_per_gpu": config.data.batch_size,
             "gradient_accumulation_steps": config.run.accumulation,
             "gradient_clipping": config.optimizer.clip_norm or 0.0,
-            "zero_optimization": {"stage": config.engine.stage},
+            "zero_optimization": {"stage": options.stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 2**31,

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Peer, Trained
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
-def prepare(config: Config, workload: Trained) -> Engine:
-    return FairscaleFsdp(config, workload)
+@dataclass(frozen=True)
+class FairscaleFsdp(EngineOptions):
+    name = "fairscale_fsdp"
+    needs_cuda = True
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around every block of the model and the rest."""
+        return FairscaleFsdpEngine(config, workload)
 
 
-class FairscaleFsdp(Peer):
+class FairscaleFsdpEngine(Peer):
     """It shows neither messages nor waits."""
 
     def __init__(self, config: Config, workload: Trained) -> None:
@@ -37,4 +44,6 @@ class FairscaleFsdp(Peer):
         return nullcontext() if last else self._sharded.no_sync()
 
     def clip(self, norm: float) -> Tensor:
+        import torch
+
         return torch.as_tensor(self._sharded.clip_grad_norm_(norm))

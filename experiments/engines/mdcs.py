@@ -5,24 +5,33 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import mdcs
 from experiments.config.schema import Config
-from experiments.engines.base import Batch, Engine, Record, Trained
+from experiments.engines.base import Engine, EngineOptions, Record, Trained
 from mdcs.measure.memory import TOTAL
 from mdcs.measure.timeline import RankTimeline, Timeline
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def prepare(config: Config, workload: Trained) -> Engine:
-    return Planned(config, workload)
+    from experiments.engines.base import Batch
 
 
-class Planned:
+@dataclass(frozen=True)
+class Mdcs(EngineOptions):
+    name = "mdcs"
+    plans = True
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model, run by the job's plan."""
+        return MdcsEngine(config, workload)
+
+
+class MdcsEngine:
     """The job's model, run by the job's plan."""
 
     def __init__(self, config: Config, workload: Trained) -> None:
@@ -77,6 +86,8 @@ class Planned:
 
     def write(self, folder: Path) -> None:
         """The last whole period of every rank, on the clock that starts with rank 0's."""
+        import torch.distributed as dist
+
         begin, end, intervals = self._parallel.last_period()
         own = (self.workload.rank, intervals, self._parallel.memory_by_slot())
         gathered: list[Any] = [None] * self.workload.processes

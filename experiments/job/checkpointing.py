@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,7 +16,7 @@ from experiments.job.profiles import Profiles
 from mdcs.plan.messages import Plan
 from mdcs.sizes import MIB
 
-_WAYS = {"without": None, "with": True}  # null is the models' own: none recomputes
+_WAYS = {"without": False, "with": True}
 
 
 def decide(
@@ -28,7 +29,8 @@ def decide(
     if config.model.checkpointing != "auto":
         return config, ""
     share = share or Profiles()
-    ways = {w: dataclasses.replace(config, model=dataclasses.replace(config.model, checkpointing=c)) for w, c in _WAYS.items()}
+    model: Any = config.model  # of a class that has the option, as it was set to auto
+    ways = {w: dataclasses.replace(config, model=dataclasses.replace(model, checkpointing=c)) for w, c in _WAYS.items()}
     found, reasons = dict[str, float](), dict[str, str]()
     for way, job in ways.items():
         own = folder / f"checkpointing-{way}"

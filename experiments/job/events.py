@@ -27,9 +27,9 @@ def job_event(config: Config) -> dict[str, Any]:
     return {
         "event": "job", "schema": SCHEMA, "time": time.time(), "name": config.run.name, "sweep": config.run.sweep,
         "model": config.model.name, "engine": config.engine.name,
-        "strategy": (config.strategy.kind or config.strategy.name) if plans else config.engine.label,
-        "scheduler": config.scheduler.name if plans else "own",
-        "cross_iteration": config.scheduler.cross_iteration if plans else None,
+        "strategy": config.strategy.name if plans else config.engine.label,
+        "scheduler": (config.scheduler or config.strategy).name if plans else "own",
+        "cross_iteration": config.run.cross_iteration if plans else None,
         "world": cluster.ranks, "emulated": config.link.name == "emulated", "emulated_ranks": cluster.emulated,
         "shaped_gbit": cluster.rate_gbit, "budget_bytes": budget_bytes(config, None),
         "schedule_share": config.budget.schedule_share,

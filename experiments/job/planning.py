@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import mdcs
 from experiments.config.schema import Config
 from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
-from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
-from mdcs.planner.named import SCHEDULERS, STRATEGIES
 from mdcs.sizes import GIB, MIB
 
 
@@ -19,7 +15,7 @@ def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
     return mdcs.Job(
         profile,
         micro_steps=config.run.accumulation,
-        cross_iteration=config.scheduler.cross_iteration
+        cross_iteration=config.run.cross_iteration
         and config.optimizer.clip_norm is None
         and config.run.precision != "fp16",  # whether its update is left out, all gradients say together
         reserve=int(config.budget.reserve_mib * MIB),
@@ -28,39 +24,10 @@ def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
 
 def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
     """The plan that the config asks for; `floor` is that of the job, in bytes. Raises ValueError, InfeasibleBudget among them."""
-    s, b = config.strategy, config.budget
-    if budget_bytes(config, floor) is not None and not any(slot.peak for slot in job.profile.slots):
+    budget = budget_bytes(config, floor)
+    if budget is not None and not any(slot.peak for slot in job.profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
-    limits = {"solver": s.solver, "seconds": s.seconds}
-    strategy: StrategyPlanner | JointPlanner
-    scheduler: Scheduler | None = None
-    if s.name == "joint":
-        strategy = Joint(**limits, **scheduler_options(config))  # type: ignore[arg-type]
-    else:
-        scheduler = scheduler_of(config)
-        own: dict[str, dict[str, Any]] = {"random": {"seed": s.seed}, "ilp": limits}
-        strategy = STRATEGIES[s.kind or s.name](**own.get(s.name, {}))
-    return mdcs.make_plan(
-        job, strategy, scheduler, budget=budget_bytes(config, floor), schedule_share=b.schedule_share
-    )
-
-
-def scheduler_options(config: Config) -> dict[str, Any]:
-    c, options = config.scheduler, dict[str, Any]()
-    if c.seed is not None:
-        options["seed"] = c.seed
-    if c.bucket_mib is not None:
-        options["bucket_mib"] = c.bucket_mib
-    if c.block_mib is not None:
-        options["block_mib"] = c.block_mib
-    return options
-
-
-def scheduler_of(config: Config) -> Scheduler:
-    c, options = config.scheduler, scheduler_options(config)
-    if c.name == "memory_aware":
-        options |= {"solver": c.solver, "seconds": c.seconds}
-    return SCHEDULERS[c.name](**options)
+    return mdcs.make_plan(job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share)
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:

@@ -18,15 +18,14 @@ from rich.console import Console
 
 import analysis
 from analysis.events import METRICS, Tail
-from experiments import engines
-from experiments.config.checks import save
+from experiments.config.checks import as_mapping, save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import profiles
 from experiments.job.events import job_event
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
-from experiments.job.tracking import Event, JsonLines, open_mirror
+from experiments.job.tracking import Event, JsonLines
 from launch import elastic, network
 from launch.elastic import Outcome
 from launch.status import Status
@@ -69,7 +68,7 @@ def run(
     if only is not None:
         _require_plan(config)
     _require_decided(config)
-    engines.require(config)
+    config.engine.require()
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     share = share or Profiles()
@@ -79,9 +78,7 @@ def run(
     save(resolved, folder / "config.yaml")
     _forget(folder, resolved)
     name = str(resolved.run.name)
-    mirror = open_mirror(
-        resolved.tracker, folder, name=name, group=resolved.run.sweep, config=dataclasses.asdict(resolved)
-    )
+    mirror = resolved.tracker.mirror(folder, name=name, group=resolved.run.sweep, config=as_mapping(resolved))
     asked, ended_well = job_event(resolved), only is not None
     if only is None:  # what does not train is a run only if it fails
         _write(folder, asked)
@@ -116,7 +113,7 @@ def run(
             _write(folder, *([] if only is None else [asked]), failure)
             for event in tail.new():
                 mirror.event(event)
-        if outcome.ok and only is None and resolved.tracker.name != "none":
+        if outcome.ok and only is None and resolved.tracker.shows_pictures:
             mirror.pictures(_draw(folder))
         mirror.finish(outcome.ok)
     if reused is None and config.engine.plans:
@@ -165,7 +162,7 @@ def plan(config: Config, folder: Path, console: Console, *, share: Profiles | No
 
 def _require_plan(config: Config) -> None:
     if not config.engine.plans:
-        raise ConfigError("engine.name", f"{config.engine.name} trains without a plan: there is none to make")
+        raise ConfigError("engine", f"{config.engine.name} trains without a plan: there is none to make")
 
 
 def _require_decided(config: Config) -> None:
@@ -217,9 +214,9 @@ def environment(config: Config) -> dict[str, str]:
 def _name(config: Config) -> str:
     if not config.engine.plans:
         return config.engine.label
-    strategy = config.strategy.kind or config.strategy.name
     share, cluster = config.budget.schedule_share, config.cluster
-    name = f"{strategy} {config.scheduler.name}" + ("" if share is None else f" s={share:g}")
+    name = " ".join(planner.name for planner in (config.strategy, config.scheduler) if planner is not None)
+    name += "" if share is None else f" s={share:g}"
     return f"{name} (rank {cluster.rank} of {cluster.ranks}, emulated)" if cluster.emulated else name
 
 

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: metrics.jsonl, the truth, and W&B beside it.
+"""Where a run's metrics go: metrics.jsonl, the truth, which is always written, and W&B beside it if a config says so.
 
 Rank 0 writes one JSON object per line, flushed per line, so a killed run can be read to its last step
 (`JsonLines`). The parent process, which follows that file anyway to show progress (`analysis.events.Tail`), mirrors it to
@@ -13,12 +13,14 @@ import math
 import netrc
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from experiments.config.schema import TrackerConfig
+from mdcs.options import Checked, option
 
 Event = Mapping[str, Any]
 
@@ -60,7 +62,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# ---- trackers beside the file
+# ---- mirrors of the file
 
 
 class Mirror(Protocol):
@@ -93,7 +95,7 @@ class WandbMirror:
 
     def __init__(
         self,
-        tracker: TrackerConfig,
+        tracker: Wandb,
         folder: Path,
         *,
         name: str,
@@ -130,7 +132,7 @@ class WandbMirror:
 
     def _start(
         self,
-        tracker: TrackerConfig,
+        tracker: Wandb,
         folder: Path,
         name: str,
         group: str | None,
@@ -168,15 +170,6 @@ class WandbMirror:
         self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
 
 
-def open_mirror(
-    tracker: TrackerConfig, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]
-) -> Mirror:
-    """The mirror that `tracker` asks for."""
-    if tracker.name == "wandb":
-        return WandbMirror(tracker, folder, name=name, group=group, config=config)
-    return NoMirror()
-
-
 def default_mode(env: Mapping[str, str]) -> str:
     """What W&B does when the config leaves it open: as $WANDB_MODE says, online with an account, else
     offline.
@@ -209,3 +202,49 @@ def _import_wandb() -> ModuleType:
     import wandb
 
     return wandb
+
+
+# ---- what a config chooses
+
+
+@dataclass(frozen=True)
+class Tracker(Checked, ABC):
+    """What a config chooses. `name` is a class's own."""
+
+    name: ClassVar[str] = "tracker"
+    shows_pictures: ClassVar[bool] = True
+    """Whether the pictures of a run are worth drawing for it."""
+
+    @abstractmethod
+    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
+        """What is shown the events of the run in `folder`; it cannot stop the run."""
+
+
+@dataclass(frozen=True)
+class NoTracker(Tracker):
+    """metrics.jsonl alone."""
+
+    name = "none"
+    shows_pictures = False
+
+    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
+        """Nothing."""
+        return NoMirror()
+
+
+@dataclass(frozen=True)
+class Wandb(Tracker):
+    """Weights & Biases."""
+
+    name = "wandb"
+
+    project: str = option("mdcs", "W&B project")
+    entity: str | None = option(None, "W&B entity")
+    group: str | None = option(None, "W&B group; null: the name of the sweep")
+    mode: str | None = option(
+        None, "null: online with a W&B account on this machine, else offline", choices=("offline", "online", "disabled")
+    )
+
+    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
+        """A run of W&B, its files in the folder."""
+        return WandbMirror(self, folder, name=name, group=group, config=config)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from analysis.events import METRICS
-from experiments import engines
 from experiments.engines.base import Engine, Record
 from experiments.job import events
 from experiments.job.tracking import JsonLines
@@ -32,7 +31,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     kept: list[Record] = []
     gc.collect()
     gc.disable()  # a collection in the middle of a slot would be measured as compute
-    with engines.prepare(config, workload) as engine:
+    with config.engine.prepare(config, workload) as engine:
         schedule = make_schedule(config, engine.optimizer)
         for step in range(1, run.steps + 1):
             status.set(step=step, phase="training")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
-import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -15,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from experiments.config.schema import Config, measured_for
+from experiments.config.identity import identity
+from experiments.config.schema import Config
 from experiments.job import profiles
-from experiments.tasks import data, models
-from launch import network, status
+from launch import status
 from mdcs.calibrate.agreement import agree
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import measure_link
@@ -39,7 +37,7 @@ class Workload:
         # In mixed precision masters start from the rounded weights; buffers (BatchNorm's statistics) are rounded like them.
         self.master_dtype = torch.float32 if self.dtype.itemsize < 4 else None
         self.grad_dtype = torch.float32 if config.run.grad_precision == "fp32" else None
-        self.task = models.build(config.model.name, seed=config.run.seed, **config.model.options())
+        self.task = config.model.build(seed=config.run.seed)
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
         freeze(self.model, config.model.frozen)
         self.plan: mdcs.Plan | None = None
@@ -55,7 +53,7 @@ class Workload:
         return self.optimizer_of(self.model)
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        return make_optimizer(self.config, model)
+        return self.config.optimizer.make([p for p in model.parameters() if p.requires_grad])
 
     def blocks(self) -> list[nn.Module]:
         """The modules that the wrap policy names, in the order of the model; where they nest, the inner ones first."""
@@ -69,12 +67,7 @@ class Workload:
         return [module for name, module in sorted(named.items(), key=lambda each: -each[0].count(".")) if name in chosen]
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
-        d = self.config.data
-        made = data.batches(
-            d.name, self.task.inputs, rank=self.rank, world=self.world, batch_size=d.batch_size, seed=d.seed,
-            max_bytes=d.max_bytes, **options,
-        )  # fmt: skip
-        for batch in made:
+        for batch in self.config.data.batches(self.task.inputs, rank=self.rank, world=self.world, **options):
             yield {
                 key: value.to(self.device, self.dtype if value.is_floating_point() else None)
                 for key, value in batch.items()
@@ -108,7 +101,7 @@ class Workload:
         dist.barrier()
         profile = mdcs.measure_profile(
             self.model, self.units, step, self.optimizer, world=self.world, link=link,
-            iterations=config.run.profile_iterations, collectives=collectives, about=about(config),
+            iterations=config.run.profile_iterations, collectives=collectives, about=identity(config),
             master_dtype=self.master_dtype, grad_dtype=self.grad_dtype,
         )  # fmt: skip
         profile = dataclasses.replace(profile, spread=profile.spread | spread)
@@ -119,20 +112,7 @@ class Workload:
         return self.loss(next(batches))
 
 
-def about(config: Config) -> dict[str, str]:
-    return {
-        **measured_for(config),
-        **({"emulated": f"rank {config.cluster.rank}"} if config.cluster.emulated else {}),
-        "shaped_link": config.cluster.shaped_link(),
-        "congestion_control": network.congestion_control(),
-        "threads": str(config.cluster.threads),
-        "device": profiles.device_name(config),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def freeze(model: nn.Module, patterns: list[str]) -> None:
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """Raises ValueError for a pattern that matches no parameter."""
     for pattern in patterns:
         matched = [p for name, p in model.named_parameters() if fnmatch.fnmatch(name, pattern)]
@@ -148,28 +128,6 @@ def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass 
     return mdcs.ByLeaf() if config.model.wrap == "leaf" else mdcs.ByClass(block_classes)
 
 
-def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    o = config.optimizer
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    common: dict[str, Any] = {
-        "lr": o.lr, "weight_decay": o.weight_decay, "fused": o.fused, "foreach": o.foreach,
-    }  # fmt: skip
-    if o.name == "sgd":
-        return torch.optim.SGD(parameters, momentum=o.momentum, **common)
-    kind = torch.optim.Adam if o.name == "adam" else torch.optim.AdamW
-    return kind(parameters, betas=(o.betas[0], o.betas[1]), eps=o.eps, **common)
-
-
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Linear warm-up to lr, then constant, or down to 0 at the last step."""
-    warmup, total, name = config.optimizer.warmup_steps, config.run.steps, config.optimizer.schedule
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = (step - warmup) / max(1, total - warmup)
-        if name == "linear":
-            return 1 - progress
-        return (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1.0
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    """The learning rate of every step of the run, as the config's optimizer says."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.optimizer.factor(step, config.run.steps))

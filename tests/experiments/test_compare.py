@@ -127,10 +127,10 @@ def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeyp
     monkeypatch.setitem(PEAK_MIB, "ddp_no_overlap", 8)
     assert asked(monkeypatch, "--rounds", "1") == 0
     said = capsys.readouterr().out
-    assert "left out: zero-3: engine.name: deepspeed is not installed: pip install 'mdcs[deepspeed]'" in said
-    assert "left out: fairscale-fsdp: engine.name: fairscale_fsdp needs cluster.device=cuda, got cpu" in said
+    assert "left out: zero-3: engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'" in said
+    assert "left out: fairscale-fsdp: engine: fairscale_fsdp needs cluster.device=cuda, got cpu" in said
     assert asked(monkeypatch, "--engines", "zero-3") == 2
-    assert capsys.readouterr().err == "engine.name: deepspeed is not installed: pip install 'mdcs[deepspeed]'\n"
+    assert capsys.readouterr().err == "engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'\n"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from rich.console import Console
 
 import analysis
 from analysis.events import read_events
-from experiments import engines
-from experiments.config import checks
-from experiments.config.schema import PEERS, ConfigError
+from experiments.config import checks, files
+from experiments.config.schema import ConfigError
 from experiments.job import run as jobs
 from launch import elastic
 
@@ -81,7 +80,7 @@ def summary(folder):
 
 def test_every_engine_that_needs_no_gpu_and_is_installed_has_a_job():
     tried = {overrides.split()[0].partition("=")[2] for _, overrides in JOBS}
-    assert {"mdcs", *PEERS} - tried == {"deepspeed", "fairscale_fsdp", "dataparallel"}
+    assert {*files.groups()["engine"]} - tried == {"deepspeed", "fairscale_fsdp", "dataparallel"}
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -153,10 +152,10 @@ def run_it(folder: Path, *overrides: str, only: str | None = None):
 @pytest.mark.parametrize(
     ("overrides", "only", "message"),
     [
-        ("engine=deepspeed", None, "engine.name: deepspeed is not installed: pip install 'mdcs[deepspeed]'"),
+        ("engine=deepspeed", None, "engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'"),
         ("engine=dataparallel cluster=cuda cluster.ranks=1", None,
-         "engine.name: dataparallel needs several CUDA devices, and torch finds 1"),
-        ("engine=ddp", "plan", "engine.name: ddp trains without a plan: there is none to make"),
+         "engine: dataparallel needs several CUDA devices, and torch finds 1"),
+        ("engine=ddp", "plan", "engine: ddp trains without a plan: there is none to make"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_says_so_before_anything_starts(tmp_path, monkeypatch, overrides, only, message):
@@ -170,7 +169,7 @@ def test_what_cannot_run_says_so_before_anything_starts(tmp_path, monkeypatch, o
 
 def test_an_engine_is_required_where_it_can_run():
     for overrides in ("engine=mdcs", "engine=fsdp2"):
-        engines.require(composed(overrides))
+        composed(overrides).engine.require()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")

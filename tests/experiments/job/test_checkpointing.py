@@ -37,7 +37,7 @@ def composed(*overrides: str) -> Config:
 
 def decided(tmp_path: Path, budget: int | None) -> tuple[Config, str, str]:
     share = Profiles()
-    for name, setting, profile in (("off", "null", PROFILE), ("on", "true", recomputing(PROFILE))):
+    for name, setting, profile in (("off", "false", PROFILE), ("on", "true", recomputing(PROFILE))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "profile.json").write_text(profile.to_json())
         share.keep(composed(f"model.checkpointing={setting}"), tmp_path / name)
@@ -49,7 +49,7 @@ def decided(tmp_path: Path, budget: int | None) -> tuple[Config, str, str]:
 
 def test_what_needs_no_recomputation_does_without(tmp_path):
     config, reason, said = decided(tmp_path, None)
-    assert (config.model.checkpointing, reason) == (None, "")
+    assert (config.model.checkpointing, reason) == (False, "")
     assert "model.checkpointing=auto: without, because without: " in said and " ms predicted" in said
     assert (tmp_path / "job/checkpointing-with/plan.json").exists()
 
@@ -67,7 +67,7 @@ def test_if_neither_fits_the_reason_has_both(tmp_path):
     assert reason.startswith("model.checkpointing=auto: no plan either way. without: ") and "; with: " in reason
 
 
-@pytest.mark.parametrize("setting", ["null", "true", "false"])
+@pytest.mark.parametrize("setting", ["true", "false"])
 def test_what_is_said_is_left_as_it_is(tmp_path, setting):
     config = composed(f"model.checkpointing={setting}")
     assert checkpointing.decide(config, tmp_path, Console(file=io.StringIO())) == (config, "")

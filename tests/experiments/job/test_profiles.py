@@ -67,7 +67,7 @@ def test_another_job_measures_its_own(folder, override):
 
 def test_another_version_or_device_measures_its_own(folder, monkeypatch):
     Profiles().keep(composed(), folder)
-    monkeypatch.setattr("experiments.job.profiles.device_name", lambda config: "another")
+    monkeypatch.setattr("experiments.config.identity.device_name", lambda config: "another")
     assert Profiles().find(composed()) is None
     monkeypatch.undo()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0")

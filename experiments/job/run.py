@@ -70,19 +70,15 @@ def run(
     _require_decided(config)
     config.engine.require()
     folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     share = share or Profiles()
     reused = share.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
-    save(resolved, folder / "config.yaml")
-    _forget(folder, resolved)
+    begin(resolved, folder, trains=only is None)
     name = str(resolved.run.name)
     mirror = resolved.tracker.mirror(folder, name=name, group=resolved.run.sweep, config=as_mapping(resolved))
     asked, ended_well = job_event(resolved), only is not None
-    if only is None:  # what does not train is a run only if it fails
-        _write(folder, asked)
-        mirror.event(asked)
+    mirror.event(asked)
     tail = Tail(folder / METRICS)
     tail.new()  # what the folder had until now
     outcome = Outcome(False, "interrupted")
@@ -121,6 +117,19 @@ def run(
     return outcome
 
 
+def begin(config: Config, folder: Path, *, trains: bool = True) -> None:
+    """Make the folder that of a job: its resolved config, its first event if it trains (what does not is a run only if it fails),
+    and nothing that a former job left, for nobody may take that for this one's. The profile that the config names stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json"):
+        if str(folder / name) != config.profile.path:
+            (folder / name).unlink(missing_ok=True)
+    save(config, folder / "config.yaml")
+    if trains:
+        _write(folder, job_event(config))
+
+
 def known_profile(
     config: Config, folder: Path, console: Console, *, share: Profiles | None = None
 ) -> tuple[Config, Profile] | None:
@@ -136,9 +145,7 @@ def known_profile(
         return None
     _say(reused, console)
     folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    _forget(folder, resolved)
-    save(resolved, folder / "config.yaml")
+    begin(resolved, folder, trains=False)
     (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     return resolved, profile
 
@@ -228,13 +235,6 @@ def _draw(folder: Path) -> list[Path]:
         warnings.warn(f"the run could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
         return []
     return [path for path in written if path.suffix == ".png"]
-
-
-def _forget(folder: Path, config: Config) -> None:
-    """Remove what a former job left in the folder: nobody may take it for this one's. The profile that the config names stays."""
-    for name in ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json"):
-        if str(folder / name) != config.profile.path:
-            (folder / name).unlink(missing_ok=True)
 
 
 def _write(folder: Path, *events: Event) -> None:

@@ -7,12 +7,10 @@ import math
 import pytest
 
 import analysis
-from analysis.events import METRICS, read_events
+from analysis.events import read_events
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
-from experiments.job.events import job_event
-from experiments.job.tracking import JsonLines
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
 from launch import elastic
@@ -42,11 +40,7 @@ def folders(tmp_path_factory):
     """The folders of all jobs, which one process has run one after the other."""
     folder = tmp_path_factory.mktemp("emulated")
     for name, overrides in JOBS.items():
-        (folder / name).mkdir()
-        resolved = jobs.resolve(composed(*overrides))
-        checks.save(resolved, folder / name / "config.yaml")
-        with JsonLines(folder / name / METRICS) as metrics:
-            metrics.write(job_event(resolved))
+        jobs.begin(jobs.resolve(composed(*overrides)), folder / name)
     config = composed(*JOBS["of 64"])
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(config.cluster.processes, 60, 60), jobs.environment(jobs.resolve(config)),
@@ -90,10 +84,8 @@ def test_tables_and_pictures_say_so(folders):
         assert "64 emulated ranks" in str(table.title)
 
 
-def test_a_job_that_failed_before_its_plan_says_so_too(tmp_path):
-    with JsonLines(tmp_path / METRICS) as metrics:
-        metrics.write(job_event(jobs.resolve(composed())))
-        metrics.write({"event": "failure", "reason": "no luck"})
+def test_a_job_says_so_before_it_has_a_plan(tmp_path):
+    jobs.begin(jobs.resolve(composed()), tmp_path)
     assert analysis.load_run(tmp_path).row()["emulated_ranks"] is True
 
 

@@ -54,8 +54,7 @@ def ran(tmp_path_factory):
     for number, (workload, overrides) in enumerate(JOBS):
         own = folders[workload, overrides] = folder / str(number)
         config = jobs.resolve(composed(*WORKLOADS[workload], *overrides.split()))
-        own.mkdir()
-        checks.save(config, own / "config.yaml")
+        jobs.begin(config, own)
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(config),
         module="tests.experiments.batch_worker", arguments=[str(own) for own in folders.values()],

@@ -21,12 +21,10 @@ import pytest
 from rich.console import Console
 
 import analysis
-from analysis.events import METRICS, read_events
+from analysis.events import read_events
 from experiments.config import checks, files
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import run as jobs
-from experiments.job.events import job_event
-from experiments.job.tracking import JsonLines
 from launch import elastic, orphans, status
 from mdcs.measure.timeline import PREDICTED_RANK, Timeline
 from mdcs.plan.messages import Plan
@@ -174,10 +172,7 @@ def batch(tmp_path_factory):
             config = dataclasses.replace(config, profile=ProfileConfig(path=str(profile)))
         made.append((own, config))
     for own, config in made:
-        own.mkdir()
-        checks.save(config, own / "config.yaml")
-        with JsonLines(own / METRICS) as metrics:
-            metrics.write(job_event(config))
+        jobs.begin(config, own)
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(made[0][1]),
         module="tests.experiments.batch_worker", arguments=[str(own) for own, _ in made],

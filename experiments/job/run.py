@@ -32,10 +32,11 @@ from launch.status import Status
 from mdcs.measure.memory import preload_env
 from mdcs.planner.make import floor_bytes
 from mdcs.profile.contents import Profile
+from mdcs.sizes import GIB, MIB
 
 WORKER = "experiments.job.worker"
 
-_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4 * GIB)}
 """glibc gives large blocks back to the system at every free, and faults each page in again: buffers that
 are released and allocated every step cost five times as much that way. Bytes are counted as they are
 requested, so the budget does not see this.

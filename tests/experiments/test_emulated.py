@@ -90,9 +90,10 @@ def test_tables_and_pictures_say_so(folders):
         assert "64 emulated ranks" in str(table.title)
 
 
-def test_a_job_that_failed_before_its_first_line_says_so_too(tmp_path):
-    checks.save(jobs.resolve(composed()), tmp_path / "config.yaml")
-    (tmp_path / "metrics.jsonl").write_text('{"event": "failure", "reason": "no luck"}\n')
+def test_a_job_that_failed_before_its_plan_says_so_too(tmp_path):
+    with JsonLines(tmp_path / METRICS) as metrics:
+        metrics.write(job_event(jobs.resolve(composed())))
+        metrics.write({"event": "failure", "reason": "no luck"})
     assert analysis.load_run(tmp_path).row()["emulated_ranks"] is True
 
 

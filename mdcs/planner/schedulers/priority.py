@@ -178,7 +178,8 @@ class _Link:
         self.done[op, block, p] = self._free
         self.sent[op, block, p] = slot
         if op.kind is Kind.RS and self.mix.cross_iteration:
-            heapq.heappush(self._waiting, (self._free + cost.update, len(self.sent), Op(Kind.AG_F, op.unit, 0), block, p))
+            updated = self._free + cost.copy + cost.update
+            heapq.heappush(self._waiting, (updated, len(self.sent), Op(Kind.AG_F, op.unit, 0), block, p))
         return True
 
 

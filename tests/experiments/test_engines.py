@@ -12,10 +12,12 @@ import pytest
 from rich.console import Console
 
 import analysis
-from analysis.events import read_events
+from analysis.events import METRICS, read_events
 from experiments.config import checks, files
 from experiments.config.schema import ConfigError
 from experiments.job import run as jobs
+from experiments.job.events import job_event
+from experiments.job.tracking import JsonLines
 from launch import elastic
 
 pytestmark = pytest.mark.slow
@@ -56,6 +58,8 @@ def ran(tmp_path_factory):
         config = jobs.resolve(composed(*WORKLOADS[workload], *overrides.split()))
         own.mkdir()
         checks.save(config, own / "config.yaml")
+        with JsonLines(own / METRICS) as metrics:
+            metrics.write(job_event(config))
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(config),
         module="tests.experiments.batch_worker", arguments=[str(own) for own in folders.values()],

@@ -61,13 +61,13 @@ def load(group: str, target: str) -> type:
     """The dataclass of this path, with the methods that the group needs. Raises ConfigError."""
     module, _, name = target.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}") from None
+        found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ConfigError(group, f"{TARGET} {target}: no module {error.name}; is it installed, or on PYTHONPATH?") from error
     except Exception as error:  # whatever a module of others does when it is imported
         raise ConfigError(group, f"{TARGET} {target}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if found is None:
+        raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}")
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         raise ConfigError(group, f"{TARGET} {target} is no dataclass")
     if not any(hasattr(found, method) for method in _METHODS[group]):

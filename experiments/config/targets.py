@@ -47,28 +47,35 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
     try:
         for name, value in values.items():
             check_value(name, value, declared[name].metadata)
-        return cls(**values)
+        made = cls(**values)
     except OptionError as error:
         raise ConfigError(f"{group}.{error.option}", error.complaint) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(group, str(error)) from error
+    if not getattr(made, "name", ""):
+        raise ConfigError(group, f"{TARGET} {given[TARGET]} has no name, for tables")
+    return made
 
 
 def load(group: str, target: str) -> type:
     """The dataclass of this path, with the methods that the group needs. Raises ConfigError."""
     module, _, name = target.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}") from None
+        found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ConfigError(group, f"{TARGET} {target}: no module {error.name}; is it installed, or on PYTHONPATH?") from error
     except Exception as error:  # whatever a module of others does when it is imported
         raise ConfigError(group, f"{TARGET} {target}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if found is None:
+        raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}")
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         raise ConfigError(group, f"{TARGET} {target} is no dataclass")
     if not any(hasattr(found, method) for method in _METHODS[group]):
         raise ConfigError(group, f"{TARGET} {target} has no method {' or '.join(_METHODS[group])}")
+    try:
+        OmegaConf.structured(_schema(found))
+    except (OmegaConfBaseException, NameError) as error:
+        raise ConfigError(group, f"{TARGET} {target}: {str(error).partition(chr(10))[0]}") from error
     return found
 
 
@@ -85,12 +92,14 @@ def plain(made: Any) -> dict[str, Any] | None:
 def wanted(kind: Any, limits: Mapping[str, Any]) -> str:
     """The type of an option in words: "an integer or null"."""
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    parts = typing.get_args(kind) if _is_union(kind) else (kind,)
     known = [part for part in parts if part is not type(None)]
     if len(known) > 1 and "choices" in limits:
         return f"one of {', '.join(map(shown, limits['choices']))}"
     said = [
-        f"a list, each value {words[typing.get_args(part)[0]]}" if typing.get_origin(part) in (list, tuple) else words[part]
+        f"a list, each value {words[typing.get_args(part)[0]]}"
+        if typing.get_origin(part) in (list, tuple)
+        else words.get(part, str(part))
         for part in known
     ]
     return " or ".join([*said, *(["null"] if type(None) in parts else [])])
@@ -130,9 +139,13 @@ def _schema(cls: type) -> type:
 def _listed(kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         return list[typing.get_args(kind)[0]]  # type: ignore[misc]
-    if isinstance(kind, types.UnionType):
+    if _is_union(kind):
         return functools.reduce(lambda a, b: a | b, map(_listed, typing.get_args(kind)))
     return kind
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (types.UnionType, typing.Union)
 
 
 def _unknown_key(key: str, known: list[str], of: str) -> ConfigError:

@@ -45,6 +45,9 @@ def test_it_trains_on_two_ranks(tmp_path):
         ("data=stdlib_bytes", "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic"),
         ("strategy=nth", "strategy: no such option nth; options: dp, every_nth, fsdp, greedy, ilp, joint, random, sdp, zero1"),
         ("scheduler._target_=stranger.planners.L", "scheduler: _target_ stranger.planners.L: stranger.planners has no class L"),
+        ("scheduler._target_=stranger.odd.Nameless", "scheduler: _target_ stranger.odd.Nameless has no name, for tables"),
+        ("scheduler._target_=stranger.odd.Untyped", "scheduler: _target_ stranger.odd.Untyped: name 'Nowhere' is not defined"),
+        ("scheduler._target_=stranger.broken.A", "scheduler: _target_ stranger.broken.A: ZeroDivisionError: division by zero"),
         ("strategy._target_=stranger.planners.Late", "strategy: _target_ stranger.planners.Late has no method choose or plan"),
     ],
 )

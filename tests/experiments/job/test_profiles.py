@@ -57,7 +57,8 @@ def test_a_folder_has_the_profile_of_its_last_job_and_one_that_is_gone_is_not_fo
     "override",
     [
         "model.layers=3", "model.wrap=leaf", "data.batch_size=2", "run.precision=fp64", "cluster.ranks=3",
-        "cluster.threads=7", "optimizer=sgd", "link=emulated", "link.depth=3", "profile.refresh=true", "profile.cache=false",
+        "cluster.threads=7", "optimizer=sgd", "optimizer.foreach=true", "link=emulated", "link.depth=3",
+        "profile.refresh=true", "profile.cache=false",
     ],
 )  # fmt: skip
 def test_another_job_measures_its_own(folder, override):

@@ -171,7 +171,3 @@ def test_the_targets_of_make_exist():
     for document in DOCUMENTS:
         used = re.findall(r"\bmake (sweep|test-slow|test|bench|lint|install|help|format|clean)\b", (ROOT / document).read_text())
         assert set(used) <= targets
-
-
-def test_it_is_short_enough_to_read():
-    assert len(README.splitlines()) <= 220

@@ -49,8 +49,10 @@ class MdcsEngine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        self._parallel.__exit__(error, *rest)
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._parallel.drain()
+        self._parallel.close(whole=False)  # nobody trains on, and it need not fit
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()

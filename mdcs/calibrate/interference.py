@@ -100,7 +100,7 @@ def measure_interference(
         probes = [each.medians() for each in running]
     finally:
         for each in running:
-            each.parallel.close()
+            each.parallel.close(whole=False)
     processes = dist.get_world_size()
     seen: list[list[Probe]] = [[] for _ in range(processes)]
     dist.all_gather_object(seen, probes)

@@ -88,7 +88,7 @@ def measure_link(
     GPU over gloo: the default, as gloo sends little else from there). Collective: call it on every rank. A world of one
     has a link that takes no time. Raises ValueError for an algorithm that the backend does not have.
     """
-    backend, wanted = backend_of(group), wanted or {}
+    backend, wanted = backend_of(group, device), wanted or {}
     chosen = replace(Collectives.default(backend), **wanted)
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     if world == 1:
@@ -129,7 +129,7 @@ def measure_algorithms(
     pairs = [(operation, name) for operation, names in candidates.items() for name in names]
     timings = [Timing(operation, name, {}, {}) for operation, name in pairs]
     for size in sizes:
-        default = Collectives.default(backend_of(group))
+        default = Collectives.default(backend_of(group, device))
         messages = [_Message(replace(default, **{op: name}), op, size, device, group) for op, name in pairs]
         samples = torch.tensor(
             [[_time(message, device, group) for message in messages] for _ in range(1 + repeats)],

@@ -20,6 +20,7 @@ from mdcs.calibrate.clock import now
 from mdcs.calibrate.regression import spread
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.measure.memory import UNTAGGED, Meter, current_meter
+from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
 from mdcs.model.optimizers import in_group_order, parameter_groups
 from mdcs.model.units import ModelUnit, UnsupportedModel
@@ -94,8 +95,8 @@ def _recorded(
 ) -> _Recorder:
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
-    recorder = _Recorder(units, meter, device)
     with untouched(model, meter):
+        recorder = _Recorder(units, meter, device, [Guard(unit.parameters, _used_outside) for unit in units])
         hooks = Hooks(units, recorder)
         try:
             for i in range(warmup + iterations):
@@ -104,7 +105,17 @@ def _recorded(
                 recorder.check(model)
         finally:
             hooks.remove()
+            for guard in recorder.guards:
+                guard.open()
     return recorder
+
+
+def _used_outside(name: str, what: str) -> UnsupportedModel | None:
+    if what == GRADIENT:
+        return None
+    return UnsupportedModel(
+        f"{name}: is used without a call of its module's forward ({what}), when it may be in pieces; wrap the module that uses it"
+    )
 
 
 @contextlib.contextmanager
@@ -133,6 +144,7 @@ class _Recorder:
     model_units: Sequence[ModelUnit]
     meter: Meter
     device: torch.device
+    guards: Sequence[Guard]  # of the units: a parameter is used in its module's forward, and in backward
     order: list[tuple[int, str]] = field(default_factory=list)
     spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     seconds: list[list[float]] = field(default_factory=list)
@@ -148,6 +160,9 @@ class _Recorder:
         self._gradients: list[Tensor] = []
         self._arrived: set[tuple[int, int]] = set()
         self._spans: dict[tuple[int, str], list[int]] = {}
+        self._inside = [0] * len(self.guards)
+        for guard in self.guards:
+            guard.close()
 
     def _boundary(self) -> None:
         window = self.meter.window() or {}
@@ -171,16 +186,24 @@ class _Recorder:
         self._spans.setdefault((unit, phase), [index, index])[1] = index
 
     def forward_begin(self, unit: int) -> None:
+        self._inside[unit] += 1
+        self.guards[unit].open()
         self._slot(unit, "F")
 
     def forward_end(self, unit: int) -> None:
         self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
+        self._inside[unit] -= 1
+        if not self._inside[unit]:
+            self.guards[unit].close()
 
     def backward_begin(self, unit: int) -> None:
+        for guard in self.guards:
+            guard.open()
         self._slot(unit, "B")
 
     def recomputed(self, unit: int) -> None:
         # Its parameters are needed now, before the gradient of its output is there.
+        self.guards[unit].open()
         index = sum(p == "B" for _, p in self._now) - 1
         if index < 0:
             raise UnsupportedModel(

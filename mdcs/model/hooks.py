@@ -48,8 +48,9 @@ class Hooks:
         self._handles: list[Any] = []
         for u, unit in enumerate(units):
             for module in unit.modules:
-                self._handles.append(module.register_forward_pre_hook(self._before(u)))
-                self._handles.append(module.register_forward_hook(self._after(u)))
+                # Ahead of hooks that others have put there: those may read parameters, as weight_norm's does.
+                self._handles.append(module.register_forward_pre_hook(self._before(u, module), prepend=True))
+                self._handles.append(module.register_forward_hook(self._after(u, module)))
             if unit.trainable:
                 for i, (_, p) in enumerate(unit.parameters):
                     self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i)))
@@ -70,8 +71,10 @@ class Hooks:
         # A forward inside backward is activation checkpointing: its slot is the backward slot it runs in.
         return self.in_backward or not torch.is_grad_enabled()
 
-    def _before(self, unit: int) -> Any:
+    def _before(self, unit: int, own: nn.Module) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
+            if module is not own:
+                return  # a deep copy has the hooks of its original
             if not self._skip():
                 self._end_queued = False  # a backward that raised has not said that it ended
                 self._listener.forward_begin(unit)
@@ -80,9 +83,9 @@ class Hooks:
 
         return hook
 
-    def _after(self, unit: int) -> Any:
+    def _after(self, unit: int, own: nn.Module) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._skip():
+            if module is not own or self._skip():
                 return
             seen = [False]  # an output of several tensors begins one backward slot
             self_ref = weakref.ref(self)

@@ -168,7 +168,7 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
                 suffix = "" if trainable or len(chosen) == len(members) else "[frozen]"
                 units.append(ModelUnit(name + suffix, tuple(modules[m] for m in key), chosen, trainable))
     for name, module in modules.items():
-        if isinstance(module, nn.Embedding) and module.sparse:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UnsupportedModel(f"{name}.weight: sparse gradients are not supported")
     if not any(u.trainable for u in units):
         raise UnsupportedModel("the model has no trainable parameter")

@@ -17,11 +17,15 @@ class Account:
     """Not thread-safe by itself: call with ``lock`` held."""
 
     def __init__(self, lock: threading.Condition, cap: int | None, at_rest: dict[str, int]) -> None:
-        self.lock, self.cap = lock, cap
-        self.live = dict.fromkeys(CATEGORIES, 0) | at_rest
-        self.reserved = sum(at_rest.values())
-        self.rest = 0  # activations and workspace of the slot compute is in
+        self.lock, self.cap, self.at_rest = lock, cap, at_rest
+        self.restart()
         self.reset()
+
+    def restart(self) -> None:
+        """Nothing is held but what is at rest."""
+        self.live = dict.fromkeys(CATEGORIES, 0) | self.at_rest
+        self.reserved = sum(self.at_rest.values())
+        self.rest = 0  # activations and workspace of the slot compute is in
 
     def reset(self) -> None:
         """Peaks and windows start again from what is live."""
@@ -56,10 +60,13 @@ class Account:
         return out
 
     def fits(self, more: int, in_flight: int) -> bool:
+        """Whether ``more`` bytes fit beside what is promised and the most that messages take ``in_flight``."""
         return self.cap is None or self.reserved + more + in_flight <= self.cap
 
     def reserve(self, sizes: Iterable[int]) -> None:
+        """Promise bytes."""
         self.reserved += sum(sizes)
 
     def release(self, sizes: Iterable[int]) -> None:
+        """Take promises back."""
         self.reserved -= sum(sizes)

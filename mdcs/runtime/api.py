@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,14 +22,19 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger, check
 from mdcs.plan.messages import Plan
 from mdcs.profile.algorithms import Collectives
+from mdcs.runtime import misuse, state
 from mdcs.runtime import refusals as checks
-from mdcs.runtime import state
 from mdcs.runtime.account import Account
+from mdcs.runtime.buffers import Buffers, broadcast, check_buffers
 from mdcs.runtime.communicator import Communicator, backend_of
-from mdcs.runtime.dispatcher import Dispatcher, RunError
+from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import executor_for
-from mdcs.runtime.pacing import Pacer
+from mdcs.runtime.gathering import Gathering
+from mdcs.runtime.groups import Groups
+from mdcs.runtime.pacing import pacer_for
 from mdcs.runtime.record import Recorder, StepRecord
 from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.storage import UnitStorage
@@ -50,6 +52,7 @@ def parallelize(
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
     loss_scale: LossScale | None = None,
+    broadcast_buffers: bool | None = None,
     timeout_s: float = 300.0,
     emulate: Emulation | None = None,
 ) -> Parallel:
@@ -68,12 +71,15 @@ def parallelize(
 
     ``clip_norm`` clips the global gradient norm; it is a barrier, so the plan must have cross_iteration off.
     ``loss_scale`` is for float16, and a barrier, too: call ``parallel.scaled(loss).backward()`` then.
+    ``broadcast_buffers``: True gives rank 0's buffers to all ranks after every step, as DDP does; False leaves each rank its
+    own; None gives rank 0's to all when training pauses, and refuses a model whose forward changes others than BatchNorm's.
     Where the plan's profile has masters, they start as the model's parameters, and stay in ``sharded_state_dict()``.
     ``timeout_s`` bounds every wait. With ``emulate`` this one process is a rank of the plan's world, on its emulated link
     (:mod:`mdcs.runtime.emulation`). Raises PlanError (ranks with another plan are named), ValueError for a plan
-    that does not fit the model, and RunError, naming rank, step and message, when something fails later.
+    that does not fit the model or a parameter that would not be trained, and RunError, naming rank, step and message, when
+    something fails later. What a loop may do with model and optimizer meanwhile is in docs/loops.md.
     """
-    return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale)
+    return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers)
 
 
 class Parallel:
@@ -82,43 +88,44 @@ class Parallel:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit],
         group: dist.ProcessGroup | None, clip_norm: float | None, timeout_s: float, emulate: Emulation | None = None,
-        loss_scale: LossScale | None = None,
+        loss_scale: LossScale | None = None, broadcast_buffers: bool | None = None,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.plan, self.units, self._emulate = model, optimizer, plan, units, emulate
-        self._processes = processes = dist.get_world_size(group) if dist.is_initialized() else 1
+        processes = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         if emulate is not None:
             self.rank = emulate.rank
+        device = units[0].parameters[0][1].device
         groups = parameter_groups(optimizer)
         ordered: list[list[tuple[str, nn.Parameter]]] = []
         problem: ValueError | None = None
         try:
-            checks.fits_processes(plan, processes, backend_of(group), emulate)
+            checks.fits_processes(plan, processes, backend_of(group, device), emulate)
             checks.fits_job(plan, clip_norm, loss_scale, optimizer)
             check(plan)
+            checks.covers(model, units, optimizer)
+            check_buffers(model)
             ordered = checks.match(plan, units, groups)
         except ValueError as e:
             problem = e
         # Every rank learns of every rank's problem: one that raised alone would leave the others waiting.
-        self._own_groups: list[dist.ProcessGroup] = []
-        control = None
-        if processes > 1:
-            if dist.get_backend(group) == "gloo":
-                group = control = self._new_group(group, timeout_s)
-            if clip_norm is not None or loss_scale is not None or dist.get_backend(group) != "gloo":
-                control = self._new_group(group, timeout_s)  # its reductions must not mix with the plan's messages
+        self._groups = Groups(group, device, timeout_s, needs_control=clip_norm is not None or loss_scale is not None)
         try:
-            checks.same_plan(plan, problem, self.rank, processes, control)
+            checks.same_plan(plan, problem, self.rank, processes, self._groups.talk)
         except ValueError:
-            self._destroy_groups()
+            self._groups.destroy()
             raise
-        device = units[0].parameters[0][1].device
+        self._group = group = self._groups.messages
         self._meter, self._executor = current_meter(device), executor_for(device)
         if processes > 1:
-            _broadcast(model, group)
+            with torch.no_grad():  # as DDP does when it is built
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    broadcast(tensor, group)
+        self._buffers = Buffers(model, broadcast_buffers)
         ledger = Ledger(plan, self.rank)
+        self._ended: str | None = None  # why there are no whole parameters any more
         self._storages = [
-            UnitStorage(plan, u, parameters, self.rank, self._meter) for u, parameters in enumerate(ordered)
+            UnitStorage(plan, u, parameters, self.rank, self._meter, self._refuse) for u, parameters in enumerate(ordered)
         ]
         group_of = [list(dict.fromkeys(groups[p] for _, p in ps if p in groups)) or [0] for ps in ordered]
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
@@ -126,7 +133,6 @@ class Parallel:
         if plan.budget is not None:
             self._executor.limit(plan.budget)
         cap = None if plan.budget is None else plan.budget - plan.reserve
-        self._group = group
 
         def connect(collectives: Collectives) -> Communicator | EmulatedCommunicator:
             return Communicator(collectives, group) if emulate is None else EmulatedCommunicator(collectives, emulate)
@@ -136,7 +142,7 @@ class Parallel:
         self._recorder = Recorder(plan, self._executor)
         self._dispatcher = Dispatcher(
             plan, ledger, self._storages, self._wire, self._updates, self._account, self._executor, self._recorder,
-            control=control, pacer=_pacer(plan, self.rank, group, processes), clip_norm=clip_norm,
+            control=self._groups.control, pacer=pacer_for(plan, self.rank, group, processes), clip_norm=clip_norm,
             loss_scale=loss_scale, timeout_s=timeout_s,
         )  # fmt: skip
         self._loss_scale = loss_scale
@@ -146,11 +152,18 @@ class Parallel:
             plan, ledger, self._storages, self._dispatcher, self._updates, self._account, self._executor,
             self._recorder, self._meter,
         )  # fmt: skip
+        self._gathering = Gathering(self._storages, self._wire, self._account, self._executor, self._during)
+        self._evaluation = Evaluation(
+            units, self._storages, ledger, self._gathering, self._groups, self._during, self.rank
+        )
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self._walker)
-        self._guards = [m.register_forward_pre_hook(self._guard) for u in units for m in u.modules]
-        self._evaluating = self._closed = False
-        self._kept: set[int] = set()  # what the plan has gathered already when an evaluation begins
+        self._handles = [m.register_forward_pre_hook(self._forward_of(m)) for u in units for m in u.modules]
+        self._handles += misuse.refuse_calls(optimizer, self.rank)
+        for storage in self._storages:
+            if not storage.is_plain:
+                storage.guard.close()
+        self._closed = False
         self._recorder.step(0, self._executor.stamp())
         self.reset_memory()  # profiling, and the copy of the weights into flat buffers, are not training
 
@@ -158,38 +171,10 @@ class Parallel:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None and self._walker.at_turn:
-                self.drain()
-        finally:
+        if error is None:
             self.close()
-
-    def _new_group(self, group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-        """A gloo group of the same ranks whose collectives give up after ``timeout_s``."""
-        timeout = timedelta(seconds=timeout_s)
-        if dist.get_world_size(group) == dist.get_world_size():
-            new = dist.new_group(timeout=timeout, backend="gloo")
-            self._own_groups.append(new)
-        else:
-            # Other ranks do not take part. Such a group is named after its ranks: once destroyed, the next one would
-            # find its addresses in the store and connect to nobody. So it is left.
-            ranks = dist.get_process_group_ranks(group)
-            new = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        return new
-
-    def _destroy_groups(self) -> None:
-        while self._own_groups:
-            dist.destroy_process_group(self._own_groups.pop())
-
-    @contextlib.contextmanager
-    def _during(self, what: str) -> Iterator[None]:
-        """Name rank and step in errors of collectives that are no messages of the plan."""
-        try:
-            yield
-        except RunError:
-            raise
-        except RuntimeError as e:
-            raise RunError(f"rank {self.rank}, step {self._walker.step}: {what}: {e}") from e
+        else:  # what the other ranks do is not known
+            self._end(f"rank {self.rank} left the run with {error.__name__}")
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -198,109 +183,135 @@ class Parallel:
         return loss if self._loss_scale is None else loss * self._loss_scale.value
 
     def step(self) -> None:
-        """End an iteration. Updates need not be done: they are before their unit is used again."""
+        """End an iteration. Updates need not be done: they are before their unit is used again.
+
+        After fewer than ``plan.micro_steps`` passes gradients are those of the passes that there were, on every rank.
+        Raises RunError where there was none, and for changes of which the updates have not known.
+        """
         self._dispatcher.check()
-        if not self._walker.at_turn or self._walker.rounds < self._walker.step:
-            raise RunError(
-                f"rank {self.rank}, step {self._walker.step}: step() needs {self.plan.micro_steps} forward and "
-                f"backward passes before it"
-            )
+        if self._walker.after_micro_step:
+            self._walker.end_short()
+        if not self._walker.at_turn or not self._walker.due:
+            raise self._error(f"step() needs {self.plan.micro_steps} forward and backward passes before it")
+        problem = misuse.unseen_change(self.optimizer, self._updates, self._storages, self._buffers, self.plan.world)
+        if problem is not None:
+            raise self._error(problem)
         self._recorder.step(self._walker.step, self._executor.stamp())
         self._walker.step += 1
+        self._walker.due = False
         self._dispatcher.step = self._walker.step
+        if self._buffers.option and self._groups.world > 1:
+            self._buffers.broadcast(self._groups.talk, self._during)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
 
     def drain(self) -> None:
-        """Finish all that is in flight and every update: before evaluation, state dicts and exit."""
+        """Finish all that is in flight and every update: before evaluation, state dicts and exit.
+
+        Parameters of dp units can then be read, and changed alike on all ranks, until the next forward pass.
+        """
         self._dispatcher.check()
+        self._not_lent("drain()")
         if not self._walker.at_turn:
-            raise RunError(f"rank {self.rank}, step {self._walker.step}: drain() inside an iteration")
-        self._dispatcher.finish_iteration(self._walker.rounds * self._dispatcher.n)
-        if self._processes > 1:
-            # As DDP with broadcast_buffers: rank 0's buffers (BatchNorm's statistics) are the model's.
-            for name, buffer in self.model.named_buffers():
-                with self._during(f"broadcast of buffer {name}"):
-                    dist.broadcast(buffer, group_src=0, group=self._group)
+            raise self._error("drain() inside an iteration")
+        self._finish(self._walker.rounds)
+        for storage in self._storages:
+            if storage.strategy.value == "dp" and storage.is_plain:
+                storage.guard.open()
+
+    @torch.inference_mode(False)
+    def _finish(self, round_: int) -> None:
+        """All messages issued, and the updates of period ``round_``."""
+        self._dispatcher.finish_iteration(round_ * self._dispatcher.n)
+        if self._groups.world > 1 and self._buffers.option is not False:
+            self._buffers.broadcast(self._group, self._during)
+
+    @torch.inference_mode(False)
+    def abandon(self) -> None:
+        """Give up the iteration under way, on every rank, as if its batches had not been: what to do about an exception.
+
+        The ranks may have come to different places of a forward pass. Raises RunError where updates of the iteration have
+        begun already, which without ``plan.cross_iteration`` is not before its backward has ended.
+        """
+        self._dispatcher.check()
+        self._not_lent("abandon()")
+        self._walker.leave_forward()
+        with self._during("abandon()"):
+            answers = self._groups.exchange((self._walker.step, self._walker.progress, self._walker.is_torn))
+        problem = misuse.disagreement(answers)
+        if problem is not None:
+            raise self._error(f"the iteration cannot be given up: {problem}: start again from a checkpoint")
+        self._give_up(max(progress for _, progress, _ in answers))
+
+    def _give_up(self, progress: int) -> None:
+        self._walker.walk(progress)
+        self._finish(self._walker.rounds - self._walker.due)
+        self._walker.restart()
+
+    def evaluate(self) -> AbstractContextManager[None]:
+        """Forward passes without gradients, on as many batches as each rank has; :meth:`drain` included.
+
+        Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward;
+        then a rank waits at the end for those that have more batches.
+        """
+        return self._lend("evaluate()", self._evaluation.run)
 
     @contextlib.contextmanager
-    def evaluate(self) -> Iterator[None]:
-        """Forward passes without gradients: every unit is gathered for its forward, and freed after it."""
+    def _lend(self, what: str, run: Any, **options: Any) -> Iterator[None]:
         self.drain()
-        gathered: Counter[int] = Counter()
-        handles: list[Any] = []
-
-        def before(unit: int) -> Any:
-            def hook(module: nn.Module, args: Any) -> None:
-                if torch.is_grad_enabled():
-                    raise RunError(f"rank {self.rank}: evaluate() is for forward passes under torch.no_grad()")
-                gathered[unit] += 1
-                if gathered[unit] == 1:
-                    self._gather(unit)
-
-            return hook
-
-        def after(unit: int) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                gathered[unit] -= 1
-                if gathered[unit] == 0:
-                    self._ungather(unit)
-
-            return hook
-
-        self._evaluating = True
-        self._keep_gathered()
-        for u, unit in enumerate(self.units):
-            for module in unit.modules:
-                handles.append(module.register_forward_pre_hook(before(u), prepend=True))
-                handles.append(module.register_forward_hook(after(u)))
+        self._walker.lent = what
         try:
-            yield
+            with run(**options):
+                yield
         finally:
-            self._evaluating = False
-            for handle in handles:
-                handle.remove()
-            for unit_index, uses in gathered.items():
-                if uses > 0:  # its forward raised
-                    self._ungather(unit_index)
+            self._walker.lent = None
 
-    def _guard(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() and not self._evaluating and not self._hooks.in_backward:
-            raise RunError(f"rank {self.rank}: run forward passes without gradients inside parallel.evaluate()")
+    def _forward_of(self, own: nn.Module) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if module is not own:
+                return  # a deep copy
+            if not (torch.is_grad_enabled() or self._walker.lent or self._hooks.in_backward):
+                raise RunError(f"rank {self.rank}: run forward passes without gradients inside parallel.evaluate()")
 
-    def _keep_gathered(self) -> None:
-        """What the plan has gathered by now stays so through an evaluation: the next forward counts on it."""
-        self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
-
-    def _gather(self, unit: int) -> None:
-        storage = self._storages[unit]
-        if storage.strategy.value == "dp":
-            return
-        here = self._executor.mark()
-        with self._executor.communicating(), torch.no_grad():
-            self._executor.after(here)  # compute may still read what the unit before it left
-            if not storage.is_full:
-                with self._account.lock:
-                    storage.allocate_full()
-                    self._account.book("full_parameters", storage.full_bytes)
-            with self._during(f"gather of {storage.name}"):
-                self._executor.finish(self._wire.gather_now(unit))
-
-    def _ungather(self, unit: int) -> None:
-        storage = self._storages[unit]
-        if storage.strategy.sharded and unit not in self._kept:
-            with self._account.lock:
-                storage.free_full()
-                self._account.book("full_parameters", -storage.full_bytes)
+        return hook
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict, on every rank, for the plain model; :meth:`drain` included."""
+    def full_parameters(
+        self, *, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Whole parameters in the model, on every rank or on rank 0, on its device or on the ``cpu``; :meth:`drain` included.
+
+        With ``writeback`` what rank 0 changes in them is every rank's afterwards; else, and if the block raises, changes
+        are lost. Beside the shards a device holds the whole model meanwhile, unless it is on the ``cpu``; what a rank
+        keeps whole anyway is copied. Call it on every rank.
+        """
+        self._needs_ranks("full_parameters()")
+        return self._lend(
+            "full_parameters()", state.full_parameters, storages=self._storages, gathering=self._gathering,
+            keep=not rank0_only or self.rank == 0, cpu=cpu, writeback=self._write_back if writeback else None,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _write_back(self, storage: UnitStorage) -> None:
+        if self._groups.world > 1:
+            with self._during(f"broadcast of {storage.name}"):
+                broadcast(storage.full, self._group)
+        storage.adopt()
+
+    @torch.inference_mode(False)
+    def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
+        """The whole model's state dict for the plain model, on every rank or on rank 0 (else empty); :meth:`drain` included.
+
+        It is gathered unit by unit; with ``cpu`` the device holds no more than a unit of it. Call it on every rank.
+        """
         self._needs_ranks("state_dict()")
         self.drain()
-        self._keep_gathered()
-        return state.full_state(self.model, self._storages, self._gather, self._ungather)
+        return state.full_state(
+            self.model, self._storages, self._gathering, keep=not rank0_only or self.rank == 0, cpu=cpu
+        )
 
+    @torch.inference_mode(False)
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part; :func:`mdcs.merge_shards` of all ranks' gives the plain model's state dict."""
         self._needs_ranks("sharded_state_dict()")
@@ -311,6 +322,7 @@ class Parallel:
         if self._emulate is not None:
             raise RunError(f"rank {self.rank}: {what} of an emulated world would be made up: no rank has sent anything")
 
+    @torch.inference_mode(False)
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
         self.drain()
@@ -326,6 +338,34 @@ class Parallel:
     def grad_norm(self) -> float | None:
         """Global gradient norm of the last clipped iteration."""
         return self._recorder.norm
+
+    def watch_gradients(self, *units: str) -> None:
+        """Keep what units (by name, as in the plan; none: no more) are updated with from now on, at the cost of its bytes.
+
+        Raises ValueError for a unit that the plan does not have, or that is frozen.
+        """
+        named = {s.name: u for u, s in enumerate(self._storages) if s.trainable}
+        for name in units:
+            if name not in named:
+                raise ValueError(f"the plan has no trainable unit {name}: {', '.join(named)}")
+        self._updates.kept = {named[name]: {} for name in units}
+
+    @torch.inference_mode(False)
+    def gradients(self, unit: str) -> dict[str, Tensor]:
+        """By parameter, what a unit that is watched was last updated with: averaged over ranks, clipped, not scaled.
+
+        Whole, on every rank, each of which must call it; :meth:`drain` included. Raises ValueError for a unit that is not
+        watched, or was not updated since.
+        """
+        self._needs_ranks("gradients()")
+        self.drain()
+        for u, blocks in self._updates.kept.items():
+            storage = self._storages[u]
+            if storage.name == unit and len(blocks) == len(storage.blocks):
+                flat = self._gathering.flat(u, blocks)
+                places = zip(storage.names, storage.places, strict=True)
+                return {name: flat[offset : offset + n].view(shape).clone() for name, (offset, n, shape) in places}
+        raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
         """(begin, end, intervals) of the last whole period, from first backward slot to first backward slot.
@@ -349,71 +389,102 @@ class Parallel:
         return [m for _, m in sorted(self._walker.memory.items())]
 
     def reset_memory(self) -> None:
+        """Let :meth:`memory` count peaks from now on."""
         with self._account.lock:
             self._account.reset()
             self._meter.reset()
 
-    def close(self) -> None:
-        """Stop the threads and take the hooks off. Does not drain; leaving a ``with`` block without an error does.
+    # -- the end ------------------------------------------------------------------------------------------------
 
-        The model is then only good for what is whole on every rank: a forward of anything else raises RunError.
+    def close(self, *, whole: bool = True) -> None:
+        """End the run, on every rank: the model is then a plain one, whole on each, for any loop or another plan.
+
+        An iteration under way is given up. The optimizer keeps its options; its state, which was on shards, begins anew.
+        Without ``whole``, and where it cannot be (after an error, when a rank does not take part within ``timeout_s``, when
+        updates of an iteration have begun), parameters that are not whole on this rank say so when they are used.
         """
         if self._closed:
             return
+        why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
+        if whole and self._emulate is None:
+            why = self._gather_all()
+        self._end(why)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _gather_all(self) -> str:
+        """Make all units whole, and the parameters' own. Returns why that cannot be, or nothing."""
+        walker = self._walker
+        if self._dispatcher.error is not None:
+            return str(self._dispatcher.error)
+        try:
+            walker.leave_forward()
+            answers = self._groups.exchange((walker.step, walker.progress, walker.is_torn))
+            problem = misuse.disagreement(answers)
+            if problem is not None:
+                return problem
+            progress = max(progress for _, progress, _ in answers)
+            if not walker.at_turn or walker.due:
+                self._give_up(progress)
+            else:
+                walker.walk(progress)
+                self._finish(walker.rounds)
+            if self.plan.budget is not None:
+                self._executor.limit(None)
+            self._gathering.begin()
+            for u, storage in enumerate(self._storages):
+                self._gathering.gather(u)
+                storage.let_go()
+        except RuntimeError as e:
+            return str(e)
+        return ""
+
+    def _end(self, why: str) -> None:
+        """Without the other ranks: stop the threads and take the hooks off. ``why`` there are parameters that are not whole."""
+        if self._closed:
+            return
         self._closed = True
+        self._ended = why
         self._stop_threads()
         if self.plan.budget is not None:
             self._executor.limit(None)
         self._hooks.remove()
-        for handle in self._guards:
+        for handle in self._handles:
             handle.remove()
-        if self.plan.world > 1 or any(not s.is_full for s in self._storages):
-            for u, unit in enumerate(self.units):
-                if self.plan.strategies[u].value != "dp":
-                    self._guards += [m.register_forward_pre_hook(_refuse_closed) for m in unit.modules]
-        self._destroy_groups()
+        self._groups.destroy()
 
     def undo(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
         """Close, and give the model back the tensors it had before ``parallelize``: nothing of the training is left."""
-        self.close()
-        for handle in self._guards:
-            handle.remove()
+        self._end("")
+        for storage in self._storages:
+            storage.guard.open()
         for p, tensor in weights.items():
             p.data, p.grad = tensor, None
 
+    # -- errors -------------------------------------------------------------------------------------------------
 
-def _refuse_closed(module: nn.Module, args: Any) -> None:
-    raise RunError(
-        "parallel is closed and this model is in pieces: load parallel.state_dict(), taken before, into a plain model"
-    )
+    @contextlib.contextmanager
+    def _during(self, what: str) -> Iterator[None]:
+        """Name rank and step in errors of collectives that are no messages of the plan."""
+        try:
+            yield
+        except RunError:
+            raise
+        except RuntimeError as e:
+            raise self._error(f"{what}: {e}") from e
 
+    def _error(self, what: str) -> RunError:
+        return RunError(f"rank {self.rank}, step {self._walker.step}: {what}")
 
-def _broadcast(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Rank 0's parameters and buffers to all, as DDP does when it is built."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            whole = tensor.data.contiguous()  # the tensor itself unless its layout is another one
-            dist.broadcast(whole, group_src=0, group=group)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+    def _not_lent(self, what: str) -> None:
+        if self._closed:
+            raise RunError(f"rank {self.rank}: {what} after close()")
+        if self._walker.lent:
+            raise self._error(f"{what} inside {self._walker.lent}")
 
-
-def _pacer(plan: Plan, rank: int, group: dist.ProcessGroup | None, processes: int) -> Pacer | None:
-    if not plan.profile.link.emulated or plan.world == 1:
-        return None
-    if processes == 1:
-        return Pacer(None, 0, 1, plan.profile.link)
-    name: list[Any] = [None]
-    try:
-        if rank == 0:
-            folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-            with tempfile.NamedTemporaryFile(prefix="mdcs-link-", dir=folder, delete=False) as f:
-                name[0] = f.name
-            Pacer.create(Path(f.name), plan.world)
-        dist.broadcast_object_list(name, group_src=0, group=group)
-        pacer = Pacer(Path(name[0]), rank, plan.world, plan.profile.link)
-        dist.barrier(group=group)
-    finally:  # once all have mapped it, or one never will
-        if rank == 0 and name[0] is not None:
-            Path(name[0]).unlink()
-    return pacer
+    def _refuse(self, name: str, what: str) -> RunError | None:
+        """What using a closed parameter raises."""
+        if self._ended is not None:
+            return RunError(f"rank {self.rank}: {misuse.left_in_pieces(name, self._ended)}")
+        problem = misuse.use(name, what, self._walker.due)
+        return None if problem is None else self._error(problem)

@@ -173,9 +173,12 @@ class Communicator:
         return _work(dist.irecv(tensor, group_src=source % self.world, group=self.group, tag=tag))
 
 
-def backend_of(group: dist.ProcessGroup | None) -> str:
-    """gloo or nccl; gloo for a single process that has no group."""
-    return "nccl" if dist.is_initialized() and dist.get_backend(group) != "gloo" else "gloo"
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """gloo or nccl, whichever carries the tensors of ``device``; gloo for a single process that has no group."""
+    if not dist.is_initialized():
+        return "gloo"
+    by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
+    return "gloo" if by_device.get(device.type, dist.get_backend(group)) == "gloo" else "nccl"
 
 
 def _one(*works: dist.Work | None) -> Running:

@@ -22,6 +22,7 @@ from torch import Tensor
 from mdcs.plan.ledger import Ledger, most_in_flight
 from mdcs.plan.messages import Plan
 from mdcs.runtime.account import Account
+from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.record import Recorder
@@ -31,11 +32,9 @@ from mdcs.runtime.updates import Updates
 from mdcs.runtime.wire import Transfer, Wire
 
 
-class RunError(RuntimeError):
-    """A failure while training: names rank, step, and the unit or message it happened in."""
-
-
 class Dispatcher:
+    """The two threads, and what the training thread asks of them; ``error`` is what ended them, if anything did."""
+
     def __init__(
         self,
         plan: Plan,
@@ -61,7 +60,9 @@ class Dispatcher:
         self.lock = account.lock
         self.n = len(plan.messages)
         self.issued = self.started = self.processed = 0
+        self.first_round = 0  # the period whose gathers alone are sent: the prologue
         self.step = 1
+        self._rounds_ahead = 0  # a period's number less its iteration's
         self.error: BaseException | None = None
         self._stop = False
         self._skipped: set[int] = set()  # sent ahead of their turn by drain(), or not sent in the prologue
@@ -85,7 +86,7 @@ class Dispatcher:
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         with self.lock:
-            if index < self.n and not self.plan.in_prologue(message) or index in self._skipped:
+            if self._in_prologue(index) and not self.plan.in_prologue(message) or index in self._skipped:
                 self._skipped.add(index)
             else:
                 self.wait(
@@ -99,6 +100,9 @@ class Dispatcher:
         if message.blocking:
             with self.lock:
                 self.wait_for(index + 1, self.describe(i))
+
+    def _in_prologue(self, index: int) -> bool:
+        return index < (self.first_round + 1) * self.n
 
     def _pending(self, upcoming: int | None = None) -> int:
         """The most bytes that messages not yet done may take while in flight."""
@@ -116,6 +120,7 @@ class Dispatcher:
         self.wait(lambda: self.processed >= count, what)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready``; raises RunError after ``timeout_s`` or when a thread has failed. Call with the lock held."""
         deadline = time.monotonic() + self.timeout_s
         while not ready():
             self.check()
@@ -129,10 +134,12 @@ class Dispatcher:
         self.check()
 
     def check(self) -> None:
+        """Raise what has gone wrong in a thread."""
         if self.error is not None:
             raise self.error
 
     def describe(self, i: int) -> str:
+        """Message ``i`` of the plan in words."""
         m = self.plan.messages[i]
         parts = ", ".join(f"{self.storages[u].name}[{b}]" for u, b in m.parts)
         return f"message {i} ({m.kind} of {parts})"
@@ -145,7 +152,7 @@ class Dispatcher:
         with self.lock:
             self.wait_for(self.issued, "the messages in flight")
             first = self.issued
-        if base == 0:
+        if base <= self.first_round * self.n:
             return  # the prologue reduces nothing
         ahead = [
             index
@@ -189,7 +196,27 @@ class Dispatcher:
         except RuntimeError as e:
             raise RunError(f"rank {self.wire.rank}, step {self.step}: gather of {storage.name}: {e}") from e
 
+    def has_begun_updates(self, base: int) -> bool:
+        """Whether messages that update parameters are issued of the period that starts at ``base``."""
+        issued = range(self.issued - base)
+        if not self.plan.cross_iteration:
+            return self.last_reduction in issued
+        return any(not self.plan.messages[i].kind.is_gather for i in issued)
+
+    def restart(self) -> int:
+        """Forget the plan's place, with nothing in flight: the next period is a prologue. Returns its number."""
+        with self.lock:
+            self.first_round = self.issued // self.n + 1
+            self._rounds_ahead = self.first_round + 1 - self.step
+            self.issued = self.started = self.processed = self.first_round * self.n
+            self._skipped.clear()
+            self._marks.clear()
+            self._shards.clear()
+            self.lock.notify_all()
+        return self.first_round
+
     def stop(self) -> None:
+        """End the threads; what is in flight is waited for."""
         with self.lock:
             self._stop = True
             self.lock.notify_all()
@@ -212,15 +239,15 @@ class Dispatcher:
         depth = self.plan.profile.link.depth
         while True:
             with self.lock:
-                index = self.started
                 while not self._stop and not (
-                    index < self.issued
-                    and index - self.processed < depth
-                    and self.processed > self._required(index)
+                    self.started < self.issued
+                    and self.started - self.processed < depth
+                    and self.processed > self._required(self.started)
                 ):
                     self.lock.wait()
                 if self._stop:
                     return
+                index = self.started
                 if index in self._skipped:
                     self.lock.wait_for(lambda: self._stop or self.processed == self.started)
                     self._skipped.discard(index)
@@ -235,7 +262,7 @@ class Dispatcher:
 
     def _required(self, index: int) -> int:
         after = self.plan.waits_for[index % self.n]
-        return -1 if after < 0 or index < self.n else index - index % self.n + after
+        return -1 if after < 0 or self._in_prologue(index) else index - index % self.n + after
 
     def _finish_loop(self) -> None:
         while True:
@@ -283,7 +310,7 @@ class Dispatcher:
                 self.pacer.hold(index, message.kind, self.plan.wire(message))
             with self.executor.communicating():
                 end = self.executor.stamp()
-                self.recorder.message(message, index // self.n, begin, end)
+                self.recorder.message(message, index // self.n - self._rounds_ahead, begin, end)
                 self.wire.land(transfer)
                 self.executor.finish([])
                 with self.lock:
@@ -368,5 +395,5 @@ class Dispatcher:
         if isinstance(e, RunError):
             return e
         round_, i = divmod(index, self.n)
-        step = round_ + (self.plan.messages[i].slot >= self.plan.period.turn)
+        step = round_ - self._rounds_ahead + (self.plan.messages[i].slot >= self.plan.period.turn)
         return RunError(f"rank {self.wire.rank}, step {step}: {self.describe(i)}: {e}")

@@ -39,9 +39,11 @@ class EmulatedCommunicator:
         self.collectives, self.rank, self.world = collectives, emulation.rank, emulation.world
 
     def all_reduce(self, buffer: Tensor, received: Tensor | None) -> Arriving:
+        """As if every rank had this rank's ``buffer``."""
         return Arriving(lambda: buffer.mul_(self.world))
 
     def reduce_scatter(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Arriving:
+        """As if every rank had this rank's ``buffer``; ``out`` gets this rank's part of the sum."""
         own = buffer.chunk(self.world)[self.rank]
         if self.collectives.reduce_scatter == "all_to_all":
             assert received is not None
@@ -50,6 +52,7 @@ class EmulatedCommunicator:
         return Arriving(lambda: torch.mul(own, self.world, out=out))
 
     def all_gather(self, buffer: Tensor) -> Arriving:
+        """This rank's part in the place of every other."""
         parts = buffer.view(self.world, -1)
         own = parts[self.rank]
 
@@ -67,4 +70,5 @@ class Arriving:
         self._bring, self._held = bring, held
 
     def wait(self) -> None:
+        """Write it."""
         self._bring()

@@ -21,10 +21,14 @@ import torch
 class Waitable(Protocol):
     """A collective that has been started."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Block the caller, or on CUDA its stream, until it is done."""
+        ...
 
 
 class Executor(Protocol):
+    """What the runtime needs of a device."""
+
     def communicating(self) -> AbstractContextManager[Any]:
         """Run what is inside on the communication stream."""
         ...
@@ -59,29 +63,37 @@ class Executor(Protocol):
 
 
 class CpuExecutor:
+    """Computing is done when a call returns, and threads communicate beside it."""
+
     def communicating(self) -> AbstractContextManager[Any]:
+        """There is no stream to enter."""
         return nullcontext()
 
     def mark(self) -> None:
+        """Nothing: compute has come to wherever it is."""
         return None
 
     def after(self, mark: None) -> None:
-        pass
+        """Return at once."""
 
     def finish(self, works: Sequence[Waitable]) -> None:
+        """Wait for the collectives."""
         for work in works:
             work.wait()
 
     def stamp(self) -> float:
+        """Seconds of ``time.perf_counter``."""
         return time.perf_counter()
 
     def seconds(self, stamp: float) -> float:
+        """The stamp itself."""
         return stamp
 
     def limit(self, size: int | None) -> None:
-        pass
+        """Do nothing: the allocator has no limit."""
 
     def retries(self) -> None:
+        """None."""
         return None
 
 
@@ -93,6 +105,8 @@ _FINE_SECONDS = 10.0
 
 
 class CudaExecutor:
+    """One communication stream, and events; see the module."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -102,17 +116,21 @@ class CudaExecutor:
         self._zero_seconds = time.perf_counter()
 
     def communicating(self) -> AbstractContextManager[Any]:
+        """The communication stream."""
         return torch.cuda.stream(self.stream)
 
     def mark(self) -> torch.cuda.Event:
+        """An event on the stream of the caller."""
         event = torch.cuda.Event(blocking=True)  # the thread that waits for it takes no core from others
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def after(self, mark: torch.cuda.Event) -> None:
+        """Wait for the event."""
         mark.synchronize()
 
     def finish(self, works: Sequence[Waitable]) -> None:
+        """Wait for an event behind the collectives on the communication stream."""
         with torch.cuda.stream(self.stream):
             for work in works:
                 work.wait()
@@ -121,11 +139,13 @@ class CudaExecutor:
         event.synchronize()
 
     def stamp(self) -> torch.cuda.Event:
+        """An event with a time, on the stream of the caller."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, stamp: torch.cuda.Event) -> float:
+        """The event's time; waits for it."""
         stamp.synchronize()
         elapsed = self._zero.elapsed_time(stamp) / 1e3
         seconds = self._zero_seconds + elapsed
@@ -134,6 +154,7 @@ class CudaExecutor:
         return seconds
 
     def limit(self, size: int | None) -> None:
+        """See :meth:`Executor.limit`."""
         whole = torch.cuda.get_device_properties(self.device).total_memory
         share = 1.0
         if size is not None:
@@ -142,6 +163,7 @@ class CudaExecutor:
         torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def retries(self) -> int:
+        """Since the process began."""
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import mmap
 import struct
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+
+from mdcs.plan.messages import Plan
 from mdcs.profile.link import Kind, Link
 
 _RING = 4096  # messages remembered per rank
@@ -24,6 +29,7 @@ class Pacer:
 
     @staticmethod
     def create(path: Path, world: int) -> None:
+        """Make the file for ``world`` ranks."""
         path.write_bytes(b"\xff" * (_ENTRY.size * _RING * world))
 
     def __init__(self, path: Path | None, rank: int, world: int, link: Link) -> None:
@@ -36,6 +42,7 @@ class Pacer:
         self._last_end = 0.0
 
     def started(self, sequence: int) -> None:
+        """This rank starts message number ``sequence`` now."""
         where = (self.rank * _RING + sequence % _RING) * _ENTRY.size
         _ENTRY.pack_into(self._memory, where, sequence, time.monotonic())
 
@@ -50,3 +57,25 @@ class Pacer:
         remaining = self._last_end - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)
+
+
+def pacer_for(plan: Plan, rank: int, group: dist.ProcessGroup | None, processes: int) -> Pacer | None:
+    """The pacer of a plan's emulated link, shared by the ranks of ``group``; None for a real one. Every rank must call it."""
+    if not plan.profile.link.emulated or plan.world == 1:
+        return None
+    if processes == 1:
+        return Pacer(None, 0, 1, plan.profile.link)
+    name: list[Any] = [None]
+    try:
+        if rank == 0:
+            folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+            with tempfile.NamedTemporaryFile(prefix="mdcs-link-", dir=folder, delete=False) as f:
+                name[0] = f.name
+            Pacer.create(Path(f.name), plan.world)
+        dist.broadcast_object_list(name, group_src=0, group=group)
+        pacer = Pacer(Path(name[0]), rank, plan.world, plan.profile.link)
+        dist.barrier(group=group)
+    finally:  # once all have mapped it, or one never will
+        if rank == 0 and name[0] is not None:
+            Path(name[0]).unlink()
+    return pacer

@@ -32,6 +32,8 @@ class StepRecord:
 
 @dataclass
 class Recorder:
+    """Collects what threads report, as stamps, and makes seconds and :class:`StepRecord` of it when asked."""
+
     plan: Plan
     executor: Executor
     norm: float | None = None
@@ -45,6 +47,7 @@ class Recorder:
     _under_way: int = 0  # the iteration
 
     def compute(self, slot: int, begin: Any, end: Any) -> None:
+        """Compute was in a slot of the period from ``begin`` to ``end`` (stamps)."""
         s = self.plan.period.slots[slot]
         self._add("compute", self.plan.period.name(slot), s.phase, self.plan.profile.units[s.unit].name, begin, end, 0)
 
@@ -58,6 +61,7 @@ class Recorder:
         self._add("message", f"{message.kind}:{names}", str(message.kind), names, begin, end, wire)
 
     def update(self, message: Message, begin: Any, end: Any) -> None:
+        """The updates that a message completed ran from ``begin`` to ``end``."""
         names = self._names(message)
         self._add("update", f"update:{names}", "update", names, begin, end, 0)
 

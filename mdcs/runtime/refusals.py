@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mdcs.model.guard import Closed
 from mdcs.model.optimizers import in_group_order, optimizer_bytes
-from mdcs.model.units import ModelUnit
+from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.runtime.emulation import Emulation
@@ -37,6 +38,7 @@ def fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation 
 def fits_job(
     plan: Plan, clip_norm: float | None, loss_scale: LossScale | None, optimizer: torch.optim.Optimizer
 ) -> None:
+    """Raise PlanError or ValueError where clipping, scaling or the optimizer is not what the plan was made for."""
     for given, what in ((clip_norm, "clipping the global norm"), (loss_scale, "a dynamic loss scale")):
         if given is not None and plan.cross_iteration:
             raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
@@ -51,6 +53,30 @@ def fits_job(
         )
     if optimizer.state:
         raise ValueError(f"{type(optimizer).__name__} has state already, from earlier steps or a checkpoint: it would be lost")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError(f"{type(optimizer).__name__} has hooks on step(), which is not called: call them after parallel.step()")
+
+
+def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedModel for a parameter that would not be trained, or not by this runtime alone."""
+    names = {p: name for name, p in model.named_parameters()}
+    held = {p for unit in units for _, p in unit.parameters}
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(trained):
+        if p.requires_grad and p not in held:
+            name = names.get(p) or f"parameter {number} of the optimizer, of shape {tuple(p.shape)}"
+            raise UnsupportedModel(
+                f"{name}: is in the optimizer and in no unit, so it would never be trained: partition the model that holds it"
+            )
+    for name, p in model.named_parameters():
+        if p not in held:
+            raise UnsupportedModel(f"{name}: is in no unit: partition the model as it is now")
+        if issubclass(type(p), Closed):
+            raise UnsupportedModel(f"{name}: is parallelized already: close() that first")
+        if p._post_accumulate_grad_hooks:
+            raise UnsupportedModel(
+                f"{name}: has a hook for its accumulated gradient, which the runtime takes: remove it, or parallelize() once"
+            )
 
 
 def same_plan(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.storage import UnitStorage
 
 SCHEMA = 1
@@ -18,17 +20,58 @@ def _owners(storages: list[UnitStorage]) -> dict[nn.Parameter, tuple[int, int]]:
 
 
 def full_state(
-    model: nn.Module, storages: list[UnitStorage], gather: Callable[[int], None], ungather: Callable[[int], None]
+    model: nn.Module, storages: list[UnitStorage], gathering: Gathering, *, keep: bool, cpu: bool
 ) -> dict[str, Tensor]:
-    """Gathers unit by unit, so that no more than one is whole beside the result."""
+    """Gathers unit by unit, so that no more than one is whole beside the result, which ranks that do not ``keep`` it lack."""
     values: dict[nn.Parameter, Tensor] = {}
+    gathering.begin()
     for u, storage in enumerate(storages):
-        gather(u)
-        for p in storage.parameters:
-            values[p] = p.detach().clone()
-        ungather(u)
-    named = model.state_dict(keep_vars=True)
-    return {name: values[v] if v in values else v.detach().clone() for name, v in named.items()}
+        gathering.gather(u)
+        if keep:
+            values |= {p: _copy(p, cpu) for p in storage.parameters}
+        gathering.free(u)
+    named = model.state_dict(keep_vars=True) if keep else {}
+    return {name: values[v] if v in values else _copy(v, cpu) for name, v in named.items()}
+
+
+def _copy(tensor: Tensor, cpu: bool) -> Tensor:
+    return tensor.detach().to("cpu", copy=True) if cpu else tensor.detach().clone()
+
+
+@contextmanager
+def full_parameters(
+    storages: list[UnitStorage], gathering: Gathering, *, keep: bool, cpu: bool, writeback: Callable[[UnitStorage], None] | None
+) -> Iterator[None]:
+    """Whole parameters on the ranks that ``keep`` them. What is changed in them is given to ``writeback``, or lost."""
+    gathering.begin()
+    device = storages[0].full.device
+    target = torch.device("cpu") if cpu else device
+    moved: set[int] = set()  # whose parameters are copies
+    try:
+        for u, storage in enumerate(storages):
+            gathering.gather(u)
+            if keep and (target != device or not gathering.is_transient(u)):
+                storage.move(target)
+                moved.add(u)
+            if not keep or target != device:
+                gathering.free(u)
+            storage.guard.open() if keep else storage.guard.close()
+        yield
+        for u, storage in enumerate(storages) if writeback else ():
+            assert writeback is not None
+            gathering.allocate(u)
+            if u in moved:
+                storage.move_back(keep_changes=True)
+                moved.remove(u)
+            writeback(storage)
+            gathering.free(u)
+    finally:
+        for u, storage in enumerate(storages):
+            if u in moved:
+                storage.move_back(keep_changes=False)
+            if storage.is_full:
+                gathering.free(u)
+            storage.guard.open() if storage.is_plain else storage.guard.close()
 
 
 def sharded_state(model: nn.Module, storages: list[UnitStorage]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Updates:
         self.optimizer, self.storages, self.meter = optimizer, storages, meter
         self.blocks: dict[tuple[int, int], tuple[torch.optim.Optimizer, list[slice]]] = {}
         self._tagged: set[tuple[int, int]] = set()
+        self.kept: dict[int, dict[int, Tensor]] = {}  # of units that are watched: what their blocks were last updated with
         for u, storage in enumerate(storages):
             if not storage.trainable:
                 continue
@@ -42,16 +43,37 @@ class Updates:
                     groups.append({**self._options(index), "params": [local[part]], "mdcs_group": index})
                 if groups:
                     self.blocks[u, b] = (type(optimizer)(groups), slices)  # type: ignore[call-arg]  # all have defaults
+        self.groups = len(optimizer.param_groups)
         self.snapshot()
 
     def _options(self, index: int) -> dict[str, Any]:
-        return {k: v for k, v in self.optimizer.param_groups[index].items() if k not in ("params", "param_names")}
+        """Of a parameter group; tensors are copied, for schedules change them in place."""
+        group = self.optimizer.param_groups[index]
+        return {
+            k: v.detach().clone() if isinstance(v, Tensor) else v
+            for k, v in group.items()
+            if k not in ("params", "param_names")
+        }
 
     def snapshot(self) -> None:
         """Fix learning rate and other options for the updates of this iteration (schedules change them later)."""
         self._now = [self._options(i) for i in range(len(self.optimizer.param_groups))]
+        # A tensor's version tells of changes without waiting for its device.
+        self._versions = [_versions(group) for group in self.optimizer.param_groups]
+
+    def changed_option(self) -> tuple[int, str] | None:
+        """A parameter group, and the option that has changed in it since the snapshot."""
+        for i, (now, versions) in enumerate(zip(self._now, self._versions, strict=True)):
+            group = self.optimizer.param_groups[i]
+            if versions != _versions(group):
+                return i, next(iter(dict(versions.items() ^ _versions(group).items())))
+            for name, value in now.items():
+                if not isinstance(value, Tensor) and group.get(name) != value:
+                    return i, name
+        return None
 
     def gradients(self, unit: int, block: int, gradient: Tensor) -> list[Tensor]:
+        """The pieces of a block's reduced gradient, one per run."""
         return [gradient[s] for s in self.blocks[unit, block][1]] if (unit, block) in self.blocks else []
 
     def step(self, unit: int, block: int, gradient: Tensor, scale: float | None = None) -> None:
@@ -67,6 +89,8 @@ class Updates:
             gradient = gradient.to(storage.at_rest(block).dtype)
             if scale is not None:
                 gradient.mul_(scale)
+            if unit in self.kept:
+                self.kept[unit][block] = gradient.clone()
             for group, part in zip(optimizer.param_groups, slices, strict=True):
                 group.update(self._now[group["mdcs_group"]])
                 group["params"][0].grad = gradient[part]
@@ -81,3 +105,7 @@ class Updates:
                 for value in state.values():
                     if isinstance(value, Tensor):
                         self.meter.retag(value, "optimizer")
+
+
+def _versions(group: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    return {k: (id(v), v._version) for k, v in group.items() if isinstance(v, Tensor)}

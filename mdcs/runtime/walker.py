@@ -15,8 +15,10 @@ from mdcs.measure.memory import Meter
 from mdcs.measure.timeline import SlotMemory
 from mdcs.plan.ledger import Ledger, SlotLimits
 from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.runtime.account import Account
-from mdcs.runtime.dispatcher import Dispatcher, RunError
+from mdcs.runtime.dispatcher import Dispatcher
+from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.record import Recorder
 from mdcs.runtime.storage import UnitStorage
@@ -36,30 +38,54 @@ class SlotWalker:
         self.period = plan.period
         self.limits = SlotLimits(plan)
         self.step = 1
-        self.rounds = 0  # periods begun; the prologue is period 0
+        self.rounds = 0  # periods begun; the first is the prologue
+        self.due = False  # the last micro-step's backward has begun, and step() has not ended the iteration
+        self.lent: str | None = None  # what the parameters are for just now, if not for training
         self.position = self.period.turn  # the slot to enter next
         self.arrived = False
         self.memory: dict[int, SlotMemory] = {}  # the last seen of every slot: the ledger's and the allocator's
         self._entered: Any = None  # stamp of the slot under way
         self._gradients: list[set[int]] = [set() for _ in storages]
         self._scale = 1.0 / plan.world
+        self._opens, self._closes = self._uses()
+
+    def _uses(self) -> tuple[list[list[UnitStorage]], list[list[UnitStorage]]]:
+        """For each slot the units whose parameters are good for use from its begin on, and until its end."""
+        period = self.period
+        opens: list[list[UnitStorage]] = [[] for _ in range(period.length)]
+        closes: list[list[UnitStorage]] = [[] for _ in range(period.length)]
+        for u, storage in enumerate(self.storages):
+            for micro in range(period.micro_steps):
+                first, last = period.forward(u, micro)
+                backward = period.backward(u, micro)
+                opens[first % period.length].append(storage)
+                if storage.strategy is Strategy.fsdp and backward is not None:
+                    closes[last % period.length].append(storage)
+                    opens[backward[0] % period.length].append(storage)
+                if storage.strategy.sharded or storage.trainable and micro == period.micro_steps - 1:
+                    closes[period.last_use(u, micro) % period.length].append(storage)
+        return opens, closes
 
     @property
     def at_turn(self) -> bool:
+        """Whether compute is between a backward and the next forward pass."""
         return self.position == self.period.turn and self._entered is None
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def forward_begin(self, unit: int) -> None:
+        """Enter a forward slot."""
         self._slot(unit, "F")
 
     def forward_end(self, unit: int) -> None:
-        pass  # buffers are freed at the end of the slot
+        """Nothing: buffers are freed at the end of the slot."""
 
     def backward_begin(self, unit: int) -> None:
+        """Enter a backward slot."""
         self._slot(unit, "B")
 
     def recomputed(self, unit: int) -> None:
+        """Activation checkpointing runs the unit's forward again."""
         self._in_backward_of(unit, self.storages[unit].name, "computed again")
 
     def _in_backward_of(self, unit: int, name: str, what: str) -> None:
@@ -72,6 +98,7 @@ class SlotWalker:
             )
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
+        """Take a parameter's gradient, which is complete for this micro-step."""
         storage = self.storages[unit]
         micro = self.period.slots[self.position - 1].micro
         self._in_backward_of(unit, storage.names[index], "given its gradient")
@@ -82,6 +109,7 @@ class SlotWalker:
         storage.take_gradient(index, micro == 0, self._scale if last else None)
 
     def backward_end(self) -> None:
+        """Leave the last backward slot of the micro-step."""
         if self.period.slots[self.position - 1].phase != "B":
             raise self._error("backward ran, but no unit's backward did")
         missing = [
@@ -106,12 +134,15 @@ class SlotWalker:
 
     def _slot(self, unit: int, phase: str) -> None:
         self.dispatcher.check()
+        if self.lent is not None:
+            raise self._error(f"a pass with gradients inside {self.lent}")
         expected = self.period.slots[self.position]
         if (expected.unit, expected.phase) != (unit, phase):
             raise self._error(
                 f"{'forward' if phase == 'F' else 'backward'} of {self.storages[unit].name} ran where the plan has "
-                f"{self.period.name(self.position)}: the model's control flow is not the profiled one, "
-                f"or the loop takes another number of micro-steps than {self.plan.micro_steps}"
+                f"{self.period.name(self.position)}: after a pass that raised call parallel.abandon() on every rank; else the "
+                f"model's control flow is not the profiled one, or the loop takes another number of micro-steps than "
+                f"{self.plan.micro_steps}"
             )
         if not self.arrived:
             self._arrive()
@@ -125,15 +156,19 @@ class SlotWalker:
             self.recorder.compute((q - 1) % self.period.length, self._entered, stamp)
             self._entered = None
         if q == 0:
-            self.rounds += 1
-            if self.rounds > self.step:
+            if self.due:
                 raise self._error(
                     f"a second backward pass without step() between: the plan takes {self.plan.micro_steps} per step"
                 )
+            self.rounds += 1
+            self.due = True
             self.recorder.period(stamp)
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
-        if previous.released and (self.rounds or q > self.period.turn):
+        has_run = self.rounds > self.dispatcher.first_round or q > self.period.turn
+        for storage in self._closes[q - 1] if has_run else ():
+            storage.guard.close()
+        if previous.released and has_run:
             here = self.executor.mark()  # compute must have left what is freed, and only then is it waited for
             with self.executor.communicating():
                 self.executor.after(here)
@@ -171,9 +206,74 @@ class SlotWalker:
                 self.account.book("gradients", b)
             self.account.reserve(b for _, b in slot.gradients)
             self.account.enter(slot.peak)
+        for storage in self._opens[q]:
+            if storage.guard.is_open:  # the loop could reach it
+                detached = storage.detached()
+                if detached is not None:
+                    raise self._error(
+                        f"{detached} was given other memory (.data, model.to()): change values in place, or close() first"
+                    )
+            storage.guard.open()
         self._entered = self.executor.stamp()
         self.arrived = False
         self.position = (q + 1) % self.period.length
+
+    # -- out of the ordinary ------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> int:
+        """How often compute has arrived at a slot of the iteration under way, or entered one."""
+        q, turn, length = self.position, self.period.turn, self.period.length
+        return 2 * (length if self.due and q == turn else (q - turn) % length) + self.arrived
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether updates of the iteration under way may have begun."""
+        return self.due and self.dispatcher.has_begun_updates(self.rounds * self.dispatcher.n)
+
+    @property
+    def after_micro_step(self) -> bool:
+        """Whether some of the iteration's micro-steps have ended, and the next has not begun."""
+        starts = {self.period.forward_start(micro) for micro in range(1, self.period.micro_steps)}
+        return self._entered is None and self.position in starts
+
+    def walk(self, progress: int) -> None:
+        """Go on to this :attr:`progress` without computing: messages are sent as ever, and gradients are what they are."""
+        while self.progress < progress:
+            if self.arrived:
+                self._enter()
+            else:
+                self._arrive()
+
+    def leave_forward(self) -> None:
+        """Go on to the end of the forward pass that compute has left: another rank may still be in it, and wait for messages."""
+        slots = self.period.slots
+        while self._entered is not None and slots[self.position - 1].phase == slots[self.position].phase == "F":
+            self.walk(self.progress + 2)
+
+    def end_short(self) -> None:
+        """End the accumulation of gradients before its last micro-step."""
+        for storage in self.storages:
+            if storage.trainable:
+                storage.gradient.mul_(self._scale)
+        self.walk(2 * self.period.length + 1)
+
+    def restart(self) -> None:
+        """Give up the iteration under way: back to the turn, as before step 1. No messages may be in flight.
+
+        What the updates have made of the parameters stays.
+        """
+        here = self.executor.mark()
+        with self.executor.communicating():
+            self.executor.after(here)
+            with self.account.lock:
+                for storage in self.storages:
+                    storage.forget()
+                self.account.restart()
+        for seen in self._gradients:
+            seen.clear()
+        self.rounds = self.dispatcher.restart()
+        self.position, self.arrived, self.due, self._entered = self.period.turn, False, False, None
 
     def _error(self, what: str) -> RunError:
         return RunError(f"rank {self.storages[0].rank}, step {self.step}: {what}")

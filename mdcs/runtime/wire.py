@@ -36,6 +36,7 @@ class Transfer:
     works: list[Waitable] = field(default_factory=list)
 
     def free_staging(self) -> None:
+        """Give the memory of packed and received bytes back."""
         for buffer in (self.sent, self.received):
             if buffer is not None:
                 buffer.untyped_storage().resize_(0)
@@ -149,12 +150,16 @@ class Wire:
     def gather_now(self, unit: int) -> list[Waitable]:
         """Gather a whole unit in place, outside the plan; its full buffer must be allocated."""
         storage = self.storages[unit]
-        blocks = range(len(storage.blocks))
-        for b in blocks:
+        for b in range(len(storage.blocks)):
             storage.place_own(b)
+        return self.gather_flat(unit, storage.full)
+
+    def gather_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
+        """Gather what is laid out as the unit is, and of which every rank has its parts."""
         if self._outside is None:
             return []
-        return [self._outside.all_gather(storage.full[storage.region(b)]) for b in blocks]
+        storage = self.storages[unit]
+        return [self._outside.all_gather(flat[storage.region(b)]) for b in range(len(storage.blocks))]
 
     def _reduced(self, transfer: Transfer) -> Tensor:
         """Reduce-scatter's output: the shard itself, or this rank's part of the packed buffer, in place."""

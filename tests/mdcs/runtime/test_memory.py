@@ -309,7 +309,7 @@ def storages_between_forward_and_backward() -> dict[str, dict[str, int]]:
         with parallel_for(job, How(strategy, "sequential")) as (made, parallel, _):
             loss = made.loss(made.model, made.batch(0, 0, 0))
             found[strategy] = {
-                unit.name: unit.parameters[0][1].untyped_storage().nbytes() for unit in parallel.units
+                storage.name: storage.full.untyped_storage().nbytes() for storage in parallel._storages
             }
             loss.backward()
             parallel.step()

@@ -1,12 +1,14 @@
 """Property: whatever a valid plan says, training is bitwise DDP's, no weight is stale and nothing hangs.
 
 208 plans, each a function of its seed: random mixes, cuts, fusions, issue slots, blocking messages, depths, half of them
-under the smallest budget they can run in, with drains, evaluations and state dicts in between. The model has tied and
-frozen weights, and units whose sizes are no multiple of the ranks.
+under the smallest budget they can run in, with drains, evaluations, state dicts, loans of whole parameters, batches that
+raise, and other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no
+multiple of the ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from typing import Any
@@ -26,6 +28,7 @@ from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
     Job,
+    Setup,
     differing,
     distance,
     optimizer_for,
@@ -36,6 +39,7 @@ from tests.mdcs.runtime.training import (
 
 STEPS = 3
 PLANS, CALLS = 208, 8  # the second half is slow
+BETWEEN = ("", "", "drain", "evaluate", "state", "full", "caught", "reopen")
 
 
 def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
@@ -51,7 +55,9 @@ def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> 
 def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     rng = random.Random(seed)
     rank, world = dist.get_rank(), dist.get_world_size()
-    job = Job("tied", rng.choice([1, 1, 2, 3]), rng.choice(["adam", "sgd", "adamw"]), double=double, steps=STEPS)
+    between = [rng.choice(BETWEEN) for _ in range(STEPS)]
+    optimizers = ["plain sgd"] if "reopen" in between else ["adam", "sgd", "adamw"]  # the others have state
+    job = Job("tied", rng.choice([1, 1, 2, 3]), rng.choice(optimizers), double=double, steps=STEPS)
     wanted = reference(job)
     made = setup(job.model, job.double)
     optimizer = optimizer_for(job.optimizer, made.model)
@@ -60,28 +66,42 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     collectives = Collectives(*(rng.choice(names) for names in ALGORITHMS["gloo"].values()))
     how = How(depth=rng.choice([1, 2, 3, 8]), collectives=collectives, emulated=rng.random() < 0.1)
     profile = profile_of(job, how, made, units, optimizer)
-    plan = on_rank_zero(lambda: random_plan(random.Random(seed), profile, job.micro_steps))
-    interrupt = [rng.choice(["", "", "drain", "evaluate", "state"]) for _ in range(STEPS)]
     losses = []
-    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+
+    def start(seed: int) -> mdcs.Parallel:
+        plan = on_rank_zero(lambda: random_plan(random.Random(seed), profile, job.micro_steps))
+        return stack.enter_context(mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20))
+
+    with contextlib.ExitStack() as stack:
+        parallel = start(seed)
         for step in range(STEPS):
+            if between[step] == "caught":
+                raise_in_forward(made, rng.randrange(job.micro_steps), rng.choice(["blocks.0", "blocks.2", "norm"]))
+                parallel.abandon()
             for micro in range(job.micro_steps):
                 loss = made.loss(made.model, made.batch(step, micro, rank)) / job.micro_steps
                 loss.backward()
                 losses.append(loss.item())
             parallel.step()
             schedule.step()
-            if interrupt[step] == "drain":
+            if between[step] == "drain":
                 parallel.drain()
-            elif interrupt[step] == "evaluate":
-                with parallel.evaluate(), torch.no_grad():
-                    made.loss(made.model, made.batch(0, 0, 0))
-            elif interrupt[step] == "state":
-                parallel.state_dict()
+            elif between[step] == "evaluate":
+                with torch.inference_mode(), parallel.evaluate():
+                    for _ in range(rank):
+                        made.loss(made.model, made.batch(0, 0, 0))
+            elif between[step] == "state":
+                parallel.state_dict(rank0_only=rng.random() < 0.5)
+            elif between[step] == "full":
+                with parallel.full_parameters(cpu=rng.random() < 0.5, writeback=rng.random() < 0.5):
+                    assert all(p.isfinite().all() for p in made.model.parameters())
+            elif between[step] == "reopen":
+                parallel.close()
+                parallel = start(seed + 5000)
         state = parallel.state_dict()
         records = parallel.records(flush=True)
     expected = {str(kind): 0 for kind in mdcs.Kind}
-    for message in plan.messages:
+    for message in parallel.plan.messages:
         expected[str(message.kind)] += 1
     return {
         "seed": seed,
@@ -89,9 +109,23 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
         "weights": distance(state, wanted.state),
         "bitwise": losses == list(wanted.losses) and not differing(state, wanted.state),
         # Of a whole period: the last one's gathers were not issued any more.
-        "all sent": {k: v for k, v in expected.items() if v} == records[0].messages,
+        "all sent": {"caught", "reopen"} & set(between) or {k: v for k, v in expected.items() if v} == records[0].messages,
         "world": world,
     }
+
+
+def raise_in_forward(made: Setup, micro_step: int, place: str) -> None:
+    """Batches of which the last raises."""
+    for _ in range(micro_step):
+        made.loss(made.model, made.batch(88, 0, 0)).backward()
+    handle = made.model.get_submodule(place).register_forward_hook(_break)
+    with contextlib.suppress(ArithmeticError):
+        made.loss(made.model, made.batch(88, 0, 0))
+    handle.remove()
+
+
+def _break(*_: object) -> None:
+    raise ArithmeticError
 
 
 def train_random_plans(seeds: range, double: bool) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def evaluate(model: str, how: How) -> dict[str, bool]:
 
 
 def storage_sizes(parallel: mdcs.Parallel) -> list[int]:
-    return [p.untyped_storage().nbytes() for u in parallel.units for _, p in u.parameters]
+    return [s.full.untyped_storage().nbytes() for s in parallel._storages]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_each_rank_keeps_its_part_and_the_whole_is_freed():
     second, _ = storage_of(1)
     assert first.shard is not None and first.shard.tolist() == [0, 1, 2, 3]
     assert second.shard is not None and second.shard.tolist() == [4, 5, 6, 0]
-    assert not first.is_full and a.untyped_storage().nbytes() == 0
+    assert not first.is_full and first.full.untyped_storage().nbytes() == 0
     assert first.full_bytes == 8 * 4
 
 

@@ -1,0 +1,72 @@
+"""The model's buffers: rank 0's are the model's, as with DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from mdcs.model.units import UnsupportedModel
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise UnsupportedModel for a buffer that no message can carry."""
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
+            raise UnsupportedModel(f"{name}: {buffer.layout} buffers are not supported: make it dense")
+
+
+class Buffers:
+    """``option`` True: rank 0's go to all ranks after every step, as DDP's broadcast_buffers does; False: each rank has its
+    own; None: rank 0's go to all when training pauses, which will do as long as forward does not read what it changes.
+    """
+
+    def __init__(self, model: nn.Module, option: bool | None) -> None:
+        self._model, self.option = model, option
+        # Those of BatchNorm and its like are written in training and read in evaluation: no step depends on them.
+        self._watched = [
+            (f"{name}.{local}" if name else local, module._buffers, local)
+            for name, module in model.named_modules()
+            for local in module._buffers
+            if not isinstance(module, _NormBase)
+        ]
+        self.note()
+
+    def note(self) -> None:
+        """What is in them now is the same on all ranks."""
+        self._seen = [_version(held[local]) for _, held, local in self._watched]
+
+    def changed(self) -> str | None:
+        """The name of a buffer that has changed since, and that a forward pass may read."""
+        for (name, held, local), seen in zip(self._watched, self._seen, strict=True):
+            if local in held and _version(held[local]) != seen:
+                return name
+        return None
+
+    def broadcast(self, group: dist.ProcessGroup | None, during: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Rank 0's to all; every rank must call it."""
+        with torch.no_grad(), torch.inference_mode(False):
+            for name, buffer in self._model.named_buffers():
+                with during(f"broadcast of buffer {name}"):
+                    broadcast(buffer, group)
+        self.note()
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Rank 0's values to all ranks, in place, whatever the layout in memory."""
+    if tensor.is_inference():
+        tensor = tensor.clone()  # made in an evaluation, and of no use in training
+    whole = tensor.data.contiguous()  # the tensor itself unless its layout is another one
+    dist.broadcast(whole, group_src=0, group=group)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.copy_(whole)
+
+
+def _version(buffer: Tensor | None) -> tuple[int, int] | None:
+    if buffer is None or buffer.is_inference():
+        return None
+    return id(buffer), buffer._version

@@ -1,0 +1,102 @@
+"""Forward passes without gradients, between iterations, on as many batches as each rank has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mdcs.model.units import ModelUnit
+from mdcs.plan.ledger import Ledger
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.gathering import During, Gathering
+from mdcs.runtime.groups import Groups
+from mdcs.runtime.storage import UnitStorage
+
+_NONE = -(1 << 40)  # no unit's number
+
+
+class Evaluation:
+    """Units that are sharded at rest are gathered once if the budget has room for all of them, else for each forward.
+
+    In the latter case a rank that has come to its end joins the gathers of those that have not.
+    """
+
+    def __init__(
+        self, units: Sequence[ModelUnit], storages: Sequence[UnitStorage], ledger: Ledger, gathering: Gathering,
+        groups: Groups, during: During, rank: int,
+    ) -> None:  # fmt: skip
+        self._units, self._storages, self._gathering, self._groups = units, storages, gathering, groups
+        self._during, self._rank = during, rank
+        self._slot_bytes = max(slot.peak for slot in ledger.slots)
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Nothing of the plan may be in flight."""
+        self._gathering.begin()
+        missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
+        at_once = self._gathering.fits(missing + self._slot_bytes)
+        before = [u for u, s in enumerate(self._storages) if at_once or not s.strategy.sharded]
+        in_use: Counter[int] = Counter()
+        handles: list[Any] = []
+        try:
+            for u in before:
+                self._gathering.gather(u)
+            for u, unit in enumerate(self._units):
+                for module in unit.modules:
+                    if u not in before:
+                        handles.append(module.register_forward_pre_hook(self._before(u, in_use), prepend=True))
+                        handles.append(module.register_forward_hook(self._after(u, in_use)))
+            yield
+            if not at_once:
+                self._join()
+        finally:
+            for handle in handles:
+                handle.remove()
+            for u in [*before, *(u for u, uses in in_use.items() if uses > 0)]:  # the latter's forward raised
+                self._gathering.free(u)
+
+    def _before(self, unit: int, in_use: Counter[int]) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            in_use[unit] += 1
+            if in_use[unit] == 1:
+                self._agree(unit)
+                self._gathering.gather(unit)
+
+        return hook
+
+    def _after(self, unit: int, in_use: Counter[int]) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            in_use[unit] -= 1
+            if in_use[unit] == 0:
+                self._gathering.free(unit)
+
+        return hook
+
+    def _join(self) -> None:
+        """Take part in the gathers of other ranks until all have come to their end."""
+        while (unit := self._agree(None)) is not None:
+            self._gathering.gather(unit)
+            self._gathering.free(unit)
+
+    def _agree(self, unit: int | None) -> int | None:
+        """The unit that is gathered next, as told by all ranks; None when none needs any."""
+        if self._groups.world == 1:
+            return unit
+        with torch.inference_mode(False), self._during("evaluation"):
+            wanted = torch.tensor([_NONE, _NONE] if unit is None else [unit, -unit])
+            dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self._groups.talk)
+        most, least = wanted[0].item(), -wanted[1].item()
+        if most == _NONE:
+            return None
+        if most != least:
+            raise RunError(
+                f"rank {self._rank}: ranks evaluate different parts of the model: {self._units[int(least)].name} and "
+                f"{self._units[int(most)].name}"
+            )
+        return int(most)

@@ -1,0 +1,797 @@
+"""What loops of others do: it works as with DistributedDataParallel, or is refused in a sentence that says what to do.
+
+One test per line of docs/loops.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mdcs
+from mdcs.calibrate.slots import measure_profile
+from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.runtime.communicator import backend_of
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import (
+    How,
+    Job,
+    Setup,
+    differing,
+    optimizer_for,
+    parallel_for,
+    plan_for,
+    profile_of,
+    reference,
+    setup,
+    train,
+)
+
+SHARDED = ("zero1", "sdp", "fsdp")
+STRATEGIES = ("dp", *SHARDED, "random")
+
+
+def how(strategy: str, **options: Any) -> How:
+    return How(strategy, "random" if strategy == "random" else "priority", seed=4, **options)
+
+
+def one_step(made: Setup, parallel: mdcs.Parallel, number: int = 0) -> float:
+    loss = made.loss(made.model, made.batch(number, 0, dist.get_rank()))
+    loss.backward()
+    parallel.step()
+    return loss.item()
+
+
+def said(function: Callable[[], object]) -> str:
+    """What it raises; nothing if it does not."""
+    try:
+        function()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+# ---- weights outside of forward
+
+READINGS: dict[str, Callable[[nn.Module], object]] = {
+    "state_dict": lambda model: model.state_dict(),
+    "norm": lambda model: [p.detach().norm() for p in model.parameters()],
+    "data": lambda model: [p.data for p in model.parameters()],
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: torch.save(list(model.parameters()), io.BytesIO()),
+    "average": torch.optim.swa_utils.AveragedModel,
+    "foreach": lambda model: torch._foreach_norm(list(model.parameters())),
+    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    "to": lambda model: model.double(),
+    "numpy": lambda model: [p.untyped_storage() for p in model.parameters()],
+    "load": lambda model: model.load_state_dict(setup("tied").model.state_dict()),
+    "init": lambda model: [nn.init.zeros_(p) for p in model.parameters()],
+}
+
+
+def read_everywhere(strategy: str) -> dict[str, str]:
+    with parallel_for(Job("tied"), how(strategy)) as (made, parallel, _):
+        one_step(made, parallel)
+        found = {what: said(lambda read=read: read(made.model)) for what, read in READINGS.items()}  # type: ignore[misc]
+        found["metadata"] = said(lambda: [(p.shape, p.numel(), p.dtype, p.grad, repr(p)) for p in made.model.parameters()])
+        one_step(made, parallel, 1)
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_weight_that_is_not_whole_says_so(two: Ranks, strategy):
+    for rank, found in enumerate(two.run(read_everywhere, strategy)):
+        assert found.pop("metadata") == ""
+        for what, message in found.items():
+            assert f"rank {rank}, step 2: " in message and "weight cannot be used here" in message, (what, message)
+            assert "parallel.state_dict()" in message and "parallel.full_parameters()" in message
+
+
+def read_after_drain(strategy: str) -> list[str]:
+    job = Job("tied", steps=2)
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        train(job, made, parallel, optimizer)
+        parallel.drain()
+        return differing(made.model.state_dict(), reference(job).state)
+
+
+def test_weights_that_every_rank_has_can_be_read_after_a_drain(two: Ranks):
+    assert two.run(read_after_drain, "dp") == [[], []]
+
+
+def move_after_drain() -> str:
+    with parallel_for(Job("tied"), how("dp")) as (made, parallel, _):
+        one_step(made, parallel)
+        parallel.drain()
+        made.model.norm.weight.data = made.model.norm.weight.detach().clone()
+        return said(lambda: one_step(made, parallel, 1))
+
+
+def test_weights_that_were_moved_are_not_trained_in_silence(two: Ranks):
+    for message in two.run(move_after_drain):
+        assert "norm.weight was given other memory" in message
+
+
+# ---- weights on purpose
+
+
+def look(strategy: str, options: dict[str, bool]) -> dict[str, Any]:
+    job = Job("tied", steps=3)
+    halfway, wanted = reference(dataclasses.replace(job, steps=2)).state, reference(job).state
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        train(job, made, parallel, optimizer, 2)
+        with parallel.full_parameters(**options):
+            seen = said(lambda: copy.deepcopy(made.model)) or differing(copy.deepcopy(made.model).state_dict(), halfway)
+            if not seen:
+                for p in made.model.parameters():
+                    p.data.zero_()
+        one_step(made, parallel, 2)
+        state = parallel.state_dict()
+    return {"seen": seen, "kept": differing(state, wanted)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("options", [{}, {"rank0_only": True}, {"cpu": True}], ids=str)
+def test_whole_parameters_are_lent(two: Ranks, strategy, options):
+    first, second = two.run(look, strategy, options)
+    assert first == {"seen": [], "kept": []}
+    assert second["kept"] == []
+    assert ("cannot be used here" in second["seen"]) if options.get("rank0_only") else second["seen"] == []
+
+
+def change(strategy: str, rank0_only: bool) -> list[str]:
+    job = Job("tied", optimizer="plain sgd", steps=2)
+    target = {n: torch.full_like(v, 0.01) for n, v in setup("tied").model.state_dict().items()}
+    with parallel_for(job, how(strategy)) as (made, parallel, _):
+        one_step(made, parallel)
+        with parallel.full_parameters(writeback=True, rank0_only=rank0_only):
+            if dist.get_rank() == 0:
+                made.model.load_state_dict(target)
+        return differing(parallel.state_dict(), target)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_what_rank_zero_changes_is_written_back(two: Ranks, strategy, rank0_only):
+    assert two.run(change, strategy, rank0_only) == [[], []]
+
+
+def save_on_rank_zero(strategy: str) -> tuple[int, list[str]]:
+    job = Job("tied", steps=2)
+    wanted = reference(job).state
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        train(job, made, parallel, optimizer)
+        state = parallel.state_dict(rank0_only=True, cpu=True)
+    return len(state), differing(state, wanted) if state else []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_dict_for_rank_zero(two: Ranks, strategy):
+    (size, changed), empty = two.run(save_on_rank_zero, strategy)
+    assert size > 0 and changed == [] and empty == (0, [])
+
+
+def average(strategy: str) -> list[str]:
+    """An exponential moving average, as fine-tuning loops keep."""
+    job = Job("tied", steps=3)
+    alone = setup("tied").model
+    wanted, mine = (copy.deepcopy(alone) for _ in range(2))
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        schedule = job.scheduler(optimizer)
+        for step in range(job.steps):
+            one_step(made, parallel, step)
+            schedule.step()
+            alone.load_state_dict(reference(dataclasses.replace(job, steps=step + 1)).state)
+            with parallel.full_parameters():
+                for average, model in ((wanted, alone), (mine, made.model)):
+                    for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                        ours.data.lerp_(theirs.detach(), 0.1)
+    return differing(mine.state_dict(), wanted.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_moving_average(two: Ranks, strategy):
+    assert two.run(average, strategy) == [[], []]
+
+
+# ---- after close()
+
+
+def close_and_train_on(first: str, second: str) -> dict[str, Any]:
+    """Two steps with a plan, two in a plain loop (with DDP), two with another plan: as six of DDP."""
+    job = Job("tied", optimizer="plain sgd", steps=6)
+    made = setup("tied")
+    wanted = reference(job).state
+    optimizer = optimizer_for(job.optimizer, made.model)
+    schedule = job.scheduler(optimizer)
+    units = mdcs.partition(made.model, made.policy)
+    profile = profile_of(job, How(), made, units, optimizer)
+    rank = dist.get_rank()
+
+    def planned(strategy: str, steps: range) -> None:
+        parallel = mdcs.parallelize(made.model, optimizer, plan_for(job, how(strategy), profile), units, timeout_s=20)
+        for step in steps:
+            one_step(made, parallel, step)
+            schedule.step()
+        parallel.close()
+        parallel.close()
+
+    planned(first, range(2))
+    plain = {type(p) for p in made.model.parameters()} == {nn.Parameter}
+    own = len({p.untyped_storage().data_ptr() for p in made.model.parameters()}) == len(list(made.model.parameters()))
+    group = dist.new_group()
+    ddp = nn.parallel.DistributedDataParallel(made.model, process_group=group)
+    for step in (2, 3):
+        made.loss(ddp, made.batch(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    del ddp
+    planned(second, range(4, 6))
+    return {"plain": plain, "own": own, "weights": differing(made.model.state_dict(), wanted)}
+
+
+@pytest.mark.parametrize(("first", "second"), [("fsdp", "zero1"), ("sdp", "dp"), ("random", "fsdp"), ("zero1", "random")])
+def test_after_close_the_model_is_plain_and_whole(two: Ranks, first, second):
+    assert two.run(close_and_train_on, first, second) == [{"plain": True, "own": True, "weights": []}] * 2
+
+
+def close_alone() -> str:
+    """Rank 1 leaves with an error; rank 0 closes, and must not wait for it."""
+    with parallel_for(Job("tied"), how("fsdp"), timeout_s=5) as (made, parallel, _):
+        one_step(made, parallel)
+        if dist.get_rank() == 1:
+            raise ArithmeticError("overflow")
+        parallel.close()
+        return said(lambda: made.model.state_dict())
+
+
+def test_close_does_not_wait_for_a_rank_that_is_gone(two: Ranks):
+    first, second = two.outcomes(close_alone)
+    assert second.kind == "ArithmeticError" and first.seconds < 20
+    assert "weight is in pieces, parallel is closed and could not gather it" in first.value
+    two.stop()
+
+
+def thaw(strategy: str) -> str:
+    with parallel_for(Job("tied"), how(strategy)) as (made, parallel, _):
+        one_step(made, parallel)
+
+        def unfreeze_and_train() -> None:
+            made.model.requires_grad_(False) if strategy == "zero1" else made.model.blocks[1].requires_grad_(True)
+            one_step(made, parallel, 1)
+
+        return said(unfreeze_and_train)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp"])
+def test_what_is_trained_is_fixed_in_a_run(two: Ranks, strategy):
+    for message in two.run(thaw, strategy):
+        assert "weight: what is trained is fixed while a plan runs: close(), change requires_grad" in message
+
+
+def unfreeze(strategy: str) -> list[str]:
+    """Frozen layers are trained in a second run, as fine-tuning loops do."""
+    job = Job("tied", optimizer="plain sgd", steps=2)
+    made, twin = setup("tied"), setup("tied")
+    group = dist.new_group()
+    for round_ in range(2):
+        for model in (made.model, twin.model):
+            if round_:
+                model.blocks[1][0].weight.requires_grad_(True)
+        ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=group)
+        theirs, ours = (optimizer_for(job.optimizer, m.model) for m in (twin, made))
+        units = mdcs.partition(made.model, made.policy)
+        profile = measure_profile(
+            made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), ours, world=2,
+            link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
+        )  # fmt: skip
+        with mdcs.parallelize(made.model, ours, plan_for(job, how(strategy), _agreed(profile)), units, timeout_s=20) as parallel:
+            for step in range(2):
+                one_step(made, parallel, step)
+                made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
+                theirs.step()
+                theirs.zero_grad()
+        del ddp
+    return differing(made.model.state_dict(), twin.model.state_dict())
+
+
+def _agreed(profile: mdcs.Profile) -> mdcs.Profile:
+    from mdcs.calibrate.autoplan import agree
+
+    return agree(profile)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_frozen_layers_are_unfrozen_between_runs(two: Ranks, strategy):
+    assert two.run(unfreeze, strategy) == [[], []]
+
+
+# ---- the optimizer's side
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def untrained(what: str) -> str:
+    model, head = Headed(), nn.Linear(2, 2)
+    units = mdcs.partition(model, mdcs.ByLeaf())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = _agreed(
+        measure_profile(
+            model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0)
+        )
+    )
+    plan = mdcs.make_plan(profile, Uniform("zero1"), SCHEDULERS["wfbp"]())
+    if what == "a head of its own":
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    elif what == "not in the optimizer":
+        optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    elif what == "added later":
+        model.extra = nn.Linear(2, 2)
+    elif what == "a sparse buffer":
+        model.register_buffer("index", torch.eye(3).to_sparse())
+    elif what == "a hook on step":
+        optimizer.register_step_post_hook(lambda *_: None)
+    elif what == "a hook for gradients":
+        model.body.weight.register_post_accumulate_grad_hook(lambda p: None)
+    elif what == "twice":
+        mdcs.parallelize(model, optimizer, plan, units, timeout_s=5)
+    return said(lambda: mdcs.parallelize(model, optimizer, plan, units, timeout_s=5))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a head of its own", "parameter 4 of the optimizer, of shape (2, 2): is in the optimizer and in no unit"),
+        ("not in the optimizer", "head.weight: is trainable but not in the optimizer"),
+        ("added later", "extra.weight: is in no unit: partition the model as it is now"),
+        ("a sparse buffer", "index: torch.sparse_coo buffers are not supported"),
+        ("a hook on step", "SGD has hooks on step()"),
+        ("a hook for gradients", "body.weight: has a hook for its accumulated gradient"),
+        ("twice", "hooks on step()"),
+    ],
+)
+def test_what_would_not_be_trained_is_named_before_step_1(two: Ranks, what, message):
+    for said_ in two.run(untrained, what):
+        assert message in said_
+    if what == "twice":
+        two.stop()
+
+
+def test_sparse_embedding_bags_are_refused():
+    model = nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True))
+    with pytest.raises(mdcs.UnsupportedModel, match="0.weight: sparse gradients are not supported"):
+        mdcs.partition(model, mdcs.ByLeaf())
+
+
+def habits(strategy: str) -> dict[str, str]:
+    """Between backward and step(): each is refused, and leaves training as it was."""
+    found = {}
+    with parallel_for(Job("tied"), how(strategy)) as (made, parallel, optimizer):
+        parameters = list(made.model.parameters())
+        made.loss(made.model, made.batch(0, 0, dist.get_rank())).backward()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))
+        for what, habit in {
+            "clip": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+            "clip value": lambda: nn.utils.clip_grad_value_(parameters, 1.0),
+            "unscale": lambda: scaler.unscale_(optimizer),
+            "zero": optimizer.zero_grad,
+            "step": optimizer.step,
+            "save": optimizer.state_dict,
+        }.items():
+            found[what] = said(habit)
+        parallel.step()
+        optimizer.zero_grad()
+        found["zero after step"] = str([p.grad for p in parameters if p.grad is not None])
+        made.loss(made.model, made.batch(1, 0, dist.get_rank())).backward()
+        optimizer.param_groups[0]["lr"] *= 2
+        found["lr"] = said(parallel.step)
+        optimizer.param_groups[0]["lr"] /= 2
+        parallel.step()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp"])
+def test_habits_between_backward_and_step(two: Ranks, strategy):
+    for found in two.run(habits, strategy):
+        for what in ("clip", "clip value", "unscale", "zero"):
+            assert "weight was taken by the runtime: clip with parallelize(…, clip_norm=…)" in found[what], (what, found)
+        assert "call parallel.step() in the place of optimizer.step()" in found["step"]
+        assert "save parallel.state_dict()" in found["save"]
+        assert found["zero after step"] == "[]"
+        assert "lr of the optimizer's group 0 was changed between backward and step()" in found["lr"]
+
+
+def tensor_rate(strategy: str) -> list[str]:
+    """A rate in a tensor that a schedule changes in place: late updates must have the former one."""
+    job = Job("tied", optimizer="plain sgd", steps=4)
+    wanted, made = setup("tied"), setup("tied")
+    rank = dist.get_rank()
+    ddp = nn.parallel.DistributedDataParallel(wanted.model, process_group=dist.new_group())
+    theirs, ours = (
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=torch.tensor(0.1), foreach=False)
+        for m in (wanted.model, made.model)
+    )
+    units = mdcs.partition(made.model, made.policy)
+    plan = plan_for(job, How(strategy, "dear"), profile_of(job, How(), made, units, ours))
+    with mdcs.parallelize(made.model, ours, plan, units, timeout_s=20) as parallel:
+        for step in range(job.steps):
+            one_step(made, parallel, step)
+            wanted.loss(ddp, wanted.batch(step, 0, rank)).backward()
+            theirs.step()
+            theirs.zero_grad()
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[0]["lr"].mul_(0.1)
+        return differing(parallel.state_dict(), wanted.model.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "random"])
+def test_a_rate_in_a_tensor(two: Ranks, strategy):
+    assert two.run(tensor_rate, strategy) == [[], []]
+
+
+# ---- evaluation
+
+
+def evaluate_in_inference_mode(strategy: str) -> list[str]:
+    job = Job("tied", steps=4)
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        schedule = job.scheduler(optimizer)
+        for step in range(job.steps):
+            one_step(made, parallel, step)
+            schedule.step()
+            with torch.inference_mode():
+                with parallel.evaluate():
+                    made.loss(made.model, made.batch(9, 0, 0))
+                parallel.drain()
+                parallel.state_dict()
+        return differing(parallel.state_dict(), reference(job).state)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inference_mode_around_evaluate(two: Ranks, strategy):
+    assert two.run(evaluate_in_inference_mode, strategy) == [[], []]
+
+
+def evaluate_unequal_parts(strategy: str, budget: float | None) -> dict[str, Any]:
+    job = Job("tied", steps=2)
+    rank = dist.get_rank()
+    with parallel_for(job, how(strategy, budget=budget)) as (made, parallel, optimizer):
+        train(job, made, parallel, optimizer)
+        alone = setup("tied").model
+        alone.load_state_dict(reference(job).state)
+        gathers: list[int] = []
+        gather = parallel._wire.gather_now
+        parallel._wire.gather_now = lambda u: (gathers.append(u), gather(u))[1]  # type: ignore[method-assign]
+        batches = [made.batch(50 + i, 0, rank) for i in range(2 + 3 * rank)]
+        with torch.no_grad():
+            wanted = [made.loss(alone, b).item() for b in batches]
+            with parallel.evaluate():
+                losses = [made.loss(made.model, b).item() for b in batches]
+        parallel._wire.gather_now = gather  # type: ignore[method-assign]
+        one_step(made, parallel, 2)
+        state = parallel.state_dict()
+    same = differing(state, reference(dataclasses.replace(job, steps=3)).state)
+    return {"equal": losses == wanted, "most": max(map(gathers.count, gathers), default=0), "same": same}
+
+
+@pytest.mark.parametrize(("strategy", "budget"), [("dp", None), ("zero1", None), ("fsdp", None), ("fsdp", 1.0), ("random", 1.1)])
+def test_ranks_with_unequal_numbers_of_batches(two: Ranks, strategy, budget):
+    for found in two.run(evaluate_unequal_parts, strategy, budget):
+        assert found["equal"] and found["same"] == []
+        assert found["most"] <= (1 if budget is None else 10)  # a tied unit is used twice
+
+
+# ---- exceptions that the loop catches
+
+
+class Broken(Exception):
+    pass
+
+
+def _break(*_: object) -> None:
+    raise Broken
+
+
+def catch_in_forward(strategy: str, micro_steps: int, places: tuple[str, str]) -> dict[str, Any]:
+    """Batches that fail on all ranks, each where it says, are left out; the others train as ever."""
+    job = Job("tied", micro_steps, steps=4)
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        schedule = job.scheduler(optimizer)
+        losses, message = [], ""
+        for step in range(job.steps):
+            if step in (0, 2):
+                module = made.model.get_submodule(places[dist.get_rank()])
+                handle = module.register_forward_hook(_break)
+                if micro_steps > 1:
+                    handle.remove()
+                    made.loss(made.model, made.batch(77, 0, 0)).backward()
+                    handle = module.register_forward_hook(_break)
+                try:
+                    made.loss(made.model, made.batch(78, 1, 0)).backward()
+                except Broken:
+                    handle.remove()
+                    if step == 0 and micro_steps == 1:
+                        message = said(lambda: made.loss(made.model, made.batch(0, 0, 0)))
+                    parallel.abandon()
+            for micro in range(micro_steps):
+                loss = made.loss(made.model, made.batch(step, micro, dist.get_rank())) / micro_steps
+                loss.backward()
+                losses.append(loss.item())
+            parallel.step()
+            schedule.step()
+        wanted = reference(job)
+        return {
+            "losses": losses == list(wanted.losses), "weights": differing(parallel.state_dict(), wanted.state),
+            "message": message, "records": len(parallel.records(flush=True)),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("micro_steps", "places"), [(1, ("norm", "norm")), (1, ("blocks.0", "norm")), (2, ("norm", "blocks.1"))])
+def test_an_iteration_that_raised_is_given_up(two: Ranks, strategy, micro_steps, places):
+    for found in two.run(catch_in_forward, strategy, micro_steps, places):
+        assert found["losses"] and found["weights"] == [] and found["records"] == 4
+        if micro_steps == 1:
+            assert "after a pass that raised call parallel.abandon() on every rank" in found["message"]
+
+
+def catch_in_backward(cross_iteration: bool) -> dict[str, Any]:
+    job = Job("tied", steps=3)
+    with parallel_for(job, how("random", cross_iteration=cross_iteration)) as (made, parallel, optimizer):
+        schedule = job.scheduler(optimizer)
+        message = ""
+        for step in range(job.steps):
+            if step == 1:
+                handle = made.model.embedding.weight.register_hook(_break)  # the last gradient of all
+                message = said(lambda: made.loss(made.model, made.batch(77, 0, 0)).backward())
+                handle.remove()
+                message += said(parallel.abandon)
+            if message != "Broken: ":
+                break_message = said(lambda: one_step(made, parallel, step)) if message else ""  # noqa: B023
+                if message:
+                    return {"message": message, "next": break_message}
+            one_step(made, parallel, step)
+            schedule.step()
+        return {"weights": differing(parallel.state_dict(), reference(job).state)}
+
+
+def test_a_backward_pass_that_raised(two: Ranks):
+    """It can be given up as long as no update has begun, which a barrier between backward and updates sees to."""
+    assert two.run(catch_in_backward, False) == [{"weights": []}] * 2
+    for found in two.run(catch_in_backward, True):
+        assert "the iteration cannot be given up: updates of step 2 have begun" in found["message"]
+        assert "start again from a checkpoint" in found["message"]
+
+
+# ---- fewer micro-steps than planned
+
+
+def short_accumulation(strategy: str, micro_steps: int, cross: bool) -> dict[str, Any]:
+    """The last batches of an epoch are fewer than an accumulation takes."""
+    rank, job = dist.get_rank(), Job("tied", micro_steps, steps=1)
+    made, twin = setup("tied"), setup("tied")
+    ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=dist.new_group())
+    theirs = optimizer_for(job.optimizer, twin.model)
+    counts = [micro_steps, 1, micro_steps, micro_steps - 1, micro_steps]
+    with parallel_for(job, how(strategy, cross_iteration=cross), made) as (_, parallel, _):
+        for step, count in enumerate(counts):
+            for micro in range(count):
+                made.loss(made.model, made.batch(step, micro, rank)).backward()
+            parallel.step()
+            for micro in range(count):
+                with ddp.no_sync() if micro < count - 1 else torch.enable_grad():
+                    made.loss(ddp, made.batch(step, micro, rank)).backward()
+            theirs.step()
+            theirs.zero_grad()
+        return {"weights": differing(parallel.state_dict(), twin.model.state_dict())}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("micro_steps", [2, 3])
+@pytest.mark.parametrize("cross", [True, False])
+def test_the_last_accumulation_may_be_short(two: Ranks, strategy, micro_steps, cross):
+    assert two.run(short_accumulation, strategy, micro_steps, cross) == [{"weights": []}] * 2
+
+
+# ---- models
+
+
+class Projected(nn.Module):
+    """Its head is the embedding's weight, used where it is not the embedding's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.linear(self.body(self.embedding(tokens)), self.embedding.weight)
+
+
+def test_a_weight_used_outside_of_its_modules_forward_is_refused_when_profiled():
+    model = Projected()
+    with pytest.raises(mdcs.UnsupportedModel, match="embedding.weight: is used without a call of its module's forward"):
+        measure_profile(
+            model, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(torch.arange(5)).sum(),
+            torch.optim.Adam(model.parameters()), world=2, link=mdcs.Link.uniform(1.0, 50.0),
+        )  # fmt: skip
+    assert copy.deepcopy(model).embedding.weight.norm() > 0  # as it was
+
+
+class Codebook(nn.Module):
+    """Forward reads a buffer that it changes, as vector quantisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.zeros(4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        self.codes.lerp_(hidden.detach().mean(0), 0.5)
+        out: Tensor = hidden * self.mask - self.codes
+        return out
+
+
+def codebooks(option: bool | None) -> Any:
+    rank = dist.get_rank()
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Codebook()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+    (wanted, theirs), (mine, ours) = built(), built()
+    ddp = nn.parallel.DistributedDataParallel(wanted, process_group=dist.new_group(), broadcast_buffers=option is not False)
+    units = mdcs.partition(mine, mdcs.ByLeaf())
+    profile = _agreed(measure_profile(mine, units, lambda: loss(mine, 0), ours, world=2, link=mdcs.Link.uniform(1.0, 50.0)))
+    plan = mdcs.make_plan(profile, Uniform("zero1"), SCHEDULERS["wfbp"]())
+    with mdcs.parallelize(mine, ours, plan, units, timeout_s=10, broadcast_buffers=option) as parallel:
+        for step in range(4):
+            loss(mine, step).backward()
+            message = said(parallel.step)
+            if message:
+                return message
+            loss(ddp, step).backward()
+            theirs.step()
+            theirs.zero_grad()
+        state = parallel.state_dict()
+    # DDP gives rank 0's at the beginning of the next forward.
+    return [n for n in state if not torch.equal(state[n], wanted.state_dict()[n]) and (n != "codes" or rank == 0 or not option)]
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_buffers_that_forward_reads_are_ddps(two: Ranks, option):
+    assert two.run(codebooks, option) == [[], []]
+
+
+def test_buffers_that_differ_are_not_left_to_differ(two: Ranks):
+    for message in two.run(codebooks, None):
+        assert "buffer codes changes in forward" in message and "broadcast_buffers=True" in message
+
+
+def adversaries(strategies: tuple[str, str]) -> dict[str, list[str]]:
+    """Two models and two optimizers that train in turns in one process, as a GAN's do."""
+    job = Job("tied", steps=4)
+    other = Job("tied", steps=4, optimizer="adamw")
+    wanted = reference(job).state, reference(other).state
+    with parallel_for(job, how(strategies[0])) as one, parallel_for(other, how(strategies[1])) as two:
+        schedules = [job.scheduler(optimizer) for _, _, optimizer in (one, two)]
+        for step in range(job.steps):
+            for (made, parallel, _), schedule in zip((one, two), schedules, strict=True):
+                one_step(made, parallel, step)
+                schedule.step()
+        states = [parallel.state_dict() for _, parallel, _ in (one, two)]
+    return {"first": differing(states[0], wanted[0]), "second": differing(states[1], wanted[1])}
+
+
+@pytest.mark.parametrize("strategies", [("fsdp", "zero1"), ("dp", "random")])
+def test_several_models_in_one_process(two: Ranks, strategies):
+    assert two.run(adversaries, strategies) == [{"first": [], "second": []}] * 2
+
+
+def idioms(strategy: str) -> list[str]:
+    """What a loop may do besides: named parameters, hooks on gradients, train and eval, zero_grad, progress in metadata."""
+    job = Job("tied", steps=3)
+    wanted = reference(job).state
+    made = setup("tied")
+    optimizer = torch.optim.Adam([(n, p) for n, p in made.model.named_parameters() if p.requires_grad], lr=1e-2)
+    units = mdcs.partition(made.model, made.policy)
+    plan = plan_for(job, how(strategy), profile_of(job, how(strategy), made, units, optimizer))
+    schedule = job.scheduler(optimizer)
+    seen: list[float] = []
+    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+        made.model.norm.weight.register_hook(lambda g: seen.append(g.norm().item()))
+        for step in range(job.steps):
+            made.model.train()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            one_step(made, parallel, step)
+            schedule.step()
+            made.model.zero_grad()
+            made.model.eval()
+            assert sum(p.numel() for p in made.model.parameters() if p.requires_grad) > 0
+            assert all(p.grad is None for p in made.model.parameters())
+        state = parallel.state_dict()
+    assert len(seen) == job.steps
+    return differing(state, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "random"])
+def test_idioms(two: Ranks, strategy):
+    assert two.run(idioms, strategy) == [[], []]
+
+
+def copies(strategy: str) -> dict[str, Any]:
+    """A copy made while a plan runs is a model of its own: its forward drives no plan."""
+    job = Job("tied", steps=2)
+    wanted = reference(job).state
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        schedule = job.scheduler(optimizer)
+        one_step(made, parallel, 0)
+        schedule.step()
+        with parallel.full_parameters():
+            twin = copy.deepcopy(made.model)
+        made.loss(twin, made.batch(5, 0, 0)).backward()
+        with torch.no_grad():
+            made.loss(twin, made.batch(5, 0, 0))
+        one_step(made, parallel, 1)
+        return {"weights": differing(parallel.state_dict(), wanted), "grads": all(
+            p.grad is not None for p in twin.parameters() if p.requires_grad
+        )}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_a_deep_copy_is_a_plain_model(two: Ranks, strategy):
+    assert two.run(copies, strategy) == [{"weights": [], "grads": True}] * 2
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+def test_the_backend_is_that_of_the_models_device(tmp_path, backend):
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert backend_of(None, torch.device("cpu")) == "gloo"
+        assert backend_of(dist.new_group([0]), torch.device("cpu")) == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+def watch(strategy: str) -> list[str]:
+    job = Job("tied", steps=1)
+    made, twin = setup("tied"), setup("tied")
+    ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=dist.new_group())
+    with parallel_for(job, how(strategy), made) as (_, parallel, _):
+        parallel.watch_gradients("blocks.0", "embedding+head")
+        one_step(made, parallel)
+        made.loss(ddp, made.batch(0, 0, dist.get_rank())).backward()
+        found = parallel.gradients("blocks.0") | parallel.gradients("embedding+head")
+        assert "watch_gradients('norm')" in said(lambda: parallel.gradients("norm"))
+        one_step(made, parallel, 1)
+    wanted = dict(twin.model.named_parameters())
+    return [n for n, g in found.items() if not torch.equal(g, wanted[n].grad)] + ([] if len(found) == 5 else [str(found.keys())])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_on_purpose(two: Ranks, strategy):
+    assert two.run(watch, strategy) == [[], []]

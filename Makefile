@@ -39,8 +39,9 @@ test: $(STAMP) ## run the tests (minutes)
 test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
 	$(RUN) -m pytest -m slow
 
-lint: $(STAMP) ## check style, and types
+lint: $(STAMP) ## check style, docstrings, who imports whom, and types
 	$(RUN) -m ruff check .
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(RUN) -m mypy
 
 format: $(STAMP) ## sort imports and fix what can be fixed

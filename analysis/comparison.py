@@ -33,8 +33,9 @@ class Spread:
 class Line:
     """An engine under a budget.
 
-    ratio: its step time as a multiple of the base's. above: by how much of each bound its step is longer than that bound.
-    fits: whether no rank of any run held more than the budget; None where memory was not measured.
+    Times are those of :class:`mdcs.plan.times.StepTimes`. ratio: its step time as a multiple of the base's. above: by how much of
+    each bound its step is longer than that bound. fits: whether no rank of any run held more than the budget; None where memory
+    was not measured.
     """
 
     engine: str
@@ -44,6 +45,7 @@ class Line:
     compute_s: float | None
     communication_s: float | None
     exposed_s: float | None
+    stalled_s: float | None
     overlap_ratio: float | None
     sent_bytes: float | None
     peak_bytes: float | None
@@ -71,6 +73,7 @@ def lines(
                 compute_s=_median(rows, "compute_s"),
                 communication_s=_median(rows, "communication_s"),
                 exposed_s=_median(rows, "exposed_s"),
+                stalled_s=_median(rows, "stalled_s"),
                 overlap_ratio=_median(rows, "overlap_ratio"),
                 sent_bytes=_median(rows, "bytes_total"),
                 peak_bytes=peak,

@@ -1,12 +1,11 @@
 """Read the folders of runs and sweeps into dataframes.
 
-A run's folder has `metrics.jsonl`: a start line, a line per step, and a summary or a failure. A sweep's folder has
-one such folder per job, at any depth. A run that was killed leaves what it had: reading never needs the summary.
+A run's folder has the file of :mod:`analysis.events`. A sweep's folder has one such folder per job, at any depth. A run that
+was killed leaves what it had: reading never needs the summary.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
+from analysis.events import METRICS, Event, last_attempt, read_events
 from mdcs.measure.timeline import Timeline
-from mdcs.plan.messages import CATEGORIES
+from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.times import TIMES
 from mdcs.profile.link import Kind
+from mdcs.sizes import GIB
 
-METRICS = "metrics.jsonl"
 KINDS = tuple(kind.value for kind in Kind)
-TIMES = ("step_s", "compute_s", "communication_s", "overlap_s", "exposed_s", "overlap_ratio")
 PREDICTED = (*TIMES, "extra_communication_s", "peak_bytes")
-GIB = 2**30
 
 COLUMNS: tuple[str, ...] = (
     *(
@@ -67,8 +65,8 @@ _FLAGS = ("cross_iteration", "emulated", "emulated_ranks", "fits")
 class Run:
     """One run as its folder tells it.
 
-    `start`, `summary` and `failure` are the lines of that name (empty where there is none), `steps` the step lines,
-    one row each, in order.
+    `start` is what its job and start events say, `summary` and `failure` are those events (empty where there is none), `steps`
+    the step events, one row each, in order.
     """
 
     folder: Path
@@ -114,14 +112,13 @@ class Run:
     def row(self) -> dict[str, Any]:
         """This run as a row with `COLUMNS`; what is not known is None."""
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
-        start = {**_facts_without_start(self.folder), **self.start}
-        row |= {key: start[key] for key in COLUMNS if key in start}
+        row |= {key: self.start[key] for key in COLUMNS if key in self.start}
         row |= {"name": row["name"] or self.folder.name, "status": self.status, "reason": self.reason}
         row |= {"folder": str(self.folder), "steps": len(self.steps)}
         if row["budget_bytes"] is not None:
             row["budget_gib"] = row["budget_bytes"] / GIB
 
-        predicted = start.get("predicted") or {}
+        predicted = self.start.get("predicted") or {}
         row |= {f"predicted_{key}": predicted.get(key) for key in PREDICTED}
         row |= self._measured()
         memory = self.summary.get("memory") or {}
@@ -170,7 +167,7 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Read one run.
+    """Read one run: the last attempt, where several jobs ran in the folder.
 
     Raises FileNotFoundError if the folder has no metrics.jsonl, ValueError naming the line if that is corrupt.
     """
@@ -178,17 +175,13 @@ def load_run(folder: str | Path) -> Run:
     path = folder / METRICS
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run: it has no {METRICS}")
-    events = _read_events(path)
-    # A run that was started again in the same folder appends: what counts is the last attempt.
-    starts = [index for index, event in enumerate(events) if event["event"] == "start"]
-    events = events[starts[-1] :] if starts else events
-    by_event: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
+    by_event: dict[str, list[Event]] = {}
+    for event in last_attempt(read_events(path)):
         by_event.setdefault(event["event"], []).append(event)
-    last: dict[str, dict[str, Any]] = {name: found[-1] for name, found in by_event.items()}
+    last = {name: found[-1] for name, found in by_event.items()}
     return Run(
         folder=folder,
-        start=last.get("start", {}),
+        start=last.get("job", {}) | last.get("start", {}),
         steps=pd.DataFrame(by_event.get("step", [])),
         summary=last.get("summary", {}),
         failure=last.get("failure", {}),
@@ -234,34 +227,6 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return frame
 
 
-def _read_events(path: Path) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        event = _event(line)
-        if event is None and (cut := _FAILURE.search(line)):
-            # A killed writer leaves half a line, and the parent appends the failure right behind it.
-            event = _event(line[cut.start() :])
-        if event is not None:
-            events.append(event)
-        elif any(rest.strip() for rest in lines[number:]):
-            raise ValueError(f"{path.name}, line {number}: not a JSON object with an event")
-    return events
-
-
-_FAILURE = re.compile(r'\{"event": ?"failure"')
-
-
-def _event(line: str) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
-
-
 def _read_timeline(path: Path) -> Timeline | None:
     if not path.is_file():
         return None
@@ -269,50 +234,3 @@ def _read_timeline(path: Path) -> Timeline | None:
         return Timeline.from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _facts_without_start(folder: Path) -> dict[str, Any]:
-    """What plan.json and config.yaml say of a run, for one that failed before its first line."""
-    facts: dict[str, Any] = {}
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        for key, paths in _CONFIG_PATHS.items():
-            found = (_at(config, path) for path in paths)
-            if (value := next((v for v in found if v is not None), None)) is not None:
-                facts[key] = value
-        if isinstance(gib := _at(config, "budget.gib"), int | float):
-            facts["budget_bytes"] = int(gib * GIB)
-        if (link := _at(config, "link.name")) is not None:
-            facts["emulated"] = link == "emulated"
-        if (cluster := _at(config, "cluster.name")) is not None:
-            facts["emulated_ranks"] = cluster == "emulated"
-    except (OSError, yaml.YAMLError):
-        pass
-    try:
-        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        facts |= {
-            key: plan[key] for key in ("strategy", "scheduler", "world", "cross_iteration") if key in plan
-        }
-        if plan.get("budget") is not None:
-            facts["budget_bytes"] = plan["budget"]
-    except (OSError, ValueError, TypeError, AttributeError):
-        pass
-    return facts
-
-
-_CONFIG_PATHS: dict[str, tuple[str, ...]] = {
-    "name": ("run.name",),
-    "model": ("model.name",),
-    "strategy": ("strategy.kind", "strategy.name"),
-    "scheduler": ("scheduler.name",),
-    "schedule_share": ("budget.schedule_share",),
-    "cross_iteration": ("scheduler.cross_iteration",),
-    "world": ("cluster.ranks",),
-    "shaped_gbit": ("cluster.rate_gbit",),
-}
-
-
-def _at(config: Any, path: str) -> Any:
-    for key in path.split("."):
-        config = config.get(key) if isinstance(config, Mapping) else None
-    return config

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from mdcs.sizes import GIB, MIB
+
 
 class Workload(NamedTuple):
     """What must be equal for step times to be comparable."""
@@ -130,7 +132,7 @@ def best_run(frame: pd.DataFrame) -> pd.Series | None:
 
 def gib(size: float) -> str:
     """A size in words, in GiB or MiB."""
-    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
+    return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / MIB:.4g} MiB"
 
 
 def budget_words(budget_bytes: float) -> str:

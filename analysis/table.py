@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis import questions as ask
+from mdcs.sizes import MIB
 
 WIDTH = 120
 _HEADINGS = {
@@ -59,6 +61,11 @@ def write_csv(frame: pd.DataFrame, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path, index=False)
     return path
+
+
+def milliseconds(seconds: float | None) -> str:
+    """In words, with one decimal; a dash for what is not known or not finite."""
+    return "–" if seconds is None or not math.isfinite(seconds) else f"{seconds * 1e3:.1f}"
 
 
 def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
@@ -142,7 +149,7 @@ def _number(value: float, form: str) -> str:
 
 
 def _mib(size: float) -> str:
-    return "–" if pd.isna(size) else f"{size / 2**20:.0f}" if size >= 100 * 2**20 else f"{size / 2**20:.1f}"
+    return "–" if pd.isna(size) else f"{size / MIB:.0f}" if size >= 100 * MIB else f"{size / MIB:.1f}"
 
 
 def _ms(seconds: float) -> str:

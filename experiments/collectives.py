@@ -30,6 +30,7 @@ from experiments.job import app
 from experiments.job import run as jobs
 from launch import network
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
+from mdcs.sizes import MIB
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
 FILE = "collectives.json"
@@ -82,7 +83,7 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
     made = Table(title=f"{backend}, {world} ranks{link}: median ms", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("operation", "algorithm"):
         made.add_column(heading, no_wrap=True)
-    for heading in (*(f"{s >> 10}K" if s < 2**20 else f"{s >> 20}M" for s in SIZES), "sent", "buffer", "Gbit/s"):
+    for heading in (*(f"{s >> 10}K" if s < MIB else f"{s >> 20}M" for s in SIZES), "sent", "buffer", "Gbit/s"):
         made.add_column(heading, justify="right", no_wrap=True)
     for operation, kind in KIND.items():
         own = [row for row in rows if row["operation"] == operation]

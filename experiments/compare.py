@@ -34,17 +34,18 @@ from rich.table import Table
 import mdcs
 from analysis import load_run, pictures
 from analysis.comparison import Row, lines, loss_differences
-from analysis.table import WIDTH
-from experiments import engines
+from analysis.table import WIDTH, milliseconds
 from experiments.config.checks import compose_config, positive, run_composing
+from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
+from experiments.config.targets import plain
 from experiments.job import run as jobs
-from experiments.job import worker
-from experiments.job.profiles import Profiles, device_name
+from experiments.job.planning import job_of
+from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
+from mdcs.sizes import GIB, MIB
 
-SCHEMA = 1
-MIB, GIB = 2**20, 2**30
+SCHEMA = 2
 BOUNDS_S = 20.0  # for each of two solves
 PEERS = {
     "ddp": "engine=ddp",
@@ -61,8 +62,8 @@ PEERS = {
     "zero-3": "engine=deepspeed engine.stage=3",
 }
 BASE = "mdcs"
-PLANNED = ("strategy", "scheduler", "collectives", "profile", "link")
-"""Groups that only mdcs has a use for, as far as peers can run."""
+PLANNED = ("strategy", "scheduler", "collectives", "profile", "link", "run.cross_iteration")
+"""Groups and a key that only mdcs has a use for, as far as peers can run."""
 
 
 @dataclass(frozen=True)
@@ -151,15 +152,15 @@ class Comparison:
         """Raises ConfigError for one that was asked for and cannot run; one that was not is left out."""
         if self.config.link.name == "emulated":
             raise ConfigError("link.name", "an emulated link paces mdcs alone: peers are compared on a real one")
-        kept = [o for o in overrides if _group(o) not in PLANNED]
+        kept = [o for o in overrides if not {_group(o), o.partition("=")[0]} & {*PLANNED}]
         usual = ["strategy=dp", "scheduler=wfbp", "collectives=auto", "profile=measured", "link=real"]
         for name in names if names is not None else PEERS:
             try:
                 config = compose_config([*kept, *usual, *PEERS[name].split(), f"run.name={name}"])
-                engines.require(config)
+                config.engine.require()
                 yield Candidate(name, config)
             except ConfigError as error:
-                if names is not None or error.key != "engine.name":
+                if names is not None or error.key != "engine":
                     raise
                 self.left_out[name] = str(error)
 
@@ -195,7 +196,7 @@ class Comparison:
             self.console.print(f"no profile: {outcome.reason}", markup=False, soft_wrap=True)
             return None
         profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
-        return mdcs.floor_bytes(profile, **worker.planning_options(self.config))
+        return mdcs.floor_bytes(job_of(self.config, profile))
 
     def _own(self, floor: int) -> Iterable[Candidate]:
         """mdcs with every plan under every budget; under one below the floor it cannot run."""
@@ -227,7 +228,7 @@ class Comparison:
         differences = {} if base is None else loss_differences(self.curves, base)
         return {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
-            "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": config.model.options(),
+            "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": plain(config.model),
             "batch_size": config.data.batch_size, "world": config.cluster.ranks, "shaped_link": config.cluster.shaped_link(),
             "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
             "rounds": whole, "overrides": self.asked.overrides, "base": BASE, "floor_bytes": floor,
@@ -301,7 +302,7 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
     title = f"{document['model']}, {document['world']} ranks{link}, medians of {document['rounds']} rounds; {limit}"
     made = Table(title=f"{title}\n{bounds}", title_justify="left", box=box.SIMPLE_HEAD)
     made.add_column("engine", no_wrap=True)
-    headings = ("step ms\n[range]", f"× {document['base']}\n[range]", "exposed\nms", "overlap\nratio", "peak\nMiB",
+    headings = ("step ms\n[range]", f"× {document['base']}\n[range]", "stalled\nms", "exposed\nms", "overlap\nratio", "peak\nMiB",
                 *(f"above\n{name}" for name in part["bounds"]))  # fmt: skip
     for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
@@ -311,7 +312,7 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
             made.add_row(
                 line["engine"], f"{step['median'] * 1e3:.1f} [{step['low'] * 1e3:.1f}–{step['high'] * 1e3:.1f}]",
                 "–" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]",
-                "–" if line["exposed_s"] is None else f"{line['exposed_s'] * 1e3:.1f}",
+                milliseconds(line["stalled_s"]), milliseconds(line["exposed_s"]),
                 "–" if line["overlap_ratio"] is None else f"{line['overlap_ratio']:.2f}",
                 _mib(line["peak_bytes"]), *(f"{above:+.0%}" for above in line["above"].values()),
             )  # fmt: skip

@@ -25,22 +25,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from analysis.table import WIDTH
+from analysis.table import WIDTH, milliseconds
 from experiments.config.schema import Config
-from experiments.job import app, planning, worker
+from experiments.job import app, checkpointing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, ranks
 from mdcs.plan.messages import Plan
 from mdcs.planner import explain
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
+from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import floor_bytes
-from mdcs.planner.schedulers import Priority, Scheduler
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.sizes import MIB
 
-MIB = 2**20
-SCHEMA = 1
+SCHEMA = 2
 BOUNDS_S = 20.0  # for each of two solves
-SOLVED = ("memory_aware", "joint")
-"""Schedulers that solve for a while: what a unit's strategy costs is told with `priority` in their place."""
 
 
 def main(module: str = jobs.WORKER) -> int:
@@ -54,11 +53,12 @@ def main(module: str = jobs.WORKER) -> int:
 
     def plan(config: Config, folder: Path) -> str:
         share = Profiles()
-        config, reason = planning.decide(config, folder, console, share=share, module=module)
-        reason = reason or planning.plan(config, folder, console, share=share, module=module)
+        config, reason = checkpointing.decide(config, folder, console, share=share, module=module)
+        reason = reason or jobs.plan(config, folder, console, share=share, worker=module)
         if not reason:
             made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-            scheduler = Priority() if made.scheduler in SOLVED else worker.scheduler_of(config)
+            # One that solves for a while is not asked again for every unit, nor can there be one of joint.
+            scheduler = Priority() if config.scheduler is None or hasattr(config.scheduler, "seconds") else config.scheduler
             if as_json:
                 print(json.dumps(document(made, scheduler), indent=1))
             else:
@@ -136,10 +136,13 @@ def prediction_table(plan: Plan) -> Table:
         raise ValueError("the plan has no prediction")
     predicted = plan.prediction
     table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("step ms", "compute ms", "communication ms", "exposed ms", "overlap ratio"):
+    times = {
+        "step": predicted.step_s, "compute": predicted.compute_s, "communication": predicted.communication_s,
+        "stalled": predicted.stalled_s, "exposed": predicted.exposed_s,
+    }  # fmt: skip
+    for heading in (*(f"{word} ms" for word in times), "overlap ratio"):
         table.add_column(heading, justify="right")
-    times = (predicted.step_s, predicted.compute_s, predicted.communication_s, predicted.exposed_s)
-    table.add_row(*(f"{seconds * 1e3:.1f}" for seconds in times), f"{predicted.overlap_ratio:.2f}")
+    table.add_row(*(milliseconds(seconds) for seconds in times.values()), f"{predicted.overlap_ratio:.2f}")
     return table
 
 
@@ -184,9 +187,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def _floor(plan: Plan) -> int:
-    return floor_bytes(
-        plan.profile, micro_steps=plan.micro_steps, cross_iteration=plan.cross_iteration, reserve=plan.reserve
-    )
+    return floor_bytes(plan.job)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,15 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.config.checks import positive
-from mdcs.plan.messages import PlanError, Strategy
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.memory_aware import MemoryAware
 from mdcs.planner.ilp.strategy_ilp import Ilp
+from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
+from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import floor_bytes, make_plan
-from mdcs.planner.schedulers import SCHEDULERS, Scheduler
-from mdcs.planner.strategies import InfeasibleBudget, JointPlanner, StrategyPlanner
+from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform

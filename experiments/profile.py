@@ -25,8 +25,7 @@ from experiments.job.profiles import ranks
 from mdcs.profile.algorithms import OPERATION
 from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.link import Kind
-
-MIB = 2**20
+from mdcs.sizes import MIB
 
 
 def main(worker: str = jobs.WORKER) -> int:

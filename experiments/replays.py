@@ -2,8 +2,8 @@
 
     python experiments/replays.py [--units 48] [--interference 0.2]
 
-The plan has one message per unit and kind: units are zero1, sdp and fsdp in turn, the scheduler is wfbp. "Again" is
-the same plan object once more; a "new" one is made, checked and prepared anew every time, as in a local search. Rates
+The plan has one message per unit and kind: units are zero1, sdp and fsdp in turn, the scheduler is wfbp. "Again" has its
+ledger and its course at hand; a "new" one is made, checked and prepared anew every time, as in a local search. Rates
 are of CPU time, the best of several rounds.
 """
 
@@ -22,12 +22,16 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 from rich.console import Console
 from rich.table import Table
 
-from mdcs.plan.ledger import peak
-from mdcs.plan.messages import Plan, Strategy
-from mdcs.planner.schedulers import Mix, Wfbp
+from mdcs.plan.job import Job
+from mdcs.plan.ledger import Ledger, smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link
-from mdcs.simulator.simulate import replay
+from mdcs.simulator.recurrence import Course
+from mdcs.simulator.simulate import Replay, replay
 
 ROUNDS = 15
 
@@ -38,20 +42,21 @@ def main() -> int:
     parser.add_argument("--interference", type=float, default=0.0, help="how much slower computing is beside a message")
     arguments = parser.parse_args()
     plan = example(arguments.units, arguments.interference)
-    bounded = dataclasses.replace(plan, budget=peak(plan))
+    bounded = dataclasses.replace(plan, budget=smallest_budget(plan))
     table = Table(title=f"{arguments.units} units, {len(plan.messages)} messages: replays per second", title_justify="left")
     for heading in ("what is asked for", "again", "new"):
         table.add_column(heading, justify="left" if heading == "what is asked for" else "right")
 
-    def row(what: str, of: Plan, ask: Callable[[Plan], object]) -> None:
-        fresh = rate(lambda: ask(dataclasses.replace(of)))
-        table.add_row(what, f"{rate(lambda: ask(of)):,.0f}", f"{fresh:,.0f}")
+    def row(what: str, of: Plan, ask: Callable[[Replay], object]) -> None:
+        ledger, course = Ledger(of), Course(of)
+        again = rate(lambda: ask(replay(of, ledger=ledger, course=course)))
+        table.add_row(what, f"{again:,.0f}", f"{rate(lambda: ask(replay(dataclasses.replace(of)))):,.0f}")
 
-    row("period", plan, lambda p: replay(p).period_s)
-    row("period, overlap", plan, lambda p: replay(p).times)
-    row("period, memory curve", plan, lambda p: replay(p).curve)
-    row("period, with a tight budget", bounded, lambda p: replay(p).period_s)
-    row("all that a prediction has", plan, lambda p: replay(p).prediction())
+    row("period", plan, lambda r: r.period_s)
+    row("period, overlap", plan, lambda r: r.times)
+    row("period, memory curve", plan, lambda r: r.curve)
+    row("period, with a tight budget", bounded, lambda r: r.period_s)
+    row("all that a prediction has", plan, lambda r: r.prediction())
     Console(width=100).print(table)
     return 0
 
@@ -69,7 +74,7 @@ def example(units: int, interference: float) -> Plan:
         interference=interference,
     )
     strategies = (Strategy.zero1, Strategy.sdp, Strategy.fsdp)
-    return Wfbp().schedule(Mix(profile, tuple(strategies[u % 3] for u in range(units))))
+    return Wfbp().schedule(Mix(Job(profile), tuple(strategies[u % 3] for u in range(units))))
 
 
 def rate(work: Callable[[], object], at_least_s: float = 0.02) -> float:

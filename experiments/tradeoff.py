@@ -12,12 +12,12 @@ the jobs of some points as well.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,18 @@ from rich.table import Table
 
 import analysis
 import mdcs
-from analysis.table import WIDTH
+from analysis.table import WIDTH, milliseconds
 from experiments.config.checks import compose_config
 from experiments.config.schema import BudgetConfig, Config, ProfileConfig
-from experiments.job import app, worker
+from experiments.job import app, planning
 from experiments.job import run as jobs
+from experiments.job.events import job_event, start_event
 from mdcs.planner import curve as tradeoff
 from mdcs.planner.curve import Point
+from mdcs.sizes import GIB, MIB
 
-GIB, MIB = 2**30, 2**20
-SCHEMA = 1
+SCHEMA = 2
+MEASURED = ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "stalled_s", "peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,18 @@ class Planner:
 
     @property
     def label(self) -> str:
-        strategy = self.config.strategy.kind or self.config.strategy.name
-        return " · ".join(dict.fromkeys((strategy, self.config.scheduler.name)))
+        return " · ".join(planner.name for planner in (self.config.strategy, self.config.scheduler) if planner is not None)
 
     def job(self, budget: int, share: float | None) -> Config:
         divided = BudgetConfig(gib=budget / GIB, schedule_share=share, reserve_mib=self.config.budget.reserve_mib)
         return dataclasses.replace(self.config, budget=divided)
 
+    @cached_property
+    def planned_for(self) -> mdcs.Job:
+        return planning.job_of(self.config, self.profile)
+
     def make(self, budget: int, share: float | None) -> mdcs.Plan:
-        planning = worker.planning_options(self.config)
-        return worker.make_plan(self.job(budget, share), self.profile, self.floor, planning)
+        return planning.make_plan(self.job(budget, share), self.planned_for, self.floor)
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,12 @@ class Entry:
         point, planner = self.point, self.planner
         config = planner.job(*self.planned_for)
         if point.plan is None:
-            start = {"strategy": config.strategy.kind or config.strategy.name, "scheduler": config.scheduler.name,
-                     "model": config.model.name, "world": planner.profile.world, "emulated": planner.profile.link.emulated,
-                     "emulated_ranks": config.cluster.emulated, "shaped_gbit": config.cluster.rate_gbit,
-                     "floor_bytes": planner.floor, "schedule_share": point.share}  # fmt: skip
+            profile = planner.profile
+            start = {"world": profile.world, "emulated": profile.link.emulated, "floor_bytes": planner.floor}
         else:
-            start = worker.start_event(config, point.plan, planner.floor)
-        known = analysis.Run(self.run or Path(), start | {"budget_bytes": point.budget}, pd.DataFrame(), {}, {}).row()
+            start = start_event(config, point.plan, planner.floor)
+        start = job_event(config) | start | {"budget_bytes": point.budget, "schedule_share": point.share}
+        known = analysis.Run(self.run or Path(), start, pd.DataFrame(), {}, {}).row()
         known |= {"status": "infeasible" if point.plan is None else "predicted", "reason": point.reason}
         if self.run is not None:
             measured = analysis.load_run(self.run).row()
@@ -106,14 +109,14 @@ def main(module: str = jobs.WORKER) -> int:
     console.width = console.width if console.is_terminal else WIDTH
 
     def trade(config: Config, folder: Path) -> str:
-        configs = list(compared(config))
+        configs = compared(config)
         if jobs.known_profile(config, folder, console) is None:
             outcome = jobs.run(_unlimited(config), folder, console, only="plan", worker=module)
             if not outcome.ok:
                 return outcome.reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
-        floor = mdcs.floor_bytes(profile, **worker.planning_options(config))
+        floor = mdcs.floor_bytes(planning.job_of(config, profile))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,16 +131,15 @@ def main(module: str = jobs.WORKER) -> int:
     return app.run(trade)
 
 
-def compared(config: Config) -> Iterable[Config]:
+def compared(config: Config) -> list[Config]:
     """The job with every strategy and scheduler that is compared. Raises ConfigError for one that cannot be."""
-    for strategy in config.tradeoff.strategies or [""]:
-        # joint decides the schedule too.
-        for scheduler in ["joint"] if strategy == "joint" else config.tradeoff.schedulers or [""]:
-            chosen = {"strategy": strategy, "scheduler": scheduler}
-            chosen = {group: name for group, name in chosen.items() if name}
-            given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
-            overrides = [*given, *(f"{group}={name}" for group, name in chosen.items())]
-            yield compose_config(overrides)
+    made: list[Config] = []
+    for strategy, scheduler in itertools.product(config.tradeoff.strategies or [""], config.tradeoff.schedulers or [""]):
+        chosen = {group: name for group, name in (("strategy", strategy), ("scheduler", scheduler)) if name}
+        given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
+        one = compose_config([*given, *(f"{group}={name}" for group, name in chosen.items())])
+        made += [one] if one not in made else []  # a strategy that decides the schedule is the same with all of them
+    return made
 
 
 def _unlimited(config: Config) -> Config:
@@ -148,9 +150,9 @@ def _unlimited(config: Config) -> Config:
 def entries_of(planner: Planner, config: Config) -> list[Entry]:
     """The curve of the config's budget, if it has one, with its stop point, and the front over `tradeoff.budgets`."""
     make, asked = cache(planner.make), config.tradeoff
-    divides = planner.config.strategy.name != "joint"
+    divides = planner.config.scheduler is not None
     of = tradeoff.shares(asked.shares) if divides else ()
-    budget = worker.budget_bytes(config, planner.floor) if divides else None
+    budget = planning.budget_bytes(config, planner.floor) if divides else None
     out: list[Entry] = []
     if budget is not None:
         searched = tradeoff.search(make, budget, of)
@@ -207,7 +209,7 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
                 "reason": row["reason"], "predicted": None if made is None else dataclasses.asdict(made),
                 "measured": None if entry.run is None else {
                     "run": str(entry.run.relative_to(folder)), "status": row["status"],
-                    **{key: row[key] for key in ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "peak_bytes")},
+                    **{key: row[key] for key in MEASURED},
                 },
             }
         )  # fmt: skip
@@ -246,18 +248,14 @@ def _table(entries: Sequence[Entry], title: str) -> Table:
         if point.plan is None:
             table.add_row(*cells, "infeasible")
             continue
-        cells += [_ms(row["predicted_step_s"]), _ms(row["predicted_overlap_s"]), _ms(row["predicted_extra_communication_s"]),
-                  f"{row['predicted_peak_bytes'] / MIB:.1f}"]  # fmt: skip
+        cells += [milliseconds(row[f"predicted_{name}"]) for name in ("step_s", "overlap_s", "extra_communication_s")]
+        cells.append(f"{row['predicted_peak_bytes'] / MIB:.1f}")
         if entry.run is not None:
             peak = row["peak_bytes"]
             ok = row["status"] == "ok"
-            cells += [_ms(row["step_s"]) if ok else str(row["status"]), "–" if peak is None else f"{peak / MIB:.1f}"]
+            cells += [milliseconds(row["step_s"]) if ok else str(row["status"]), "–" if peak is None else f"{peak / MIB:.1f}"]
         table.add_row(*cells)
     return table
-
-
-def _ms(seconds: float | None) -> str:
-    return "–" if seconds is None or not math.isfinite(seconds) else f"{seconds * 1e3:.1f}"
 
 
 if __name__ == "__main__":

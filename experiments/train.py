@@ -17,7 +17,7 @@ from rich.console import Console
 
 import analysis
 from experiments.config.schema import Config
-from experiments.job import app, sweep
+from experiments.job import app, checkpointing, sweep
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 
@@ -28,12 +28,9 @@ def main(worker: str = jobs.WORKER) -> int:
 
     def train(config: Config, folder: Path) -> str:
         in_sweep = config.run.sweep is not None
-        if config.model.checkpointing == "auto":
-            from experiments.job import planning  # torch, which takes seconds to import
-
-            config, reason = planning.decide(config, folder, console, share=profiles, module=worker)
-            if reason:
-                return reason
+        config, reason = checkpointing.decide(config, folder, console, share=profiles, module=worker)
+        if reason:
+            return reason
         outcome = jobs.run(config, folder, console, share=profiles, worker=worker)
         if outcome.ok and not in_sweep:
             print()

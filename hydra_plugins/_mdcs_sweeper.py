@@ -58,11 +58,11 @@ class MdcsSweeper(BasicSweeper):
     def get_job_batch(self) -> Sequence[Sequence[str]]:
         batch = list(super().get_job_batch())
         if self.is_done():
-            # What all jobs of the grid have in common holds for the others too, unless they choose.
+            # What all jobs of the grid have in common holds for the others too, unless they choose it or its group.
             common = [override for override in batch[0] if all(override in job for job in batch)]
             for job in self.also:
                 keys = {override.partition("=")[0] for override in job}
-                single = [override for override in common if override.partition("=")[0] not in keys] + job
+                single = [override for override in common if not keys & set(_key_and_group(override))] + job
                 batch += [] if single in batch else [single]
         judge = type(self).judge
         return [job for job in batch if judge(partial(self._compose, job), job)]
@@ -74,3 +74,8 @@ class MdcsSweeper(BasicSweeper):
         assert self.hydra_context is not None and self.config is not None
         composed: Any = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
         return composed
+
+
+def _key_and_group(override: str) -> tuple[str, str]:
+    key = override.partition("=")[0]
+    return key, key.partition(".")[0]

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mdcs.plan.messages import Message, Plan, PlanError, Strategy
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
+from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import floor_bytes, make_plan
-from mdcs.planner.strategies import InfeasibleBudget
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind, Link
@@ -47,7 +50,7 @@ _LAZY = {
 
 __version__ = "0.1.0"
 __all__ = [
-    "ByClass", "ByLeaf", "BySize", "Collectives", "Emulation", "InfeasibleBudget", "Kind", "Link", "LossScale", "Message",
+    "ByClass", "ByLeaf", "BySize", "Collectives", "Emulation", "InfeasibleBudget", "Job", "Kind", "Link", "LossScale", "Message",
     "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan",
     "floor_bytes", "make_plan", "measure_profile", "merge_shards", "parallelize", "partition", "replay",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 
 from analysis import questions as ask
 from analysis.pictures import style
+from mdcs.sizes import GIB, MIB
 
 _NOTES = 3
 
@@ -127,8 +128,8 @@ class _Budgets:
 
     def __init__(self, budgets: pd.Series) -> None:
         limited = sorted(budgets.dropna().unique())
-        self.unit = "GiB" if limited and limited[-1] >= 2**30 else "MiB"
-        self._scale = 2**30 if self.unit == "GiB" else 2**20
+        self.unit = "GiB" if limited and limited[-1] >= GIB else "MiB"
+        self._scale = GIB if self.unit == "GiB" else MIB
         self._limited = [budget / self._scale for budget in limited]
         self._has_unlimited = bool(budgets.isna().any())
         distance = (self._limited[-1] - self._limited[0]) if len(self._limited) > 1 else 1.0

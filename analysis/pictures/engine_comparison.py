@@ -11,9 +11,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from analysis.pictures import style
+from mdcs.sizes import MIB
 
-MIB = 2**20
-_COMPUTE, _EXPOSED, _WHOLE, _OVERLAP = "#A9CFE8", "#D55E00", "#B9B9B9", "#009E73"
+_COMPUTE, _EXPOSED, _IDLE, _STALLED, _WHOLE, _OVERLAP = "#A9CFE8", "#D55E00", "#F3E3A6", "#EBA97E", "#B9B9B9", "#009E73"
 _BOUNDS = {"traffic": ":", "structural": "--"}
 
 
@@ -66,12 +66,10 @@ def _draw_steps(axes: Axes, budget: Mapping[str, Any]) -> None:
     for at, line, alpha in _rows(axes, budget["lines"], named=True):
         step = line["step_s"]
         whole, low, high = (step[key] * 1e3 for key in ("median", "low", "high"))
-        if line["exposed_s"] is None:
-            axes.barh(at, whole, 0.66, color=_WHOLE, alpha=alpha)
-        else:
-            exposed = min(line["exposed_s"] * 1e3, whole)
-            axes.barh(at, whole - exposed, 0.66, color=_COMPUTE, alpha=alpha)
-            axes.barh(at, exposed, 0.66, left=whole - exposed, color=_EXPOSED, alpha=alpha)
+        left = 0.0
+        for milliseconds, colour in _parts(line, whole):
+            axes.barh(at, milliseconds, 0.66, left=left, color=colour, alpha=alpha)
+            left += milliseconds
         axes.plot([low, high], [at, at], color=style.INK, lw=1.2, marker="|", ms=5, alpha=alpha)
         ratio = "" if line["ratio"] is None else f"{line['ratio']['median']:.2f} ×"
         words = "does not fit" if line["fits"] is False else ratio
@@ -80,6 +78,17 @@ def _draw_steps(axes: Axes, budget: Mapping[str, Any]) -> None:
         axes.axvline(seconds * 1e3, color=style.INK, ls=_BOUNDS[name], lw=1.2)
     axes.set_xlim(left=0)
     axes.margins(x=0.12)
+
+
+def _parts(line: Mapping[str, Any], whole: float) -> list[tuple[float, str]]:
+    """What the step's milliseconds went to, as far as the engine tells them apart, with the colour of each."""
+    if line["stalled_s"] is None:
+        return [(whole, _WHOLE)]
+    stalled = min(line["stalled_s"] * 1e3, whole)
+    if line["exposed_s"] is None:
+        return [(whole - stalled, _COMPUTE), (stalled, _STALLED)]
+    exposed = min(line["exposed_s"] * 1e3, stalled)
+    return [(whole - stalled, _COMPUTE), (exposed, _EXPOSED), (stalled - exposed, _IDLE)]
 
 
 def _draw_overlap(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -107,6 +116,8 @@ def _handles() -> list[Any]:
     return [
         Patch(color=_COMPUTE, label="compute"),
         Patch(color=_EXPOSED, label="exposed communication"),
+        Patch(color=_IDLE, label="idle: neither"),
+        Patch(color=_STALLED, label="exposed or idle"),
         Patch(color=_WHOLE, label="not told apart by the engine"),
         Line2D([], [], color=style.INK, lw=1.2, marker="|", ms=5, label="least to greatest"),
         *(Line2D([], [], color=style.INK, ls=dashes, lw=1.2, label=f"{name} bound") for name, dashes in _BOUNDS.items()),

@@ -91,9 +91,13 @@ def _draw_rank(axes: Axes, rank: RankTimeline, period_s: float, end_ms: float, n
 def _headline(rank: RankTimeline, period_s: float) -> str:
     times = step_times(rank.intervals, 0.0, period_s)
     return (
-        f"{rank.label}:  period {period_s * 1e3:.0f} ms, exposed {times.exposed_s * 1e3:.0f} ms,"
+        f"{rank.label}:  period {period_s * 1e3:.0f} ms, stalled {_ms(times.stalled_s)}, of it exposed {_ms(times.exposed_s)};"
         f" overlap ratio {times.overlap_ratio:.2f}"
     )
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:.0f} ms"
 
 
 def _draw_interval(axes: Axes, interval: Interval, row: int, end_ms: float, names: dict[str, str]) -> None:

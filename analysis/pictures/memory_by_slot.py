@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 from analysis import questions as ask
 from analysis.pictures import style
 from mdcs.measure.timeline import SlotMemory, Timeline
+from mdcs.sizes import MIB
 
 # From what never leaves to what comes and goes: the stack's ground is flat.
 CATEGORY_COLOURS = {
@@ -24,7 +25,6 @@ CATEGORY_COLOURS = {
     "update_scratch": "#767676",
     "activations": "#A9CFE8",
 }
-_MIB = 2**20
 
 
 @style.styled
@@ -50,7 +50,7 @@ def memory_over_period(
     ground = [0.0] * len(memory)
     patches = []
     for category in _shown(stacked):
-        sizes = [slot.get(category, 0) / _MIB for slot in stacked]
+        sizes = [slot.get(category, 0) / MIB for slot in stacked]
         ceiling = [g + s for g, s in zip(ground, sizes, strict=True)]
         colour = CATEGORY_COLOURS.get(category, "#BBBBBB")
         axes.stairs(ceiling, edges, baseline=ground, fill=True, color=colour, lw=0)
@@ -69,8 +69,8 @@ def memory_over_period(
     axes.set_title(peak)
     top = max(*ground, *predicted)
     if budget_bytes is not None:
-        axes.axhline(budget_bytes / _MIB, color="#B00020", lw=1.4)
-        top = max(top, budget_bytes / _MIB)
+        axes.axhline(budget_bytes / MIB, color="#B00020", lw=1.4)
+        top = max(top, budget_bytes / MIB)
         handles.append(Line2D([], [], color="#B00020", lw=1.4, label=ask.budget_words(budget_bytes)))
     axes.set_ylim(0, top * 1.06)
     axes.set_xlim(0, len(memory))
@@ -82,7 +82,7 @@ def memory_over_period(
 
 
 def _totals(slots: Sequence[Mapping[str, int]]) -> list[float]:
-    return [slot.get("total", sum(slot.values())) / _MIB for slot in slots]
+    return [slot.get("total", sum(slot.values())) / MIB for slot in slots]
 
 
 def _shown(slots: Sequence[Mapping[str, int]]) -> list[str]:

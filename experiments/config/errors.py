@@ -9,18 +9,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from experiments.config.schema import ConfigError, fields_by_key, shown
+from experiments.config import schema
+from experiments.config.files import groups
+from experiments.config.schema import ConfigError, fields_by_key
+from experiments.config.targets import types_of, wanted
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-"""The folder of YAML files: one folder per group, one file per option."""
-
-_TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
 _UNKNOWN = re.compile(r"Could not (?:override|append to config\.)\s*'([^']+)'")
+_PRESENT = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
 _OPTION = re.compile(r"Could not find '([^']+)'")
 _VALUE = re.compile(r"[Vv]alue '(.*)' (?:of type|is not a valid)")
 
@@ -37,7 +36,7 @@ def explain(
     if isinstance(cause, ValidationError) and cause.full_key:
         return _wrong_type(cause, str(error))
     if isinstance(error, MissingConfigException) and (option := _OPTION.search(str(error))):
-        return _unknown_option(option.group(1))
+        return _unknown_option(option.group(1), error.options)
     if isinstance(error, OverrideParseException):
         reason = next((line for line in str(error).splitlines() if not line.startswith("Error parsing")), "")
         return ConfigError(
@@ -47,6 +46,8 @@ def explain(
         return ConfigError(
             str(error).split("'")[1], "cannot be deleted; set it to null where that is allowed"
         )
+    if present := _PRESENT.search(str(error)):
+        return ConfigError(present.group(1), "is set already: leave out the +")
     if unknown := _UNKNOWN.search(str(error)):
         return unknown_key(unknown.group(1))
     if ambiguous := re.match(r"Ambiguous value for argument '([^=']+)=(.*)'", str(error)):
@@ -54,16 +55,17 @@ def explain(
             ambiguous.group(1), f"is one value, got {ambiguous.group(2)}: to run one job for each, add -m"
         )
     if "Config group override must be" in str(error):  # names neither the group nor the value
+        known = groups(overrides)
         for group, _, name in (override.partition("=") for override in overrides):
-            if group in groups() and name not in groups()[group]:
-                return _unknown_option(f"{group}/{name}")
+            if group in known and name not in known[group]:
+                return _unknown_option(f"{group}/{name}", list(known[group]))
     return ConfigError("config", " ".join(str(error).split()))
 
 
 def unknown_key(key: str) -> ConfigError:
     """The complaint about a key that does not exist, with the nearest one that does."""
     known = [*fields_by_key(), *groups()]
-    # Compared as a whole first, then by its last part: `scheduler.buget_mib`, but also `steps` for
+    # Compared as a whole first, then by its last part: `link.latncy_us`, but also `steps` for
     # `run.steps`.
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not near:
@@ -75,18 +77,11 @@ def unknown_key(key: str) -> ConfigError:
     return ConfigError(key, f"no such key; did you mean {near[0]}?" if near else "no such key")
 
 
-def groups() -> dict[str, list[str]]:
-    """The config groups and their options."""
-    folders = (folder for folder in sorted(CONF.iterdir()) if folder.is_dir())
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
-
-
-def _unknown_option(path: str) -> ConfigError:
+def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
     group, _, option = path.partition("/")
-    options = groups().get(group)
-    if options is None:
+    if not options:
         return ConfigError(path, "no such config")
-    return ConfigError(group, f"no such option {option}; options: {', '.join(options)}")
+    return ConfigError(group, f"no such option {option}; options: {', '.join(sorted(options))}")
 
 
 def _wrong_type(cause: ValidationError, message: str) -> ConfigError:
@@ -96,14 +91,13 @@ def _wrong_type(cause: ValidationError, message: str) -> ConfigError:
         if key in groups():
             return ConfigError(key, f"must be one of its options: {', '.join(groups()[key])}")
         return ConfigError(key, "must hold keys and values")
-    kind = str(declared.type).removesuffix(" | None")
-    if kind not in _TYPES and "choices" in declared.metadata:
-        wanted = f"one of {', '.join(map(shown, declared.metadata['choices']))}"
-    elif kind.startswith("list["):
-        wanted = f"a list, each value {_TYPES[kind[5:-1]]}"
-    else:
-        wanted = _TYPES[kind] + (" or null" if str(declared.type).endswith("None") else "")
+    kind = types_of(_class_of(key.partition(".")[0]))[declared.name]
     override = re.search(rf"{re.escape(key)}=(.*)", message)
     value = _VALUE.search(str(cause))
     got = override.group(1) if override else value.group(1) if value else "null"
-    return ConfigError(key, f"must be {wanted}, got {got or 'nothing'}")
+    return ConfigError(key, f"must be {wanted(kind, declared.metadata)}, got {got or 'nothing'}")
+
+
+def _class_of(group: str) -> type:
+    found: type = types_of(schema.Config)[group]
+    return found

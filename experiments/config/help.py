@@ -8,39 +8,57 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.errors import CONF, groups
-from experiments.config.schema import fields_by_key, shown
+from experiments.config.files import CONF, added_folders, groups
+from experiments.config.schema import OPTION_GROUPS, Config, fields_by_key
+from experiments.config.targets import TARGET, load
+from mdcs.options import options, shown
 
 _WIDTH, _INDENT = 110, 34
 
 
-def text(about: str, overrides: Sequence[str]) -> str:
-    """The help of the program whose docstring is `about`; options and values are those that `overrides` give.
+def text(about: str, arguments: Sequence[str]) -> str:
+    """The help of the program whose docstring is `about`; options and values are those that a command line gives.
 
-    Raises what Hydra raises for overrides that cannot be composed.
+    Raises what Hydra raises for overrides that cannot be composed, and ConfigError for a class that cannot be had.
     """
+    overrides = [each for each in arguments if "=" in each and not each.startswith(("-", "hydra.searchpath="))]
+    if folders := added_folders(arguments):
+        overrides.append(f"hydra.searchpath=[{','.join(str(folder.resolve()) for folder in folders)}]")
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("config", overrides=list(overrides), return_hydra_config=True)
+        composed = compose("config", overrides=overrides, return_hydra_config=True)
     chosen = composed.hydra.runtime.choices
-    lines = [about.strip(), "", "Groups (GROUP=OPTION), with * at the chosen ones; their files are in conf/", ""]
-    for group, options in groups().items():
-        marked = [f"{option}*" if option == chosen.get(group) else option for option in options]
-        lines += _entry(group, ", ".join(marked), 14)
-    lines += ["", "Keys (KEY=VALUE), as they are now"]
-    above = None
-    for key, declared in fields_by_key().items():
-        group = key.rpartition(".")[0]
-        lines += [] if group == above else [""]
-        above = group
-        lines += _entry(f"{key}={shown(OmegaConf.select(composed, key))}", _meaning(declared), _INDENT)
+    lines = [about.strip(), "", "Groups (GROUP=OPTION), with * at the chosen ones; their files are in conf/"]
+    for group, told in groups(arguments).items():
+        lines.append("")
+        for option, says in told.items():
+            mark = "*" if option == chosen.get(group) else ""
+            lines += _entry(f"{group}={option}{mark}", says, _INDENT)
+    lines += ["", "Keys (KEY=VALUE) of the chosen options, as they are now"]
+    declared = fields_by_key()
+    for group in (field.name for field in dataclasses.fields(Config)):
+        own = _of_class(composed, group) if group in OPTION_GROUPS else {
+            key: (OmegaConf.select(composed, key), leaf) for key, leaf in declared.items() if key.startswith(f"{group}.")
+        }  # fmt: skip
+        lines += [""] if own else []
+        for key, (value, leaf) in own.items():
+            lines += _entry(f"{key}={shown(value)}", _meaning(leaf), _INDENT)
     more = "-m runs a job for every combination of KEY=VALUE,VALUE. --cfg job prints the config and runs nothing."
     return "\n".join([*lines, "", more])
 
 
+def _of_class(composed: DictConfig, group: str) -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
+    """Key, value and field of every option of the class that a group's mapping names."""
+    given = composed[group]
+    declared = options(load(group, str(given[TARGET])))
+    return {f"{group}.{name}": (given.get(name, leaf.default), leaf) for name, leaf in declared.items()}
+
+
 def _entry(head: str, body: str, indent: int) -> list[str]:
     head = f"  {head}".ljust(indent - 1) + " "
+    if not body:
+        return [head.rstrip()]
     return textwrap.wrap(body, _WIDTH, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 

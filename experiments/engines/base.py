@@ -1,4 +1,7 @@
-"""What the training loop asks of an engine, and what peers of mdcs have in common.
+"""What the training loop asks of an engine, how one is chosen, and what peers of mdcs have in common.
+
+An engine is a file here: a dataclass with its options, named by its YAML, and what it prepares. No file imports torch, or the
+engine, before `prepare`: whoever starts ranks need not wait for them.
 
 Times of a peer are those that can be seen from outside of it. Its compute is forward and backward, less the time in which
 either waits for messages; where the engine does not show when it waits, or what it sends, the times are None.
@@ -6,31 +9,61 @@ either waits for messages; where the engine does not show when it waits, or what
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from experiments.config.schema import Config
+from experiments.config.schema import Config, ConfigError
 from mdcs.measure.memory import TOTAL, current_meter
 from mdcs.measure.timeline import Span, intersection, length, union
-from mdcs.model.units import ModelUnit
+from mdcs.options import Checked
 from mdcs.plan.messages import Plan
+from mdcs.plan.times import StepTimes
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.runtime.emulation import Emulation
-from mdcs.runtime.executor import executor_for
 
-Batch = dict[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from mdcs.model.units import ModelUnit
+    from mdcs.runtime.emulation import Emulation
+
+    Batch = dict[str, Tensor]
 
 
-class Job(Protocol):
+@dataclass(frozen=True)
+class EngineOptions(Checked, ABC):
+    """What trains the model, as a config chooses it. `name` is a class's own; fields are what it can be told."""
+
+    name: ClassVar[str] = "engine"
+    plans: ClassVar[bool] = False
+    """Whether it trains by a plan; peers decide by themselves."""
+    needs_cuda: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        """The name, with what distinguishes variants of one engine."""
+        return self.name
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for what of a config the engine cannot do, wherever it would run."""
+        if self.needs_cuda and config.cluster.device != "cuda":
+            raise ConfigError("engine", f"{self.name} needs cluster.device=cuda, got {config.cluster.device}")
+
+    def require(self) -> None:
+        """Raise ConfigError where this machine cannot run the engine; nothing has been started then."""
+
+    @abstractmethod
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """The engine around the model of the job, on every rank. The job has a plan if the engine `plans`."""
+
+
+class Trained(Protocol):
     """What is trained. `rank` and `world` are those of the plan, `processes` how many there really are; one of them `writes`.
 
     `units` and `optimizer` are made when asked for: a peer that replaces parameters must not."""
@@ -64,32 +97,11 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True)
-class Times:
-    """Where a step went, in seconds; None is not known. The words are those of `mdcs.measure.timeline.StepTimes`."""
-
-    step_s: float
-    compute_s: float | None = None
-    communication_s: float | None = None
-    overlap_s: float | None = None
-    exposed_s: float | None = None
-    overlap_ratio: float | None = None
-
-    @classmethod
-    def of(cls, step_s: float, compute_s: float | None, communication_s: float | None, overlap_s: float | None) -> Times:
-        """With what follows from what is known."""
-        exposed_s = None if compute_s is None else max(0.0, step_s - compute_s)
-        ratio = None
-        if communication_s is not None and overlap_s is not None:
-            ratio = min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0
-        return cls(step_s, compute_s, communication_s, overlap_s, exposed_s, ratio)
-
-
-@dataclass(frozen=True)
 class Record:
     """One step; bytes on the wire and messages by kind, None where they are not known."""
 
     step: int
-    times: Times
+    times: StepTimes
     bytes: Mapping[str, int] | None = None
     messages: Mapping[str, int] | None = None
 
@@ -176,12 +188,14 @@ class Peer:
 
     shows_waits = shows_messages = False
 
-    def __init__(self, config: Config, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.job, self.model, self.optimizer = job, model, optimizer
+    def __init__(self, config: Config, workload: Trained, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from mdcs.runtime.executor import executor_for
+
+        self.workload, self.model, self.optimizer = workload, model, optimizer
         self.grad_norm: float | None = None
         self.collectives = Collectives.default(config.cluster.resolved_backend())
         self._clip = config.optimizer.clip_norm
-        self._executor, self._meter = executor_for(job.device), current_meter(job.device)
+        self._executor, self._meter = executor_for(workload.device), current_meter(workload.device)
         self.seen, self._steps = Seen(), 0
         self._unread: list[tuple[int, Any, Any, Seen]] = []
         self.reset_memory()
@@ -194,7 +208,7 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """Let go of what outlives the job."""
+        """Let go of what outlives the workload."""
 
     # ---- a step
 
@@ -210,7 +224,7 @@ class Peer:
         return nullcontext()
 
     def loss(self, batch: Batch) -> Tensor:
-        return self.job.loss(batch, self.model)
+        return self.workload.loss(batch, self.model)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -229,6 +243,8 @@ class Peer:
         """What is left to reduce when backward has ended."""
 
     def clip(self, norm: float) -> Tensor:
+        import torch
+
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def update(self) -> None:
@@ -239,8 +255,10 @@ class Peer:
 
     def drain(self) -> None:
         """Nothing is in flight between steps; rank 0's buffers (BatchNorm's statistics) become the model's."""
-        if self.job.world > 1:
-            for buffer in self.job.model.buffers():
+        import torch.distributed as dist
+
+        if self.workload.world > 1:
+            for buffer in self.workload.model.buffers():
                 dist.broadcast(buffer, 0)
 
     @contextmanager
@@ -266,7 +284,7 @@ class Peer:
         count = dict(seen.count) if seen.count or self.shows_messages else None
         return Record(step, self.times(whole, phases, seen), sent, count)
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         """Of a step, from what was seen of it."""
         computed = length(phases) - length(intersection(phases, seen.waits)) if self.shows_waits else None
         communicated = overlapped = None
@@ -276,7 +294,7 @@ class Peer:
             if computed is not None:
                 hidden = intersection(messages, phases)
                 overlapped = length(hidden) - length(intersection(hidden, union(seen.waits)))
-        return Times.of(whole[1] - whole[0], computed, communicated, overlapped)
+        return StepTimes(whole[1] - whole[0], computed, communicated, overlapped)
 
     def reset_memory(self) -> None:
         self._meter.reset()

@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from experiments.config.schema import Config
-from experiments.engines.base import Batch, Engine, Job, Peer
+from experiments.config.schema import Config, ConfigError
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from mdcs.options import option
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from experiments.engines.base import Batch
 
 
-def prepare(config: Config, job: Job) -> Engine:
-    return DataParallel(config, job)
+@dataclass(frozen=True)
+class DataParallel(EngineOptions):
+    name = "dataparallel"
+    needs_cuda = True
+
+    loss_inside: bool = option(False, "each device computes the loss of its part")
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for several processes: one drives all devices."""
+        super().check(config)
+        if config.cluster.ranks != 1:
+            got = config.cluster.ranks
+            raise ConfigError("cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {got}")
+
+    def require(self) -> None:
+        """Raise ConfigError where there is one device, or none."""
+        import torch
+
+        if (devices := torch.cuda.device_count()) < 2:
+            raise ConfigError("engine", f"dataparallel needs several CUDA devices, and torch finds {devices}")
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model, on all devices."""
+        return DataParallelEngine(self, config, workload)
 
 
-class DataParallel(Peer):
+class DataParallelEngine(Peer):
     """Plain, outputs are gathered on the first device, which computes the loss. It shows neither messages nor waits."""
 
-    def __init__(self, config: Config, job: Job) -> None:
+    def __init__(self, options: DataParallel, config: Config, workload: Trained) -> None:
+        import torch
+
         devices = list(range(torch.cuda.device_count()))
-        self._inside = bool(config.engine.loss_inside)
-        model = nn.DataParallel(_WithLoss(job) if self._inside else job.model, device_ids=devices)
-        super().__init__(config, job, model, job.optimizer)
+        self._inside = options.loss_inside
+        model = torch.nn.DataParallel(_with_loss(workload) if self._inside else workload.model, device_ids=devices)
+        super().__init__(config, workload, model, workload.optimizer)
 
     def loss(self, batch: Batch) -> Tensor:
         if not self._inside:
@@ -29,12 +59,16 @@ class DataParallel(Peer):
         return parts.mean()
 
 
-class _WithLoss(nn.Module):
-    """Its forward is the loss of a part of the batch."""
+def _with_loss(workload: Trained) -> nn.Module:
+    """A module whose forward is the loss of a part of the batch."""
+    from torch import nn
 
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.module, self._loss = job.model, job.loss
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = workload.model
 
-    def forward(self, **batch: Tensor) -> Tensor:
-        return self._loss(batch, self.module)
+        def forward(self, **batch: Tensor) -> Tensor:
+            return workload.loss(batch, self.module)
+
+    return WithLoss()

@@ -4,38 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Job, Peer, Seen, Times
+from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Trained
 from mdcs.measure.timeline import Span, length
+from mdcs.options import option
+from mdcs.plan.times import StepTimes
 from mdcs.profile.link import Kind
 
 _NS = 1e-9
 
 
-def prepare(config: Config, job: Job) -> Engine:
-    return Ddp(config, job)
+@dataclass(frozen=True)
+class Ddp(EngineOptions):
+    name = "ddp"
+
+    bucket_mib: float = option(25.0, "gradients are reduced in buckets of about so much", above=0)
+    gradient_as_bucket_view: bool = option(True, "gradients are views of the buckets, not copied to them")
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model, with broadcasts of its buffers left to evaluation."""
+        return DdpEngine(self, config, workload)
 
 
-class Ddp(Peer):
+class DdpEngine(Peer):
     """Communication is from the start of the first bucket to the end of the last: that is what DDP's timers tell."""
 
-    def __init__(self, config: Config, job: Job) -> None:
-        assert config.engine.bucket_mib is not None and config.engine.gradient_as_bucket_view is not None
+    def __init__(self, options: Ddp, config: Config, workload: Trained) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
         self._ddp: Any = DistributedDataParallel(
-            job.model,
-            bucket_cap_mb=config.engine.bucket_mib,
-            gradient_as_bucket_view=config.engine.gradient_as_bucket_view,
+            workload.model,
+            bucket_cap_mb=options.bucket_mib,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
             broadcast_buffers=False,  # before evaluation is soon enough, for all engines alike
         )
         self._ddp._set_ddp_runtime_logging_sample_rate(1)
         self._timed: dict[int, dict[str, Any]] = {}
-        super().__init__(config, job, self._ddp, job.optimizer)
-        size = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad)
-        self._sent = self.collectives.sent(Kind.AR, size, job.world)
+        super().__init__(config, workload, self._ddp, workload.optimizer)
+        size = sum(p.numel() * p.element_size() for p in workload.model.parameters() if p.requires_grad)
+        self._sent = self.collectives.sent(Kind.AR, size, workload.world)
 
     def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._ddp.no_sync()
@@ -46,11 +56,11 @@ class Ddp(Peer):
         self._timed[id(self.seen)] = self._ddp._get_ddp_logging_data()
         self.seen.sent[str(Kind.AR)] = self._sent
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         timed = self._timed.pop(id(seen))
         names = ("forward_compute_time", "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time")
         if any(name not in timed for name in names):
-            return Times.of(whole[1] - whole[0], None, None, None)
+            return StepTimes(whole[1] - whole[0])
         forward, backward, communication, overlap = (timed[name] * _NS for name in names)
         # Before the last micro-step nothing is sent.
-        return Times.of(whole[1] - whole[0], length(phases[:-1]) + forward + backward, communication, overlap)
+        return StepTimes(whole[1] - whole[0], length(phases[:-1]) + forward + backward, communication, overlap)

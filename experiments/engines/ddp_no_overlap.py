@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Job, Peer
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from mdcs.options import option
 from mdcs.profile.link import Kind
+from mdcs.sizes import MIB
 
-MIB = 2**20
-
-
-def prepare(config: Config, job: Job) -> Engine:
-    return NoOverlap(config, job)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class NoOverlap(Peer):
+@dataclass(frozen=True)
+class DdpNoOverlap(EngineOptions):
+    name = "ddp_no_overlap"
+
+    bucket_mib: float = option(25.0, "gradients are reduced in buckets of about so much", above=0)
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model as it is, which all ranks get from rank 0."""
+        return DdpNoOverlapEngine(self, config, workload)
+
+
+class DdpNoOverlapEngine(Peer):
     shows_waits = shows_messages = True  # there are none in forward and backward
 
-    def __init__(self, config: Config, job: Job) -> None:
-        assert config.engine.bucket_mib is not None
-        if job.world > 1:
-            for tensor in [*job.model.parameters(), *job.model.buffers()]:
+    def __init__(self, options: DdpNoOverlap, config: Config, workload: Trained) -> None:
+        import torch.distributed as dist
+
+        if workload.world > 1:
+            for tensor in [*workload.model.parameters(), *workload.model.buffers()]:
                 dist.broadcast(tensor.data, 0)
-        self._parameters = [p for p in job.model.parameters() if p.requires_grad]
-        self._bucket = int(config.engine.bucket_mib * MIB)
-        super().__init__(config, job, job.model, job.optimizer)
+        self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
+        self._bucket = int(options.bucket_mib * MIB)
+        super().__init__(config, workload, workload.model, workload.optimizer)
 
     def reduce(self) -> None:
-        if self.job.world == 1:
+        import torch
+        import torch.distributed as dist
+
+        if self.workload.world == 1:
             return
         begin = self._executor.seconds(self._executor.stamp())
         flights = []
         for bucket in _buckets([p.grad for p in self._parameters if p.grad is not None], self._bucket):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self.job.world)
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self.workload.world)
             flights.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
         size = 0
         for bucket, flat, work in flights:
@@ -44,7 +57,7 @@ class NoOverlap(Peer):
             parts = flat.split([gradient.numel() for gradient in bucket])
             torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
         end = self._executor.seconds(self._executor.stamp())
-        self.seen.message(Kind.AR, self.collectives.sent(Kind.AR, size, self.job.world), (begin, end))
+        self.seen.message(Kind.AR, self.collectives.sent(Kind.AR, size, self.workload.world), (begin, end))
         self.seen.count[str(Kind.AR)] = len(flights)
 
 

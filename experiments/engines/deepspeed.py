@@ -2,40 +2,61 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from experiments.config.schema import Config, ConfigError
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from mdcs.options import option
 
-from experiments.config.schema import Config
-from experiments.engines.base import Engine, Job, Peer
-
-
-def prepare(config: Config, job: Job) -> Engine:
-    return Zero(config, job)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class Zero(Peer):
+@dataclass(frozen=True)
+class Deepspeed(EngineOptions):
+    name = "deepspeed"
+
+    stage: int = option(2, "of ZeRO", at_least=1, at_most=3)
+
+    @property
+    def label(self) -> str:
+        """For instance deepspeed 3."""
+        return f"{self.name} {self.stage}"
+
+    def require(self) -> None:
+        """DeepSpeed is an extra."""
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ConfigError("engine", "deepspeed is not installed: pip install 'mdcs[deepspeed]'")
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model, with the job's optimizer."""
+        return DeepspeedEngine(self, config, workload)
+
+
+class DeepspeedEngine(Peer):
     """It shows neither messages nor waits."""
 
-    def __init__(self, config: Config, job: Job) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", job.device.type)
+    def __init__(self, options: Deepspeed, config: Config, workload: Trained) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", workload.device.type)
         import deepspeed
 
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": config.data.batch_size,
             "gradient_accumulation_steps": config.run.accumulation,
             "gradient_clipping": config.optimizer.clip_norm or 0.0,
-            "zero_optimization": {"stage": config.engine.stage},
+            "zero_optimization": {"stage": options.stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 2**31,
         }
-        optimizer = job.optimizer
+        optimizer = workload.optimizer
         self._zero, *_ = deepspeed.initialize(
-            model=job.model, optimizer=optimizer, config=settings, dist_init_required=False
+            model=workload.model, optimizer=optimizer, config=settings, dist_init_required=False
         )
-        super().__init__(config, job, self._zero, optimizer)
+        super().__init__(config, workload, self._zero, optimizer)
         self._clips = self._clip is not None
         self._clip = None  # ZeRO does it in its step
 

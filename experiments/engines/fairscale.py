@@ -5,42 +5,51 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Job, Peer, Seen, Times
+from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Trained
 from mdcs.measure.timeline import Span
+from mdcs.options import option
+from mdcs.plan.times import StepTimes
+from mdcs.sizes import MIB
 
-MIB = 2**20
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def prepare(config: Config, job: Job) -> Engine:
-    return ShardedDdp(config, job)
+@dataclass(frozen=True)
+class Fairscale(EngineOptions):
+    name = "fairscale"
+
+    bucket_mib: float = option(32.0, "gradients are reduced in buckets of about so much", above=0)
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model, with the job's optimizer made anew by OSS."""
+        return FairscaleEngine(self, config, workload)
 
 
-class ShardedDdp(Peer):
+class FairscaleEngine(Peer):
     """Backward computes until its last gradient is there, and then waits for reductions; what is in flight it does not
     show."""
 
     shows_waits = True
 
-    def __init__(self, config: Config, job: Job) -> None:
+    def __init__(self, options: Fairscale, config: Config, workload: Trained) -> None:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 
-        assert config.engine.bucket_mib is not None
-        made = job.optimizer
+        made = workload.optimizer
         taken = inspect.signature(type(made)).parameters
-        options = {name: value for name, value in made.defaults.items() if name in taken}
-        parameters = [p for p in job.model.parameters() if p.requires_grad]
-        optimizer = OSS(parameters, optim=type(made), **options)
-        width = next(job.model.parameters()).element_size()
+        given = {name: value for name, value in made.defaults.items() if name in taken}
+        parameters = [p for p in workload.model.parameters() if p.requires_grad]
+        optimizer = OSS(parameters, optim=type(made), **given)
+        width = next(workload.model.parameters()).element_size()
         self._sharded: Any = ShardedDataParallel(
-            job.model, optimizer, reduce_buffer_size=int(config.engine.bucket_mib * MIB / width), broadcast_buffers=False
+            workload.model, optimizer, reduce_buffer_size=int(options.bucket_mib * MIB / width), broadcast_buffers=False
         )
-        super().__init__(config, job, self._sharded, optimizer)
+        super().__init__(config, workload, self._sharded, optimizer)
         self._gradient = self._begin
         self._hooks = [p.register_post_accumulate_grad_hook(self._stamp) for p in parameters]
 
@@ -58,7 +67,7 @@ class ShardedDdp(Peer):
         loss.backward()
         self.seen.waits.append((self._gradient, self._executor.stamp()))
 
-    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> Times:
+    def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         seconds = self._executor.seconds
         seen.waits = [(seconds(begin), seconds(end)) for begin, end in seen.waits]
         return super().times(whole, phases, seen)

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config
-from experiments.engines.base import Engine, Job, Peer
+from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
-def prepare(config: Config, job: Job) -> Engine:
-    return FairscaleFsdp(config, job)
+@dataclass(frozen=True)
+class FairscaleFsdp(EngineOptions):
+    name = "fairscale_fsdp"
+    needs_cuda = True
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around every block of the model and the rest."""
+        return FairscaleFsdpEngine(config, workload)
 
 
-class FairscaleFsdp(Peer):
+class FairscaleFsdpEngine(Peer):
     """It shows neither messages nor waits."""
 
-    def __init__(self, config: Config, job: Job) -> None:
+    def __init__(self, config: Config, workload: Trained) -> None:
         from fairscale.nn.data_parallel import FullyShardedDataParallel
         from fairscale.nn.wrap import auto_wrap, enable_wrap
 
-        blocks = set(job.blocks())
+        blocks = set(workload.blocks())
 
         def is_block(module: nn.Module, recurse: bool, **_: Any) -> bool:
             return recurse or module in blocks
 
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, auto_wrap_policy=is_block):
-            inner = auto_wrap(job.model)
+            inner = auto_wrap(workload.model)
         self._sharded: Any = FullyShardedDataParallel(inner)
-        super().__init__(config, job, self._sharded, job.optimizer_of(self._sharded))
+        super().__init__(config, workload, self._sharded, workload.optimizer_of(self._sharded))
 
     def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._sharded.no_sync()
 
     def clip(self, norm: float) -> Tensor:
+        import torch
+
         return torch.as_tensor(self._sharded.clip_grad_norm_(norm))

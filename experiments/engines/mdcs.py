@@ -5,35 +5,43 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import mdcs
 from experiments.config.schema import Config
-from experiments.engines.base import Batch, Engine, Job, Record, Times
+from experiments.engines.base import Engine, EngineOptions, Record, Trained
 from mdcs.measure.memory import TOTAL
 from mdcs.measure.timeline import RankTimeline, Timeline
-from mdcs.planner.make import extra_communication_s
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from experiments.engines.base import Batch
 
 
-def prepare(config: Config, job: Job) -> Engine:
-    return Planned(config, job)
+@dataclass(frozen=True)
+class Mdcs(EngineOptions):
+    name = "mdcs"
+    plans = True
+
+    def prepare(self, config: Config, workload: Trained) -> Engine:
+        """Around the model, run by the job's plan."""
+        return MdcsEngine(config, workload)
 
 
-class Planned:
+class MdcsEngine:
     """The job's model, run by the job's plan."""
 
-    def __init__(self, config: Config, job: Job) -> None:
-        assert job.plan is not None and job.plan.prediction is not None
-        self.job, self.plan, self.prediction = job, job.plan, job.plan.prediction
-        self.optimizer = job.optimizer
+    def __init__(self, config: Config, workload: Trained) -> None:
+        assert workload.plan is not None and workload.plan.prediction is not None
+        self.workload, self.plan, self.prediction = workload, workload.plan, workload.plan.prediction
+        self.optimizer = workload.optimizer
         self._parallel = mdcs.parallelize(
-            job.model, job.optimizer, job.plan, job.units, clip_norm=config.optimizer.clip_norm,
+            workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,
             loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
-            timeout_s=config.cluster.timeout_s, emulate=job.emulate,
+            timeout_s=config.cluster.timeout_s, emulate=workload.emulate,
         )  # fmt: skip
         self.step, self.drain = self._parallel.step, self._parallel.drain
         self.evaluate, self.reset_memory = self._parallel.evaluate, self._parallel.reset_memory
@@ -50,7 +58,7 @@ class Planned:
         return nullcontext()
 
     def loss(self, batch: Batch) -> Tensor:
-        return self.job.loss(batch)
+        return self.workload.loss(batch)
 
     def backward(self, loss: Tensor) -> None:
         self._parallel.scaled(loss).backward()
@@ -60,10 +68,7 @@ class Planned:
         return self._parallel.grad_norm
 
     def records(self, *, flush: bool = False) -> list[Record]:
-        return [
-            Record(r.step, Times(**dataclasses.asdict(r.times)), r.bytes, r.messages)
-            for r in self._parallel.records(flush=flush)
-        ]
+        return [Record(r.step, r.times, r.bytes, r.messages) for r in self._parallel.records(flush=flush)]
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]
@@ -76,18 +81,20 @@ class Planned:
     def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
         memory = self._parallel.memory()
         return {
-            "extra_communication_s": extra_communication_s(self.plan.profile, dict(sent or {})),
+            "extra_communication_s": self.plan.job.cost.extra_communication_s(dict(sent or {})),
             **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
             "memory": {"predicted": self.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
         }
 
     def write(self, folder: Path) -> None:
         """The last whole period of every rank, on the clock that starts with rank 0's."""
+        import torch.distributed as dist
+
         begin, end, intervals = self._parallel.last_period()
-        own = (self.job.rank, intervals, self._parallel.memory_by_slot())
-        gathered: list[Any] = [None] * self.job.processes
+        own = (self.workload.rank, intervals, self._parallel.memory_by_slot())
+        gathered: list[Any] = [None] * self.workload.processes
         dist.all_gather_object(gathered, own)
-        if not self.job.writes or not intervals:
+        if not self.workload.writes or not intervals:
             return
         ranks = tuple(
             RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - begin, end=i.end - begin) for i in theirs))

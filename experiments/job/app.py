@@ -9,7 +9,6 @@ others go on.
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import sys
@@ -25,14 +24,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import help
 from experiments.config.checks import from_composed
-from experiments.config.errors import CONF, explain
+from experiments.config.errors import explain
+from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
+from mdcs.planner.interfaces import decides_schedule
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,11 @@ class JobResult:
 
 @dataclass
 class Session:
-    """One call of a program: its jobs' results so far, and the sweep's folder if it is a sweep."""
+    """One call of a program: its jobs' results so far; of a sweep its folder too, and the configs of the jobs it is to run."""
 
     results: list[JobResult] = field(default_factory=list)
     sweep: Path | None = None
+    accepted: list[Config] = field(default_factory=list)
 
 
 Job = Callable[[Config, Path], str]
@@ -80,9 +82,11 @@ def run(job: Job, *, on_sweep_end: Callable[[Session], None] | None = None) -> i
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises what it would print over many lines
     try:
         if asks_for_help:
-            given = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-            print(help.text(sys.modules["__main__"].__doc__ or "", given))
+            print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:]))
             return 0
+        for folder in added_folders(sys.argv[1:]):
+            if not folder.is_dir():
+                raise ConfigError("--config-dir", f"no such folder: {folder}")
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     except KeyboardInterrupt:
         print("interrupted: all ranks were ended", file=sys.stderr)
@@ -105,12 +109,14 @@ def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) 
     settings = HydraConfig.get()
     overrides, folder = tuple(settings.overrides.task), Path(settings.runtime.output_dir)
     try:
-        config = from_composed(composed)
+        config = from_composed(composed, settings.runtime.choices)
         if settings.mode == RunMode.MULTIRUN:
             if not sweeps:
                 raise ConfigError("--multirun", "this program takes one job")
             session.sweep = Path(settings.sweep.dir).resolve()
             config.run.sweep = config.run.sweep or _sweep_name(session.sweep)
+        elif unused := _unused(config, overrides):
+            print(f"{_decides(config)}: not used: {' '.join(unused)}", file=sys.stderr)
         reason = job(config, folder)
     except ConfigError as error:
         session.results.append(JobResult("invalid", overrides, str(error)))
@@ -123,17 +129,31 @@ def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) 
 
 def _judge(session: Session, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> bool:
     try:
-        composed = copy.deepcopy(compose())
-        with read_write(composed), open_dict(composed):
-            del composed["hydra"]
-        from_composed(composed)
+        config = from_composed(compose())
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         reason = str(explain(error, overrides))
         if all(reason != result.reason for result in session.results):  # once, not for every job of an axis
             print(f"{reason} (job {' '.join(overrides)})", file=sys.stderr)
         session.results.append(JobResult("invalid", tuple(overrides), reason))
         return False
+    if config in session.accepted:
+        why = f": {_decides(config)}" if decides_schedule(config.strategy) else ""
+        print(f"same as job {session.accepted.index(config)}{why} (job {' '.join(overrides)})", file=sys.stderr)
+        return False
+    session.accepted.append(config)
     return True
+
+
+def _decides(config: Config) -> str:
+    return f"strategy={config.strategy.name} decides the schedule"
+
+
+def _unused(config: Config, overrides: Sequence[str]) -> list[str]:
+    """What was asked for of a schedule that the strategy decides itself."""
+    if not decides_schedule(config.strategy):
+        return []
+    return [each for each in overrides if each.partition("=")[0].partition(".")[0] == "scheduler"
+            or each.startswith("budget.schedule_share=") and not each.endswith("=null")]  # fmt: skip
 
 
 def _exit_code(session: Session) -> int:

@@ -1,64 +1,51 @@
-"""Plan without training: with a profile that is known already, or else with one that the job's own ranks measure.
-
-`model.checkpointing=auto` is decided here: a plan is made without and one with recomputation, each with a profile of
-its own, and the one that is predicted to be faster within the budget is kept.
-"""
+"""A job's plan: what its config says of it, and the files that it is written to."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-from rich.console import Console
-
+import mdcs
 from experiments.config.schema import Config
-from experiments.job import run as jobs
-from experiments.job import worker
-from experiments.job.profiles import Profiles
-from mdcs.plan.messages import Plan
-from mdcs.planner.make import floor_bytes
-
-_WAYS = {"without": None, "with": True}  # null is the models' own: none recomputes
+from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
+from mdcs.sizes import GIB, MIB
 
 
-def plan(config: Config, folder: Path, console: Console, *, share: Profiles | None = None, module: str = jobs.WORKER) -> str:
-    """Leave plan.json in the folder; the reason why there is none, empty if there is. Jobs run the module `module`."""
-    found = jobs.known_profile(config, folder, console, share=share)
-    if found is None:
-        return jobs.run(config, folder, console, share=share, only="plan", worker=module).reason
-    resolved, profile = found
-    planning = worker.planning_options(resolved)
-    try:
-        made = worker.make_plan(resolved, profile, floor_bytes(profile, **planning), planning)
-    except ValueError as error:
-        return str(error)
-    worker.write_plan(folder, made)
-    return ""
+def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
+    """What plans of a config are made for."""
+    return mdcs.Job(
+        profile,
+        micro_steps=config.run.accumulation,
+        cross_iteration=config.run.cross_iteration
+        and config.optimizer.clip_norm is None
+        and config.run.precision != "fp16",  # whether its update is left out, all gradients say together
+        reserve=int(config.budget.reserve_mib * MIB),
+    )
 
 
-def decide(
-    config: Config, folder: Path, console: Console, *, share: Profiles | None = None, module: str = jobs.WORKER
-) -> tuple[Config, str]:
-    """The config with `model.checkpointing` decided if it is auto, and why that is not possible (empty if it is).
+def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
+    """The plan that the config asks for; `floor` is that of the job, in bytes. Raises ValueError, InfeasibleBudget among them."""
+    budget = budget_bytes(config, floor)
+    if budget is not None and not any(slot.peak for slot in job.profile.slots):
+        raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
+    return mdcs.make_plan(job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share)
 
-    What was planned is in folders beside the job's, `checkpointing-with` and `checkpointing-without`.
-    """
-    if config.model.checkpointing != "auto":
-        return config, ""
-    share = share or Profiles()
-    ways = {w: dataclasses.replace(config, model=dataclasses.replace(config.model, checkpointing=c)) for w, c in _WAYS.items()}
-    found, reasons = dict[str, float](), dict[str, str]()
-    for way, job in ways.items():
-        own = folder / f"checkpointing-{way}"
-        reasons[way] = plan(job, own, console, share=share, module=module)
-        if not reasons[way]:
-            prediction = Plan.from_json((own / "plan.json").read_text(encoding="utf-8")).prediction
-            assert prediction is not None
-            found[way] = prediction.step_s
-            reasons[way] = f"{prediction.step_s * 1e3:.0f} ms predicted, {prediction.peak_bytes / 2**20:.0f} MiB"
-    told = "; ".join(f"{way}: {reason}" for way, reason in reasons.items())
-    if not found:
-        return config, f"model.checkpointing=auto: no plan either way. {told}"
-    best = min(found, key=found.__getitem__)
-    console.print(f"model.checkpointing=auto: {best}, because {told}", markup=False, highlight=False, soft_wrap=True)
-    return ways[best], ""
+
+def budget_bytes(config: Config, floor: int | None) -> int | None:
+    """The config's budget per rank; None for no limit, and for one over a floor that is not known."""
+    if config.budget.gib is not None:
+        return int(config.budget.gib * GIB)
+    if config.budget.over_floor is None or floor is None:
+        return None
+    return int(floor * (1 + config.budget.over_floor))
+
+
+def write_plan(folder: Path, plan: mdcs.Plan) -> None:
+    """The plan, and the replay of one period in the format of a measured timeline."""
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    replay = mdcs.replay(plan)
+    names = tuple(plan.period.name(q) for q in range(plan.period.length))
+    memory = tuple(SlotMemory(name, curve) for name, curve in zip(names, replay.curve, strict=True))
+    timeline = Timeline(
+        replay.period_s, names, (RankTimeline(PREDICTED_RANK, tuple(replay.intervals)),), memory
+    )
+    (folder / "predicted_timeline.json").write_text(timeline.to_json(), encoding="utf-8")

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 from pathlib import Path
 
+from experiments.config.identity import identity
 from experiments.config.schema import Config, ProfileConfig
-from launch import network
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.profile.contents import SCHEMA, Profile
 from mdcs.profile.link import Link
 
-# Of what a profile does not depend on; whatever else a config has makes another profile.
-_OTHER_GROUPS = ("strategy", "scheduler", "budget", "profile", "engine", "tracker", "tradeoff")
-_OTHER_KEYS = {
-    "data": ("seed", "max_bytes"),
-    "optimizer": ("lr", "betas", "eps", "schedule", "warmup_steps", "clip_norm"),
-    "cluster": ("timeout_s", "startup_s"),
-    "run": ("name", "sweep", "steps", "warmup_steps", "accumulation", "seed", "eval_every"),
-}
 _MEASURED = 3
 """Raised when equal jobs measure something else than before: the runtime, the links or what is measured have changed."""
 
@@ -40,8 +30,8 @@ class Profiles:
         if config.profile.name != "measured" or config.profile.path is not None:
             return None
         key = _key(config)
-        if key in self._measured:
-            return self._measured[key]
+        if (measured := self._measured.get(key)) is not None and measured.exists():
+            return measured
         cached = cache_folder() / f"{key}.json"
         return cached if config.profile.cache and not config.profile.refresh and _read(cached) else None
 
@@ -50,8 +40,9 @@ class Profiles:
         profile = _read(folder / "profile.json")
         if config.profile.name != "measured" or config.profile.path is not None or profile is None:
             return
-        key = _key(config)
-        self._measured.setdefault(key, folder / "profile.json")
+        key, path = _key(config), folder / "profile.json"
+        self._measured = {k: p for k, p in self._measured.items() if p != path}  # a folder has the profile of its last job
+        self._measured.setdefault(key, path)
         has_memory = any(slot.peak for slot in profile.slots)
         if config.profile.cache and has_memory == config.cluster.measure_memory:
             cache_folder().mkdir(parents=True, exist_ok=True)
@@ -96,20 +87,6 @@ def ranks(profile: Profile) -> str:
     return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks"
 
 
-def device_name(config: Config) -> str:
-    """Of the GPU, or of the processor with the number of cores that this process may use."""
-    if config.cluster.device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
 def _analytic(c: ProfileConfig, depth: int) -> Profile:
     values = {key: value for key, value in dataclasses.asdict(c).items() if value is not None}
     model = Transformer(**{f.name: values[f.name] for f in dataclasses.fields(Transformer)})
@@ -123,17 +100,7 @@ def _analytic(c: ProfileConfig, depth: int) -> Profile:
 
 
 def _key(config: Config) -> str:
-    """What a measured profile depends on: the job's side of it, the device, and the libraries."""
-    whole = dataclasses.asdict(config)
-    cluster = {"threads": config.cluster.resolved_threads(), "backend": config.cluster.resolved_backend()}
-    parts = {group: values for group, values in whole.items() if group not in _OTHER_GROUPS}
-    for group, names in _OTHER_KEYS.items():
-        parts[group] = {name: value for name, value in parts[group].items() if name not in names}
-    parts["cluster"] |= cluster
-    if config.cluster.name == "shaped":
-        parts["congestion_control"] = network.congestion_control()
-    parts |= {"device": device_name(config), "torch": importlib.metadata.version("torch"), "schema": SCHEMA}
-    parts["measured"] = _MEASURED
+    parts = identity(config) | {"schema": str(SCHEMA), "measured": str(_MEASURED)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 

@@ -85,8 +85,9 @@ def describe(step: Mapping[str, Any]) -> str:
         parts.append(f"loss {loss:.4f}")
     if (seconds := step.get("step_s")) is not None:
         parts.append(f"{seconds * 1e3:.0f} ms")
-    if (exposed := step.get("exposed_s")) is not None:
-        parts.append(f"exposed {exposed * 1e3:.0f} ms")
+    for word in ("stalled", "exposed"):
+        if (seconds := step.get(f"{word}_s")) is not None:
+            parts.append(f"{word} {seconds * 1e3:.0f} ms")
     if (ratio := step.get("overlap_ratio")) is not None:
         parts.append(f"overlap {ratio:.0%}")
     return ", ".join(parts)

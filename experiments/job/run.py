@@ -17,22 +17,26 @@ from pathlib import Path
 from rich.console import Console
 
 import analysis
-from experiments import engines
-from experiments.config.checks import save
+from analysis.events import METRICS, Tail
+from experiments.config.checks import as_mapping, save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import profiles
+from experiments.job.events import job_event
+from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
-from experiments.job.tracking import METRICS, JsonLines, Tail, open_mirror
+from experiments.job.tracking import Event, JsonLines
 from launch import elastic, network
 from launch.elastic import Outcome
 from launch.status import Status
 from mdcs.measure.memory import preload_env
+from mdcs.planner.make import floor_bytes
 from mdcs.profile.contents import Profile
+from mdcs.sizes import GIB, MIB
 
 WORKER = "experiments.job.worker"
 
-_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4 * GIB)}
 """glibc gives large blocks back to the system at every free, and faults each page in again: buffers that
 are released and allocated every step cost five times as much that way. Bytes are counted as they are
 requested, so the budget does not see this.
@@ -64,20 +68,19 @@ def run(
     if only is not None:
         _require_plan(config)
     _require_decided(config)
-    engines.require(config)
+    config.engine.require()
     folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     share = share or Profiles()
     reused = share.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
-    save(resolved, folder / "config.yaml")
+    begin(resolved, folder, trains=only is None)
     name = str(resolved.run.name)
-    mirror = open_mirror(
-        resolved.tracker, folder, name=name, group=resolved.run.sweep, config=dataclasses.asdict(resolved)
-    )
-    tail, ended_well = Tail(folder / METRICS), only is not None
-    tail.new()  # what an earlier job in this folder wrote
+    mirror = resolved.tracker.mirror(folder, name=name, group=resolved.run.sweep, config=as_mapping(resolved))
+    asked, ended_well = job_event(resolved), only is not None
+    mirror.event(asked)
+    tail = Tail(folder / METRICS)
+    tail.new()  # what the folder had until now
     outcome = Outcome(False, "interrupted")
     try:
         with JobProgress(console, name, resolved.run.steps) as progress:
@@ -101,15 +104,30 @@ def run(
             outcome = Outcome(False, "all ranks ended well, but wrote no summary")
     finally:
         if not outcome.ok:
-            _record_failure(folder, outcome)
+            where = {"reason": outcome.reason, "rank": outcome.rank, "step": outcome.step}
+            failure = {"event": "failure", "status": "failed", **where, "time": time.time()}
+            _write(folder, *([] if only is None else [asked]), failure)
             for event in tail.new():
                 mirror.event(event)
-        if outcome.ok and only is None and resolved.tracker.name != "none":
+        if outcome.ok and only is None and resolved.tracker.shows_pictures:
             mirror.pictures(_draw(folder))
         mirror.finish(outcome.ok)
     if reused is None and config.engine.plans:
         share.keep(config, folder)
     return outcome
+
+
+def begin(config: Config, folder: Path, *, trains: bool = True) -> None:
+    """Make the folder that of a job: its resolved config, its first event if it trains (what does not is a run only if it fails),
+    and nothing that a former job left, for nobody may take that for this one's. The profile that the config names stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json"):
+        if str(folder / name) != config.profile.path:
+            (folder / name).unlink(missing_ok=True)
+    save(config, folder / "config.yaml")
+    if trains:
+        _write(folder, job_event(config))
 
 
 def known_profile(
@@ -126,15 +144,32 @@ def known_profile(
     if profile is None:
         return None
     _say(reused, console)
-    folder.mkdir(parents=True, exist_ok=True)
-    save(resolved, folder / "config.yaml")
+    folder = folder.resolve()
+    begin(resolved, folder, trains=False)
     (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     return resolved, profile
 
 
+def plan(config: Config, folder: Path, console: Console, *, share: Profiles | None = None, worker: str = WORKER) -> str:
+    """Leave plan.json in the folder, without ranks if the profile is known; the reason why there is none, empty if there is.
+    Raises ConfigError as `run` and `known_profile` do.
+    """
+    found = known_profile(config, folder, console, share=share)
+    if found is None:
+        return run(config, folder, console, share=share, only="plan", worker=worker).reason
+    resolved, profile = found
+    job = job_of(resolved, profile)
+    try:
+        made = make_plan(resolved, job, floor_bytes(job))
+    except ValueError as error:
+        return str(error)
+    write_plan(folder, made)
+    return ""
+
+
 def _require_plan(config: Config) -> None:
     if not config.engine.plans:
-        raise ConfigError("engine.name", f"{config.engine.name} trains without a plan: there is none to make")
+        raise ConfigError("engine", f"{config.engine.name} trains without a plan: there is none to make")
 
 
 def _require_decided(config: Config) -> None:
@@ -186,9 +221,9 @@ def environment(config: Config) -> dict[str, str]:
 def _name(config: Config) -> str:
     if not config.engine.plans:
         return config.engine.label
-    strategy = config.strategy.kind or config.strategy.name
     share, cluster = config.budget.schedule_share, config.cluster
-    name = f"{strategy} {config.scheduler.name}" + ("" if share is None else f" s={share:g}")
+    name = " ".join(planner.name for planner in (config.strategy, config.scheduler) if planner is not None)
+    name += "" if share is None else f" s={share:g}"
     return f"{name} (rank {cluster.rank} of {cluster.ranks}, emulated)" if cluster.emulated else name
 
 
@@ -202,15 +237,7 @@ def _draw(folder: Path) -> list[Path]:
     return [path for path in written if path.suffix == ".png"]
 
 
-def _record_failure(folder: Path, outcome: Outcome) -> None:
+def _write(folder: Path, *events: Event) -> None:
     with JsonLines(folder / METRICS) as metrics:
-        metrics.write(
-            {
-                "event": "failure",
-                "status": "failed",
-                "reason": outcome.reason,
-                "rank": outcome.rank,
-                "step": outcome.step,
-                "time": time.time(),
-            }
-        )
+        for event in events:
+            metrics.write(event)

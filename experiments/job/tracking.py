@@ -1,7 +1,7 @@
-"""Where a run's metrics go: metrics.jsonl, the truth, and W&B beside it.
+"""Where a run's metrics go: metrics.jsonl, the truth, which is always written, and W&B beside it if a config says so.
 
 Rank 0 writes one JSON object per line, flushed per line, so a killed run can be read to its last step
-(`JsonLines`). The parent process, which follows that file anyway to show progress (`Tail`), mirrors it to
+(`JsonLines`). The parent process, which follows that file anyway to show progress (`analysis.events.Tail`), mirrors it to
 W&B (`WandbMirror`). So W&B takes no time and no memory in a rank, sees failed runs too, and cannot stop a
 run: its first failure is one warning, and then it is left alone.
 """
@@ -13,15 +13,16 @@ import math
 import netrc
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from experiments.config.schema import TrackerConfig
+from mdcs.options import Checked, option
 
 Event = Mapping[str, Any]
-METRICS = "metrics.jsonl"
 
 
 class JsonLines:
@@ -51,41 +52,6 @@ class JsonLines:
         self.close()
 
 
-class Tail:
-    """Reads what has been appended to an event file since the last look; lines that are no JSON object are
-    left out.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._position, self._rest = path, 0, b""
-
-    def new(self) -> list[dict[str, Any]]:
-        """The events of the lines finished since the last call; none while the file does not exist."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        self._position += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [event for line in lines if (event := _parsed(line)) is not None]
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every event of a file, that of a crashed run included. Raises FileNotFoundError."""
-    with path.open("rb") as file:
-        return [event for line in file if (event := _parsed(line)) is not None]
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:  # a line cut off by a crash
-        return None
-    return event if isinstance(event, dict) else None
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -96,7 +62,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# ---- trackers beside the file
+# ---- mirrors of the file
 
 
 class Mirror(Protocol):
@@ -129,7 +95,7 @@ class WandbMirror:
 
     def __init__(
         self,
-        tracker: TrackerConfig,
+        tracker: Wandb,
         folder: Path,
         *,
         name: str,
@@ -166,7 +132,7 @@ class WandbMirror:
 
     def _start(
         self,
-        tracker: TrackerConfig,
+        tracker: Wandb,
         folder: Path,
         name: str,
         group: str | None,
@@ -193,8 +159,8 @@ class WandbMirror:
         values = {key: value for key, value in event.items() if key != "event"}
         if event["event"] == "step":
             self._run.log(flat(values))
-        elif event["event"] == "start":
-            self._run.config.update({"start": values}, allow_val_change=True)
+        elif event["event"] in ("job", "start"):
+            self._run.config.update({event["event"]: values}, allow_val_change=True)
         else:
             self._run.summary.update(flat(values))
 
@@ -202,15 +168,6 @@ class WandbMirror:
         if not files:
             return
         self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
-
-
-def open_mirror(
-    tracker: TrackerConfig, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]
-) -> Mirror:
-    """The mirror that `tracker` asks for."""
-    if tracker.name == "wandb":
-        return WandbMirror(tracker, folder, name=name, group=group, config=config)
-    return NoMirror()
 
 
 def default_mode(env: Mapping[str, str]) -> str:
@@ -245,3 +202,49 @@ def _import_wandb() -> ModuleType:
     import wandb
 
     return wandb
+
+
+# ---- what a config chooses
+
+
+@dataclass(frozen=True)
+class Tracker(Checked, ABC):
+    """What a config chooses. `name` is a class's own."""
+
+    name: ClassVar[str] = "tracker"
+    shows_pictures: ClassVar[bool] = True
+    """Whether the pictures of a run are worth drawing for it."""
+
+    @abstractmethod
+    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
+        """What is shown the events of the run in `folder`; it cannot stop the run."""
+
+
+@dataclass(frozen=True)
+class NoTracker(Tracker):
+    """metrics.jsonl alone."""
+
+    name = "none"
+    shows_pictures = False
+
+    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
+        """Nothing."""
+        return NoMirror()
+
+
+@dataclass(frozen=True)
+class Wandb(Tracker):
+    """Weights & Biases."""
+
+    name = "wandb"
+
+    project: str = option("mdcs", "W&B project")
+    entity: str | None = option(None, "W&B entity")
+    group: str | None = option(None, "W&B group; null: the name of the sweep")
+    mode: str | None = option(
+        None, "null: online with a W&B account on this machine, else offline", choices=("offline", "online", "disabled")
+    )
+
+    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
+        """A run of W&B, its files in the folder."""
+        return WandbMirror(self, folder, name=name, group=group, config=config)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.slots import measure_profile
 from mdcs.model.units import ModelUnit
+from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
+from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.planner.make import make_plan
-from mdcs.planner.schedulers import SCHEDULERS
-from mdcs.planner.strategies import STRATEGIES
-from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Profile
-from mdcs.profile.link import Link
+from mdcs.planner.named import scheduler_named, strategy_named
+from mdcs.planner.schedulers.priority import Priority
 
 
 def autoplan(
@@ -28,26 +27,32 @@ def autoplan(
     units: list[ModelUnit],
     step: Callable[[], Tensor],
     *,
-    strategy: str = "greedy",
-    scheduler: str = "priority",
+    strategy: str | StrategyPlanner | JointPlanner = "greedy",
+    scheduler: str | Scheduler | None = None,
     budget: int | None = None,
+    schedule_share: float | None = None,
+    micro_steps: int = 1,
+    cross_iteration: bool = True,
+    reserve: int = 0,
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
-    **options: Any,
 ) -> Plan:
     """A plan for training ``model`` within ``budget`` bytes per rank; collective: call it on every rank.
 
-    ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` is dp, zero1, sdp, fsdp or
-    a name in ``STRATEGIES``, ``scheduler`` one in ``SCHEDULERS`` (:mod:`mdcs.planner`); ``options``
-    are :func:`mdcs.planner.make.make_plan`'s. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
+    ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` and ``scheduler`` are planners or
+    their names (:mod:`mdcs.planner.named`); the scheduler is priority unless one is given, and none for a strategy that decides
+    the schedule. ``schedule_share`` is that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve``
+    (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
     :func:`mdcs.calibrate.slots.measure_profile`. On CPU, activations are measured in processes that are started with
     :func:`mdcs.measure.memory.preload_env`; elsewhere a budget does not count them, with a warning.
+
+    Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
+    rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits.
     """
-    if strategy not in STRATEGIES and strategy not in ("dp", "zero1", "sdp", "fsdp"):
-        raise ValueError(f"unknown strategy {strategy!r}: dp, zero1, sdp, fsdp, {', '.join(sorted(STRATEGIES))}")
-    if scheduler not in SCHEDULERS:
-        raise ValueError(f"unknown scheduler {scheduler!r}: {', '.join(sorted(SCHEDULERS))}")
-    planner = STRATEGIES[strategy]() if strategy in STRATEGIES else Uniform(strategy)
+    planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
+    schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
+    if schedule is None and not decides_schedule(planner):
+        schedule = Priority()
     world = dist.get_world_size() if dist.is_initialized() else 1
     link, collectives, _ = measure_link(units[0].parameters[0][1].device)
     profile = measure_profile(
@@ -61,46 +66,5 @@ def autoplan(
             "LD_PRELOAD=$(python -m mdcs.measure.memory)",
             stacklevel=2,
         )
-    return on_rank_zero(lambda: make_plan(profile, planner, SCHEDULERS[scheduler](), budget=budget, **options))
-
-
-def agree(profile: Profile, link: Link | None = None) -> Profile:
-    """One profile from those of all ranks: the median rank's times with the spread over all, the largest bytes."""
-    import dataclasses
-    import statistics
-
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    profiles: list[Any] = [profile]
-    if world > 1:
-        profiles = [None] * world
-        dist.all_gather_object(profiles, profile)
-    slots = tuple(
-        dataclasses.replace(
-            versions[0],
-            seconds=statistics.median(s.seconds for s in versions),
-            live=max(s.live for s in versions),
-            peak=max(s.peak for s in versions),
-        )
-        for versions in zip(*(p.slots for p in profiles), strict=True)
-    )
-    first: Profile = profiles[0]
-    spread = {
-        name: (min(p.spread[name][0] for p in profiles), max(p.spread[name][1] for p in profiles)) for name in first.spread
-    }
-    return dataclasses.replace(first, slots=slots, link=link or first.link, spread=spread)
-
-
-def on_rank_zero(make: Callable[[], Plan]) -> Plan:
-    """The plan that rank 0 makes, on every rank; its error, too."""
-    box: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            box[0] = make()
-        except ValueError as e:
-            box[0] = e
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], ValueError):
-        raise box[0]
-    plan: Plan = box[0]
-    return plan
+    job = Job(profile, micro_steps, cross_iteration, reserve)
+    return on_rank_zero(lambda: make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share))

@@ -21,18 +21,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.slots import spread, untouched
+from mdcs.calibrate.clock import now
+from mdcs.calibrate.regression import line, spread
+from mdcs.calibrate.slots import untouched
 from mdcs.measure.memory import current_meter
+from mdcs.model.optimizers import same_options
 from mdcs.model.units import ModelUnit
-from mdcs.plan.messages import Message, Plan, Strategy
+from mdcs.plan.cost import CostModel
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Contention, Profile, Slot, Unit
 from mdcs.profile.link import Kind
 from mdcs.runtime.api import Parallel
 from mdcs.runtime.emulation import Emulation
+from mdcs.sizes import MIB
 
-_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # payload bytes
+_SIZES = (MIB // 16, MIB // 4, MIB, 4 * MIB)  # payload bytes
 _BESIDE = 0.6  # of computing: how long the messages of a probe would take alone
-_MOST_BLOCKS, _MOST_BYTES = 40, 16 << 20
+_MOST_BLOCKS, _MOST_BYTES = 40, 16 * MIB
 _MOST_ROUNDS, _MOST_SECONDS = 5, 30.0
 _TIMEOUT_S = 60.0
 
@@ -54,6 +61,7 @@ class Probe:
 
     @property
     def lost(self) -> float:
+        """Seconds that the step took longer beside the messages; below 0 if it was faster."""
         return self.step_beside - self.step_alone
 
 
@@ -101,9 +109,9 @@ def measure_interference(
     profile = dataclasses.replace(profile, spread=profile.spread | shown)
     if device.type == "cuda":
         return dataclasses.replace(profile, interference=interference(probes))
-    cores, computing = len(os.sched_getaffinity(0)), processes * torch.get_num_threads()
-    share = min(1.0, max(0.0, 1 - (cores - computing) / processes))  # of the processor time of messages: none is spare
-    return dataclasses.replace(profile, contention=contention(probes, share))
+    cores, threads = len(os.sched_getaffinity(0)), processes * torch.get_num_threads()
+    fraction = min(1.0, max(0.0, 1 - (cores - threads) / processes))  # of the processor time of messages: none is spare
+    return dataclasses.replace(profile, contention=contention(probes, fraction))
 
 
 def interference(probes: Sequence[Probe]) -> float:
@@ -112,33 +120,21 @@ def interference(probes: Sequence[Probe]) -> float:
     return max(0.0, lost / (overlap - lost)) if lost < overlap else 0.0
 
 
-def contention(probes: Sequence[Probe], share: float) -> Contention:
-    """Lines over the wire bytes of a message; computing loses ``share`` of the processor time of messages."""
-    per_message, per_byte = line([(p.wire, max(0.0, p.processor - p.work)) for p in probes])
-    least_message, least_byte = line([(p.wire, p.beside) for p in probes])
+def contention(probes: Sequence[Probe], fraction: float) -> Contention:
+    """Lines over the wire bytes of a message; computing loses ``fraction`` (0 to 1) of the processor time of messages.
+
+    Computing's is fitted to processor seconds beside the work that the profile has already, the link's to seconds in flight,
+    both by :func:`mdcs.calibrate.regression.line` with relative errors.
+    """
+    per_message, per_byte = line([(p.wire, max(0.0, p.processor - p.work)) for p in probes], relative=True)
+    least_message, least_byte = line([(p.wire, p.beside) for p in probes], relative=True)
     return Contention(
-        compute_per_message=share * per_message,
-        compute_per_byte=share * per_byte,
-        compute_per_work=share,
+        compute_per_message=fraction * per_message,
+        compute_per_byte=fraction * per_byte,
+        compute_per_work=fraction,
         message_seconds=least_message,
         seconds_per_byte=least_byte,
     )
-
-
-def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(a, b) of y = a + b · x, neither negative, with the least sum of squared relative errors."""
-    weighed = [(x, y, y**-2) for x, y in points if y > 0]
-    if not weighed:
-        return 0.0, 0.0
-    w = sum(w for _, _, w in weighed)
-    mx, my = (sum(p[i] * p[2] for p in weighed) / w for i in (0, 1))
-    spread_x = sum(w * (x - mx) ** 2 for x, _, w in weighed)
-    b = sum(w * (x - mx) * (y - my) for x, y, w in weighed) / spread_x if spread_x else 0.0
-    if b <= 0:
-        return my, 0.0
-    if my < b * mx:  # through the origin: the best line without an intercept
-        return 0.0, sum(w * x * y for x, y, w in weighed) / sum(w * x * x for x, _, w in weighed)
-    return my - b * mx, b
 
 
 class _Weight(nn.Module):
@@ -166,15 +162,13 @@ class _Running:
         slots = Slot(0, "F", 0.0, 0, 0), Slot(0, "B", 0.0, 0, 0)
         messages = tuple(Message(kind, ((0, b),), 1) for kind in sent for b in range(count))
         own = dataclasses.replace(profile, units=(unit,), slots=slots)
-        plan = Plan(own, (Strategy.zero1,), ((block,) * count,), messages)
+        plan = Plan(Job(own), (Strategy.zero1,), ((block,) * count,), messages)
         self.module = _Weight(block * count, like)
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names", "initial_lr")}
-        trained = type(optimizer)([{**options, "params": [self.module.weight]}])  # type: ignore[call-arg]
+        trained = same_options(optimizer, optimizer.param_groups[0], self.module.weight)
         units = [ModelUnit("probe", (self.module,), (("weight", self.module.weight),), True)]
         self.parallel = Parallel(self.module, trained, plan, units, None, None, _TIMEOUT_S, emulate)
-        updating = profile.optimizer.seconds_per_element * block / profile.world + profile.optimizer.seconds_per_run
-        summing = profile.copy_seconds_per_byte * size if profile.collectives.reduce_scatter == "all_to_all" else 0.0
-        work = (summing + updating) / 2  # the gather has none
+        cost = CostModel(profile)
+        work = (cost.copy_s(Kind.RS, size) + cost.update_s(Kind.RS, block)) / 2  # the gather has none
         self.samples: list[Probe] = []
         self.probe = Probe(size, len(messages), sum(sent.values()) // 2, work)
 
@@ -212,17 +206,18 @@ class _Running:
         """Seconds in which a message was in flight."""
         self.parallel.drain()
         self.parallel.step()
-        return self.parallel.records(flush=True)[-1].times.communication_s
+        in_flight = self.parallel.records(flush=True)[-1].times.communication_s
+        assert in_flight is not None
+        return in_flight
 
 
 def _compute(step: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> float:
-    begin = time.perf_counter()
+    """Seconds of a step that is only computed."""
+    begin = now(parameters[0].device)
     step().backward()
     for p in parameters:
         p.grad = None
-    if parameters[0].device.type == "cuda":
-        torch.cuda.synchronize(parameters[0].device)
-    return time.perf_counter() - begin
+    return now(parameters[0].device) - begin
 
 
 def _median(versions: Sequence[Probe]) -> Probe:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,20 +18,24 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mdcs.calibrate.slots import spread as percentiles
+from mdcs.calibrate import regression
+from mdcs.calibrate.clock import now
 from mdcs.profile.algorithms import ALGORITHMS, KIND, OPERATION, Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.runtime.communicator import Communicator, Running, backend_of
+from mdcs.sizes import MIB
 
-SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # payload bytes
+SIZES = (MIB // 16, MIB // 4, MIB, 4 * MIB)  # payload bytes
 _REPEATS = 7
 _SATURATED = 0.97
-_BLOCKS = 1 << 18, 1 << 22  # the smallest and the largest
+_BLOCKS = MIB // 4, 4 * MIB  # the smallest and the largest
 _DEPTHS, _QUEUED, _NEARLY = (1, 2, 3, 4), 8, 1.05
 
 
 class MeasuredLink(NamedTuple):
-    """``spread`` has the 10th and 90th percentile of α (seconds) and 1/β (bytes sent per second) by operation, and of the
+    """The link, the algorithms it was measured with, and how much that varied.
+
+    ``spread`` has the 10th and 90th percentile of α (seconds) and 1/β (bytes sent per second) by operation, and of the
     bytes sent per second with so many messages in flight, if that was measured.
     """
 
@@ -43,27 +46,30 @@ class MeasuredLink(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one algorithm by payload bytes, sample by sample: ``whole``, and ``samples`` without the sum that follows.
+    """Seconds of one algorithm by payload bytes, sample by sample: until its result is there (``done``), and
+    until all is received, before the sum that follows (``served``).
 
-    ``seconds`` and ``link_s`` are their medians.
+    An algorithm is chosen by the first; α and β are fitted to the second.
     """
 
     operation: str
     algorithm: str
-    whole: dict[int, list[float]]
-    samples: dict[int, list[float]]
+    done: dict[int, list[float]]
+    served: dict[int, list[float]]
 
     @property
     def seconds(self) -> dict[int, float]:
-        return {size: statistics.median(samples) for size, samples in self.whole.items()}
+        """Median seconds until the result is there, by payload bytes."""
+        return {size: statistics.median(samples) for size, samples in self.done.items()}
 
     @property
     def link_s(self) -> dict[int, float]:
-        return {size: statistics.median(samples) for size, samples in self.samples.items()}
+        """Median seconds until all is received, by payload bytes."""
+        return {size: statistics.median(samples) for size, samples in self.served.items()}
 
     def expected(self, size: int) -> float:
         """Mean seconds in all but the slowest sample."""
-        samples = sorted(self.whole[size])
+        samples = sorted(self.done[size])
         return statistics.fmean(samples[: max(1, len(samples) - 1)])
 
 
@@ -103,7 +109,7 @@ def measure_link(
         rates = measure_depths(device, chosen, link.block, group=group)
         link = replace(link, depth=max(_shallowest(by_depth) for by_depth in rates.values()))
         for operation, by_depth in rates.items():
-            spread |= {f"{operation} with {n} in flight": percentiles(samples) for n, samples in by_depth.items()}
+            spread |= {f"{operation} with {n} in flight": regression.spread(samples) for n, samples in by_depth.items()}
     return MeasuredLink(link, chosen, spread)
 
 
@@ -117,7 +123,8 @@ def measure_algorithms(
 ) -> list[Timing]:
     """Times of the ``candidates`` (algorithms by operation), the same on all ranks: a message ends when it has on each.
 
-    Algorithms take turns, so that what else the machine does falls on all of them alike.
+    ``sizes`` are payload bytes; of each, ``repeats`` samples follow one that warms up. Algorithms take turns, so that what
+    else the machine does falls on all of them alike. Collective: call it on every rank.
     """
     pairs = [(operation, name) for operation, names in candidates.items() for name in names]
     timings = [Timing(operation, name, {}, {}) for operation, name in pairs]
@@ -130,15 +137,18 @@ def measure_algorithms(
         )[1:]  # fmt: skip
         dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
         for timing, column in zip(timings, samples.transpose(0, 1).tolist(), strict=True):
-            served, whole = zip(*column, strict=True)
-            timing.samples[size], timing.whole[size] = list(served), list(whole)
+            served, done = zip(*column, strict=True)
+            timing.served[size], timing.done[size] = list(served), list(done)
     return timings
 
 
 def measure_depths(
     device: torch.device, collectives: Collectives, block: int, *, group: dist.ProcessGroup | None = None
 ) -> dict[str, dict[int, list[float]]]:
-    """Bytes sent per second by operation and number of messages in flight, sample by sample, the same on all ranks."""
+    """Bytes sent per second by operation and number of messages in flight, sample by sample, the same on all ranks.
+
+    Messages have ``block`` payload bytes. Collective: call it on every rank.
+    """
     rates: dict[str, dict[int, list[float]]] = {}
     for operation, kind in KIND.items():
         messages = [_Message(collectives, operation, block, device, group) for _ in range(max(_DEPTHS))]
@@ -167,14 +177,14 @@ def _link(
         kind = KIND[t.operation]
         if collectives.of(kind) == t.algorithm:
             sent = {size: collectives.sent(kind, size, world) for size in t.link_s}
-            fits[kind] = _fit([(sent[size], s) for size, s in t.link_s.items()])
-            rounds = zip(*t.samples.values(), strict=True)
-            each = [_fit(list(zip(sent.values(), seconds, strict=True))) for seconds in rounds]
-            spread[f"α of {t.operation}"] = percentiles([a for a, _ in each])
+            fits[kind] = _alpha_beta([(sent[size], s) for size, s in t.link_s.items()])
+            rounds = zip(*t.served.values(), strict=True)
+            each = [_alpha_beta(list(zip(sent.values(), seconds, strict=True))) for seconds in rounds]
+            spread[f"α of {t.operation}"] = regression.spread([a for a, _ in each])
             if rates := [1 / b for _, b in each if b]:
-                spread[f"1/β of {t.operation}"] = percentiles(rates)
+                spread[f"1/β of {t.operation}"] = regression.spread(rates)
     alpha, beta = zip(*(fits[KIND[OPERATION[kind]]] for kind in Kind), strict=True)
-    block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else 1 << 20
+    block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else MIB
     return Link(alpha, beta, depth, min(max(block, _BLOCKS[0]), _BLOCKS[1])), spread
 
 
@@ -207,39 +217,28 @@ class _Message:
 def _time(message: _Message, device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
     """Seconds until the collective is done, and until what follows it is."""
     dist.barrier(group=group)
-    begin = time.perf_counter()
+    begin = now(device)
     message.start().wait()
-    _sync(device)
-    middle = time.perf_counter()
+    middle = now(device)
     message.land()
-    _sync(device)
-    return middle - begin, time.perf_counter() - begin
+    return middle - begin, now(device) - begin
 
 
 def _queue(messages: Sequence[_Message], device: torch.device, group: dist.ProcessGroup | None) -> float:
     """Seconds that a few messages take in a row, as many in flight as there are ``messages``."""
     in_flight: deque[Running] = deque()
     dist.barrier(group=group)
-    begin = time.perf_counter()
+    begin = now(device)
     for number in range(_QUEUED):
         if len(in_flight) == len(messages):
             in_flight.popleft().wait()
         in_flight.append(messages[number % len(messages)].start())
     for running in in_flight:
         running.wait()
-    _sync(device)
-    return time.perf_counter() - begin
+    return now(device) - begin
 
 
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _fit(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """(α, β) of seconds = α + β · bytes by least squares, neither negative."""
-    xs, ys = [float(x) for x, _ in points], [y for _, y in points]
-    mx, my = statistics.fmean(xs), statistics.fmean(ys)
-    spread = sum((x - mx) ** 2 for x in xs)
-    beta = max(0.0, sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / spread)
-    return max(0.0, my - beta * mx), beta
+def _alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(α, β) of (bytes, seconds), neither negative; where α would be, β is still what more bytes cost."""
+    alpha, beta = regression.line(points)
+    return alpha, max(beta, regression.least_squares(points).slope)

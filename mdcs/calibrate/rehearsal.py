@@ -16,14 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.calibrate.regression import factor, line
 from mdcs.calibrate.slots import slot_seconds, untouched
 from mdcs.measure.memory import current_meter
-from mdcs.measure.timeline import StepTimes
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
+from mdcs.plan.times import StepTimes
+from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import make_plan
-from mdcs.planner.schedulers import Dear, Scheduler, Sequential, Wfbp
-from mdcs.planner.strategies import Uniform
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
 from mdcs.runtime.api import parallelize
 from mdcs.runtime.emulation import Emulation
@@ -52,6 +56,12 @@ class Seen(NamedTuple):
     waiting: float
     communicating: float
 
+    @classmethod
+    def of(cls, times: StepTimes) -> Seen:
+        """What a step's times say of it."""
+        assert times.compute_s is not None and times.stalled_s is not None and times.communication_s is not None
+        return cls(times.compute_s, times.stalled_s, times.communication_s)
+
 
 def rehearse(
     profile: Profile,
@@ -76,7 +86,7 @@ def rehearse(
     if profile.world == 1 or device.type != "cpu":
         return profile
     profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
-    plans = [make_plan(profile, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
+    plans = [make_plan(profile, Uniform(strategy), scheduler) for strategy, scheduler in _REHEARSED]
     alone: list[float] = []
     rounds: list[list[Seen]] = []
     for _ in range(_rounds(plans)):
@@ -98,11 +108,11 @@ def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pro
     profile = _slower(profile, _factor_of_messages(profile, overlapping))
     waits = []
     for plan, times in zip(plans, seen, strict=True):
-        exposed = _replay(plan, profile).exposed_s
-        later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).exposed_s
-        waits.append(((later - exposed) / _SMALL, times.waiting - exposed))
-    dispatch, turn = waiting_line(waits)
-    return _with(profile, dispatch_seconds=dispatch, turn_seconds=turn)
+        waiting = _replay(plan, profile).waiting
+        later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).waiting
+        waits.append(((later - waiting) / _SMALL, times.waiting - waiting))
+    waited = line(waits)
+    return _with(profile, dispatch_seconds=waited.slope, turn_seconds=waited.intercept)
 
 
 def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]) -> float:
@@ -110,7 +120,7 @@ def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]
     seen = sum(times.communicating for _, times in rehearsed)
 
     def falls_short(factor: float) -> bool:
-        return sum(_replay(plan, _slower(profile, factor)).communication_s for plan, _ in rehearsed) < seen
+        return sum(_replay(plan, _slower(profile, factor)).communicating for plan, _ in rehearsed) < seen
 
     low, high = 1.0, _SLOWEST
     if not falls_short(low):
@@ -121,31 +131,13 @@ def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]
     return high
 
 
-def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
-    """What turns modelled into seen losses (seconds): their least squares, drawn to 1 by as much as they are ``noise``."""
-    square = noise**2
-    scaled = sum(modelled * seen for modelled, seen in losses) + square
-    return max(0.0, scaled / (sum(modelled**2 for modelled, _ in losses) + square)) if square else 1.0
-
-
-def waiting_line(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds per wait, seconds besides) from the waits and the seconds of several plans: least squares, neither negative."""
-    count, seconds = (statistics.mean(values) for values in zip(*waits, strict=True))
-    square = sum((n - count) ** 2 for n, _ in waits)
-    slope = sum((n - count) * (s - seconds) for n, s in waits) / square if square else 0.0
-    if slope >= 0 and seconds >= slope * count:
-        return slope, seconds - slope * count
-    through_origin = sum(n * s for n, s in waits) / sum(n * n for n, _ in waits) if count else 0.0
-    return (max(0.0, through_origin), 0.0) if slope > 0 else (0.0, max(0.0, seconds))
-
-
-def _replay(plan: Plan, profile: Profile) -> StepTimes:
-    return replay(dataclasses.replace(plan, profile=profile)).times
+def _replay(plan: Plan, profile: Profile) -> Seen:
+    return Seen.of(replay(dataclasses.replace(plan, job=dataclasses.replace(plan.job, profile=profile))).times)
 
 
 def _losses(profile: Profile, plan: Plan, seen: Seen) -> tuple[float, float]:
     """Seconds that computing loses to messages, modelled and seen."""
-    without, modelled = (_replay(plan, _scaled(profile, factor)).compute_s for factor in (0.0, 1.0))
+    without, modelled = (_replay(plan, _scaled(profile, factor)).computing for factor in (0.0, 1.0))
     return modelled - without, seen.computing - without
 
 
@@ -168,11 +160,10 @@ def _run(
                 parallel.step()
                 records += parallel.records()
             parallel.drain()
-            times = [r.times for r in records[_WARMUP:]]
+            seen = [Seen.of(r.times) for r in records[_WARMUP:]]
         finally:
             parallel.undo(weights)
-    own = ((t.compute_s, t.exposed_s, t.communication_s) for t in times)
-    return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*own, strict=True))))
+    return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*seen, strict=True))))
 
 
 def _typical(rounds: Sequence[Seen], alone: Sequence[float]) -> Seen:

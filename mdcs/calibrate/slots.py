@@ -10,24 +10,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from mdcs.calibrate.clock import now
+from mdcs.calibrate.regression import spread
+from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.measure.memory import UNTAGGED, Meter, current_meter
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
-from mdcs.model.optimizers import in_group_order, optimizer_bytes, parameter_groups
+from mdcs.model.optimizers import in_group_order, parameter_groups
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.contents import Profile, Slot, Unit
 from mdcs.profile.link import Link
-
-_CACHES = 64 << 20
-"""Bytes: more than caches hold, of processors per core and of GPUs."""
 
 
 def measure_profile(
@@ -45,13 +44,16 @@ def measure_profile(
     grad_dtype: torch.dtype | None = None,
     about: dict[str, str] | None = None,
 ) -> Profile:
-    """Run ``step`` (forward, returns the loss) and its backward ``warmup + iterations`` times.
+    """The profile of this rank: slots (median seconds, most bytes) of ``iterations`` steps after ``warmup``, update and copies.
 
-    In mixed precision the optimizer updates a copy of the parameters in ``master_dtype``, and gradients are summed in
-    ``grad_dtype`` (None for either: that of the parameters). Raises ValueError for another one that is not wider.
+    ``step`` runs a forward pass and returns the loss; its backward is run here. ``world``, ``link`` and ``collectives`` are those
+    of the job, which is not asked for them; ``about`` is kept as it is. In mixed precision the optimizer updates a copy of
+    the parameters in ``master_dtype``, and gradients are summed in ``grad_dtype`` (None for either: that of the parameters).
 
     Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
-    Raises UnsupportedModel when a parameter gets no gradient, or is used outside its module's forward.
+    Raises ValueError for a type that is neither the parameters' nor a wider float, and UnsupportedModel when a parameter gets
+    no gradient or is used outside its module's forward, when units run in another order from step to step, and for an
+    optimizer that cannot run on shards.
     """
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
@@ -75,7 +77,7 @@ def measure_profile(
         grad_bytes=(grad_dtype or weight.dtype).itemsize,
         master_bytes=0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
         collectives=collectives or Collectives(),
-        copy_seconds_per_byte=_copy_seconds_per_byte(weight),
+        copy_seconds_per_byte=copy_seconds_per_byte(weight),
         about=about or {},
         spread={f"slot {i}": spread(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
@@ -84,7 +86,7 @@ def measure_profile(
 def slot_seconds(
     model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int = 2, warmup: int = 1
 ) -> float:
-    """All slots of an iteration together, as :func:`measure_profile` would have them now."""
+    """Seconds of all slots of an iteration together, as :func:`measure_profile` would have them now; raises as it does."""
     return sum(slot.seconds for slot in _recorded(model, units, step, iterations, warmup).slots())
 
 
@@ -135,14 +137,6 @@ def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
     torch.random.set_rng_state(random_state)
 
 
-def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """Their 10th and 90th percentile."""
-    if len(samples) == 1:
-        return samples[0], samples[0]
-    tenths = statistics.quantiles(samples, n=10, method="inclusive")
-    return tenths[0], tenths[-1]
-
-
 @dataclass
 class _Recorder:
     """Listens to one micro-step after the other and keeps times and bytes per slot."""
@@ -171,13 +165,11 @@ class _Recorder:
             guard.close()
 
     def _boundary(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         window = self.meter.window() or {}
         live = self.meter.live() or {}
         self._peaks.append(window.get(UNTAGGED) or self._untagged(window))
         self._lives.append(live.get(UNTAGGED) or self._untagged(live))
-        self._times.append(time.perf_counter())
+        self._times.append(now(self.device))
 
     def _untagged(self, reading: object) -> int:
         """Where only a total is measured: what parameters and gradients leave of it."""
@@ -279,78 +271,3 @@ class _Recorder:
         return tuple(
             Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)
         )
-
-
-def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter) -> Optimizer:
-    """State, scratch and time of an update. Raises UnsupportedModel for an optimizer that cannot run on shards."""
-    state, fixed, scratch = optimizer_bytes(optimizer)
-    small, large = (_Update.measure(optimizer, like, n, meter) for n in (1 << 10, 1 << 20))
-    elements = large.elements - small.elements
-    scratch_fixed = 0
-    if small.scratch is not None and large.scratch is not None:
-        scratch = (large.scratch - small.scratch) // (elements * like.element_size())
-        scratch_fixed = small.scratch - scratch * small.elements * like.element_size()
-    return Optimizer(
-        type(optimizer).__name__.lower(), state, fixed, scratch,
-        seconds_per_element=max(0.0, large.seconds - small.seconds) / elements,
-        seconds_per_run=small.seconds, scratch_fixed=scratch_fixed,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What an update of a run costs: seconds, and the most bytes it allocates beside the state (None: not measured)."""
-
-    elements: int
-    seconds: float
-    scratch: int | None
-
-    @classmethod
-    def measure(cls, optimizer: torch.optim.Optimizer, like: Tensor, elements: int, meter: Meter) -> _Update:
-        p = torch.zeros(elements, dtype=like.dtype, device=like.device)
-        p.grad = torch.ones_like(p)
-        samples, scratch = [], []
-        forget = _cache_flusher(like)
-        for group in optimizer.param_groups:
-            options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
-            trial = type(optimizer)([{**options, "params": [p]}])  # type: ignore[call-arg]  # all have defaults
-            trial.step()
-            for _ in range(5):
-                forget()
-                _sync(like)
-                meter.window()
-                before, begin = meter.live(), time.perf_counter()
-                trial.step()
-                _sync(like)
-                samples.append(time.perf_counter() - begin)
-                highest = meter.window()
-                if before is not None and highest is not None:
-                    scratch.append((highest["total"] or 0) - (before["total"] or 0))
-            del trial
-        return cls(elements, statistics.median(samples), max(scratch, default=None))
-
-
-def _copy_seconds_per_byte(like: Tensor) -> float:
-    a = torch.zeros(1 << 20, dtype=like.dtype, device=like.device)
-    b = torch.zeros_like(a)
-    samples = []
-    forget = _cache_flusher(like)
-    for _ in range(5):
-        forget()
-        _sync(like)
-        begin = time.perf_counter()
-        b.copy_(a)
-        _sync(like)
-        samples.append(time.perf_counter() - begin)
-    return statistics.median(samples) / (a.numel() * a.element_size())
-
-
-def _cache_flusher(like: Tensor) -> Callable[[], object]:
-    """What makes caches forget: in a step others pass through them between the parts of a message."""
-    other = torch.zeros(_CACHES, dtype=torch.uint8, device=like.device)
-    return lambda: other.add_(1)
-
-
-def _sync(like: Tensor) -> None:
-    if like.device.type == "cuda":
-        torch.cuda.synchronize(like.device)

@@ -1,4 +1,4 @@
 """Instruments: tensor `memory` of one process, and `timeline`, what ran when.
 
-Imports `mdcs.plan` for its categories of memory; knows neither ranks nor planners.
+Imports `mdcs.plan` for its categories of memory and its words for time; knows neither ranks nor planners.
 """

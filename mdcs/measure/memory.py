@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mdcs.plan.messages import CATEGORIES
+from mdcs.plan.ledger import CATEGORIES
 
 if TYPE_CHECKING:
     from ctypes import _NamedFuncPointer as _Function
@@ -81,25 +81,31 @@ class NullMeter:
     """Measures nothing: a CPU process without the shim."""
 
     def tag(self, category: str) -> AbstractContextManager[object]:
+        """A context that changes nothing."""
         return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
+        """0: nothing is counted."""
         return 0
 
     def live(self) -> None:
+        """None: nothing is counted."""
         return None
 
     def peaks(self) -> None:
+        """None: nothing is counted."""
         return None
 
     def at_peak(self) -> None:
+        """None: nothing is counted."""
         return None
 
     def window(self) -> None:
+        """None: nothing is counted."""
         return None
 
     def reset(self) -> None:
-        pass
+        """Does nothing."""
 
 
 class ShimMeter:
@@ -128,9 +134,14 @@ class ShimMeter:
         tag_threads(_BACKEND_THREADS, _TAGS["staging"])
 
     def tag(self, category: str) -> AbstractContextManager[object]:
+        """Labels what this thread allocates inside the `with` block; nests. KeyError: no such category."""
         return _Tagged(self._set_tag, _TAGS[category])
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
+        """Moves the tensor's whole storage to another category; returns its bytes, 0 for an empty one.
+
+        Raises ValueError for a storage that did not come from torch's CPU allocator, KeyError for an unknown category.
+        """
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return 0
@@ -143,22 +154,27 @@ class ShimMeter:
         return moved
 
     def live(self) -> dict[str, int]:
+        """Bytes allocated now, by category and in total."""
         return {name: self._live(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_live()}
 
     def peaks(self) -> dict[str, int]:
+        """The highest bytes since `reset`: each category at its own peak, and the total at its own."""
         return {name: self._peak(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_peak()}
 
     def at_peak(self) -> dict[str, int]:
+        """The bytes of each category at the instant of the total's peak; they add up to the total."""
         out = (ctypes.c_int64 * _SHIM_TAGS)()
         self._snapshot(out)
         return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: sum(out)}
 
     def window(self) -> dict[str, int]:
+        """Like `peaks`, since the previous call of `window`; independent of `reset`."""
         out = (ctypes.c_int64 * (_SHIM_TAGS + 1))()
         self._window(out)
         return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: out[_SHIM_TAGS]}
 
     def reset(self) -> None:
+        """Peaks start again from what is live now."""
         self._reset_peaks()
 
 
@@ -174,27 +190,34 @@ class CudaMeter:
         self._cuda.reset_peak_memory_stats(device)
 
     def tag(self, category: str) -> AbstractContextManager[object]:
+        """A context that changes nothing: there are no categories."""
         return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
+        """0: there are no categories."""
         return 0
 
     def live(self) -> Reading:
+        """The total requested now (bytes)."""
         return _only_total(self._requested("current"))
 
     def peaks(self) -> Reading:
+        """The highest total since `reset` (bytes)."""
         self._collect()
         return _only_total(self._peak)
 
     def at_peak(self) -> Reading:
+        """That of `peaks`: only the total is known."""
         return self.peaks()
 
     def window(self) -> Reading:
+        """The highest total since the previous call of `window` (bytes)."""
         self._collect()
         highest, self._window_peak = self._window_peak, 0
         return _only_total(highest)
 
     def reset(self) -> None:
+        """The peak starts again from what is live now; that of `window` goes on."""
         self._collect()
         self._peak = 0
 
@@ -211,7 +234,7 @@ class CudaMeter:
 
 
 def current_meter(device: torch.device | str) -> Meter:
-    """The meter of what this process holds on `device`."""
+    """The meter of what this process holds on `device`: CUDA's own, the shim's if it is preloaded, or one of nothing."""
     import torch
 
     device = torch.device(device)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from mdcs.plan.times import StepTimes
+
 SCHEMA = 1
 PREDICTED_RANK = -1
 
@@ -55,6 +57,7 @@ class Interval:
 
     @property
     def duration_s(self) -> float:
+        """end - start, in seconds."""
         return self.end - self.start
 
 
@@ -118,39 +121,12 @@ def sublanes(intervals: Sequence[Interval]) -> tuple[int, ...]:
     return tuple(rows)
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Where one rank's step went, in seconds.
-
-    communication_s: time in which at least one message runs. overlap_s: time in which messages and compute both
-    run. exposed_s: step time less compute time, whatever fills it (messages, updates, waiting).
-    overlap_ratio: overlap_s / communication_s, 0 when there is no communication.
-    """
-
-    step_s: float
-    compute_s: float
-    communication_s: float
-    overlap_s: float
-    exposed_s: float
-    overlap_ratio: float
-
-    @classmethod
-    def of(cls, step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -> StepTimes:
-        """The times of a step of ``step_s`` seconds in which compute and messages ran in these spans."""
-        computing, sending = union(compute), union(messages)
-        compute_s, communication_s, overlap_s = (
-            math.fsum([end - start for start, end in spans])
-            for spans in (computing, sending, overlaps(computing, sending))
-        )
-        return cls(
-            step_s=step_s,
-            compute_s=compute_s,
-            communication_s=communication_s,
-            overlap_s=overlap_s,
-            # Sums of spans that fill the step exactly may differ from end - begin in the last bit.
-            exposed_s=max(0.0, step_s - compute_s),
-            overlap_ratio=min(1.0, overlap_s / communication_s) if communication_s > 0 else 0.0,
-        )
+def times_of(step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -> StepTimes:
+    """The times of a step of ``step_s`` seconds in which compute and messages ran in these spans."""
+    computing, sending = union(compute), union(messages)
+    both = overlaps(computing, sending)
+    compute_s, communication_s, overlap_s = (math.fsum([end - start for start, end in s]) for s in (computing, sending, both))
+    return StepTimes(step_s, compute_s, communication_s, overlap_s)
 
 
 def step_times(intervals: Iterable[Interval], begin: float, end: float) -> StepTimes:
@@ -164,7 +140,7 @@ def step_times(intervals: Iterable[Interval], begin: float, end: float) -> StepT
     step = ((begin, end),)
     compute = intersection((i for i in intervals if i.lane == "compute"), step)
     messages = intersection((i for i in intervals if i.lane == "message"), step)
-    return StepTimes.of(end - begin, compute, messages)
+    return times_of(end - begin, compute, messages)
 
 
 # --- the recorded period ---------------------------------------------------------------------------------------
@@ -183,6 +159,7 @@ class RankTimeline:
 
     @property
     def label(self) -> str:
+        """What people read: "predicted", or "rank 0"."""
         return "predicted" if self.rank == PREDICTED_RANK else f"rank {self.rank}"
 
 

@@ -18,18 +18,29 @@ from mdcs.model.units import ModelUnit
 
 
 class Listener(Protocol):
-    """Is told, in order, what happens. Units are indices."""
+    """Is told, in order, what happens. Units are indices into the list that the hooks were made for."""
 
-    def forward_begin(self, unit: int) -> None: ...
-    def forward_end(self, unit: int) -> None: ...
-    def backward_begin(self, unit: int) -> None: ...
-    def recomputed(self, unit: int) -> None: ...
-    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None: ...
-    def backward_end(self) -> None: ...
+    def forward_begin(self, unit: int) -> None:
+        """A forward slot of the unit begins: its parameters are used from now on."""
+
+    def forward_end(self, unit: int) -> None:
+        """A module of the unit returned: the forward slot goes on until the next one begins."""
+
+    def backward_begin(self, unit: int) -> None:
+        """A backward slot of the unit begins: the gradient of an output of its is there."""
+
+    def recomputed(self, unit: int) -> None:
+        """The unit's forward runs again inside backward (activation checkpointing): it uses the parameters now."""
+
+    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
+        """The unit's parameter ``index`` has its gradient of this pass in ``parameter.grad``."""
+
+    def backward_end(self) -> None:
+        """The backward pass is over: no gradient comes any more."""
 
 
 class Hooks:
-    """Installed hooks; :meth:`remove` takes them off. Only passes with gradients enabled make slots."""
+    """Installed hooks, which tell ``listener``; :meth:`remove` takes them off. Only passes with gradients enabled make slots."""
 
     def __init__(self, units: Sequence[ModelUnit], listener: Listener) -> None:
         self._listener = listener
@@ -45,6 +56,7 @@ class Hooks:
                     self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i)))
 
     def remove(self) -> None:
+        """Take all hooks off; the listener hears nothing more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mdcs.model.units import ModelUnit, UnsupportedModel
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
-    """Parameter -> index of its optimizer group."""
+    """Parameter -> index of its group in ``optimizer.param_groups``."""
     return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def in_group_order(
     unit: ModelUnit, groups: dict[nn.Parameter, int]
 ) -> tuple[list[tuple[str, nn.Parameter]], tuple[int, ...]]:
-    """The unit's parameters in flat order, those of one group together, and the lengths of the groups' segments.
+    """The unit's (name, parameter) pairs in flat order, those of one group together, and the elements of each group's segment.
+
+    A frozen unit is one segment in the order of registration.
 
     Raises UnsupportedModel for a trainable parameter that the optimizer does not have.
     """
@@ -32,24 +37,33 @@ def in_group_order(
     return ordered, tuple(sizes.values())
 
 
+def same_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.optim.Optimizer:
+    """A new optimizer of the same class, with the options of one of its groups, for another parameter."""
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+    made: torch.optim.Optimizer = type(optimizer)([{**options, "params": [parameter]}])  # type: ignore[call-arg]  # has defaults
+    return made
+
+
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
     """State tensors, fixed state bytes and, where nothing is measured, scratch tensors per run.
 
-    Raises UnsupportedModel for an optimizer that cannot run on shards.
+    Tensors are copies of the run that is updated: for SGD its momentum; for Adam and AdamW two moments, a third with
+    amsgrad, and 4 bytes of step counter. Fused updates need no scratch. Raises UnsupportedModel for an optimizer that
+    cannot run on shards.
     """
-    kind = type(optimizer)
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+    algorithm = type(optimizer)
+    if algorithm not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise UnsupportedModel(
-            f"optimizer {kind.__name__}: only SGD, Adam and AdamW of torch.optim are supported (elementwise updates)"
+            f"optimizer {algorithm.__name__}: only SGD, Adam and AdamW of torch.optim are supported (elementwise updates)"
         )
     groups = optimizer.param_groups
     fused = any(g.get("fused") for g in groups)
     decayed = any(g.get("weight_decay") for g in groups)
-    if kind is torch.optim.SGD:
+    if algorithm is torch.optim.SGD:
         momentum = any(g["momentum"] for g in groups)
         nesterov = any(g["nesterov"] for g in groups)
         state, fixed, scratch = int(momentum), 0, int(decayed) + int(nesterov)
     else:
         state, fixed = 2 + int(any(g["amsgrad"] for g in groups)), 4
-        scratch = 2 + int(decayed and kind is torch.optim.Adam)
+        scratch = 2 + int(decayed and algorithm is torch.optim.Adam)
     return state, fixed, 0 if fused else scratch

@@ -8,6 +8,7 @@ forwards of all modules that own them. Frozen parameters are split off: they are
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +23,10 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnit:
-    """``modules`` are those whose forward uses the parameters; ``parameters`` are (name, parameter) pairs."""
+    """A unit of a live model, whose parameters are all trainable or all frozen, of one type and on one device.
+
+    ``modules`` are those whose forward uses the parameters; ``parameters`` are (name in the model, parameter) pairs.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -31,10 +35,12 @@ class ModelUnit:
 
     @property
     def numel(self) -> int:
+        """Elements of all its parameters, without padding."""
         return sum(p.numel() for _, p in self.parameters)
 
 
 class WrapPolicy(Protocol):
+    """Which modules become units."""
     def roots(self, model: nn.Module) -> set[str]:
         """Names of the modules that become units; where they nest, the innermost owns its parameters."""
         ...
@@ -47,6 +53,7 @@ class ByClass:
     classes: tuple[str, ...]
 
     def roots(self, model: nn.Module) -> set[str]:
+        """Names of the instances in ``model``. Raises UnsupportedModel if there is none."""
         found = {name for name, m in model.named_modules() if type(m).__name__ in self.classes}
         if not found:
             raise UnsupportedModel(f"no module of class {' or '.join(self.classes)} in {type(model).__name__}")
@@ -59,7 +66,12 @@ class BySize:
 
     min_params: int = 1_000_000
 
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("fairscale") is None:
+            raise ModuleNotFoundError("mdcs.BySize needs fairscale: pip install 'mdcs[wrap]'", name="fairscale")
+
     def roots(self, model: nn.Module) -> set[str]:
+        """Names of the modules that auto_wrap would wrap. Raises UnsupportedModel for a module registered twice, if it cannot."""
         from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
 
         # auto_wrap works in place: let it mark a copy whose parameters take no memory.
@@ -117,13 +129,15 @@ class ByLeaf:
     """Every module that owns parameters directly."""
 
     def roots(self, model: nn.Module) -> set[str]:
+        """No names: what no root contains is a unit per module."""
         return set()
 
 
 def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
-    """Units in the order in which the model registers their first module.
+    """Units in the order in which the model registers their first module; every parameter is in one of them.
 
-    Raises UnsupportedModel for a parameter that no unit can hold.
+    Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, on the meta device, with
+    sparse gradients), for a unit of several types or devices, and for a model without a trainable parameter.
     """
     roots = policy.roots(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -131,8 +145,8 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
     for module_name, module in modules.items():
         for local, p in module._parameters.items():
             if p is not None:
-                full = f"{module_name}.{local}" if module_name else local
-                owners.setdefault(p, []).append((module_name, full))
+                path = f"{module_name}.{local}" if module_name else local
+                owners.setdefault(p, []).append((module_name, path))
 
     groups: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
     for p, places in owners.items():
@@ -181,6 +195,6 @@ def _refuse(name: str, p: nn.Parameter) -> None:
 
 
 def _same_type(unit: str, parameters: Iterable[nn.Parameter]) -> None:
-    kinds = {(p.dtype, p.device) for p in parameters}
-    if len(kinds) > 1:
-        raise UnsupportedModel(f"unit {unit} mixes parameters of {sorted(map(str, kinds))}: wrap them apart")
+    types = {(p.dtype, p.device) for p in parameters}
+    if len(types) > 1:
+        raise UnsupportedModel(f"unit {unit} mixes parameters of {sorted(map(str, types))}: wrap them apart")

@@ -1,4 +1,5 @@
-"""The plan: strategies and messages of one period, what makes them valid, and what they hold (`ledger`) and take (`cost`).
+"""The plan: strategies and messages of one period, what makes them valid, what they hold (`ledger`) and take (`cost`), and the
+words for where a step's time goes (`times`).
 
 Imports `mdcs.profile` alone; everything else of mdcs may import it.
 """

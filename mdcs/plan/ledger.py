@@ -1,27 +1,43 @@
 """The memory ledger: what every slot and message of a plan holds, in integer bytes per rank.
 
-Sizes and lifetimes of design section 3. The runtime's byte account, the simulator and the planners all read
+Sizes and lifetimes by strategy are in docs/glossary.md. The runtime's byte account, the simulator and the planners all read
 them from here, so that what is admitted, predicted and measured is the same thing.
 
 Two views of one plan:
 
 * effects: what a message or slot allocates and what it frees when it ends (:class:`MessageBytes`,
   :class:`SlotBytes`); the simulator and the runtime apply them in the order in which things happen;
-* :func:`peak`: the bytes that must be free for the plan to run *whatever the timing is*: compute may wait for
-  the messages issued so far, never for later ones. A plan whose peak fits its budget cannot deadlock.
+* :func:`smallest_budget`: the bytes that must be free for the plan to run *whatever the timing is*: compute may wait for
+  the messages issued so far, never for later ones. A plan that needs no more than its budget cannot deadlock.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from mdcs.plan.messages import Message, Op, Period, Plan, PlanError, Strategy, pad
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.period import Op, Period
+from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.validity import PlanError
+from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+
+CATEGORIES = (
+    "parameters",  # at rest: whole (dp, zero1) or a shard (sdp, fsdp)
+    "full_parameters",  # gathered for use (sdp, fsdp)
+    "optimizer",
+    "gradients",  # full
+    "gradient_shards",
+    "staging",  # buffers of messages in flight whose collective is not zero-copy
+    "update_scratch",
+    "activations",  # and workspace, batch, buffers: all that is no registered buffer
+)
+"""What bytes are held for: the words of every reading and prediction."""
 
 Effects = tuple[tuple[str, int], ...]
 """(category, bytes): allocated, or freed if negative."""
@@ -214,13 +230,6 @@ class Ledger:
         self.slots = _slots(plan.period, plan.strategies)
         self.messages = self._messages()
 
-    @classmethod
-    def of(cls, plan: Plan) -> Ledger:
-        """The one for planning: plans are immutable, and most are asked more than one question."""
-        ledger: Ledger = vars(plan).get("_ledger") or cls(plan)
-        vars(plan)["_ledger"] = ledger
-        return ledger
-
     def staging(self, message: Message) -> int:
         """Bytes of the buffers of a message whose collective is not zero-copy.
 
@@ -290,6 +299,7 @@ class Need:
 
     @property
     def bytes(self) -> int:
+        """The larger of the two."""
         return max(self.arrival, self.running)
 
 
@@ -336,38 +346,57 @@ def most_in_flight(transient: Sequence[int], depth: int) -> int:
     return max(sum(transient[i : i + depth]) for i in range(len(transient) - depth + 1))
 
 
+def walk(plan: Plan) -> Iterator[tuple[int, int, list[int]]]:
+    """(period, slot, the messages issued there) as compute comes by: the prologue (period 0, from the turn on; it only gathers),
+    the first period, and the steady one (period 2).
+    """
+    issued = SlotLimits(plan).issued
+    for period in range(3):
+        sent = 0
+        for q in range(plan.period.turn if period == 0 else 0, plan.period.length):
+            yield period, q, [i for i in range(sent, issued[q]) if period or plan.in_prologue(plan.messages[i])]
+            sent = issued[q]
+
+
 def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     """Bytes needed at each slot, of the steady period or the prologue, when every message issued before is done.
 
-    That is what compute can always wait for, so it is what must fit for admission never to deadlock.
+    That is what compute can always wait for, so it is what must fit for admission never to deadlock. ``ledger`` is the plan's
+    own, if it is at hand.
     """
-    ledger = ledger or Ledger.of(plan)
-    issued = SlotLimits(plan).issued
+    ledger = ledger or Ledger(plan)
     held = ledger.rest_bytes
-    out: list[Need] = []
-    prologue: list[Need] = []  # it issues at the turn what later periods issue at the slots before
-    for round_ in range(3):  # the prologue, which only gathers; the first period; the steady state
-        prologue, out, sent = out if round_ == 1 else prologue, [], 0
-        for q in range(plan.period.turn if round_ == 0 else 0, plan.period.length):
-            slot, arrival = ledger.slots[q], 0
-            for i in range(sent, issued[q]):
-                if round_ == 0 and not plan.in_prologue(plan.messages[i]):
-                    continue
-                e = ledger.messages[i]
-                arrival = max(arrival, held + e.held + e.transient + slot.live)
-                held += e.held - e.freed
-            sent = issued[q]
-            held += slot.allocated
-            out.append(Need(arrival, held + slot.peak))
-            held -= slot.freed
+    by_period: list[list[Need]] = [[], [], []]
+    for period, q, messages in walk(plan):
+        slot, arrival = ledger.slots[q], 0
+        for i in messages:
+            e = ledger.messages[i]
+            arrival = max(arrival, held + e.held + e.transient + slot.live)
+            held += e.held - e.freed
+        held += slot.allocated
+        by_period[period].append(Need(arrival, held + slot.peak))
+        held -= slot.freed
+    prologue, _, out = by_period  # the prologue issues at the turn what later periods issue at the slots before
     for q, other in enumerate(prologue, plan.period.turn):
         out[q] = Need(max(out[q].arrival, other.arrival), max(out[q].running, other.running))
     return out
 
 
-def peak(plan: Plan) -> int:
-    """Smallest budget under which the plan runs whatever the timing is, its reserve included."""
+def smallest_budget(plan: Plan) -> int:
+    """The fewest bytes under which the plan runs whatever the timing is, its reserve included."""
     return max(need.bytes for need in needs(plan)) + plan.reserve
+
+
+def bytes_beyond_fsdp(profile: Profile, unit: int, strategy: Strategy) -> int:
+    """What a unit holds at the end of the forward pass beyond what it would as fsdp: the usual place of the peak."""
+    total = pad(profile.units[unit].numel, profile.world)
+    world, is_updated = profile.world, profile.units[unit].trainable
+    master = profile.master_bytes if is_updated else 0
+    whole = total * profile.param_bytes
+    shard = 0 if master else whole // world
+    state = int(total * (profile.optimizer.state_tensors * profile.updated_bytes + master)) if is_updated else 0
+    more = {Strategy.sdp: whole, Strategy.zero1: whole - shard, Strategy.dp: whole - shard + state - state // world}
+    return more.get(strategy, 0)
 
 
 def check(plan: Plan) -> None:

@@ -5,73 +5,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import weakref
-from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
+from mdcs.plan.job import Job
+from mdcs.plan.period import Op, Period
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.times import Prediction
+from mdcs.plan.validity import PlanError, validate
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
 SCHEMA = 1
-
-CATEGORIES = (
-    "parameters",  # at rest: whole (dp, zero1) or a shard (sdp, fsdp)
-    "full_parameters",  # gathered for use (sdp, fsdp)
-    "optimizer",
-    "gradients",  # full
-    "gradient_shards",
-    "staging",  # buffers of messages in flight whose collective is not zero-copy
-    "update_scratch",
-    "activations",  # and workspace, batch, buffers: all that is no registered buffer
-)
-
-
-class PlanError(ValueError):
-    """A plan that cannot be run: the message names the unit, the message or the slot."""
-
-
-class Strategy(str, Enum):
-    """How one unit is sharded (see README for what each costs)."""
-
-    dp = "dp"  # replicated, all-reduce, full update
-    zero1 = "zero1"  # parameters resident, reduce-scatter, shard update, all-gather
-    sdp = "sdp"  # sharded at rest, gathered before forward, kept until its backward ends
-    fsdp = "fsdp"  # gathered before forward, freed, gathered again before backward
-
-    __hash__ = str.__hash__
-
-    def __init__(self, value: str) -> None:
-        self.sharded = value in ("sdp", "fsdp")  # whether the parameters at rest are a shard
-        self._updating = {"dp": (Kind.AR,), "zero1": (Kind.RS, Kind.AG_F)}.get(value, (Kind.RS,))
-
-    def __str__(self) -> str:
-        return self.value
-
-    def kinds(self, trainable: bool, has_backward: bool) -> tuple[Kind, ...]:
-        """The collectives that a unit of this strategy needs in one period."""
-        update = self._updating if trainable else ()
-        if not self.sharded:
-            return update
-        again = (Kind.AG_B,) if self is Strategy.fsdp and has_backward else ()
-        return (*update, Kind.AG_F, *again)
-
-
-class Op(NamedTuple):
-    """One kind of communication of one unit, in one micro-step of a period."""
-
-    kind: Kind
-    unit: int
-    micro: int
-
-
-class PeriodSlot(NamedTuple):
-    unit: int
-    phase: str
-    micro: int
-    place: int  # its index in Profile.slots
 
 
 @dataclass(frozen=True)
@@ -91,137 +37,23 @@ class Message:
     micro: int = 0
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What the replay of a plan gives: seconds per period and bytes per rank, by category at its own peak."""
-
-    step_s: float
-    compute_s: float
-    communication_s: float
-    overlap_s: float
-    exposed_s: float
-    overlap_ratio: float
-    peak_bytes: int
-    memory: dict[str, int]
-
-
-class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
-    """The window of every operation that was asked for (a plain tuple is found like the :class:`Op` it equals)."""
-
-    def __init__(self, period: Period) -> None:
-        self._period = weakref.proxy(period)
-
-    def __missing__(self, op: tuple[Kind, int, int]) -> tuple[int, int]:
-        found = self[op] = self._period.find_window(Op(*op))
-        return found
-
-
-class Period:
-    """The circle of slots of one iteration in steady state.
-
-    It starts at the first backward slot of the last micro-step; ``turn`` is the index of the first forward
-    slot. Indices of windows and releases are *unrolled*: they may pass ``length``, into the next period.
-    """
-
-    def __init__(self, profile: Profile, micro_steps: int) -> None:
-        nf, nb = profile.forward_slots, profile.backward_slots
-        self.profile, self.micro_steps = profile, micro_steps
-        self.turn, self.length = nb, micro_steps * (nf + nb)
-
-        def slot(index: int, micro: int) -> PeriodSlot:
-            s = profile.slots[index]
-            return PeriodSlot(s.unit, s.phase, micro, index)
-
-        last = micro_steps - 1
-        slots = [slot(nf + i, last) for i in range(nb)]
-        for m in range(micro_steps):
-            slots += [slot(i, m) for i in range(nf)]
-            if m < last:
-                slots += [slot(nf + i, m) for i in range(nb)]
-        self.slots: tuple[PeriodSlot, ...] = tuple(slots)
-        self.seconds = tuple(profile.slots[s.place].seconds for s in slots)
-        self.windows = _Windows(self)
-
-    @classmethod
-    def of(cls, profile: Profile, micro_steps: int) -> Period:
-        """The one period of all plans that are made of a profile."""
-        # A period keeps its profile alive, so an id in this dictionary belongs to no other profile.
-        key = id(profile), micro_steps
-        period = _periods.get(key)
-        if period is None:
-            period = _periods[key] = cls(profile, micro_steps)
-        return period
-
-    def forward(self, unit: int, micro: int) -> tuple[int, int]:
-        """First and last forward slot of the unit in a micro-step."""
-        start = self.forward_start(micro)
-        first, last = self.profile.units[unit].forward
-        return start + first, start + last
-
-    def backward(self, unit: int, micro: int) -> tuple[int, int] | None:
-        """First and last backward slot; unrolled, so that it follows :meth:`forward` of the same micro-step."""
-        span = self.profile.units[unit].backward
-        if span is None:
-            return None
-        start = self.forward_start(micro) + self.profile.forward_slots
-        return start + span[0], start + span[1]
-
-    def forward_start(self, micro: int) -> int:
-        return self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
-
-    def last_use(self, unit: int, micro: int) -> int:
-        span = self.backward(unit, micro)
-        return self.forward(unit, micro)[1] if span is None else span[1]
-
-    def window(self, op: Op) -> tuple[int, int]:
-        """First slot at which ``op`` can be issued and the slot that needs it (both unrolled)."""
-        return self.windows[op]
-
-    def find_window(self, op: Op) -> tuple[int, int]:
-        kind, unit, micro = op
-        if kind is Kind.AG_B:
-            span = self.backward(unit, micro)
-            assert span is not None, "a unit without backward has no AG_B"
-            return self.forward(unit, micro)[1] + 1, span[0]
-        before = self.last_use(unit, micro - 1 if micro else self.micro_steps - 1) + 1
-        if micro == 0:  # the previous use was in the previous period
-            before = max(before - self.length, 0)
-        return before, self.forward(unit, micro)[0]
-
-    def release(self, op: Op, strategy: Strategy) -> int:
-        """The slot (unrolled) after which the buffer that a gather filled is freed."""
-        freed_after_forward = strategy is Strategy.fsdp and op.kind is Kind.AG_F
-        return self.forward(op.unit, op.micro)[1] if freed_after_forward else self.last_use(op.unit, op.micro)
-
-    def name(self, slot: int) -> str:
-        s = self.slots[slot % self.length]
-        micro = f"/{s.micro}" if self.micro_steps > 1 else ""
-        return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"
-
-
-_periods: weakref.WeakValueDictionary[tuple[int, int], Period] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
 class Plan:
     """Strategy per unit, blocks per unit (elements, each a multiple of ``world``), messages in wire order.
 
-    ``budget`` (bytes, None for unlimited) is what admission enforces, ``reserve`` bytes of it kept free.
-    Without ``cross_iteration`` (or with clipping) all updates wait for all reductions of the iteration.
-    ``outcome`` is what became of a solver's work, if one was asked, and ``bound_s`` the step time below which it has
-    proven that no plan within the budget is.
-    Raises PlanError when the messages do not carry every block of every unit exactly once per kind, when an
-    issue slot lies outside its window, or when the order lets a gather overtake the reduction it depends on.
+    ``budget`` (bytes, None for unlimited) is what admission enforces, the job's reserve of it kept free. ``outcome`` is what
+    became of a solver's work, if one was asked, and ``bound_s`` the step time below which it has proven that no plan within the
+    budget is.
+    Raises PlanError for what cannot be run (:func:`mdcs.plan.validity.validate`).
     """
 
-    profile: Profile
+    job: Job
     strategies: tuple[Strategy, ...]
     blocks: tuple[tuple[int, ...], ...]
     messages: tuple[Message, ...]
-    micro_steps: int = 1
-    cross_iteration: bool = True
     budget: int | None = None
-    reserve: int = 0
     strategy: str = "?"
     scheduler: str = "?"
     outcome: str = dataclasses.field(default="", hash=False, compare=False)
@@ -230,18 +62,40 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        _validate(self)
+        validate(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # not what was worked out from it
 
     @property
-    def world(self) -> int:
-        return self.profile.world
+    def profile(self) -> Profile:
+        """What the plan was made from."""
+        return self.job.profile
 
-    @cached_property
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.job.profile.world
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of one iteration."""
+        return self.job.micro_steps
+
+    @property
+    def cross_iteration(self) -> bool:
+        """Whether messages may cross from one iteration to the next; else a barrier lies between backward and the updates."""
+        return self.job.cross_iteration
+
+    @property
+    def reserve(self) -> int:
+        """Bytes of the budget that are kept free."""
+        return self.job.reserve
+
+    @property
     def period(self) -> Period:
-        return Period.of(self.profile, self.micro_steps)
+        """The circle of slots of one iteration."""
+        return self.job.period
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
@@ -249,9 +103,11 @@ class Plan:
         return tuple(tuple(sum(sizes[:i]) for i in range(len(sizes))) for sizes in self.blocks)
 
     def padded(self, unit: int) -> int:
+        """Elements of the unit's flat buffer, padding included."""
         return sum(self.blocks[unit])
 
     def elements(self, message: Message) -> int:
+        """Elements of all blocks of the message, padding included."""
         return sum([self.blocks[u][b] for u, b in message.parts])
 
     def payload(self, message: Message) -> int:
@@ -311,39 +167,47 @@ class Plan:
         """
         return message.kind is Kind.AG_F or (message.kind is Kind.AG_B and message.slot >= self.period.turn)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Identity of what is executed: predictions and names do not count."""
-        data = dataclasses.asdict(self)
+        data = self._flat()
         for key in ("prediction", "strategy", "scheduler", "outcome", "bound_s"):
             del data[key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
+    def sent_bytes(self) -> dict[str, int]:
+        """Wire bytes that one rank sends in one iteration, by kind."""
+        out: dict[str, int] = {}
+        for m in self.messages:
+            out[str(m.kind)] = out.get(str(m.kind), 0) + self.wire(m)
+        return out
+
+    def _flat(self) -> dict[str, Any]:
+        """All fields as plain containers, those of the job beside the plan's own."""
+        data = dataclasses.asdict(self)
+        return data | data.pop("job")
+
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self) | {"hash": self.hash})
+        """The text of plan.json, with the plan's hash."""
+        return json.dumps(self._flat() | {"hash": self.hash})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises PlanError if the text is no plan of this schema, or what is executed was changed in it."""
+        """Inverse of :meth:`to_json`. Raises PlanError if the text is no plan of this schema, or what is executed was changed."""
         try:
             d: dict[str, Any] = json.loads(text)
             if d["schema"] != SCHEMA:
                 raise PlanError(f"plan schema {d['schema']} is not the supported {SCHEMA}")
             plan = cls(
-                profile=Profile.from_dict(d["profile"]),
+                job=Job(Profile.from_dict(d["profile"]), d["micro_steps"], d["cross_iteration"], d["reserve"]),
                 strategies=tuple(Strategy(s) for s in d["strategies"]),
                 blocks=tuple(tuple(b) for b in d["blocks"]),
                 messages=tuple(
                     Message(Kind(m["kind"]), tuple((u, b) for u, b in m["parts"]), m["slot"], m["blocking"], m["micro"])
                     for m in d["messages"]
                 ),
-                prediction=None if d["prediction"] is None else Prediction(**d["prediction"]),
-                **{
-                    k: d[k]
-                    for k in (
-                        "micro_steps", "cross_iteration", "budget", "reserve", "strategy", "scheduler", "outcome", "bound_s",
-                    )
-                },
+                prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
+                **{k: d[k] for k in ("budget", "strategy", "scheduler", "outcome", "bound_s")},
             )
         except PlanError:
             raise
@@ -352,103 +216,3 @@ class Plan:
         if d.get("hash") != plan.hash:
             raise PlanError(f"plan says hash {d.get('hash')} but its content has {plan.hash}")
         return plan
-
-
-def pad(numel: int, world: int) -> int:
-    return -(-numel // world) * world
-
-
-def _validate(plan: Plan) -> None:
-    units = plan.profile.units
-    if plan.micro_steps < 1:
-        raise PlanError(f"micro_steps must be >= 1, got {plan.micro_steps}")
-    if plan.reserve < 0 or (plan.budget is not None and plan.budget <= plan.reserve):
-        raise PlanError(f"budget {plan.budget} bytes leaves nothing beside the reserve of {plan.reserve}")
-    if not len(plan.strategies) == len(plan.blocks) == len(units):
-        raise PlanError(f"{len(units)} units but {len(plan.strategies)} strategies, {len(plan.blocks)} block lists")
-    empty = next((i for i, m in enumerate(plan.messages) if not m.parts), None)
-    if empty is not None:
-        raise PlanError(f"message {empty} is empty")
-    _check_contents(plan)
-    _check_order(plan)
-    if not plan.cross_iteration:
-        _check_barrier(plan)
-
-
-Block = tuple[Kind, int, int, int]
-"""Kind, unit, micro-step and block of what is sent in one piece."""
-
-
-@lru_cache(maxsize=256)  # a planner compares many plans of one mix
-def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tuple[int, ...], ...]) -> set[Block]:
-    """Every block that the strategies ask for. Raises PlanError for blocks that cannot be."""
-    world = period.profile.world
-    out: set[Block] = set()
-    for u, (unit, strategy, sizes) in enumerate(zip(period.profile.units, strategies, blocks, strict=True)):
-        total = pad(unit.numel, world)
-        if sizes != (total,) and (sum(sizes) != total or any(b <= 0 or b % world for b in sizes)):
-            raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {world}, and sum to {total}")
-        for kind in strategy.kinds(unit.trainable, unit.backward is not None):
-            micros = period.micro_steps if kind.is_gather and strategy.sharded else 1
-            out.update([(kind, u, micro, b) for micro in range(micros) for b in range(len(sizes))])
-    return out
-
-
-def _check_contents(plan: Plan) -> None:
-    """What the messages carry is what the strategies ask for, once."""
-    units = plan.profile.units
-    expected = _expected(plan.period, plan.strategies, plan.blocks)
-    carried = [(m.kind, u, m.micro, b) for m in plan.messages for u, b in m.parts]
-    if len(carried) == len(expected) and set(carried) == expected:
-        return
-    for i, m in enumerate(plan.messages):
-        for u, b in m.parts:
-            if (m.kind, u, m.micro, b) not in expected:
-                raise PlanError(f"{_where(plan, i)}: the strategies have no block {b} of unit {u} to send")
-    for (kind, u, _, b), times in Counter(carried).items():
-        if times != 1:
-            raise PlanError(f"block {b} of {units[u].name} is sent {times} times as {kind}")
-    kind, u, micro, b = min(expected.difference(carried))
-    raise PlanError(f"block {b} of {units[u].name} is never sent as {kind} (micro-step {micro})")
-
-
-def _check_order(plan: Plan) -> None:
-    """Messages are in the order of their issue slots, in their windows, and gather nothing before its reduction."""
-    units, length = plan.profile.units, plan.period.length
-    reduced: set[tuple[int, int]] = set()
-    previous = 0
-    for i, (message, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
-        slot = message.slot
-        if not previous <= slot < length:
-            if not 0 <= slot < length:
-                raise PlanError(f"{_where(plan, i)}: no slot {slot} in a period of {length}")
-            raise PlanError(f"{_where(plan, i)}: issue slot {slot} comes before {previous} of the message ahead of it")
-        previous = slot
-        if not first <= (slot if slot >= first else slot + length) <= last:
-            raise PlanError(f"{_where(plan, i)}: issue slot {slot} is outside its window {first}..{last}")
-        if message.kind is Kind.RS:
-            reduced.update(message.parts)
-        elif message.kind is Kind.AG_F and message.micro == 0:
-            for part in message.parts:
-                if part not in reduced and units[part[0]].trainable:
-                    raise PlanError(
-                        f"{_where(plan, i)}: gathers block {part[1]} of {units[part[0]].name} before its reduce-scatter"
-                    )
-
-
-def _where(plan: Plan, i: int) -> str:
-    """The message in words; its units need not exist."""
-    message, units = plan.messages[i], plan.profile.units
-    names = (units[u].name if 0 <= u < len(units) else f"unit {u}" for u, _ in message.parts)
-    return f"message {i} ({message.kind} of {', '.join(names)})"
-
-
-def _check_barrier(plan: Plan) -> None:
-    reductions = [i for i, m in enumerate(plan.messages) if m.kind in (Kind.AR, Kind.RS)]
-    late = [i for i in reductions if plan.messages[i].slot > plan.period.turn]
-    if late:
-        raise PlanError(f"message {late[0]} reduces after the turn, but cross_iteration is off")
-    for i, m in enumerate(plan.messages[: reductions[-1] if reductions else 0]):
-        updated = any(plan.profile.units[u].trainable for u, _ in m.parts)
-        if m.kind is Kind.AG_F and m.micro == 0 and updated:
-            raise PlanError(f"message {i} gathers before the barrier that message {reductions[-1]} ends")

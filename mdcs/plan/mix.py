@@ -6,7 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mdcs.plan.messages import Message, Op, Period, Plan, PlanError, Strategy, pad
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.period import Op, Period
+from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.validity import PlanError
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
@@ -28,18 +32,14 @@ class Mix:
 
     An fsdp unit whose last forward use is followed at once by its backward has nothing to gain from being
     freed in between: it becomes sdp. ``budget`` is what the plan may use (bytes; None: unlimited), for schedulers that
-    plan with it; the others are made to fit it afterwards.
+    plan with it; the others are made to fit it afterwards. Raises PlanError for another number of strategies than of units.
     """
 
-    profile: Profile
+    job: Job
     strategies: tuple[Strategy, ...]
-    micro_steps: int = 1
-    cross_iteration: bool = True
     budget: int | None = None
 
     def __post_init__(self) -> None:
-        if self.micro_steps < 1:
-            raise PlanError(f"micro_steps must be >= 1, got {self.micro_steps}")
         if len(self.strategies) != len(self.profile.units):
             raise PlanError(f"{len(self.strategies)} strategies for {len(self.profile.units)} units")
         object.__setattr__(self, "strategies", tuple(map(self._effective, range(len(self.strategies)))))
@@ -52,9 +52,20 @@ class Mix:
         kept = span is None or self.period.forward(unit, 0)[1] + 1 == span[0]
         return Strategy.sdp if kept else strategy
 
-    @cached_property
+    @property
+    def profile(self) -> Profile:
+        """That of the job."""
+        return self.job.profile
+
+    @property
+    def cross_iteration(self) -> bool:
+        """Whether messages may cross from one iteration to the next."""
+        return self.job.cross_iteration
+
+    @property
     def period(self) -> Period:
-        return Period.of(self.profile, self.micro_steps)
+        """That of the job."""
+        return self.job.period
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
@@ -63,7 +74,7 @@ class Mix:
         for u, (unit, strategy) in enumerate(zip(self.profile.units, self.strategies, strict=True)):
             for kind in strategy.kinds(unit.trainable, unit.backward is not None):
                 many = kind.is_gather and strategy.sharded
-                out += [Op(kind, u, m) for m in range(self.micro_steps if many else 1)]
+                out += [Op(kind, u, m) for m in range(self.job.micro_steps if many else 1)]
         return tuple(out)
 
     def window(self, op: Op) -> tuple[int, int]:
@@ -78,15 +89,17 @@ class Mix:
 
     def payload(self, op: Op) -> int:
         """Bytes of a whole unit, padded: of its parameters for a gather, of its gradients for a reduction."""
-        width = self.profile.param_bytes if op.kind.is_gather else self.profile.grad_bytes
-        return pad(self.profile.units[op.unit].numel, self.profile.world) * width
+        return self.job.cost.payload(op.kind, pad(self.profile.units[op.unit].numel, self.profile.world))
 
     def whole(self) -> tuple[tuple[int, ...], ...]:
-        """One block per unit."""
+        """One block per unit: all its elements, padded."""
         return tuple((pad(u.numel, self.profile.world),) for u in self.profile.units)
 
     def cut(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
-        """Blocks of about ``block_bytes`` of payload, cut at multiples of 16 elements per rank."""
+        """Blocks (elements) of about ``block_bytes`` of payload per unit, cut at multiples of 16 elements per rank.
+
+        Raises ValueError for less than a byte.
+        """
         if block_bytes < 1:
             raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
         world = self.profile.world
@@ -100,7 +113,10 @@ class Mix:
         return tuple(out)
 
     def plan(self, name: str, blocks: Sequence[tuple[int, ...]], drafts: Iterable[Draft]) -> Plan:
-        """Order drafts by slot; reductions go first at the barrier."""
+        """The plan of these blocks (elements) and drafts, ordered by slot; reductions go first at the barrier.
+
+        Raises PlanError for drafts that make no valid plan.
+        """
         length = self.period.length
         turn = self.period.turn
 
@@ -112,7 +128,17 @@ class Mix:
         messages = tuple(
             Message(d.kind, d.parts, d.slot % length, d.blocking, d.micro) for d in sorted(drafts, key=key)
         )
-        return Plan(
-            self.profile, self.strategies, tuple(blocks), messages, self.micro_steps, self.cross_iteration,
-            scheduler=name,
-        )  # fmt: skip
+        return Plan(self.job, self.strategies, tuple(blocks), messages, scheduler=name)
+
+
+def sequential(mix: Mix) -> Plan:
+    """The sequential schedule of a mix, by which budgets judge strategies: compute waits for every message, each at the moment it
+    is ready (reductions) or needed (gathers).
+    """
+    drafts = []
+    for op in mix.ops:
+        first, last = mix.window(op)
+        drafts.append(Draft(op.kind, ((op.unit, 0),), last if op.kind.is_gather else first, op.micro, True))
+    # At one boundary the reduction comes first: its gradients are freed before the next unit is gathered.
+    drafts.sort(key=lambda d: d.kind.is_gather)
+    return mix.plan("sequential", mix.whole(), drafts)

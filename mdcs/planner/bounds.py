@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mdcs.plan.messages import Plan, Strategy
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
 from mdcs.planner.judge import Judge
@@ -39,7 +41,7 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
 
     What could not be proven in time is replaced by the weaker bound; the weakest is compute alone.
     """
-    judge = Judge(plan.profile, plan.budget, plan.micro_steps, plan.cross_iteration, plan.reserve)
+    judge = Judge(plan.job, plan.budget)
     slots = plan.period.length
     model = SlotModel(judge, loose=True, width=1 if slots <= _SLOTS else -(-2 * slots // _SLOTS))
     busy = solve(model.traffic(), seconds=seconds, relax=True).bound or 0.0
@@ -54,5 +56,5 @@ def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
     """
     link = dataclasses.replace(profile.link, alpha=(0.0, 0.0, 0.0, 0.0))
     free = dataclasses.replace(profile, link=link, contention=Contention(), interference=0.0, copy_seconds_per_byte=0.0)
-    judge = Judge(free, None, micro_steps, cross_iteration=False)
+    judge = Judge(Job(free, micro_steps, cross_iteration=False), None)
     return replay(Wfbp().schedule(judge.mix([Strategy.dp] * len(free.units)))).period_s

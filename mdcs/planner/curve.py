@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mdcs.plan.messages import Plan
-from mdcs.planner.strategies import InfeasibleBudget
+from mdcs.planner.judge import InfeasibleBudget
 
 Make = Callable[[int, float | None], Plan]
 """(budget in bytes, schedule_share) → plan with its prediction; raises InfeasibleBudget. None: not divided."""
@@ -38,13 +38,14 @@ class Point:
 
 
 def shares(count: int) -> tuple[float, ...]:
-    """``count`` shares from 0 to 1, equally far apart."""
+    """``count`` shares from 0 to 1, equally far apart. Raises ValueError for fewer than two."""
     if count < 2:
         raise ValueError(f"a curve has two shares or more, got {count}")
     return tuple(i / (count - 1) for i in range(count))
 
 
 def point(make: Make, budget: int, share: float | None) -> Point:
+    """The plan for one budget and share, or why there is none."""
     try:
         return Point(budget, share, make(budget, share))
     except InfeasibleBudget as e:

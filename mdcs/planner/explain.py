@@ -12,9 +12,11 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
-from mdcs.plan.messages import Plan, Strategy
-from mdcs.planner.schedulers import Mix, Scheduler
-from mdcs.planner.strategies import Judge
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.judge import Judge
 from mdcs.simulator.simulate import replay
 
 
@@ -54,8 +56,7 @@ class BindingSlot:
 
 def choices(plan: Plan, scheduler: Scheduler) -> list[UnitChoice]:
     """A unit after the other. ``scheduler`` makes the schedules that are compared: the plan's own, if it is quick."""
-    mix = Mix(plan.profile, plan.strategies, plan.micro_steps, plan.cross_iteration)
-    judge = Judge(plan.profile, None, plan.micro_steps, plan.cross_iteration)
+    mix, judge = Mix(plan.job, plan.strategies), Judge(plan.job, None)
     peak, step_s = judge.peak(plan.strategies), replay(scheduler.schedule(mix)).period_s
     kinds = [Counter[str]() for _ in plan.strategies]
     for message in plan.messages:
@@ -91,8 +92,7 @@ def _other(mix: Mix, unit: int) -> Mix | None:
 
 def schedule_choice(plan: Plan) -> ScheduleChoice:
     """What the plan's messages do, the strategies given."""
-    sequential = Judge(plan.profile, None, plan.micro_steps, plan.cross_iteration).sequential(plan.strategies)
-    own, alone = replay(plan), replay(sequential)
+    own, alone = replay(plan), replay(sequential(Mix(plan.job, plan.strategies)))
     return ScheduleChoice(own.peak["total"] - alone.peak["total"], alone.period_s - own.period_s)
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 from mdcs.plan.ledger import Ledger, needs
-from mdcs.plan.messages import Message, Op, Plan, PlanError
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.period import Op
+from mdcs.plan.validity import PlanError
 from mdcs.profile.link import Kind
 
 

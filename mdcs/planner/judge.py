@@ -1,20 +1,20 @@
-"""What strategy planners share: the sequential peak of a mix and the error for a budget that nothing fits."""
+"""What planners are judged by: the peak of a mix with the sequential schedule; and the error for a budget that nothing fits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mdcs.plan.ledger import peak
-from mdcs.plan.messages import Plan, Strategy
-from mdcs.plan.mix import Mix
-from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.plan.job import Job
+from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Profile
 
 
 class InfeasibleBudget(ValueError):
-    """``smallest`` is the smallest feasible budget in bytes; None if none is."""
+    """What was to be planned does not fit ``budget`` bytes; ``smallest`` is the smallest feasible budget, None if none is."""
 
     def __init__(self, budget: int, smallest: int | None, what: str) -> None:
         feasible = "no budget is enough" if smallest is None else f"the smallest feasible budget is {smallest} bytes"
@@ -26,47 +26,36 @@ class InfeasibleBudget(ValueError):
 
 
 @dataclass(frozen=True)
-class SlotPlanner(Solving):
-    """What plans by the slot model (:mod:`mdcs.planner.ilp.slot_planner`); ``block_bytes`` 0: the link's block.
-
-    Without ``heuristics`` only the solver's own plans are compared, to judge it by.
-    """
-
-    block_bytes: int = 0
-    heuristics: bool = True
-
-    def solved(self, judge: Judge, name: str, fixed: Sequence[Strategy] | None = None) -> Plan:
-        from mdcs.planner.ilp.slot_planner import solve_plan  # which imports strategies and schedulers
-
-        return solve_plan(
-            judge, name, fixed=fixed, solver=self.solver, seconds=self.seconds, block_bytes=self.block_bytes,
-            heuristics=self.heuristics,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
 class Judge:
-    """Judges mixes of one job by their peak with the sequential schedule. ``budget`` None is unlimited."""
+    """Judges mixes of one job within ``budget`` bytes, its reserve included; None is unlimited."""
 
-    profile: Profile
+    job: Job
     budget: int | None
-    micro_steps: int = 1
-    cross_iteration: bool = True
-    reserve: int = 0
+
+    @property
+    def profile(self) -> Profile:
+        """That of the job."""
+        return self.job.profile
 
     def mix(self, strategies: Sequence[Strategy]) -> Mix:
-        return Mix(self.profile, tuple(strategies), self.micro_steps, self.cross_iteration)
+        """The mix of these strategies, one per unit."""
+        return Mix(self.job, tuple(strategies))
 
     def sequential(self, strategies: Sequence[Strategy]) -> Plan:
-        return Sequential().schedule(self.mix(strategies))
+        """The sequential schedule of a mix."""
+        return sequential(self.mix(strategies))
 
     def peak(self, strategies: Sequence[Strategy]) -> int:
-        """Bytes, reserve included."""
-        return peak(self.sequential(strategies)) + self.reserve
+        """Bytes that the sequential schedule of a mix needs, reserve included."""
+        return smallest_budget(self.sequential(strategies))
+
+    def seconds(self, strategies: Sequence[Strategy]) -> float:
+        """Communication, sums and updates of a mix in one iteration, none of it hidden: a sequential step less its compute."""
+        return sum(self.job.cost.unit_s(u, k, self.job.micro_steps) for u, k in enumerate(strategies))
 
     @property
     def floor(self) -> int:
-        """Smallest feasible peak: all fsdp, sequential schedule."""
+        """Smallest feasible peak in bytes: all fsdp, sequential schedule."""
         return self.peak([Strategy.fsdp] * len(self.profile.units))
 
     def require_floor(self) -> None:
@@ -74,6 +63,7 @@ class Judge:
         self.require([Strategy.fsdp] * len(self.profile.units), "even all fsdp")
 
     def fits(self, strategies: Sequence[Strategy]) -> bool:
+        """Whether the sequential schedule of a mix is within the budget."""
         return self.budget is None or self.peak(strategies) <= self.budget
 
     def require(self, strategies: Sequence[Strategy], what: str) -> None:

@@ -1,5 +1,5 @@
 """What is known of a job before planning: units, slots and bytes (`contents`), the `link`, what collective `algorithms` send
 and hold, and profiles that are calculated (`analytic`).
 
-Plain data: imports nothing else of mdcs, no torch and no Hydra.
+Plain data: imports nothing of mdcs but `mdcs.sizes`, no torch and no Hydra.
 """

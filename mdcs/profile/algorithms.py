@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 from mdcs.profile.link import Kind
 
@@ -57,22 +58,37 @@ def _tree(size: int, world: int) -> int:
     return size * (world - 1).bit_length()
 
 
-_TABLES: dict[str, dict[str, dict[str, tuple[_Bytes, _Bytes]]]] = {  # backend, operation, algorithm: (sent, buffer)
+class _Algorithm(NamedTuple):
+    sent: _Bytes
+    buffer: _Bytes
+    sums_afterwards: bool = False  # the rank itself, what the collective has brought
+
+
+_TABLES: dict[str, dict[str, dict[str, _Algorithm]]] = {  # backend, operation, algorithm
     "gloo": {
         "all_reduce": {
-            "native": (_twice, _none), "ring": (_twice, _part), "direct": (_twice, _once), "reduce_broadcast": (_tree, _whole),
+            "native": _Algorithm(_twice, _none),
+            "ring": _Algorithm(_twice, _part),
+            "direct": _Algorithm(_twice, _once),
+            "reduce_broadcast": _Algorithm(_tree, _whole),
         },
         "reduce_scatter": {
-            "all_to_all": (_once, _whole), "native": (_twice, _none), "ring": (_once, _part), "direct": (_once, _once),
+            "all_to_all": _Algorithm(_once, _whole, sums_afterwards=True),
+            "native": _Algorithm(_twice, _none),
+            "ring": _Algorithm(_once, _part),
+            "direct": _Algorithm(_once, _once),
         },
         "all_gather": {
-            "broadcast": (_once, _none), "native": (_once, _whole), "ring": (_once, _none), "direct": (_once, _none),
+            "broadcast": _Algorithm(_once, _none),
+            "native": _Algorithm(_once, _whole),
+            "ring": _Algorithm(_once, _none),
+            "direct": _Algorithm(_once, _none),
         },
-    },  # fmt: skip
+    },
     "nccl": {
-        "all_reduce": {"native": (_twice, _none)},
-        "reduce_scatter": {"native": (_once, _none)},
-        "all_gather": {"native": (_once, _none)},
+        "all_reduce": {"native": _Algorithm(_twice, _none)},
+        "reduce_scatter": {"native": _Algorithm(_once, _none)},
+        "all_gather": {"native": _Algorithm(_once, _none)},
     },
 }
 
@@ -80,7 +96,9 @@ ALGORITHMS = {backend: {op: tuple(names) for op, names in table.items()} for bac
 """Backend -> operation -> names of its algorithms."""
 
 OPERATION = {Kind.AR: "all_reduce", Kind.RS: "reduce_scatter", Kind.AG_B: "all_gather", Kind.AG_F: "all_gather"}
+"""Kind of message -> the operation that carries it."""
 KIND = {operation: kind for kind, operation in OPERATION.items()}
+"""Operation -> a kind that it carries (all-gathers: AG_F)."""
 
 
 @dataclass(frozen=True)
@@ -106,26 +124,32 @@ class Collectives:
 
     @classmethod
     def default(cls, backend: str) -> Collectives:
+        """The algorithms that are best on ``backend`` (gloo or nccl) where nothing is measured."""
         return cls() if backend == "gloo" else cls("native", "native", "native", backend)
 
     def __str__(self) -> str:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self) if f.name != "backend")
 
     def of(self, kind: Kind) -> str:
+        """The name of the algorithm that carries messages of this kind."""
         algorithm: str = getattr(self, OPERATION[kind])
         return algorithm
 
     def sent(self, kind: Kind, size: int, world: int) -> int:
         """Bytes that the rank that sends most sends for a message whose whole payload is ``size`` bytes."""
-        return self._bytes[kind][0](size, world)
+        return self._algorithms[kind].sent(size, world)
 
     def buffer(self, kind: Kind, size: int, world: int) -> int:
         """Bytes (or elements, for a ``size`` in elements) that the algorithm needs beside the message, on every rank.
 
         The backend allocates those of a native algorithm, in its own threads.
         """
-        return self._bytes[kind][1](size, world) if world > 1 else 0
+        return self._algorithms[kind].buffer(size, world) if world > 1 else 0
+
+    def sums_afterwards(self, kind: Kind) -> bool:
+        """Whether each rank sums what the collective has brought, once it is done."""
+        return self._algorithms[kind].sums_afterwards
 
     @cached_property
-    def _bytes(self) -> dict[Kind, tuple[_Bytes, _Bytes]]:  # planners look it up all the time
+    def _algorithms(self) -> dict[Kind, _Algorithm]:  # planners look it up all the time
         return {kind: _TABLES[self.backend][operation][self.of(kind)] for kind, operation in OPERATION.items()}

@@ -5,7 +5,7 @@ operations forward (its matrices, then attention), twice that backward, and the 
 output layer takes 2 · T · w · vocab. Divided by the peak rate times the efficiency these are seconds.
 
 **Activations** in 16 bit (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): T · (34 w + 5 · heads · sequence)
-bytes per block; with checkpointing 2 · T · w are kept and the rest lives while its block runs. Logits: 6 · T · vocab.
+bytes per block; with checkpointing 2 · T · w are kept and all else lives while its block runs. Logits: 6 · T · vocab.
 
 **Network.** n nodes of g devices; a message of S bytes goes around a ring within each node and around one ring across
 nodes per device, one after the other:
@@ -38,7 +38,10 @@ _UPDATE_TRAFFIC = 2 * _STATE_BYTES + 2 * _WIDTH  # bytes of memory read and writ
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder with tied embeddings; ``batch`` is sequences per device and micro-step."""
+    """A decoder with tied embeddings; ``batch`` is sequences per device and micro-step, ``sequence`` their length in tokens.
+
+    Raises ValueError for a number that is not positive.
+    """
 
     layers: int
     width: int
@@ -53,21 +56,26 @@ class Transformer:
 
     @property
     def block_parameters(self) -> int:
+        """Elements of a block: 12 width² of matrices (attention 4, MLP 8), 13 width of biases and norms."""
         return 12 * self.width**2 + 13 * self.width
 
     @property
     def embedding_parameters(self) -> int:
-        """Tokens, positions and the last norm."""
+        """Elements of the tokens' and positions' embeddings and the last norm: (vocab + sequence + 2) · width."""
         return (self.vocab + self.sequence + 2) * self.width
 
     @property
     def tokens(self) -> int:
+        """Tokens per device and micro-step."""
         return self.batch * self.sequence
 
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rate in FLOP/s, the share of it that is reached, and the memory's rate in bytes/s."""
+    """Peak rate in FLOP/s, the fraction of it that is reached, and the memory's rate in bytes/s.
+
+    Raises ValueError for one that is not positive, or an efficiency above 1.
+    """
 
     peak_flops: float
     efficiency: float
@@ -79,12 +87,16 @@ class Device:
             raise ValueError(f"efficiency must be <= 1, got {self.efficiency}")
 
     def seconds(self, operations: float) -> float:
+        """Seconds that so many floating-point operations take."""
         return operations / (self.peak_flops * self.efficiency)
 
 
 @dataclass(frozen=True)
 class Network:
-    """``nodes`` of ``per_node`` devices; α in seconds per hop, β in seconds per byte of one device."""
+    """``nodes`` of ``per_node`` devices; α in seconds per hop, β in seconds per byte of one device.
+
+    Raises ValueError for one that is not positive.
+    """
 
     nodes: int
     per_node: int
@@ -98,10 +110,14 @@ class Network:
 
     @property
     def world(self) -> int:
+        """Devices of all nodes."""
         return self.nodes * self.per_node
 
     def link(self, group: str, depth: int = 1) -> Link:
-        """The link of collectives over a sharding group: ``node`` or ``world``."""
+        """The link of collectives over a sharding group, ``node`` or ``world``, by the formulas above; ``depth`` in flight.
+
+        Raises ValueError as :meth:`group_size` does.
+        """
         n, g, size = self.nodes, self.per_node, self.group_size(group)
         ring = (g - 1) * self.intra_alpha, (g - 1) / g * self.intra_beta  # within a node; β per byte of payload
         rings = (n - 1) * self.inter_alpha, (n - 1) / (n * g) * self.inter_beta  # across nodes
@@ -116,6 +132,7 @@ class Network:
         return Link((alpha[0], alpha[1], alpha[2], alpha[3]), (beta[0], beta[1], beta[2], beta[3]), depth, int(block) + 1)
 
     def group_size(self, group: str) -> int:
+        """Devices over which parameters are sharded. Raises ValueError for an unknown group or one device."""
         if group not in ("node", "world"):
             raise ValueError(f"sharding group must be node or world, got {group!r}")
         size = self.per_node if group == "node" else self.world
@@ -129,8 +146,8 @@ def analytic_profile(
 ) -> Profile:
     """The profile of training ``model`` in 16 bit with Adam and fp32 master weights, sharded over ``group``.
 
-    Its units are the tied embedding, used by the first and the last slot, and the blocks. Raises ValueError for a group
-    of one device.
+    Its units are the tied embedding, used by the first and the last slot, and the blocks; seconds and activation bytes are
+    by the formulas above, and nothing contends. Raises ValueError for a group of one device.
     """
     last = model.layers + 1
     units = (
@@ -164,12 +181,12 @@ def _slots(model: Transformer, device: Device) -> tuple[Slot, ...]:
     kept = output if model.checkpointing else inside
     logits = 6 * tokens * model.vocab
     blocks = [(i + 1, output + i * kept) for i in range(model.layers)]  # unit, bytes before its forward
-    full = output + model.layers * kept
+    saved = output + model.layers * kept
     return (
         Slot(0, "F", 0.0, 0, output),
         *(Slot(unit, "F", forward, live, live + inside) for unit, live in blocks),
-        Slot(0, "F", head, full, full + logits),
-        Slot(0, "B", 2 * head, full + logits, full + 2 * logits),
+        Slot(0, "F", head, saved, saved + logits),
+        Slot(0, "B", 2 * head, saved + logits, saved + 2 * logits),
         # Beside what it saved, a block's backward holds the gradients of its output and its input.
         *(Slot(unit, "B", backward, live + kept + output, live + inside + 2 * output) for unit, live in reversed(blocks)),
         Slot(0, "B", 0.0, 2 * output, 2 * output),

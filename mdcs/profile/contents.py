@@ -14,6 +14,7 @@ from typing import Any
 
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind, Link
+from mdcs.sizes import MIB
 
 SCHEMA = 4
 
@@ -25,7 +26,8 @@ class Unit:
     ``segments`` are the lengths in elements, in flat order, of the parts that share one optimizer parameter
     group; they sum to ``numel``. ``forward`` and ``backward`` are the first and the last slot, as indices into
     the forward and the backward slots of one micro-step, in which the unit's parameters are used; ``backward``
-    is None when no gradient flows through the unit.
+    is None when no gradient flows through the unit. Raises ValueError for an empty segment, or a trainable unit without
+    ``backward``.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
+        """Elements of all its parameters, without padding."""
         return sum(self.segments)
 
 
@@ -50,7 +53,8 @@ class Slot:
     """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
 
     ``live`` is what activations, workspace and everything else that is no registered buffer hold when the slot
-    begins; ``peak`` the most they hold during it, what the next slot begins with included (bytes).
+    begins; ``peak`` the most they hold during it, what the next slot begins with included (bytes). ``unit`` is an index.
+    Raises ValueError for another phase, and for a negative number.
     """
 
     unit: int
@@ -85,7 +89,7 @@ class Optimizer:
     scratch_fixed: int = 0
 
 
-_LARGEST_BLOCK = 1 << 24
+_LARGEST_BLOCK = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Contention:
     for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on
     ``dispatch_seconds`` after it is done, and then takes longer by ``compute_per_wait`` of the time it has waited: its
     caches are cold, its core has slept. Between backward and the next forward the training loop itself takes
-    ``turn_seconds``.
+    ``turn_seconds``. Raises ValueError for a negative number.
     """
 
     compute_per_message: float = 0.0
@@ -116,11 +120,6 @@ class Contention:
             if value < 0:
                 raise ValueError(f"contention {name} must be >= 0, got {value}")
 
-    def compute_lost(self, kind: Kind, wire: int, work: float) -> float:
-        """Seconds that computing loses to one message of ``wire`` bytes and ``work`` seconds."""
-        lost = self.compute_per_message + self.compute_per_byte * wire + self.compute_per_work * work
-        return self.all_reduce * lost if kind is Kind.AR else lost
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -135,6 +134,9 @@ class Profile:
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
     ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
     has the 10th and the 90th percentile of what was measured several times, by name.
+
+    Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot that
+    there is not.
     """
 
     units: tuple[Unit, ...]
@@ -172,15 +174,17 @@ class Profile:
 
     @cached_property
     def forward_slots(self) -> int:
+        """Forward slots of a micro-step."""
         return sum(s.phase == "F" for s in self.slots)
 
     @cached_property
     def backward_slots(self) -> int:
+        """Backward slots of a micro-step."""
         return len(self.slots) - self.forward_slots
 
     @property
     def updated_bytes(self) -> int:
-        """Width of an element of what the optimizer updates."""
+        """Bytes of an element of what the optimizer updates: the master copy, or the parameters themselves."""
         return self.master_bytes or self.param_bytes
 
     @cached_property
@@ -197,6 +201,7 @@ class Profile:
         return self.collectives.sent(kind, size, self.world)
 
     def to_json(self) -> str:
+        """The text of profile.json: every field, with the schema."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
@@ -234,6 +239,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
+        """Inverse of :meth:`to_json`; raises ValueError for a text that is no profile of this schema."""
         return cls.from_dict(json.loads(text))
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from mdcs.sizes import MIB
+
 
 class Kind(str, Enum):
-    """The collective kinds."""
+    """The collective kinds; ``is_gather`` is whether one gathers parameters."""
 
     AR = "AR"  # all-reduce (dp)
     RS = "RS"  # reduce-scatter (zero1, sdp, fsdp)
@@ -37,13 +39,14 @@ class Link:
     """α (seconds per message) and β (seconds per wire byte) per kind, and the in-flight ``depth``.
 
     ``alpha`` and ``beta`` are in the order of :class:`Kind`: AR, RS, AG_F, AG_B. ``block`` is the smallest
-    message (payload bytes) that saturates the link: partition size and schedule granularity.
+    message (payload bytes) that saturates the link: partition size and schedule granularity. ``emulated``: messages are
+    held back until the link would have carried them. Raises ValueError for a value out of range.
     """
 
     alpha: tuple[float, float, float, float]
     beta: tuple[float, float, float, float]
     depth: int = 2
-    block: int = 1 << 20
+    block: int = MIB
     emulated: bool = False
 
     def __post_init__(self) -> None:
@@ -56,31 +59,40 @@ class Link:
 
     @classmethod
     def uniform(cls, rate_gbit: float, latency_us: float, depth: int = 2, emulated: bool = False) -> Link:
-        """A link of one rate; an all-reduce, being two phases, pays the latency twice."""
+        """A link of one rate (10⁹ bits per second) and latency; an all-reduce, being two phases, pays the latency twice.
+
+        Raises ValueError for a rate that is not positive, a latency below 0 and a depth below 1.
+        """
         if not rate_gbit > 0:
             raise ValueError(f"rate_gbit must be > 0, got {rate_gbit}")
         if latency_us < 0:
             raise ValueError(f"latency_us must be >= 0, got {latency_us}")
         a, b = latency_us * 1e-6, 8 / (rate_gbit * 1e9)
         # 97 % of peak bandwidth: α <= 3 % of the whole, hence β·block = 0.97/0.03·α.
-        block = max(1 << 18, int(a / b * 0.97 / 0.03))
+        block = max(MIB // 4, int(a / b * 0.97 / 0.03))
         return cls((2 * a, a, a, a), (b, b, b, b), depth, block, emulated)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Link:
+        """Inverse of ``dataclasses.asdict``; KeyError for a missing field, ValueError for a value out of range."""
         a, b = data["alpha"], data["beta"]
         return cls(
             (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), data["depth"], data["block"], data["emulated"]
         )
 
     def alpha_of(self, kind: Kind) -> float:
+        """Latency in seconds of a message of this kind that is alone."""
         return self.alpha[_ORDER[kind]]
 
     def beta_of(self, kind: Kind) -> float:
+        """Seconds per byte that the rank sends, for messages of this kind."""
         return self.beta[_ORDER[kind]]
 
     def end(self, kind: Kind, wire: int, start: float, previous_end: float) -> float:
-        """When a message of ``wire`` bytes that starts at ``start`` ends, after one that ends at ``previous_end``."""
+        """When a message of ``wire`` bytes that starts at ``start`` ends, after one that ends at ``previous_end`` (seconds).
+
+        max(start + α, previous_end) + β · wire.
+        """
         return max(start + self.alpha_of(kind), previous_end) + self.beta_of(kind) * wire
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from mdcs.plan.messages import CATEGORIES
+from mdcs.plan.ledger import CATEGORIES
 
 
 class Account:

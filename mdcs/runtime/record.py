@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdcs.measure.timeline import Interval, StepTimes, step_times
+from mdcs.measure.timeline import Interval, step_times
 from mdcs.plan.messages import Message, Plan
+from mdcs.plan.times import StepTimes
 from mdcs.runtime.executor import Executor
 
 _UNREAD = 64  # iterations remembered for :meth:`Recorder.finished`; a loop that never asks must not fill memory

@@ -12,7 +12,8 @@ from torch import nn
 from mdcs.model.guard import Closed
 from mdcs.model.optimizers import in_group_order, optimizer_bytes
 from mdcs.model.units import ModelUnit, UnsupportedModel
-from mdcs.plan.messages import Plan, PlanError
+from mdcs.plan.messages import Plan
+from mdcs.plan.validity import PlanError
 from mdcs.runtime.emulation import Emulation
 from mdcs.runtime.scaling import LossScale
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mdcs.measure.memory import Meter
 from mdcs.model.guard import Guard, Refuse
-from mdcs.plan.messages import Plan, Strategy
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
 
 
 class UnitStorage:

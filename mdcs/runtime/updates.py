@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mdcs.measure.memory import Meter
 from mdcs.plan.ledger import runs
-from mdcs.plan.messages import Plan, Strategy
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.runtime.storage import UnitStorage
 
 

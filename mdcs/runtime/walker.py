@@ -14,7 +14,8 @@ from torch import nn
 from mdcs.measure.memory import Meter
 from mdcs.measure.timeline import SlotMemory
 from mdcs.plan.ledger import Ledger, SlotLimits
-from mdcs.plan.messages import Plan, Strategy
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.runtime.account import Account
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.errors import RunError

@@ -7,79 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from operator import itemgetter
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from mdcs.measure.timeline import Span
 from mdcs.plan.ledger import Ledger, SlotLimits, most_in_flight
-from mdcs.plan.messages import Period, Plan, PlanError
-from mdcs.profile.contents import Contention, Profile
-from mdcs.profile.link import Kind
+from mdcs.plan.messages import Plan
+from mdcs.plan.validity import PlanError
+from mdcs.profile.contents import Contention
 
 _MAX_PERIODS = 12
 _REPEATS = 1e-9  # of a period: two periods that differ by less are the same
-
-
-# ---- seconds
-
-
-class Cost(NamedTuple):
-    """Seconds of a message: latency and bytes on the link, then summing and unpacking, then the update.
-
-    ``idle`` is ``transfer`` while nothing computes, ``lost`` what computing loses when the message is done beside it.
-    """
-
-    alpha: float
-    transfer: float
-    copy: float
-    update: float
-    idle: float
-    lost: float
-
-
-_known: WeakKeyDictionary[Period, dict[tuple[Kind, int, int, bool], Cost]] = WeakKeyDictionary()
-
-
-def _costs(plan: Plan) -> list[Cost]:
-    """The seconds of every message, each worked out once for all plans of a profile."""
-    known = _known.setdefault(plan.period, {})
-    blocks, out = plan.blocks, []
-    for m in plan.messages:
-        elements = sum([blocks[u][b] for u, b in m.parts])
-        key = m.kind, elements, len(m.parts), m.blocking
-        cost = known.get(key)
-        if cost is None:
-            cost = known[key] = _cost(plan.profile, *key)
-        out.append(cost)
-    if not plan.cross_iteration:
-        total = sum(cost.update for cost in out)
-        last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
-        updates = [total if i == last else 0.0 for i in range(len(out))]
-        lost = plan.profile.contention.compute_lost
-        out = [
-            c._replace(update=u, lost=lost(m.kind, plan.wire(m), c.copy + u))
-            for m, c, u in zip(plan.messages, out, updates, strict=True)
-        ]
-    return out
-
-
-def _cost(profile: Profile, kind: Kind, elements: int, parts: int, blocking: bool) -> Cost:
-    payload = elements * (profile.param_bytes if kind.is_gather else profile.grad_bytes)
-    passes = int(profile.collectives.reduce_scatter == "all_to_all" and kind is Kind.RS) + 2 * int(parts > 1)
-    update = 0.0
-    if not kind.is_gather:
-        share = 1 if kind is Kind.AR else profile.world
-        update = elements / share * profile.optimizer.seconds_per_element + parts * profile.optimizer.seconds_per_run
-    wire, contention = profile.wire(kind, payload), profile.contention
-    idle = transfer = profile.link.beta_of(kind) * wire
-    copy = profile.copy_seconds_per_byte * payload * passes if passes else 0.0
-    lost = contention.compute_lost(kind, wire, copy + update)
-    if not blocking:
-        transfer = max(transfer, contention.message_seconds + contention.seconds_per_byte * wire)
-    return Cost(profile.link.alpha_of(kind), transfer, copy, update, idle, lost)
-
-
-# ---- time
 
 
 class Trace:
@@ -100,14 +36,16 @@ class Trace:
 
     @property
     def began(self) -> float:
+        """When the last period begins."""
         return self.arrivals[-self.slots - 1]
 
     @property
     def ended(self) -> float:
+        """When the last period ends."""
         return self.arrivals[-1]
 
     def in_flight(self, now: float, since: int) -> list[float]:
-        """Times from now on of what is not done of the messages from ``since`` on."""
+        """Seconds from now of what is not done of the messages from ``since`` on."""
         return [
             time - now
             for span, done in zip(self.spans[since:], self.processed[since:], strict=True)
@@ -183,7 +121,7 @@ class Course:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.limits, self.costs = SlotLimits(plan), _costs(plan)
+        self.limits, self.costs = SlotLimits(plan), plan.job.cost.messages(plan)
         issued, period = self.limits.issued, plan.period
         messages = [
             (i, m.blocking, after, plan.in_prologue(m), *cost[:4])
@@ -194,21 +132,17 @@ class Course:
         q, _, done, work = self.slots[period.turn]
         self.prologue = [(q, messages[: issued[q]], done, work), *self.slots[q + 1 :]]
 
-    @classmethod
-    def of(cls, plan: Plan) -> Course:
-        """Plans are immutable, and some are replayed again."""
-        course: Course = vars(plan).get("_course") or cls(plan)
-        vars(plan)["_course"] = course
-        return course
 
+def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
+    """Follow the course of a plan until its period repeats, admitting by the ledger if there is one and a budget.
 
-def run(plan: Plan, ledger: Ledger | None) -> Trace:
+    Raises PlanError for a deadlock.
+    """
     # Called thousands of times: names are local, and one loop does it all.
     turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
     contention = plan.profile.contention
     contended, dispatch, per_wait = contention != Contention(), contention.dispatch_seconds, contention.compute_per_wait
     between = contention.turn_seconds
-    course = Course.of(plan)
     trace = Trace(course)
     spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins
     admission = None if plan.budget is None or ledger is None else _Admission(plan, ledger, trace)

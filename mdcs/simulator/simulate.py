@@ -15,10 +15,11 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from mdcs.measure.timeline import Interval, Span, StepTimes
-from mdcs.plan.ledger import Ledger, MessageBytes
-from mdcs.plan.messages import CATEGORIES, Plan, Prediction
-from mdcs.simulator.recurrence import Trace, run
+from mdcs.measure.timeline import Interval, Span, times_of
+from mdcs.plan.ledger import CATEGORIES, Ledger, MessageBytes
+from mdcs.plan.messages import Plan
+from mdcs.plan.times import Prediction, StepTimes
+from mdcs.simulator.recurrence import Course, Trace, run
 
 
 class Replay:
@@ -33,11 +34,13 @@ class Replay:
 
     @cached_property
     def times(self) -> StepTimes:
+        """Where the period goes: computing, communicating, both, and what is exposed."""
         trace = self._trace
-        return StepTimes.of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
+        return times_of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
 
     @cached_property
     def intervals(self) -> list[Interval]:
+        """Slots, messages and updates of the period, as in a measured timeline."""
         return _intervals(self._plan, self._trace)
 
     @property
@@ -47,31 +50,25 @@ class Replay:
 
     @cached_property
     def curve(self) -> list[dict[str, int]]:
-        """The same for every slot. A slot includes the wait before it."""
-        return _memory(self._plan, self._ledger or Ledger.of(self._plan), self._trace)
+        """The same bytes for every slot of the period. A slot includes the wait before it."""
+        return _memory(self._plan, self._ledger or Ledger(self._plan), self._trace)
 
     def prediction(self) -> Prediction:
+        """What the plan keeps of its replay."""
         t, peak = self.times, self.peak
         return Prediction(
-            step_s=self.period_s,
-            compute_s=t.compute_s,
-            communication_s=t.communication_s,
-            overlap_s=t.overlap_s,
-            exposed_s=t.exposed_s,
-            overlap_ratio=t.overlap_ratio,
-            peak_bytes=peak["total"],
-            memory=peak,
+            t.step_s, t.compute_s, t.communication_s, t.overlap_s, peak_bytes=peak["total"], memory=peak
         )
 
 
-def replay(plan: Plan, *, ledger: Ledger | None = None) -> Replay:
-    """Replay until the period repeats; ``ledger`` is the plan's, if it is at hand.
+def replay(plan: Plan, *, ledger: Ledger | None = None, course: Course | None = None) -> Replay:
+    """Replay until the period repeats; ``ledger`` and ``course`` are the plan's, if they are at hand.
 
     Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
     """
     if plan.budget is not None:
-        ledger = ledger or Ledger.of(plan)
-    return Replay(plan, run(plan, ledger), ledger)
+        ledger = ledger or Ledger(plan)
+    return Replay(plan, run(plan, course or Course(plan), ledger), ledger)
 
 
 class Steady(NamedTuple):

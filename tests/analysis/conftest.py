@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis.events import SCHEMA
 from mdcs.measure.timeline import PREDICTED_RANK, Interval, RankTimeline, SlotMemory, Timeline
 
 MIB = 2**20
@@ -85,7 +86,7 @@ def toy_timelines(world=2, layers=6, measured_memory=True):
 
 
 def toy_times(strategy, scheduler, budget_mib, share):
-    """Seconds of a step: compute, plus what is exposed; with a minimum inside of the share's range."""
+    """Seconds of a step: compute, plus exposed communication; with a minimum inside of the share's range."""
     quality = {"sequential": 0.0, "priority": 0.8, "memory_aware": 1.0}.get(scheduler, 0.6)
     spread = {"dp": 1.0, "zero1": 0.95, "fsdp": 1.25, "ilp": 0.9}.get(strategy, 1.0)
     share = 0.4 if share is None else share
@@ -101,7 +102,9 @@ def toy_times(strategy, scheduler, budget_mib, share):
         "compute_s": compute,
         "communication_s": communication,
         "overlap_s": overlap,
-        "exposed_s": step - compute,
+        "exposed_s": communication - overlap,
+        "stalled_s": step - compute,
+        "idle_s": 0.0,
         "overlap_ratio": overlap / communication,
         "extra_communication_s": extra,
     }
@@ -139,11 +142,11 @@ def write_run(
     )
     sent = {kind: int(mib * MIB) for kind, mib in kinds.items()}
     messages = {kind: int(mib) for kind, mib in kinds.items()}
-    start = {
-        "event": "start",
-        "time": 1.0,
+    job = {
+        "event": "job",
+        "schema": SCHEMA,
+        "time": 0.5,
         "emulated": emulated,
-        "plan_hash": f"{abs(hash(str(folder))):x}"[:8],
         "sweep": "toy",
         "name": folder.name,
         "world": world,
@@ -152,11 +155,16 @@ def write_run(
         "model": model,
         "budget_bytes": None if budget_mib is None else int(budget_mib * MIB),
         "schedule_share": share,
-        "floor_bytes": 380 * MIB,
         "cross_iteration": cross_iteration,
+    }
+    start = {
+        "event": "start",
+        "time": 1.0,
+        "plan_hash": f"{abs(hash(str(folder))):x}"[:8],
+        "floor_bytes": 380 * MIB,
         "predicted": {**predicted, "peak_bytes": peak_bytes, "memory": by_category},
     }
-    lines = [start]
+    lines = [job] if ending == "infeasible" else [job, start]
     measured = []
     for step in range(1, (0 if ending == "infeasible" else steps) + 1):
         factor = 1 + abs(rng.gauss(0, 0.012))

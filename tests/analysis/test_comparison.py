@@ -10,7 +10,7 @@ from analysis.comparison import Spread, lines, loss_differences
 
 
 def row(step_s, peak_bytes=100, **known):
-    other = dict.fromkeys(("compute_s", "communication_s", "exposed_s", "overlap_ratio", "bytes_total"))
+    other = dict.fromkeys(("compute_s", "communication_s", "exposed_s", "stalled_s", "overlap_ratio", "bytes_total"))
     return other | {"step_s": step_s, "peak_bytes": peak_bytes} | known
 
 
@@ -67,11 +67,11 @@ def test_losses_are_compared_step_by_step_with_the_base_s_first_run():
     assert found == pytest.approx({"mdcs": 0.1, "ddp": 0.001, "short": math.inf, "broken": math.inf})
 
 
-def line(engine, median, exposed_s, fits=True, overlap=0.5):
+def line(engine, median, stalled_s=None, exposed_s=None, fits=True, overlap=0.5):
     return {
         "engine": engine, "fits": fits, "step_s": {"median": median, "low": median * 0.9, "high": median * 1.2},
-        "ratio": {"median": median / 0.1, "low": 1.0, "high": 2.0}, "exposed_s": exposed_s, "overlap_ratio": overlap,
-        "peak_bytes": 40e6,
+        "ratio": {"median": median / 0.1, "low": 1.0, "high": 2.0}, "stalled_s": stalled_s, "exposed_s": exposed_s,
+        "overlap_ratio": overlap, "peak_bytes": 40e6,
     }  # fmt: skip
 
 
@@ -81,19 +81,24 @@ def document(*budgets):
 
 
 def test_the_picture_has_a_row_of_panels_for_every_budget(tmp_path):
-    both = [line("mdcs", 0.1, 0.02), line("zero-2", 0.2, None, fits=False, overlap=None)]
+    of_all = [
+        line("mdcs", 0.1, 0.02, 0.015),
+        line("fairscale", 0.15, 0.03, overlap=None),
+        line("zero-2", 0.2, fits=False, overlap=None),
+    ]
     bounds = {"traffic": 0.06, "structural": 0.08}
     figure = pictures.engine_comparison(
         document(
-            {"budget_bytes": 50e6, "over_floor": 0.1, "bounds": bounds, "lines": both},
-            {"budget_bytes": None, "over_floor": None, "bounds": {}, "lines": both[:1]},
+            {"budget_bytes": 50e6, "over_floor": 0.1, "bounds": bounds, "lines": of_all},
+            {"budget_bytes": None, "over_floor": None, "bounds": {}, "lines": of_all[:1]},
         )
     )
     assert len(figure.axes) == 6
     steps, overlap = figure.axes[:2]
-    assert [label.get_text() for label in steps.get_yticklabels()] == ["mdcs", "zero-2"]
-    assert [patch.get_width() for patch in steps.patches] == pytest.approx([80, 20, 200])  # the last cannot be divided
-    assert {text.get_text() for text in steps.texts} == {"1.00 ×", "does not fit"}
+    assert [label.get_text() for label in steps.get_yticklabels()] == ["mdcs", "fairscale", "zero-2"]
+    # computing, exposed and idle; computing and the rest; what cannot be divided
+    assert [patch.get_width() for patch in steps.patches] == pytest.approx([80, 15, 5, 120, 30, 200])
+    assert {text.get_text() for text in steps.texts} == {"1.00 ×", "1.50 ×", "does not fit"}
     assert {text.get_text() for text in overlap.texts} == {"not known"}
     assert steps.get_title(loc="left") == "47.7 MiB (floor + 10%): time per iteration"
     path = pictures.save(figure, tmp_path / "comparison.png")

@@ -5,6 +5,7 @@ import json
 import pandas as pd
 import pytest
 
+from analysis.events import SCHEMA, read_events
 from analysis.load import COLUMNS, load_run, load_sweep
 
 MIB = 2**20
@@ -19,7 +20,7 @@ def row_of(folder):
 def test_a_finished_run_is_a_row_with_the_numbers_of_its_summary(run_writer):
     folder = run_writer("0", strategy="fsdp", scheduler="dear", budget_mib=512, share=0.25)
     summary = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
     row = row_of(folder)
     assert (row["name"], row["model"], row["strategy"], row["scheduler"]) == (
         "0",
@@ -75,13 +76,6 @@ def test_half_a_last_line_is_what_a_killed_run_leaves(run_writer):
     assert row["step_s"] == steps[~steps["warmup"]]["step_s"].median()
 
 
-def test_a_failure_appended_to_half_a_line_is_found(run_writer):
-    folder = run_writer("0", ending="killed")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "failure", "status": "failed", "reason": "killed", "rank": 0, "step": 13}\n')
-    assert row_of(folder)["reason"] == "killed (rank 0, step 13)"
-
-
 def test_a_corrupt_middle_line_fails_that_row_only(run_writer):
     folder = run_writer("0")
     run_writer("1")
@@ -104,18 +98,54 @@ def test_only_the_last_attempt_in_a_folder_counts(run_writer):
     assert (row["status"], row["steps"]) == ("ok", 8)
 
 
-def test_without_a_start_line_config_and_plan_say_what_was_to_run(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"event":"failure","status":"failed","reason":"no port"}\n')
-    (tmp_path / "config.yaml").write_text(
-        "model: {name: mlp}\nstrategy: {name: uniform, kind: fsdp}\nscheduler: {name: wfbp, cross_iteration: false}\n"
-        "budget: {gib: 0.5, schedule_share: 0.25}\ncluster: {ranks: 4}\nlink: {name: emulated}\nrun: {name: null}\n"
-    )
-    row = row_of(tmp_path)
-    assert (row["model"], row["strategy"], row["scheduler"], row["world"]) == ("mlp", "fsdp", "wfbp", 4)
+def test_a_run_that_failed_before_its_plan_says_what_was_asked_for(run_writer):
+    row = row_of(run_writer("0", strategy="fsdp", scheduler="wfbp", budget_mib=512, share=0.25, ending="infeasible", world=4))
+    assert (row["model"], row["strategy"], row["scheduler"], row["world"]) == ("gpt-small", "fsdp", "wfbp", 4)
     assert (row["budget_gib"], row["schedule_share"], row["emulated"]) == (0.5, 0.25, True)
-    assert not row["cross_iteration"]
-    (tmp_path / "plan.json").write_text('{"strategy": "greedy", "scheduler": "dear", "budget": 1024}')
-    assert (row_of(tmp_path)["strategy"], row_of(tmp_path)["budget_bytes"]) == ("greedy", 1024)
+    assert row["cross_iteration"] and pd.isna(row["floor_bytes"])
+
+
+def test_what_ran_in_the_folder_before_is_not_this_job_s(run_writer):
+    former = (run_writer("0", steps=5) / "metrics.jsonl").read_text()
+    folder = run_writer("0", strategy="fsdp", ending="infeasible")
+    (folder / "metrics.jsonl").write_text(former + (folder / "metrics.jsonl").read_text())
+    row = row_of(folder)
+    assert (row["status"], row["steps"], row["strategy"]) == ("failed", 0, "fsdp")
+    assert pd.isna(row["plan_hash"]) and pd.isna(row["step_s"]) and pd.isna(row["predicted_step_s"])
+
+
+def of_schema_1(folder):
+    """The file as it was written before there was a job event: what is stalled now was called exposed."""
+    events = read_events(folder / "metrics.jsonl")
+    job, start, *rest = events
+    lines = [job | start | {"event": "start"}, *rest]
+    for times in (*lines, lines[0]["predicted"]):
+        times.pop("idle_s", None)
+        if "stalled_s" in times:
+            times["exposed_s"] = times.pop("stalled_s")
+    lines[0].pop("schema")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("ending", ["ok", "failed"])
+def test_an_older_file_is_read_in_the_words_of_today(run_writer, ending):
+    times = {"step_s": 2.0, "compute_s": 1.0, "communication_s": 0.75, "overlap_s": 0.25, "exposed_s": 0.5, "stalled_s": 1.0}
+    folder = run_writer("0", ending=ending, times=times | {"idle_s": 0.5, "overlap_ratio": 1 / 3})
+    today = row_of(folder)
+    of_schema_1(folder)
+    older = row_of(folder)
+    for key in [key for key in COLUMNS if key.endswith(("_s", "overlap_ratio"))]:
+        assert older[key] == pytest.approx(today[key], rel=0.02, nan_ok=True), key
+    assert older["exposed_s"] < older["stalled_s"] and older["predicted_exposed_s"] < older["predicted_stalled_s"]
+    assert (older["name"], older["strategy"], older["status"]) == (today["name"], today["strategy"], today["status"])
+
+
+def test_a_newer_file_is_refused(run_writer):
+    folder = run_writer("0")
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace(f'"schema": {SCHEMA}', '"schema": 99'))
+    with pytest.raises(ValueError, match="schema 99, this version reads schema 2"):
+        load_run(folder)
 
 
 def test_no_memory_measurement_is_no_number(run_writer):

@@ -21,7 +21,7 @@ init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero
 
 def on_every_rank_its_own(make):
     plan = on_rank_zero(make)
-    return dataclasses.replace(plan, reserve=plan.reserve + rank)
+    return dataclasses.replace(plan, job=dataclasses.replace(plan.job, reserve=plan.reserve + rank))
 
 
 for folder in map(Path, sys.argv[1:]):

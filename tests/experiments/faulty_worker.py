@@ -4,26 +4,26 @@ import os
 import sys
 from pathlib import Path
 
-from experiments.job import worker
+from experiments.job import training, worker
 from launch import status
 
-train_step = worker.train_step
+train_step = training.train_step
 
 
 def fail(gradient):
     raise ZeroDivisionError("the test fails in backward, as told")
 
 
-def train_step_with_a_fault(config, batches, engine):
+def train_step_with_a_fault(workload, batches, engine):
     said = status.current()
     if os.environ["RANK"] == "1" and said is not None and said.step == 3:
-        handle = engine.job.model.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        handle = workload.model.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
         try:
-            return train_step(config, batches, engine)
+            return train_step(workload, batches, engine)
         finally:
             handle.remove()
-    return train_step(config, batches, engine)
+    return train_step(workload, batches, engine)
 
 
-worker.train_step = train_step_with_a_fault
+training.train_step = train_step_with_a_fault
 worker.main(Path(sys.argv[1]))

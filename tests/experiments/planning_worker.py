@@ -6,12 +6,12 @@ from pathlib import Path
 
 import mdcs
 from experiments.config.checks import load
-from experiments.job.worker import make_plan, planning_options
+from experiments.job.planning import job_of, make_plan
 
 folder = Path(sys.argv[1])
 config = load(folder / "config.yaml")
 profile = mdcs.Profile.from_json(Path(__file__).with_name("profile.json").read_text())
 if os.environ["RANK"] == "0":
-    planning = planning_options(config)
-    plan = make_plan(config, profile, mdcs.floor_bytes(profile, **planning), planning)
+    job = job_of(config, profile)
+    plan = make_plan(config, job, mdcs.floor_bytes(job))
     (folder / "plan.json").write_text(plan.to_json())

@@ -1,6 +1,6 @@
 """Stands in for `experiments.job.worker`: reads the config and writes the files of a run, without training.
 
-The config's `run.name` can hold what goes wrong: `raise`, `kill`, `nothing` (no summary), `slow`.
+The config's `run.name` can hold what goes wrong: `early` (before the profile), `raise`, `kill`, `nothing` (no summary), `slow`.
 """
 
 import os
@@ -10,8 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from analysis.events import METRICS
 from experiments.config.checks import load
-from experiments.job.tracking import METRICS, JsonLines
+from experiments.job.tracking import JsonLines
 from launch import status
 
 folder = Path(sys.argv[1])
@@ -19,27 +20,18 @@ config = load(folder / "config.yaml")
 rank = int(os.environ["RANK"])
 what = config.run.name or ""
 status.set(phase="planning")
+if "early" in what:
+    raise RuntimeError("the stub fails before it has a profile")
 if rank == 0:
     (folder / "ran").write_text(" ".join(sys.argv[2:]))
     shutil.copy(Path(__file__).with_name("profile.json"), folder / "profile.json")
 if "raise" in what and rank == 1:
     raise RuntimeError("the stub fails as told")
-metrics = JsonLines(folder / METRICS) if rank == 0 else None
-if metrics and not sys.argv[2:]:
-    metrics.write(
-        {
-            "event": "start",
-            "time": time.time(),
-            "emulated": False,
-            "name": what,
-            "sweep": config.run.sweep,
-            "world": 2,
-            "strategy": config.strategy.name,
-            "scheduler": config.scheduler.name,
-            "model": config.model.name,
-        }
-    )
-for step in range(1, config.run.steps + 1) if not sys.argv[2:] else ():
+trains = not sys.argv[2:]
+metrics = JsonLines(folder / METRICS) if rank == 0 and trains else None
+if metrics:
+    metrics.write({"event": "start", "time": time.time()})
+for step in range(1, config.run.steps + 1) if trains else ():
     status.set(step=step, phase="step")
     if "kill" in what and rank == 1 and step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -47,6 +39,6 @@ for step in range(1, config.run.steps + 1) if not sys.argv[2:] else ():
         time.sleep(0.5)
     if metrics:
         metrics.write({"event": "step", "step": step, "warmup": False, "loss": 1.0 / step, "step_s": 0.1})
-if metrics and "nothing" not in what and not sys.argv[2:]:
+if metrics and "nothing" not in what:
     summary = {"status": "ok", "steps": config.run.steps, "step_s": {"median": 0.1, "p10": 0.1, "p90": 0.1}}
     metrics.write({"event": "summary", **summary})

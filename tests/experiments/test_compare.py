@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 import mdcs
+from analysis.events import METRICS
 from experiments import compare
 from experiments.job import run as jobs
-from experiments.job.tracking import METRICS, JsonLines
+from experiments.job.events import job_event
+from experiments.job.tracking import JsonLines
 from launch.elastic import Outcome
 from mdcs.planner.bounds import Bounds
-from mdcs.planner.schedulers import SCHEDULERS
-from mdcs.planner.strategies import STRATEGIES
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.strategies.uniform import Uniform
 
 PROFILE = Path(__file__).with_name("profile.json")
 MIB = 2**20
@@ -28,7 +30,7 @@ def ranks(monkeypatch, tmp_path):
     """No rank is started: a run is what is written for it. Returns the calls, and what may go wrong by name."""
     calls, wrong = [], {}
     profile = mdcs.Profile.from_json(PROFILE.read_text())
-    plan = mdcs.make_plan(profile, STRATEGIES["uniform"](kind="zero1"), SCHEDULERS["dear"](bucket_bytes=MIB))
+    plan = mdcs.make_plan(profile, Uniform("zero1"), Dear(bucket_mib=1.0))
 
     def run(config, folder, console, *, share, only=None, worker):
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +44,7 @@ def ranks(monkeypatch, tmp_path):
         if name == "mdcs":
             (folder / "plan.json").write_text(plan.to_json())
         with JsonLines(folder / METRICS) as metrics:
-            metrics.write({"event": "start", "engine": name, "world": 2, "model": "mlp", "emulated": False})
+            metrics.write(job_event(config))
             for step in (1, 2, 3):
                 off = 0.5 if wrong.get(name) == "differs" else 0
                 told = {"step": step, "warmup": step == 1, "loss": 1 / step + off, "step_s": STEP_S[name]}
@@ -91,7 +93,7 @@ def test_json_is_all_that_is_printed_and_is_what_is_written(ranks, monkeypatch, 
     }  # fmt: skip
     by_name = {line["engine"]: line for line in unlimited["lines"]}
     assert by_name["mdcs"]["ratio"]["median"] == 1 and by_name["ddp"]["peak_bytes"] == 8 * MIB
-    assert by_name["ddp"]["exposed_s"] is None  # the made-up runs do not tell
+    assert by_name["ddp"]["exposed_s"] is by_name["ddp"]["stalled_s"] is None  # the made-up runs do not tell
     assert unlimited["bounds"] == {"traffic": 0.05, "structural": 0.08}
     assert by_name["ddp"]["above"] == pytest.approx({"traffic": 0.15 / 0.05 - 1, "structural": 0.15 / 0.08 - 1})
 
@@ -125,10 +127,10 @@ def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeyp
     monkeypatch.setitem(PEAK_MIB, "ddp_no_overlap", 8)
     assert asked(monkeypatch, "--rounds", "1") == 0
     said = capsys.readouterr().out
-    assert "left out: zero-3: engine.name: deepspeed is not installed: pip install 'mdcs[deepspeed]'" in said
-    assert "left out: fairscale-fsdp: engine.name: fairscale_fsdp needs cluster.device=cuda, got cpu" in said
+    assert "left out: zero-3: engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'" in said
+    assert "left out: fairscale-fsdp: engine: fairscale_fsdp needs cluster.device=cuda, got cpu" in said
     assert asked(monkeypatch, "--engines", "zero-3") == 2
-    assert capsys.readouterr().err == "engine.name: deepspeed is not installed: pip install 'mdcs[deepspeed]'\n"
+    assert capsys.readouterr().err == "engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'\n"
 
 
 @pytest.mark.parametrize(

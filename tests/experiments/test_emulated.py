@@ -7,16 +7,16 @@ import math
 import pytest
 
 import analysis
+from analysis.events import read_events
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
-from experiments.job.tracking import read_events
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
 from launch import elastic
 from mdcs.measure.timeline import Timeline
 from mdcs.plan.messages import Plan
-from mdcs.planner.schedulers import Wfbp
+from mdcs.planner.schedulers.wfbp import Wfbp
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +40,7 @@ def folders(tmp_path_factory):
     """The folders of all jobs, which one process has run one after the other."""
     folder = tmp_path_factory.mktemp("emulated")
     for name, overrides in JOBS.items():
-        (folder / name).mkdir()
-        checks.save(jobs.resolve(composed(*overrides)), folder / name / "config.yaml")
+        jobs.begin(jobs.resolve(composed(*overrides)), folder / name)
     config = composed(*JOBS["of 64"])
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(config.cluster.processes, 60, 60), jobs.environment(jobs.resolve(config)),
@@ -53,9 +52,9 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize(("job", "world", "rank"), [("of 64", 64, 0), ("of 8", 8, 5)])
 def test_a_job_says_that_its_ranks_are_emulated_and_nothing_of_losses(folders, job, world, rank):
-    start, *steps, summary = read_events(folders[job] / "metrics.jsonl")
-    assert (start["emulated_ranks"], start["emulated"], start["world"]) == (True, True, world)
-    assert start["name"].endswith(f" (rank {rank} of {world}, emulated)")
+    asked, start, *steps, summary = read_events(folders[job] / "metrics.jsonl")
+    assert (asked["emulated_ranks"], start["emulated"], asked["world"], start["world"]) == (True, True, world, world)
+    assert asked["name"].endswith(f" (rank {rank} of {world}, emulated)")
     assert summary["emulated_ranks"] is True and summary["status"] == "ok"
     assert [step["loss"] for step in (*steps, summary)] == [None] * 6
     assert all(step.get("grad_norm") is None for step in steps)
@@ -65,7 +64,7 @@ def test_a_job_says_that_its_ranks_are_emulated_and_nothing_of_losses(folders, j
 
 @pytest.mark.parametrize("job", JOBS)
 def test_its_memory_is_the_ledger_s_to_the_byte(folders, job):
-    start, *_, summary = read_events(folders[job] / "metrics.jsonl")
+    _, start, *_, summary = read_events(folders[job] / "metrics.jsonl")
     ledger, measured = summary["memory"]["ledger"], summary["memory"]["measured"]
     buffers = ledger.keys() - {"activations", "total"}
     assert {c: ledger[c] for c in buffers} == {c: measured[c] for c in buffers}
@@ -85,9 +84,8 @@ def test_tables_and_pictures_say_so(folders):
         assert "64 emulated ranks" in str(table.title)
 
 
-def test_a_job_that_failed_before_its_first_line_says_so_too(tmp_path):
-    checks.save(jobs.resolve(composed()), tmp_path / "config.yaml")
-    (tmp_path / "metrics.jsonl").write_text('{"event": "failure", "reason": "no luck"}\n')
+def test_a_job_says_so_before_it_has_a_plan(tmp_path):
+    jobs.begin(jobs.resolve(composed()), tmp_path)
     assert analysis.load_run(tmp_path).row()["emulated_ranks"] is True
 
 

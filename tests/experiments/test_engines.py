@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 
 import analysis
-from experiments import engines
-from experiments.config import checks
-from experiments.config.schema import PEERS, ConfigError
+from analysis.events import read_events
+from experiments.config import checks, files
+from experiments.config.schema import ConfigError
 from experiments.job import run as jobs
-from experiments.job.tracking import read_events
 from launch import elastic
 
 pytestmark = pytest.mark.slow
@@ -55,8 +54,7 @@ def ran(tmp_path_factory):
     for number, (workload, overrides) in enumerate(JOBS):
         own = folders[workload, overrides] = folder / str(number)
         config = jobs.resolve(composed(*WORKLOADS[workload], *overrides.split()))
-        own.mkdir()
-        checks.save(config, own / "config.yaml")
+        jobs.begin(config, own)
     outcome = elastic.run(
         folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(config),
         module="tests.experiments.batch_worker", arguments=[str(own) for own in folders.values()],
@@ -81,7 +79,7 @@ def summary(folder):
 
 def test_every_engine_that_needs_no_gpu_and_is_installed_has_a_job():
     tried = {overrides.split()[0].partition("=")[2] for _, overrides in JOBS}
-    assert {"mdcs", *PEERS} - tried == {"deepspeed", "fairscale_fsdp", "dataparallel"}
+    assert {*files.groups()["engine"]} - tried == {"deepspeed", "fairscale_fsdp", "dataparallel"}
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -100,7 +98,7 @@ def test_times_of_a_step_add_up_and_what_an_engine_does_not_show_is_null(ran):
         assert len(steps(folder)) == STEPS
         for step in steps(folder):
             assert step["step_s"] >= step["compute_s"] > 0, overrides
-            assert step["exposed_s"] == pytest.approx(step["step_s"] - step["compute_s"])
+            assert step["stalled_s"] == pytest.approx(step["step_s"] - step["compute_s"])
             if "fairscale" in overrides:
                 assert step["communication_s"] is step["overlap_ratio"] is step["bytes"] is None
             else:
@@ -153,10 +151,10 @@ def run_it(folder: Path, *overrides: str, only: str | None = None):
 @pytest.mark.parametrize(
     ("overrides", "only", "message"),
     [
-        ("engine=deepspeed", None, "engine.name: deepspeed is not installed: pip install 'mdcs[deepspeed]'"),
+        ("engine=deepspeed", None, "engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'"),
         ("engine=dataparallel cluster=cuda cluster.ranks=1", None,
-         "engine.name: dataparallel needs several CUDA devices, and torch finds 1"),
-        ("engine=ddp", "plan", "engine.name: ddp trains without a plan: there is none to make"),
+         "engine: dataparallel needs several CUDA devices, and torch finds 1"),
+        ("engine=ddp", "plan", "engine: ddp trains without a plan: there is none to make"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_says_so_before_anything_starts(tmp_path, monkeypatch, overrides, only, message):
@@ -170,7 +168,7 @@ def test_what_cannot_run_says_so_before_anything_starts(tmp_path, monkeypatch, o
 
 def test_an_engine_is_required_where_it_can_run():
     for overrides in ("engine=mdcs", "engine=fsdp2"):
-        engines.require(composed(overrides))
+        composed(overrides).engine.require()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
@@ -182,5 +180,5 @@ def test_zero_trains_as_ddp_does(tmp_path, stage, more):
         assert outcome.ok, outcome.reason
     wanted, curve = losses(tmp_path / "ddp"), losses(tmp_path / "dee")
     assert [point[2] for point in curve] == pytest.approx([point[2] for point in wanted], rel=2e-6)
-    assert summary(tmp_path / "dee")["peak_bytes"] > 0 and summary(tmp_path / "dee")["exposed_s"] is None
+    assert summary(tmp_path / "dee")["peak_bytes"] > 0 and summary(tmp_path / "dee")["stalled_s"] is None
     assert all(math.isfinite(step["step_s"]) for step in steps(tmp_path / "dee"))

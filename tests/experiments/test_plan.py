@@ -11,8 +11,8 @@ from rich.console import Console
 from experiments import plan as program
 from mdcs.plan.messages import Plan
 from mdcs.planner.make import make_plan
-from mdcs.planner.schedulers import Wfbp
-from mdcs.planner.strategies import Greedy
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
 
@@ -36,7 +36,7 @@ def test_a_plan_is_shown_with_its_units_prediction_bounds_and_memory():
 def test_the_document_has_what_is_shown():
     made = make_plan(PROFILE, Greedy(), Wfbp(), budget=10**6)
     document = json.loads(json.dumps(program.document(made, Wfbp())))
-    assert (document["schema"], document["plan"], document["budget_bytes"]) == (1, made.hash, 10**6)
+    assert (document["schema"], document["plan"], document["budget_bytes"]) == (2, made.hash, 10**6)
     assert [u["unit"] for u in document["units"]] == [u.name for u in PROFILE.units]
     assert document["predicted"]["step_s"] >= document["bounds"]["structural_s"] >= document["bounds"]["traffic_s"]
     assert document["binding_slot"]["bytes"] == document["predicted"]["peak_bytes"]

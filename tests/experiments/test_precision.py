@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.job.tracking import read_events
+from analysis.events import read_events
 from mdcs.plan.messages import Plan
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def test_a_job_trains_and_holds_what_was_predicted(tmp_path, precision):
         cwd=tmp_path, env={**os.environ, "MDCS_CACHE": str(tmp_path)}, capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    start, *events = read_events(tmp_path / "out/metrics.jsonl")
+    _, start, *events = read_events(tmp_path / "out/metrics.jsonl")
     summary, losses = events[-1], [event["loss"] for event in events if event["event"] == "step"]
     assert summary["status"] == "ok" and losses[-1] < losses[0]
     profile = Plan.from_json((tmp_path / "out/plan.json").read_text()).profile

@@ -6,12 +6,12 @@ import pytest
 from rich.console import Console
 
 import analysis
+from analysis.events import read_events
 from experiments import profile as program
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
-from experiments.job.tracking import read_events
 from launch import network
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
@@ -41,8 +41,8 @@ def test_a_job_trains_behind_the_link_and_says_so(tmp_path):
         assert 0.75 * RATE <= rate <= 1.08 * RATE, (kind, rate, profile.collectives)
     assert (profile.about["shaped_link"], profile.link.emulated) == ("0.5 Gbit/s", False)
     congestion = profile.about["congestion_control"]
-    start = read_events(tmp_path / "metrics.jsonl")[0]
-    assert (start["shaped_gbit"], start["congestion_control"], start["emulated"]) == (RATE, congestion, False)
+    asked, start, *_ = read_events(tmp_path / "metrics.jsonl")
+    assert (asked["shaped_gbit"], start["congestion_control"], start["emulated"]) == (RATE, congestion, False)
     assert congestion == network.congestion_control() != ""
     row = analysis.load_run(tmp_path).row()
     assert (row["status"], row["shaped_gbit"], row["congestion_control"]) == ("ok", RATE, congestion)

@@ -22,7 +22,7 @@ def tradeoff(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]
 
 def points(folder: Path, part: str) -> list[dict]:
     document = json.loads((folder / "out/tradeoff.json").read_text())
-    assert document["schema"] == 1 and document["floor_bytes"] > 0
+    assert document["schema"] == 2 and document["floor_bytes"] > 0
     return [point for point in document["points"] if point["part"] == part]
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from analysis.events import read_events
 from experiments.config.schema import fields_by_key
-from experiments.job.tracking import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import train; "
@@ -40,6 +40,7 @@ def test_a_job_that_ends_well(tmp_path):
     assert "dp wfbp: step 3/3 loss 0.3333" in done.stdout
     assert f"the run is in {tmp_path / 'out'}" in done.stdout
     assert [e["event"] for e in read_events(tmp_path / "out/metrics.jsonl")] == [
+        "job",
         "start",
         *["step"] * 3,
         "summary",
@@ -121,12 +122,33 @@ def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
     ]
 
 
+def test_a_grid_has_joint_once_per_budget(tmp_path):
+    """It decides the schedule: other schedulers and shares make no other job of it."""
+    grid = ("-m", "strategy=dp,joint", "scheduler=dear,priority", "budget.gib=1", "budget.schedule_share=0,0.5")
+    done = train(tmp_path, *QUICK, *grid, "hydra.sweep.dir=out")
+    assert done.returncode == 0
+    same = [line.partition(" (job ")[0] for line in done.stderr.splitlines()]
+    assert same == ["same as job 4: strategy=joint decides the schedule"] * 3
+    jobs = json.loads((tmp_path / "out/sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["ok"] * 5
+    assert [job["folder"] for job in jobs if "strategy=joint" in job["overrides"]] == ["4"]
+    assert "scheduler: null\n" in (tmp_path / "out/4/config.yaml").read_text()
+
+
+def test_a_job_is_told_what_its_strategy_does_not_use(tmp_path):
+    asked = ("strategy=joint", "scheduler=dear", "budget.gib=1", "budget.schedule_share=0.5")
+    done = train(tmp_path, *QUICK, *asked, "hydra.run.dir=out")
+    unused = "strategy=joint decides the schedule: not used: scheduler=dear budget.schedule_share=0.5\n"
+    assert (done.returncode, done.stderr) == (0, unused)
+    assert "joint: step 3/3 loss" in done.stdout
+
+
 @pytest.mark.parametrize(("signum", "multirun"), [(signal.SIGINT, ("-m",)), (signal.SIGTERM, ())])
 def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     process = start(tmp_path, *multirun, "run.name=slow", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
     metrics = tmp_path / "out/0/metrics.jsonl"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.exists() and len(read_events(metrics)) > 1):
+    while time.monotonic() < deadline and not (metrics.exists() and len(read_events(metrics)) > 2):
         time.sleep(0.05)
     pids = [json.loads((tmp_path / f"out/0/rank{rank}.status").read_text())["pid"] for rank in (0, 1)]
     process.send_signal(signum)
@@ -146,7 +168,7 @@ def test_the_scripts_work_from_any_folder(tmp_path, command):
         [sys.executable, *command, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
-    assert "strategy:\n  name: uniform\n  kind: dp\n" in done.stdout
+    assert "strategy:\n  _target_: mdcs.planner.strategies.uniform.Uniform\n  each: dp\n" in done.stdout
 
 
 def test_help_explains_every_key_and_shows_what_is_chosen(tmp_path):
@@ -154,7 +176,8 @@ def test_help_explains_every_key_and_shows_what_is_chosen(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Plan and train: one job")
-    assert re.search(r"^  strategy +dp, fsdp, greedy\*, ", done.stdout, re.M)
+    assert re.search(r"^  strategy=greedy\* +A mix within the budget: ", done.stdout, re.M)
+    assert re.search(r"^  model.layers=2 +transformer blocks \(>= 1\)$", done.stdout, re.M)
     assert re.search(r"^  run.steps=7 +training steps in all \(>= 1\)$", done.stdout, re.M)
     words = done.stdout.split()
     assert [key for key in fields_by_key() if not any(word.startswith(f"{key}=") for word in words)] == []

@@ -7,28 +7,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mdcs.plan.messages import Plan, Strategy
+from mdcs.plan import job
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.interfaces import Scheduler, StrategyPlanner
+from mdcs.planner.judge import Judge
 from mdcs.planner.make import make_plan
-from mdcs.planner.schedulers import SCHEDULERS, Mix, Scheduler
+from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
-from mdcs.planner.strategies import Judge, StrategyPlanner
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link
+from mdcs.sizes import MIB
 
 _TIMES = int(os.environ.get("MDCS_EXAMPLES", "1"))
 
@@ -82,8 +88,13 @@ def tied(*sizes: int, **more: Any) -> Profile:
 def planned(profile: Profile, strategies: str | Sequence[str], scheduler: Scheduler | None = None, **more: Any) -> Plan:
     """A plan without a budget; one strategy for all units or one for each."""
     names = [strategies] * len(profile.units) if isinstance(strategies, str) else strategies
-    mix = Mix(profile, tuple(map(Strategy, names)), **more)
+    mix = Mix(Job(profile, **more), tuple(map(Strategy, names)))
     return (scheduler or Sequential()).schedule(mix)
+
+
+def of_job(plan: Plan, **settings: Any) -> Plan:
+    """The plan for another job, in which these differ."""
+    return replace(plan, job=replace(plan.job, **settings))
 
 
 # ---- random
@@ -144,29 +155,19 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
     )
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is planned for, beside the profile."""
+class Job(job.Job):
+    """A job that plans for itself; its plans are of a plain one, which they are read back with."""
 
-    profile: Profile
-    micro_steps: int = 1
-    cross_iteration: bool = True
-    reserve: int = 0
+    @cached_property
+    def plain(self) -> job.Job:
+        return job.Job(self.profile, self.micro_steps, self.cross_iteration, self.reserve)
 
     @property
     def judge(self) -> Judge:
-        return Judge(self.profile, None, self.micro_steps, self.cross_iteration, self.reserve)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {
-            "micro_steps": self.micro_steps,
-            "cross_iteration": self.cross_iteration,
-            "reserve": self.reserve,
-        }
+        return Judge(self.plain, None)
 
     def plan(self, strategy: StrategyPlanner, scheduler: Scheduler, **more: Any) -> Plan:
-        return make_plan(self.profile, strategy, scheduler, **self.options, **more)
+        return make_plan(self.plain, strategy, scheduler, **more)
 
 
 @st.composite
@@ -183,10 +184,10 @@ seeds = st.integers(0, 10**6)
 
 schedulers: st.SearchStrategy[Scheduler] = st.one_of(
     st.sampled_from([Sequential(), Wfbp(), MgWfbp(), Dear(), Partitioning(), Priority()]),
-    st.sampled_from([200, 3000, 25 << 20]).map(Fusion),
-    st.builds(Dear, st.sampled_from([0, 3000]), st.integers(0, 3)),
-    st.sampled_from([200, 1500]).map(Partitioning),
-    st.sampled_from([200, 1500]).map(Priority),
+    st.sampled_from([200, 3000, 25 << 20]).map(lambda size: Fusion(size / MIB)),
+    st.builds(Dear, st.sampled_from([None, 3000 / MIB]), st.integers(0, 3)),
+    st.sampled_from([200, 1500]).map(lambda size: Partitioning(size / MIB)),
+    st.sampled_from([200, 1500]).map(lambda size: Priority(size / MIB)),
     st.builds(RandomOrder, seeds, st.integers(1, 4), st.sampled_from([0.0, 0.3, 1.0])),
 )
 

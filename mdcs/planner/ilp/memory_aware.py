@@ -7,14 +7,20 @@ gathers that follow them, memory per slot within the budget, as little exposed a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
-from mdcs.planner.judge import Judge, SlotPlanner
+from mdcs.planner.ilp.slot_planner import SlotPlanner
+from mdcs.planner.judge import Judge
 
 
 @dataclass(frozen=True)
 class MemoryAware(SlotPlanner):
+    """Plans with the budget of the mix."""
+
+    name: ClassVar[str] = "memory_aware"
+
     def schedule(self, mix: Mix) -> Plan:
-        judge = Judge(mix.profile, mix.budget, mix.micro_steps, mix.cross_iteration)
-        return self.solved(judge, "memory_aware", mix.strategies)
+        """The best schedule found, the heuristics' among them. Raises PlanError if there is none within the mix's budget."""
+        return self.solved(Judge(mix.job, mix.budget), self.name, mix.strategies)

@@ -31,11 +31,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Op, Plan, Strategy
-from mdcs.plan.mix import Mix
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.period import Op
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.solver import Problem, Terms
 from mdcs.planner.judge import Judge
-from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import steady_state
 
@@ -60,6 +61,7 @@ class Sending:
         return [] if i == 0 else [(self.columns[i - 1], 1.0)]
 
     def during(self, index: int, factor: float = 1.0) -> Terms:
+        """``factor`` times what is sent in the stage of that index."""
         terms = [(self.columns[index], factor)]
         return terms if index == 0 else [*terms, (self.columns[index - 1], -factor)]
 
@@ -105,7 +107,7 @@ class SlotModel:
         units = range(len(self.profile.units))
         self.mixes = {k: judge.mix([k] * len(self.profile.units)) for k in Strategy}
         self.ops = {k: frozenset(mix.ops) for k, mix in self.mixes.items()}
-        self.period = self.mixes[Strategy.dp].period
+        self.period = judge.job.period
         passes = [i for i, s in enumerate(self.period.slots) if i == 0 or s.phase != self.period.slots[i - 1].phase]
         ends = [*passes[1:], self.period.length]
         self.bins = [q for first, end in zip(passes, ends, strict=True) for q in range(first, end, width)]
@@ -123,7 +125,7 @@ class SlotModel:
         self._precedence()
         self._link()
         if judge.budget is not None:
-            self._memory(judge.budget - judge.reserve)
+            self._memory(judge.budget - judge.job.reserve)
 
     # ---- columns
 
@@ -312,7 +314,7 @@ class SlotModel:
         columns = self.done[u]
         for q in range(first, last):
             sent = self._freed_by(reductions, q)
-            barrier_dp = [(self.z[u][k], 1.0) for k in self.choices[u] if k is Strategy.dp and not self.judge.cross_iteration]
+            barrier_dp = [(self.z[u][k], 1.0) for k in self.choices[u] if k is Strategy.dp and not self.judge.job.cross_iteration]
             base[q] += size
             if not sent:
                 continue
@@ -365,7 +367,7 @@ class SlotModel:
                 values[x] = float(sharded and sum(c * values[y] for y, c in sent_by) > 1e-9)
         for u, columns in enumerate(self.done):
             reduced = [self.sendings[op] for op in (Op(Kind.RS, u, 0), Op(Kind.AR, u, 0)) if op in self.sendings]
-            barrier = not self.judge.cross_iteration and plan.strategies[u] is Strategy.dp
+            barrier = not self.judge.job.cross_iteration and plan.strategies[u] is Strategy.dp
             for q, x in columns.items():
                 sent_by = self._freed_by(reduced, q)
                 values[x] = float(not barrier and sum(c * values[y] for y, c in sent_by) > 1 - 1e-9)
@@ -391,6 +393,7 @@ class SlotModel:
 
     @property
     def compute_s(self) -> float:
+        """Seconds of compute in a period."""
         return sum(self.profile.slots[s.place].seconds for s in self.period.slots)
 
     def step_bound(self, bound: float) -> float:
@@ -435,5 +438,4 @@ def _rest(judge: Judge, unit: int, strategy: Strategy) -> int:
     profile = judge.profile
     slots = tuple(dataclasses.replace(s, unit=0) for s in profile.slots)
     alone = dataclasses.replace(profile, units=(profile.units[unit],), slots=slots)
-    plan = Sequential().schedule(Mix(alone, (strategy,), judge.micro_steps, judge.cross_iteration))
-    return Ledger(plan).rest_bytes
+    return Ledger(sequential(Mix(dataclasses.replace(judge.job, profile=alone), (strategy,)))).rest_bytes

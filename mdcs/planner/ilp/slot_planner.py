@@ -14,20 +14,23 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mdcs.plan.ledger import peak
-from mdcs.plan.messages import Period, Plan, PlanError, Strategy
-from mdcs.plan.mix import Mix
+from mdcs.options import option
+from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
 from mdcs.planner.fit import fit
 from mdcs.planner.ilp.slot_model import Decision, SlotModel
-from mdcs.planner.ilp.solver import Answer, solve
+from mdcs.planner.ilp.solver import Answer, Solving, solve
 from mdcs.planner.judge import Judge
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import fuse_neighbours
 from mdcs.planner.schedulers.priority import Priority, settled
-from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
 
 _FINER = (2, 4, 8, 16)  # blocks are tried in these fractions of the asked size, too: smaller ones need less staging
 _FUSED_BLOCKS, _MOST_FUSED = 4, 4 << 20  # neighbours are fused up to so many blocks and bytes: more waits long for its last unit
@@ -43,6 +46,21 @@ _REACH = 32  # slots by which a schedule for more than four times as many sends 
 
 Timed = tuple[float, Plan]
 """A plan and its step time by replay, in seconds."""
+
+
+@dataclass(frozen=True)
+class SlotPlanner(Solving):
+    """What plans by the slot model. Without ``heuristics`` only the solver's own plans are compared, to judge it by."""
+
+    block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
+    heuristics: bool = True
+
+    def solved(self, judge: Judge, name: str, fixed: Sequence[Strategy] | None = None) -> Plan:
+        """:func:`solve_plan` with these options."""
+        return solve_plan(
+            judge, name, fixed=fixed, solver=self.solver, seconds=self.seconds, heuristics=self.heuristics,
+            block_bytes=0 if self.block_mib is None else max(1, int(self.block_mib * MIB)),
+        )  # fmt: skip
 
 
 def solve_plan(
@@ -122,7 +140,7 @@ def _solved(
         answer = ask(model, relax=True)
         return _Found(answer.status, None if answer.bound is None else model.step_bound(answer.bound), [])
 
-    slots = Period.of(judge.profile, judge.micro_steps).length
+    slots = judge.job.period.length
     if slots <= _SMALL or fixed is not None:
         model = SlotModel(judge, fixed=fixed, reach=_REACH if slots > 4 * _REACH else None)
         answer = ask(model)
@@ -143,7 +161,7 @@ def _solved(
 
 def _leanest(plan: Plan, step_s: float, floor: int, until: float) -> Plan:
     """The plan with gathers as late and reductions as early as costs no time: the smallest peak for its step time."""
-    low, high = floor, peak(plan)
+    low, high = floor, smallest_budget(plan)
     while high - low > high // 200 and time.monotonic() < until:
         middle = (low + high) // 2
         try:
@@ -174,7 +192,6 @@ def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
 
 def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
     """The plan within the budget, unless it cannot be made to fit; and with neighbours fused, if there are small ones."""
-    plan = dataclasses.replace(plan, reserve=judge.reserve)
     fused = fuse_neighbours(plan, min(_FUSED_BLOCKS * plan.profile.block, _MOST_FUSED))
     for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
         try:
@@ -206,14 +223,14 @@ def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan
         tried.add(mix)
         for scheduler in (Priority(), Dear(), Partitioning(), Wfbp()):
             yield from _fitted(judge, scheduler.schedule(mix))
-        yield from _fitted(judge, Sequential().schedule(mix))
+        yield from _fitted(judge, sequential(mix))
 
 
 def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:
     if fixed is not None or judge.budget is None:
-        yield judge.mix(fixed or Greedy().choose(judge.profile, judge))
+        yield judge.mix(fixed or Greedy().choose(judge).strategies)
         return
     slack = judge.budget - judge.floor
     for share in (0.25, 0.0, 0.5, 0.75, 1.0):
         part = dataclasses.replace(judge, budget=judge.budget - int(share * slack))
-        yield judge.mix(Greedy().choose(judge.profile, part))
+        yield judge.mix(Greedy().choose(part).strategies)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from mdcs.options import Checked, option
 
 SOLVERS = ("HIGHS", "CBC")
-_GAP = 1e-6  # between the best solution and the bound: what counts as optimal
+_CHILD = Path(__file__).with_name("solver_child.py")
 _GRACE_S = 5.0  # on top of the solver's own limit, before it is killed
 
 Terms = list[tuple[int, float]]
@@ -36,12 +38,15 @@ class Problem:
         return len(self.costs) - 1
 
     def at_most(self, terms: Terms, right: float) -> None:
+        """Add the row terms <= right."""
         self.rows.append((terms, False, right))
 
     def equal(self, terms: Terms, right: float) -> None:
+        """Add the row terms == right."""
         self.rows.append((terms, True, right))
 
     def cost(self, values: Sequence[float]) -> float:
+        """What is minimized, of one solution."""
         return sum(c * x for c, x in zip(self.costs, values, strict=True))
 
     def broken(self, values: Sequence[float], tolerance: float = 1e-6) -> list[int]:
@@ -68,17 +73,11 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Solving:
-    """What planners that ask a solver have: ``solver`` is HIGHS or CBC, ``seconds`` bounds the solve."""
+class Solving(Checked):
+    """What planners that ask a solver have."""
 
-    solver: str = "HIGHS"
-    seconds: float = 20.0
-
-    def __post_init__(self) -> None:
-        if self.solver not in SOLVERS:  # python-mip takes another one in silence
-            raise ValueError(f"solver must be {' or '.join(SOLVERS)}, got {self.solver!r}")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds must be > 0, got {self.seconds}")
+    solver: str = option("HIGHS", "through python-mip", choices=SOLVERS)  # which takes another one in silence
+    seconds: float = option(20.0, "limit of the solver, seconds", above=0)
 
 
 def solve(
@@ -101,7 +100,7 @@ def solve(
     )  # fmt: skip
     try:
         child = subprocess.run(
-            [sys.executable, __file__],
+            [sys.executable, str(_CHILD)],
             input=data, capture_output=True, text=True, timeout=seconds + _GRACE_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -112,46 +111,3 @@ def solve(
     answer = json.loads(child.stdout.splitlines()[-1])
     values = answer["values"]
     return Answer(answer["status"], None if values is None else tuple(values), answer["bound"])
-
-
-def main() -> None:
-    """The child: read the problem as JSON, solve it, print the answer as JSON."""
-    import mip
-
-    began = time.monotonic()
-    data = json.load(sys.stdin)
-    model = mip.Model(solver_name=data["solver"])
-    model.verbose = 0
-    model.max_mip_gap = _GAP
-    kinds = {True: mip.CONTINUOUS if data["relax"] else mip.INTEGER, False: mip.CONTINUOUS}
-    columns = [
-        model.add_var(lb=0.0, ub=1.0, obj=cost, var_type=kinds[integer])
-        for cost, integer in zip(data["costs"], data["integer"], strict=True)
-    ]
-    for terms, equal, right in data["rows"]:
-        merged: dict[int, float] = {}
-        for x, c in terms:
-            merged[x] = merged.get(x, 0.0) + c
-        expression = mip.LinExpr([columns[x] for x in merged], list(merged.values()), -right, "=" if equal else "<")
-        model.add_constr(expression)
-    if data["start"] is not None:
-        model.start = [(column, value) for column, value in zip(columns, data["start"], strict=True)]
-    # An interior point method is fast, but may end with a solution of which it cannot say that it is optimal.
-    interior = [mip.LP_Method.BARRIERNOCROSS] if data["relax"] and data["solver"] == "HIGHS" else []
-    for method in (*interior, mip.LP_Method.AUTO):
-        model.lp_method = method
-        status = model.optimize(max_seconds=max(1.0, data["seconds"] - (time.monotonic() - began)))
-        if status.name == "OPTIMAL" or time.monotonic() - began > data["seconds"]:
-            break
-    found = model.num_solutions > 0
-    bound = model.objective_bound if status.name in ("OPTIMAL", "FEASIBLE", "NO_SOLUTION_FOUND") else None
-    if data["relax"]:  # a linear program has no bound but its optimum, which is as exact as an interior point method is
-        bound = model.objective_value * (1 - 1e-6) if status.name == "OPTIMAL" else None
-    if bound is not None and not abs(bound) < 1e20:
-        bound = None
-    values = [column.x for column in columns] if found else None
-    print(json.dumps({"status": status.name.lower().replace("_", " "), "values": values, "bound": bound}))
-
-
-if __name__ == "__main__":
-    main()

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mdcs.plan.ledger import Ledger, SlotLimits
-from mdcs.plan.messages import Strategy
-from mdcs.plan.mix import Mix
+from mdcs.plan.ledger import Ledger, walk
+from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.solver import Problem, Solving, solve
+from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies.greedy import Greedy, seconds
-from mdcs.profile.contents import Profile, Unit
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.profile.contents import Unit
+from mdcs.profile.link import Kind
 
 Stage = tuple[int, bool, bool, int]
 """Order of what happens: slot, whether it runs (or compute still waits), whether a gather, unit."""
@@ -32,42 +34,38 @@ Stage = tuple[int, bool, bool, int]
 
 @dataclass(frozen=True)
 class Ilp(Solving):
-    def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
-        """The better of the solver's mix and greedy's. Raises InfeasibleBudget."""
-        return self.solve(profile, judge)[0]
+    """The better of the solver's mix and greedy's."""
 
-    def solve(self, profile: Profile, judge: Judge) -> tuple[tuple[Strategy, ...], str]:
-        """(mix, outcome): ``optimal``, ``feasible``, or ``greedy: <why the solver's was not taken>``."""
-        greedy = Greedy().choose(profile, judge)
-        made, z = problem(profile, judge)
+    name: ClassVar[str] = "ilp"
+
+    def choose(self, judge: Judge) -> Choice:
+        """The outcome is ``optimal``, ``feasible``, or ``greedy: <why the solver's was not taken>``. Raises InfeasibleBudget."""
+        greedy = Greedy().choose(judge).strategies
+        made, z = problem(judge)
         answer = solve(made, solver=self.solver, seconds=self.seconds, start=_start(made, z, greedy))
         if answer.values is None:
-            return greedy, f"greedy: {answer.status}"
+            return Choice(greedy, f"greedy: {answer.status}")
         values = answer.values
         mix = tuple(max(unit, key=lambda k: values[unit[k]]) for unit in z)
         if not judge.fits(mix):
-            return greedy, "greedy: the solver's mix does not fit"
-        if _time(judge, greedy) < _time(judge, mix):
-            return greedy, f"greedy: faster than the solver's ({answer.status})"
-        return mix, answer.status
-
-
-def _time(judge: Judge, mix: tuple[Strategy, ...]) -> float:
-    return sum(seconds(judge.profile, u, k, judge.micro_steps) for u, k in enumerate(mix))
+            return Choice(greedy, "greedy: the solver's mix does not fit")
+        if judge.seconds(greedy) < judge.seconds(mix):
+            return Choice(greedy, f"greedy: faster than the solver's ({answer.status})")
+        return Choice(mix, answer.status)
 
 
 # ---- the problem, in numbers
 
 
-def problem(profile: Profile, judge: Judge) -> tuple[Problem, list[dict[Strategy, int]]]:
+def problem(judge: Judge) -> tuple[Problem, list[dict[Strategy, int]]]:
     """The integer program, and its column for every unit and strategy; costs and bytes relative to the largest."""
-    made, units = Problem(), range(len(profile.units))
-    costs = [{k: seconds(profile, u, k, judge.micro_steps) for k in Strategy} for u in units]
+    made, job = Problem(), judge.job
+    costs = [{k: job.cost.unit_s(u, k, job.micro_steps) for k in Strategy} for u in range(len(job.profile.units))]
     scale = max(c for unit in costs for c in unit.values()) or 1.0
     z = [{k: made.column(cost / scale, integer=True) for k, cost in unit.items()} for unit in costs]
     for unit in z:
         made.equal([(x, 1.0) for x in unit.values()], 1.0)
-    for held, left in memory_rows(profile, judge):
+    for held, left in memory_rows(judge):
         size = max(1, left)
         made.at_most([(x, held[u][k] / size) for u, unit in enumerate(z) for k, x in unit.items()], left / size)
     return made, z
@@ -80,14 +78,15 @@ def _start(made: Problem, z: list[dict[Strategy, int]], mix: tuple[Strategy, ...
     return values
 
 
-def memory_rows(profile: Profile, judge: Judge) -> list[tuple[list[dict[Strategy, int]], int]]:
+def memory_rows(judge: Judge) -> list[tuple[list[dict[Strategy, int]], int]]:
     """For every stage of the period the bytes per unit and strategy, and the bytes that are left for all."""
     if judge.budget is None:
         return []
-    cap, units = judge.budget - judge.reserve, range(len(profile.units))
-    walks = [{k: _walk(profile, judge, u, k) for k in Strategy} for u in units]
+    profile = judge.profile
+    cap, units = judge.budget - judge.job.reserve, range(len(profile.units))
+    walks = [{k: _walk(judge, u, k) for k in Strategy} for u in units]
     stages: set[Stage] = set().union(*(walk for unit in walks for walk in unit.values()))
-    period = judge.mix((Strategy.dp,) * len(profile.units)).period
+    period = judge.job.period
     rows = []
     for stage in sorted(stages):
         slot = profile.slots[period.slots[stage[0]].place]
@@ -100,51 +99,45 @@ Walk = dict[Stage, tuple[int, int]]
 """Per stage at which the unit does something: bytes while it does, bytes after."""
 
 
-def _walk(profile: Profile, judge: Judge, unit: int, strategy: Strategy) -> Walk:
+def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
     """What one unit holds through the steady period of the sequential schedule, by the ledger of a plan for it alone.
 
     Exact, but for the barrier: there the last reduction of all units updates all, which is put at the turn.
     """
-    alone: Unit = profile.units[unit]
-    slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in profile.slots)
-    sub = dataclasses.replace(profile, units=(alone,), slots=slots)
-    plan = Sequential().schedule(Mix(sub, (strategy,), judge.micro_steps, judge.cross_iteration))
-    ledger, issued = Ledger(plan), SlotLimits(plan).issued
-    barrier = not judge.cross_iteration
-    turn, held, waiting = plan.period.turn, ledger.rest_bytes, 0
+    alone: Unit = judge.profile.units[unit]
+    slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in judge.profile.slots)
+    profile = dataclasses.replace(judge.profile, units=(alone,), slots=slots)
+    plan = sequential(Mix(dataclasses.replace(judge.job, profile=profile), (strategy,)))
+    ledger, barrier, turn = Ledger(plan), not plan.cross_iteration, plan.period.turn
+    held, waiting = ledger.rest_bytes, 0
     gradients: dict[int, int] = {}
-    walk: Walk = {}
-    for round_ in range(3):
-        walk, sent = {}, 0
-        for q in range(turn if round_ == 0 else 0, plan.period.length):
-            for i in range(sent, issued[q]):
-                message = plan.messages[i]
-                if round_ == 0 and not plan.in_prologue(message):
-                    continue
-                if message.kind.is_gather and q == turn:
-                    held, waiting = held - waiting, 0
-                e = ledger.messages[i]
-                during = held + sum(b for _, b in e.full) + e.transient + e.shards_held
-                held += e.held - e.shards_of_others
-                after_link = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_link)
-                after_update = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_update)
-                held -= after_link + after_update
-                if barrier and not message.kind.is_gather:  # its update waits for the last reduction of all units
-                    kept = after_update + (e.shards if message.kind.value == "RS" else 0)
-                    held, waiting = held + kept, waiting + kept
-                walk[q, False, message.kind.is_gather, unit] = during, held
-            sent = issued[q]
-            slot = ledger.slots[q]
-            for u, b in slot.gradients:
-                gradients[u] = b
-                held += b
-            if q == turn:
+    walks: list[Walk] = [{}, {}, {}]
+    for period, q, messages in walk(plan):
+        own = walks[period]
+        for i in messages:
+            kind, e = plan.messages[i].kind, ledger.messages[i]
+            if kind.is_gather and q == turn:
                 held, waiting = held - waiting, 0
-                if barrier:
-                    walk[q, False, True, -1] = held, held
-            walk[q, True, False, -1] = held, held - sum(b for _, b in slot.released)
-            held = walk[q, True, False, -1][1]
-    return walk
+            during = held + sum(b for _, b in e.full) + e.transient + e.shards_held
+            held += e.held - e.shards_of_others
+            after_link = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_link)
+            after_update = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_update)
+            held -= after_link + after_update
+            if barrier and not kind.is_gather:  # its update waits for the last reduction of all units
+                kept = after_update + (e.shards if kind is Kind.RS else 0)
+                held, waiting = held + kept, waiting + kept
+            own[q, False, kind.is_gather, unit] = during, held
+        slot = ledger.slots[q]
+        for u, b in slot.gradients:
+            gradients[u] = b
+            held += b
+        if q == turn:
+            held, waiting = held - waiting, 0
+            if barrier:
+                own[q, False, True, -1] = held, held
+        own[q, True, False, -1] = held, held - slot.freed
+        held -= slot.freed
+    return walks[-1]
 
 
 def _at(walk: Walk, stage: Stage) -> int:

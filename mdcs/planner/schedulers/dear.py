@@ -6,25 +6,28 @@ Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained Al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mdcs.plan.messages import Op, Plan, Strategy
+from mdcs.options import Checked, option
+from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.period import Op
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.fusion import buckets, fuse
 
 
 @dataclass(frozen=True)
-class Dear:
-    """``bucket_bytes`` fuses neighbours (0: one message per unit); ``ahead`` is how many slots fsdp prefetches."""
+class Dear(Checked):
+    """Neighbours are fused up to ``bucket_mib``; fsdp units are gathered ``ahead`` of their use."""
 
-    bucket_bytes: int = 0
-    ahead: int = 2
+    name: ClassVar[str] = "dear"
 
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 0 or self.ahead < 0:
-            raise ValueError(f"bucket_bytes and ahead must be >= 0, got {self.bucket_bytes} and {self.ahead}")
+    bucket_mib: float | None = option(None, "fused messages hold about so much, MiB; null: one message per unit", above=0)
+    ahead: int = option(2, "slots by which fsdp units are gathered ahead", at_least=0)
 
     def schedule(self, mix: Mix) -> Plan:
-        fused = fuse(mix, "dear", lambda stream: buckets(mix, stream, max(1, self.bucket_bytes)))
+        """Reductions as ready; gathers from the turn on, in the order of the forward pass."""
+        fused = fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib or 0))
         turn, period = mix.period.turn, mix.period
         drafts = []
         for m in fused.messages:
@@ -37,4 +40,4 @@ class Dear:
                 slot = first if keep else max(first, need - self.ahead)
             drafts.append((slot % period.length, m.kind.is_gather, fused.need(m) or 0, m, slot))
         drafts.sort(key=lambda d: d[:3])  # gathers of one slot in the order of the forward pass
-        return mix.plan("dear", mix.whole(), [Draft(m.kind, m.parts, slot, m.micro) for *_, m, slot in drafts])
+        return mix.plan(self.name, mix.whole(), [Draft(m.kind, m.parts, slot, m.micro) for *_, m, slot in drafts])

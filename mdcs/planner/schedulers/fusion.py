@@ -9,11 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mdcs.plan.messages import Message, Op, Plan
+from mdcs.options import Checked, option
+from mdcs.plan.messages import Message, Plan
 from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.period import Op
 from mdcs.planner.schedulers.wfbp import in_ready_order, ready_slot
 from mdcs.profile.link import Kind
+from mdcs.sizes import MIB
 
 Grouping = Callable[[list[Op]], list[list[Op]]]
 
@@ -71,20 +75,21 @@ def fuse_neighbours(plan: Plan, most: int) -> Plan:
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """Buckets of at least ``bucket_bytes`` of payload (DDP's default: 25 MiB)."""
+class Fusion(Checked):
+    """Buckets of a fixed size; the default is that of DDP."""
 
-    bucket_bytes: int = 25 << 20
+    name: ClassVar[str] = "fusion"
 
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be >= 1, got {self.bucket_bytes}")
+    bucket_mib: float = option(25.0, "fused messages hold about so much, MiB", above=0)
 
     def schedule(self, mix: Mix) -> Plan:
-        return fuse(mix, "fusion", lambda stream: buckets(mix, stream, self.bucket_bytes))
+        """WFBP's messages, neighbours fused."""
+        return fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib))
 
 
-def buckets(mix: Mix, stream: list[Op], bucket_bytes: int) -> list[list[Op]]:
+def buckets(mix: Mix, stream: list[Op], bucket_mib: float) -> list[list[Op]]:
+    """The stream in groups of at least so much payload, but for the last."""
+    bucket_bytes = max(1, int(bucket_mib * MIB))
     groups: list[list[Op]] = []
     size = bucket_bytes
     for op in stream:
@@ -100,8 +105,11 @@ def buckets(mix: Mix, stream: list[Op], bucket_bytes: int) -> list[list[Op]]:
 class MgWfbp:
     """Merge so that the last message of a stream ends as early as possible (gathers: starts as late as possible)."""
 
+    name: ClassVar[str] = "mg_wfbp"
+
     def schedule(self, mix: Mix) -> Plan:
-        return fuse(mix, "mg_wfbp", lambda stream: optimal_merge(mix, stream))
+        """WFBP's messages, neighbours merged by :func:`optimal_merge`."""
+        return fuse(mix, self.name, lambda stream: optimal_merge(mix, stream))
 
 
 def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:

@@ -14,9 +14,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mdcs.plan.messages import Op, Plan
+from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.period import Op
+from mdcs.planner.schedulers.wfbp import Blocks
 from mdcs.profile.contents import Contention
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import steady_state
@@ -26,14 +29,14 @@ _PERIODS = 4  # simulated; the orders of the last but one are the plan's
 
 
 @dataclass(frozen=True)
-class Priority:
-    """``block_bytes`` 0: the link's block."""
+class Priority(Blocks):
+    """Blocks, of what is ready the one first whose unit is needed first."""
 
-    block_bytes: int = 0
+    name: ClassVar[str] = "priority"
 
     def schedule(self, mix: Mix) -> Plan:
-        blocks = mix.cut(self.block_bytes or mix.profile.block)
-        return settled(mix, "priority", blocks)
+        """The settled order of nearest deadlines (:func:`settled`)."""
+        return settled(mix, self.name, self.cut(mix))
 
 
 def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> Plan:
@@ -169,17 +172,13 @@ class _Link:
         if not self._ready:
             return False
         *_, block, op, p = heapq.heappop(self._ready)
-        elements, profile, opt = self.blocks[op.unit][block], self.mix.profile, self.mix.profile.optimizer
-        width = profile.param_bytes if op.kind.is_gather else profile.grad_bytes
-        wire = profile.wire(op.kind, elements * width)
-        link = profile.link
-        alpha = link.alpha_of(op.kind) if link.depth == 1 else 0.0  # hidden behind the message before it
-        beside = profile.contention.message_seconds + profile.contention.seconds_per_byte * wire
-        self._began, self._free = begin, begin + alpha + max(link.beta_of(op.kind) * wire, beside)
+        cost = self.mix.job.cost.message(op.kind, self.blocks[op.unit][block])
+        alpha = cost.alpha if self.mix.profile.link.depth == 1 else 0.0  # else hidden behind the message before it
+        self._began, self._free = begin, begin + alpha + cost.transfer
         self.done[op, block, p] = self._free
         self.sent[op, block, p] = slot
         if op.kind is Kind.RS and self.mix.cross_iteration:
-            updated = self._free + elements / profile.world * opt.seconds_per_element + opt.seconds_per_run
+            updated = self._free + cost.copy + cost.update
             heapq.heappush(self._waiting, (updated, len(self.sent), Op(Kind.AG_F, op.unit, 0), block, p))
         return True
 

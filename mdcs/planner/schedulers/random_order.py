@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
+from mdcs.options import Checked, option
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.profile.link import Kind
 
 
 @dataclass(frozen=True)
-class RandomOrder:
-    """Each unit is cut into up to ``max_blocks`` blocks; a message is fused with the one before it at ``fuse``."""
+class RandomOrder(Checked):
+    """Units are cut, messages fused and issued at random; the same for the same ``seed``."""
 
-    seed: int = 0
-    max_blocks: int = 3
-    fuse: float = 0.3
+    name: ClassVar[str] = "random"
 
-    def __post_init__(self) -> None:
-        if self.max_blocks < 1 or not 0 <= self.fuse <= 1:
-            raise ValueError(f"max_blocks must be >= 1 and fuse in [0, 1], got {self.max_blocks} and {self.fuse}")
+    seed: int = option(0, "seed of the draw", at_least=0)
+    max_blocks: int = option(3, "a unit is cut into as many blocks at most", at_least=1)
+    fuse: float = option(0.3, "chance of a message to be fused with the one before it", at_least=0, at_most=1)
 
     def schedule(self, mix: Mix) -> Plan:
+        """Messages in any order that is valid."""
         rng = random.Random(self.seed)
         world = mix.profile.world
         blocks = []
@@ -48,4 +49,4 @@ class RandomOrder:
                 drafts[-1] = Draft(kind, (*drafts[-1].parts, (unit, block)), slot, micro)
             else:
                 drafts.append(Draft(kind, ((unit, block),), slot, micro))
-        return mix.plan("random", blocks, drafts)
+        return mix.plan(self.name, blocks, drafts)

@@ -1,20 +1,20 @@
-"""No overlap: compute waits for every message, each at the moment it is ready (reductions) or needed (gathers)."""
+"""No overlap: compute waits for every message."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix, sequential
 
 
 @dataclass(frozen=True)
 class Sequential:
+    """Every message at the moment it is ready (reductions) or needed (gathers)."""
+
+    name: ClassVar[str] = "sequential"
+
     def schedule(self, mix: Mix) -> Plan:
-        drafts = []
-        for op in mix.ops:
-            first, last = mix.window(op)
-            drafts.append(Draft(op.kind, ((op.unit, 0),), last if op.kind.is_gather else first, op.micro, True))
-        # At one boundary the reduction comes first: its gradients are freed before the next unit is gathered.
-        drafts.sort(key=lambda d: d.kind.is_gather)
-        return mix.plan("sequential", mix.whole(), drafts)
+        """The schedule by which budgets judge strategies (:func:`mdcs.plan.mix.sequential`)."""
+        return sequential(mix)

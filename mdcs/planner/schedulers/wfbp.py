@@ -8,9 +8,14 @@ ahead, as FSDP does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mdcs.plan.messages import Op, Plan, Strategy
+from mdcs.options import Checked, option
+from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.period import Op
+from mdcs.plan.strategy import Strategy
+from mdcs.sizes import MIB
 
 
 def ready_slot(mix: Mix, op: Op) -> int:
@@ -27,6 +32,7 @@ def in_ready_order(mix: Mix) -> list[Op]:
 
 
 def as_ready(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:
+    """A plan with a message per block, issued when WFBP would."""
     drafts = [
         Draft(op.kind, ((op.unit, b),), ready_slot(mix, op), op.micro)
         for op in in_ready_order(mix)
@@ -37,15 +43,32 @@ def as_ready(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:
 
 @dataclass(frozen=True)
 class Wfbp:
+    """One message per unit and kind."""
+
+    name: ClassVar[str] = "wfbp"
+
     def schedule(self, mix: Mix) -> Plan:
+        """Messages as ready, in the order of the computation."""
         return as_ready(mix, "wfbp", mix.whole())
 
 
 @dataclass(frozen=True)
-class Partitioning:
-    """WFBP with every unit cut into blocks of ``block_bytes`` (0: the link's block)."""
+class Blocks(Checked):
+    """What schedulers that cut units have."""
 
-    block_bytes: int = 0
+    block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
+
+    def cut(self, mix: Mix) -> tuple[tuple[int, ...], ...]:
+        """The blocks of every unit, in elements."""
+        return mix.cut(mix.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB)))
+
+
+@dataclass(frozen=True)
+class Partitioning(Blocks):
+    """WFBP with every unit cut into blocks."""
+
+    name: ClassVar[str] = "partitioning"
 
     def schedule(self, mix: Mix) -> Plan:
-        return as_ready(mix, "partitioning", mix.cut(self.block_bytes or mix.profile.block))
+        """Messages as ready, a block each."""
+        return as_ready(mix, self.name, self.cut(mix))

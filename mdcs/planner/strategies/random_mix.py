@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mdcs.plan.messages import Strategy
+from mdcs.options import Checked, option
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
-from mdcs.profile.contents import Profile
 
 
 @dataclass(frozen=True)
-class RandomMix:
-    seed: int = 0
+class RandomMix(Checked):
+    """A draw per unit; the same for the same ``seed``."""
 
-    def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
-        """Draw every unit; while the mix is too large, make one more random unit fsdp."""
+    name: ClassVar[str] = "random"
+
+    seed: int = option(0, "seed of the draw", at_least=0)
+
+    def choose(self, judge: Judge) -> Choice:
+        """Draw every unit; while the mix is too large, make one more random unit fsdp. Raises InfeasibleBudget."""
         judge.require_floor()
         rng = random.Random(self.seed)
-        mix = [rng.choice(list(Strategy)) for _ in profile.units]
+        mix = [rng.choice(list(Strategy)) for _ in judge.profile.units]
         order = [u for u, s in enumerate(mix) if s is not Strategy.fsdp]
         rng.shuffle(order)
         while not judge.fits(mix):
             mix[order.pop()] = Strategy.fsdp
-        return tuple(mix)
+        return Choice(tuple(mix))

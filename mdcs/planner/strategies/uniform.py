@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mdcs.plan.messages import Strategy
+from mdcs.options import Checked, option
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
-from mdcs.profile.contents import Profile
 
 
 @dataclass(frozen=True)
-class Uniform:
-    kind: str = "fsdp"
+class Uniform(Checked):
+    """All units have the strategy ``each``."""
 
-    def choose(self, profile: Profile, judge: Judge) -> tuple[Strategy, ...]:
-        mix = (Strategy(self.kind),) * len(profile.units)
-        judge.require(mix, f"strategy {self.kind}")
-        return mix
+    each: str = option("fsdp", "the strategy of all units", choices=tuple(str(strategy) for strategy in Strategy))
+
+    @property
+    def name(self) -> str:
+        """That of the strategy."""
+        return self.each
+
+    def choose(self, judge: Judge) -> Choice:
+        """The mix; raises InfeasibleBudget, with what it would need, if it does not fit."""
+        mix = (Strategy(self.each),) * len(judge.profile.units)
+        judge.require(mix, f"strategy {self.each}")
+        return Choice(mix)

@@ -1,16 +1,18 @@
 """Every config composes, and every wrong value is one line with its full key."""
 
-import dataclasses
-import inspect
 import json
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+import yaml
 
-from experiments.config import checks, errors, schema
-from experiments.config.schema import Config, ConfigError
-from experiments.tasks import models
+from experiments.config import checks, files, schema, targets
+from experiments.config.identity import job_identity
+from experiments.config.schema import OPTION_GROUPS, Config, ConfigError
+from mdcs.options import LIMITS, options
 
 
 def composed(*overrides: str) -> Config:
@@ -18,7 +20,7 @@ def composed(*overrides: str) -> Config:
         return checks.compose_config(overrides)
 
 
-OPTIONS = [(group, option) for group, options in errors.groups().items() for option in options]
+OPTIONS = [(group, option) for group, options in files.groups().items() for option in options]
 NEEDED = {"digits": ["model=mlp"], "mlp": ["data=digits"], "over_floor": []}
 
 
@@ -26,26 +28,39 @@ NEEDED = {"digits": ["model=mlp"], "mlp": ["data=digits"], "over_floor": []}
 def test_every_option_of_every_group_composes(group, option):
     images = option.startswith(("resnet", "mlp"))
     needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
-    needed += ["strategy=joint"] if (group, option) == ("scheduler", "joint") else []
     needed += ["link=emulated"] if (group, option) == ("cluster", "emulated") else []
     needed += ["cluster=cuda", "cluster.ranks=1"] if option in ("fairscale_fsdp", "dataparallel") else []
     made = composed(f"{group}={option}", *needed)
     assert isinstance(made, Config)
 
 
-def test_every_model_of_the_schema_is_a_model_with_its_options():
-    """The schema names models and options without importing torch; here both sides are compared."""
-    declared = {leaf.name: leaf for leaf in dataclasses.fields(schema.ModelConfig)}
-    assert set(declared["name"].metadata["choices"]) == set(models.NAMES)
-    for name in models.NAMES:
-        used = {key for key, leaf in declared.items() if name in leaf.metadata.get("used_by", ())}
-        assert used == set(models.defaults(name)), name
+@pytest.mark.parametrize("group", OPTION_GROUPS)
+def test_a_file_has_a_value_for_every_option_of_its_class(group):
+    """What can be overridden is what one sees."""
+    for path in (files.CONF / group).glob("*.yaml"):
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        cls = targets.load(group, given.pop("_target_"))
+        assert list(given) == list(options(cls)), path
 
 
-def test_only_what_differs_from_the_model_is_passed_on():
-    assert composed("model=gpt2-tiny").model.options() == {}
-    made = composed("model=resnet-tiny", "data=digits", "model.depths=[1,2]", "model.hidden_sizes=[64,128]")
-    assert made.model.options() == {"depths": (1, 2), "hidden_sizes": (64, 128)}
+def test_every_file_says_what_it_is():
+    """In its first line, which --help prints."""
+    assert [f"{group}={option}" for group, told in files.groups().items() for option, says in told.items() if not says] == []
+
+
+def test_the_launcher_does_without_torch(tmp_path):
+    """It takes seconds to import, which every job would wait for."""
+    code = "import sys; from experiments import train; from experiments.config import checks\nwith checks.composing():\n"
+    code += "    for job in (JOBS): checks.compose_config(job.split())\nassert 'torch' not in sys.modules"
+    jobs = ["strategy=joint data=synthetic optimizer=sgd", "model=mlp data=digits", "model=resnet50 data=synthetic tracker=wandb",
+            *(f"engine={name}" for name in ("ddp", "ddp_no_overlap", "fsdp2", "fairscale", "deepspeed"))]  # fmt: skip
+    subprocess.run([sys.executable, "-c", code.replace("JOBS", repr(jobs))], check=True)
+
+
+def test_a_strategy_that_decides_the_schedule_leaves_no_scheduler_and_no_share():
+    joint = composed("strategy=joint", "budget.gib=1")
+    assert joint.scheduler is None
+    assert joint == composed("strategy=joint", "scheduler=dear", "budget.gib=1", "budget.schedule_share=0.5")
 
 
 WRONG = {
@@ -65,7 +80,7 @@ WRONG = {
     "budget=5": "budget: no such option 5; options: over_floor, unlimited",
     "budget.reserve_mib=-1": "budget.reserve_mib: must be >= 0, got -1",
     "budget.gib=1 budget.reserve_mib=1024": (
-        "budget.reserve_mib: must be below the budget of 1.0 GiB, got 1024.0"
+        "budget.reserve_mib: must be below the budget of 1 GiB, got 1024"
     ),
     "budget.gib=1 budget.over_floor=0.5": "budget.over_floor: and budget.gib exclude each other, got both",
     "budget.gib=1 budget.schedule_share=1.5": "budget.schedule_share: must be <= 1, got 1.5",
@@ -74,17 +89,32 @@ WRONG = {
         "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
     ),
     "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
-    "strategy=joint scheduler=dear": (
-        "scheduler.name: strategy=joint decides the schedule too, with scheduler=joint and no other;"
-        " got strategy=joint scheduler=dear"
+    "strategy=joint scheduler=joint": (
+        "scheduler: no such option joint; options: dear, fusion, memory_aware, mg_wfbp, partitioning, priority, random,"
+        " sequential, wfbp"
     ),
+    "~scheduler": "scheduler: needs a _target_: package.module.Class",
+    "strategy=joint strategy.seconds=50": "strategy.seconds: must be at most half of cluster.timeout_s=60, got 50",
     "scheduler=memory_aware scheduler.seconds=50": (
         "scheduler.seconds: must be at most half of cluster.timeout_s=60, got 50"
     ),
     "stratgy=dp": "stratgy: no such key; did you mean strategy?",
-    "strategy.kind=zero2": "strategy.kind: must be one of dp, zero1, sdp, fsdp; got zero2",
-    "strategy.kind=null": "strategy.kind: is needed with strategy.name=uniform, got null",
-    "strategy.seed=3": "strategy.seed: has no effect with strategy.name=uniform, got 3",
+    "strategy.each=zero2": "strategy.each: must be one of dp, zero1, sdp, fsdp; got zero2",
+    "strategy.each=null": "strategy.each: must be text, got null",
+    "strategy.seed=3": "strategy.seed: no such key of strategy=dp; its keys: each",
+    "strategy=greedy strategy.seed=3": "strategy.seed: no such key of strategy=greedy; it has none",
+    "strategy=random strategy.sed=3": "strategy.sed: no such key of strategy=random; did you mean strategy.seed?",
+    "strategy=random +strategy.sed=3": "strategy.sed: no such key of strategy=random; did you mean strategy.seed?",
+    "strategy=random +strategy.seed=3": "strategy.seed: is set already: leave out the +",
+    "strategy=random strategy.seed=null": "strategy.seed: must be an integer, got null",
+    "strategy=random strategy.seed=-1": "strategy.seed: must be >= 0, got -1",
+    "strategy=null": "strategy: no such option null; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
+    "strategy._target_=mine.Best": "strategy: _target_ mine.Best: no module mine; is it installed, or on PYTHONPATH?",
+    "strategy._target_=mdcs.options.option": "strategy: _target_ mdcs.options.option is no dataclass",
+    "strategy._target_=mdcs.options.Best": "strategy: _target_ mdcs.options.Best: mdcs.options has no class Best",
+    "scheduler._target_=mdcs.planner.strategies.greedy.Greedy": (
+        "scheduler: _target_ mdcs.planner.strategies.greedy.Greedy has no method schedule"
+    ),
     "scheduler=fusion scheduler.bucket_mib=0": "scheduler.bucket_mib: must be > 0, got 0",
     "link=emulated link.rate_gbit=0": "link.rate_gbit: must be > 0, got 0",
     "link=emulated link.latency_us=-1": "link.latency_us: must be >= 0, got -1",
@@ -92,7 +122,7 @@ WRONG = {
     "link=emulated link.depth=null": "link.depth: is needed with link.name=emulated, got null",
     "run.precision=fp8": "run.precision: must be one of fp32, fp64, bf16, fp16; got fp8",
     "run.grad_precision=fp32": "run.grad_precision: has no effect with run.precision=fp32, got fp32",
-    "run.precision=bf16 engine=ddp": "run.precision: must be fp32 or fp64 with engine.name=ddp, got bf16",
+    "run.precision=bf16 engine=ddp": "run.precision: must be fp32 or fp64 with engine=ddp, got bf16",
     "collectives=tree": (
         "collectives: no such option tree; options: all_to_all, auto, direct, native, reduce_broadcast, ring"
     ),
@@ -129,10 +159,17 @@ WRONG = {
     "optimizer.betas=[a,1]": "optimizer.betas: must be a list, each value a number, got [a,1]",
     "optimizer.betas=[0.9]": "optimizer.betas: must have 2 values, got [0.9]",
     "optimizer.betas=[0.9,1]": "optimizer.betas: must be < 1, got 1",
-    "optimizer.momentum=0.9": "optimizer.momentum: has no effect with optimizer.name=adam, got 0.9",
+    "optimizer.momentum=0.9": (
+        "optimizer.momentum: no such key of optimizer=adam; its keys: lr, weight_decay, fused, foreach, schedule, warmup_steps,"
+        " clip_norm, betas, eps"
+    ),
+    "optimizer.fused=true optimizer.foreach=true": "optimizer.foreach: and fused exclude each other, got both",
     "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
     "model.layers=0": "model.layers: must be >= 1, got 0",
-    "model.depth=2": "model.depth: has no effect with model.name=gpt2-tiny, got 2",
+    "model.depth=2": (
+        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, layers, width, heads,"
+        " sequence, vocab, tie, dropout, checkpointing"
+    ),
     "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
     "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",
     "model.checkpointing=auto budget.over_floor=0.1": (
@@ -141,13 +178,13 @@ WRONG = {
     "model.checkpointing=auto engine=ddp": (
         "model.checkpointing: auto needs a plan and a profile that is measured; use true or false"
     ),
-    "model.width=10 model.heads=3": "model.heads: must divide model.width=10, got 3",
-    "model.vocab=100": "model.vocab: must be >= 256 for data.name=stdlib_bytes, got 100",
+    "model.width=10 model.heads=3": "model.heads: must divide width=10, got 3",
+    "model.vocab=100": "data: stdlib_bytes needs a vocabulary of 256, the model has 100",
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
-    "model=mlp": "data.name: stdlib_bytes is text and mlp reads images: use digits or synthetic",
-    "data=digits": ("data.name: digits are images and gpt2-tiny reads tokens: use stdlib_bytes or synthetic"),
+    "model=mlp": "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic",
+    "data=digits": "data: digits gives images, the model reads tokens; use stdlib_bytes or synthetic",
     "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
-    "tracker.project=x": "tracker.project: has no effect with tracker.name=none, got x",
+    "tracker.project=x": "tracker.project: no such key of tracker=none; it has none",
     "cluster.measure_memory=false budget.gib=1": (
         "cluster.measure_memory: must be true with a budget: it counts activations; got false"
     ),
@@ -162,26 +199,27 @@ WRONG = {
         "engine: no such option horovod; options: dataparallel, ddp, ddp_no_overlap, deepspeed, fairscale, fairscale_fsdp,"
         " fsdp2, mdcs"
     ),
-    "engine.name=fairscale_fsdp": "engine.name: fairscale_fsdp needs cluster.device=cuda, got cpu",
-    "engine=dataparallel": "engine.name: dataparallel needs cluster.device=cuda, got cpu",
+    "engine=fairscale_fsdp": "engine: fairscale_fsdp needs cluster.device=cuda, got cpu",
+    "engine=dataparallel": "engine: dataparallel needs cluster.device=cuda, got cpu",
     "engine=dataparallel cluster=cuda": (
         "cluster.ranks: must be 1 with engine=dataparallel: one process, all devices; got 2"
     ),
     "engine=ddp engine.bucket_mib=0": "engine.bucket_mib: must be > 0, got 0",
-    "engine=ddp engine.bucket_mib=null": "engine.bucket_mib: is needed with engine.name=ddp, got null",
-    "engine.bucket_mib=4": "engine.bucket_mib: has no effect with engine.name=mdcs, got 4",
+    "engine=ddp engine.bucket_mib=null": "engine.bucket_mib: must be a number, got null",
+    "engine.bucket_mib=4": "engine.bucket_mib: no such key of engine=mdcs; it has none",
     "engine=deepspeed engine.stage=4": "engine.stage: must be <= 3, got 4",
     "engine=fsdp2 engine.reshard=group": (
-        "engine.reshard_group: goes with engine.reshard=group and no other; got group with null"
+        "engine.reshard_group: goes with reshard=group and no other; got group with null"
     ),
     "engine=fsdp2 engine.reshard_group=2": (
-        "engine.reshard_group: goes with engine.reshard=group and no other; got always with 2"
+        "engine.reshard_group: goes with reshard=group and no other; got always with 2"
     ),
     "engine=fsdp2 engine.reshard=group engine.reshard_group=3": "engine.reshard_group: must divide cluster.ranks=2, got 3",
-    "engine=ddp strategy=fsdp": "strategy.kind: has no effect with engine=ddp, got fsdp",
-    "engine=ddp strategy=joint": "strategy.name: has no effect with engine=ddp, got joint",
-    "engine=fsdp2 scheduler=dear": "scheduler.name: has no effect with engine=fsdp2, got dear",
+    "engine=ddp strategy=fsdp": "strategy: has no effect with engine=ddp, got fsdp",
+    "engine=ddp strategy=joint": "strategy: has no effect with engine=ddp, got joint",
+    "engine=fsdp2 scheduler=dear": "scheduler: has no effect with engine=fsdp2, got dear",
     "engine=fsdp2 collectives=ring": "collectives.all_reduce: has no effect with engine=fsdp2, got ring",
+    "engine=ddp run.cross_iteration=false": "run.cross_iteration: has no effect with engine=ddp, got false",
     "engine=ddp link.depth=3": "link.depth: has no effect with engine=ddp, got 3",
     "engine=ddp profile.refresh=true": "profile.refresh: has no effect with engine=ddp, got true",
     "engine=ddp budget.over_floor=0.1": "budget.over_floor: has no effect with engine=ddp, got 0.1",
@@ -203,19 +241,25 @@ def test_a_wrong_value_is_one_line_with_its_key(overrides, message):
 
 def test_no_limit_is_left_unchecked():
     """A misspelt limit in a field's metadata would be ignored in silence."""
-    known = {"about", "choices", "above", "at_least", "at_most", "below", "length", "used_by", "needed_by"}
-    for key, leaf in schema.fields_by_key().items():
+    known = {"about", *LIMITS, "used_by", "needed_by", "profiled"}
+    declared = dict(schema.fields_by_key())
+    for group in OPTION_GROUPS:
+        for path in (files.CONF / group).glob("*.yaml"):
+            cls = targets.load(group, yaml.safe_load(path.read_text(encoding="utf-8"))["_target_"])
+            declared |= {f"{path.stem}.{name}": field for name, field in options(cls).items()}
+    for key, leaf in declared.items():
         assert set(leaf.metadata) <= known, key
         assert leaf.metadata["about"], key
-    checked = inspect.getsource(checks)
-    for limit in known - {"about"}:
-        assert f'"{limit}"' in checked
 
 
 def test_a_saved_config_is_loaded_unchanged(tmp_path):
-    made = composed("strategy=greedy", "scheduler=fusion", "budget.gib=0.5", "optimizer.betas=[0.8,0.9]")
-    checks.save(made, tmp_path / "config.yaml")
-    assert checks.load(tmp_path / "config.yaml") == made
+    for overrides in (
+        "strategy=greedy scheduler=fusion budget.gib=0.5 optimizer.betas=[0.8,0.9]",
+        "strategy=joint model.frozen=[a*]",
+    ):
+        made = composed(*overrides.split())
+        checks.save(made, tmp_path / "config.yaml")
+        assert checks.load(tmp_path / "config.yaml") == made
 
 
 def test_a_saved_config_that_was_edited_is_checked(tmp_path):
@@ -232,16 +276,13 @@ def test_threads_are_the_cores_divided_by_ranks(monkeypatch):
         assert schema.ClusterConfig(ranks=ranks, threads=threads).resolved_threads() == wanted
 
 
-def test_the_files_only_choose():
-    """Keys in conf/ exist in the schema; what they set differs from its default, or names the option."""
+def test_the_other_files_only_choose():
+    """Keys of groups without classes exist in the schema, which has their types, ranges and defaults."""
     declared = schema.fields_by_key()
     for group, option in OPTIONS:
-        if group == "experiment":
-            continue
-        text = (Path(errors.CONF) / group / f"{option}.yaml").read_text()
-        text = text.replace("defaults:\n  - override /scheduler@_global_.scheduler: joint\n", "")  # joint brings its own
-        for line in (line for line in text.splitlines() if not line.startswith("#")):
-            assert f"{group}.{line.partition(':')[0]}" in declared, f"{group}/{option}: {line}"
+        if group != "experiment" and group not in OPTION_GROUPS:
+            for key in yaml.safe_load((files.CONF / group / f"{option}.yaml").read_text(encoding="utf-8")):
+                assert f"{group}.{key}" in declared, f"{group}/{option}: {key}"
 
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
@@ -250,7 +291,7 @@ PROFILE = Path(__file__).parents[1] / "profile.json"
 def profile_of(tmp_path: Path, *overrides: str, emulated: bool = False, shaped_link: str = "") -> str:
     """A profile as a job with these overrides would have measured it."""
     text = json.loads(PROFILE.read_text())
-    text["about"] = schema.measured_for(composed(*overrides)) | {"shaped_link": shaped_link}
+    text["about"] = job_identity(composed(*overrides)) | {"shaped_link": shaped_link}
     text["link"]["emulated"] = emulated
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(text))
@@ -286,13 +327,14 @@ def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("model.layers=3", 'options {}; this job has {"layers": 3}'),
-        ("data.batch_size=8", "batch 4; this job has 8"),
-        ("model.wrap=leaf", "wrap block; this job has leaf"),
-        ("model.frozen=[*.bias]", "frozen none; this job has *.bias"),
-        ("optimizer=adamw", "optimizer adam; this job has adamw weight_decay"),
-        ("cluster.ranks=3", "ranks 2; this job has 3"),
-        ("run.precision=fp64", "precision fp32; this job has fp64"),
+        ("model.layers=3", "model.layers 2; this job has 3"),
+        ("data.batch_size=8", "data.batch_size 4; this job has 8"),
+        ("model.wrap=leaf", "model.wrap block; this job has leaf"),
+        ("model.frozen=[*.bias]", "model.frozen []; this job has [*.bias]"),
+        ("optimizer=adamw", "optimizer experiments.tasks.optimizers.Adam; this job has experiments.tasks.optimizers.AdamW"),
+        ("optimizer.foreach=true", "optimizer.foreach null; this job has true"),
+        ("cluster.ranks=3", "cluster.ranks 2; this job has 3"),
+        ("run.precision=fp64", "run.precision fp32; this job has fp64"),
     ],
 )
 def test_a_profile_of_another_job_is_refused(tmp_path, override, reason):

@@ -43,11 +43,22 @@ def test_an_equal_job_of_another_program_finds_the_profile(folder):
     assert Profile.from_json(found.read_text()) == Profile.from_json((folder / "profile.json").read_text())
 
 
+def test_a_folder_has_the_profile_of_its_last_job_and_one_that_is_gone_is_not_found(folder):
+    share, asked, other = Profiles(), composed("profile.cache=false"), composed("profile.cache=false", "model.layers=3")
+    share.keep(asked, folder)
+    assert share.find(asked) == folder / "profile.json"
+    share.keep(other, folder)
+    assert share.find(asked) is None and share.find(other) == folder / "profile.json"
+    (folder / "profile.json").unlink()
+    assert share.find(other) is None
+
+
 @pytest.mark.parametrize(
     "override",
     [
         "model.layers=3", "model.wrap=leaf", "data.batch_size=2", "run.precision=fp64", "cluster.ranks=3",
-        "cluster.threads=7", "optimizer=sgd", "link=emulated", "link.depth=3", "profile.refresh=true", "profile.cache=false",
+        "cluster.threads=7", "optimizer=sgd", "optimizer.foreach=true", "link=emulated", "link.depth=3",
+        "profile.refresh=true", "profile.cache=false",
     ],
 )  # fmt: skip
 def test_another_job_measures_its_own(folder, override):
@@ -57,7 +68,7 @@ def test_another_job_measures_its_own(folder, override):
 
 def test_another_version_or_device_measures_its_own(folder, monkeypatch):
     Profiles().keep(composed(), folder)
-    monkeypatch.setattr("experiments.job.profiles.device_name", lambda config: "another")
+    monkeypatch.setattr("experiments.config.identity.device_name", lambda config: "another")
     assert Profiles().find(composed()) is None
     monkeypatch.undo()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0")
@@ -146,6 +157,7 @@ def test_profiling_measures_once_and_shows(tmp_path):
     first = run(tmp_path, "profile", "hydra.run.dir=first")
     assert (first.returncode, first.stderr) == (0, "")
     assert (tmp_path / "first/ran").read_text() == "--profile-only"
+    assert not (tmp_path / "first/metrics.jsonl").exists()  # what does not train is a run only if it fails
     assert "computing loses per message" in first.stdout
     again = run(tmp_path, "profile", "hydra.run.dir=again")
     assert again.stdout.startswith("profile reused from ")

@@ -47,8 +47,8 @@ def test_a_terminal_gets_a_bar():
         ({}, ""),
         ({"loss": None, "step_s": 0.25}, "250 ms"),
         (
-            {"loss": 1.5, "step_s": 0.25, "exposed_s": 0.05, "overlap_ratio": 0.5},
-            "loss 1.5000, 250 ms, exposed 50 ms, overlap 50%",
+            {"loss": 1.5, "step_s": 0.25, "stalled_s": 0.05, "exposed_s": 0.03, "overlap_ratio": 0.5},
+            "loss 1.5000, 250 ms, stalled 50 ms, exposed 30 ms, overlap 50%",
         ),
     ],
 )

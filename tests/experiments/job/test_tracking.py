@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 
-from experiments.config.schema import TrackerConfig
-from experiments.job.tracking import JsonLines, NoMirror, Tail, WandbMirror, default_mode, flat, open_mirror, read_events
+from analysis.events import read_events
+from experiments.job.tracking import JsonLines, NoMirror, NoTracker, Wandb, WandbMirror, default_mode, flat
 
 STEP = {"event": "step", "step": 1, "loss": 2.5, "bytes": {"AR": 10}, "peak_bytes": None}
 
@@ -51,20 +51,6 @@ def test_numbers_that_json_does_not_know_become_null(tmp_path):
     assert read_events(tmp_path / "m") == [
         {"event": "step", "loss": None, "bytes": {"AR": None}, "list": [1.0, None]}
     ]
-
-
-def test_a_tail_gives_each_finished_line_once(tmp_path):
-    path = tmp_path / "m"
-    tail = Tail(path)
-    assert tail.new() == []
-    with path.open("w") as file:
-        file.write('{"step": 1}\n{"st')
-        file.flush()
-        assert tail.new() == [{"step": 1}]
-        assert tail.new() == []
-        file.write('ep": 2}\nnot json\n[3]\n{"step": 4}\n')
-        file.flush()
-        assert tail.new() == [{"step": 2}, {"step": 4}]
 
 
 # ---- W&B
@@ -116,7 +102,7 @@ def whole_run(module, folder, tracker=None) -> list[str]:
     (folder / "timeline.png").write_bytes(b"")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tracker = tracker or TrackerConfig(name="wandb")
+        tracker = tracker or Wandb()
         mirror = WandbMirror(tracker, folder, name="n", group="the sweep", config={"a": 1}, load=load)
         mirror.event({"event": "start", "plan_hash": "x"})
         for step in (1, 2, 3):
@@ -176,13 +162,13 @@ def test_ctrl_c_is_not_swallowed(tmp_path):
 
 def test_the_configured_group_and_mode_win(tmp_path):
     wandb = fake_wandb()
-    whole_run(wandb, tmp_path, TrackerConfig(name="wandb", group="mine", mode="disabled", entity="us"))
+    whole_run(wandb, tmp_path, Wandb(group="mine", mode="disabled", entity="us"))
     [init] = [kwargs for name, _, kwargs in wandb.calls if name == "init"]
     assert (init["group"], init["mode"], init["entity"]) == ("mine", "disabled", "us")
 
 
 def test_without_wandb_nothing_is_imported(tmp_path):
-    mirror = open_mirror(TrackerConfig(), tmp_path, name="n", group=None, config={})
+    mirror = NoTracker().mirror(tmp_path, name="n", group=None, config={})
     assert isinstance(mirror, NoMirror)
     mirror.event(STEP)
     mirror.pictures([])
@@ -211,7 +197,7 @@ def test_the_real_wandb_records_a_run_offline(tmp_path, monkeypatch):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        tracker = TrackerConfig(name="wandb", mode="offline")
+        tracker = Wandb(mode="offline")
         mirror = WandbMirror(tracker, tmp_path, name="n", group="g", config={"a": {"b": [1]}})
         mirror.event({"event": "start", "predicted": {"step_s": 0.1}})
         mirror.event(STEP)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experiments.tasks.data import IGNORED, Images, Inputs, Tokens, batches, stdlib_bytes
+from experiments.tasks.data import IGNORED, Data
+from experiments.tasks.digits import Digits
+from experiments.tasks.inputs import Images, Inputs, Tokens
+from experiments.tasks.stdlib_bytes import StdlibBytes, text
+from experiments.tasks.synthetic import Synthetic
 
 TEXT = Tokens(sequence=32)
 MASKED = Tokens(sequence=40, masked=True)
@@ -30,6 +36,17 @@ EVERY_SOURCE: list[tuple[str, Inputs]] = [
     ("synthetic", VECTORS),
 ]
 every_source = pytest.mark.parametrize(("name", "inputs"), EVERY_SOURCE)
+
+
+SOURCES: dict[str, type[Data]] = {"stdlib_bytes": StdlibBytes, "digits": Digits, "synthetic": Synthetic}
+
+
+def batches(
+    name: str, inputs: Inputs, *, rank: int, world: int, batch_size: int, seed: int, max_bytes: int | None = None, **options: Any
+) -> Iterator[dict[str, Tensor]]:
+    own = {} if max_bytes is None else {"max_bytes": max_bytes}
+    source = SOURCES[name](batch_size=batch_size, seed=seed, **own)
+    return source.batches(inputs, rank=rank, world=world, **options)
 
 
 def take(
@@ -105,7 +122,7 @@ def test_a_run_continues_from_any_step(name: str, inputs: Inputs) -> None:
 @pytest.fixture
 def numbered(monkeypatch: pytest.MonkeyPatch) -> int:
     """100 samples of one byte each, whose content is their index."""
-    monkeypatch.setattr("experiments.tasks.data.stdlib_bytes", lambda **_: np.arange(101, dtype=np.uint8))
+    monkeypatch.setattr("experiments.tasks.stdlib_bytes.text", lambda **_: np.arange(101, dtype=np.uint8))
     return 100
 
 
@@ -132,7 +149,7 @@ def samples_seen(epoch: int, rank: int, world: int, batch_size: int, seed: int) 
 )
 def test_no_sample_is_seen_twice_in_an_epoch(seed: int, world: int, batch_size: int, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.tasks.data.stdlib_bytes", lambda **_: np.arange(101, dtype=np.uint8))
+        patch.setattr("experiments.tasks.stdlib_bytes.text", lambda **_: np.arange(101, dtype=np.uint8))
         seen = [i for rank in range(world) for i in samples_seen(epoch, rank, world, batch_size, seed)]
     assert len(seen) == len(set(seen)) == 100 // (world * batch_size) * world * batch_size
     assert set(seen) <= set(range(100))
@@ -155,30 +172,30 @@ def test_a_number_of_epochs_ends_and_drops_the_remainder(numbered: int) -> None:
 
 
 def test_a_causal_label_is_the_next_byte_of_the_text(numbered: int) -> None:
-    text = Tokens(sequence=4)
-    for batch in itertools.islice(batches("stdlib_bytes", text, rank=0, world=1, batch_size=5, seed=0), 3):
+    windows = Tokens(sequence=4)
+    for batch in itertools.islice(batches("stdlib_bytes", windows, rank=0, world=1, batch_size=5, seed=0), 3):
         assert batch["labels"].equal(batch["input_ids"] + 1)
         assert batch["input_ids"][:, 0].remainder(4).eq(0).all(), "windows do not overlap"
 
 
 def test_the_text_is_the_standard_library_and_read_only() -> None:
-    text = stdlib_bytes()
-    assert text.dtype == np.uint8 and text.ndim == 1
-    assert len(text) > 1_000_000
-    words = text.tobytes()
+    whole = text()
+    assert whole.dtype == np.uint8 and whole.ndim == 1
+    assert len(whole) > 1_000_000
+    words = whole.tobytes()
     assert words.count(b"def ") > 1_000
     assert b"import torch" not in words, "an installed package is not the standard library"
     with pytest.raises(ValueError, match="read-only"):
-        text[0] = 0
-    assert words.startswith(stdlib_bytes(max_bytes=1_000).tobytes())
-    assert len(stdlib_bytes(max_bytes=1_000)) == 1_000
+        whole[0] = 0
+    assert words.startswith(text(max_bytes=1_000).tobytes())
+    assert len(text(max_bytes=1_000)) == 1_000
 
 
 def test_held_out_text_is_not_in_the_training_text() -> None:
-    held_out, text = stdlib_bytes(held_out=True), stdlib_bytes().tobytes()
-    assert 0.02 < len(held_out) / len(text) < 0.3
+    held_out, trained = text(held_out=True), text().tobytes()
+    assert 0.02 < len(held_out) / len(trained) < 0.3
     starts = range(0, len(held_out) - 400, 25_000)
-    shared = [start for start in starts if held_out[start : start + 400].tobytes() in text]
+    shared = [start for start in starts if held_out[start : start + 400].tobytes() in trained]
     assert len(shared) <= len(starts) // 20, "a licence or two may be in both"
 
 
@@ -201,8 +218,8 @@ def test_masking_asks_for_the_same_number_of_positions_in_every_sequence() -> No
 
 
 def test_a_sample_is_masked_anew_in_each_epoch(numbered: int) -> None:
-    text = Tokens(sequence=50, masked=True)  # two samples, so an epoch is one batch
-    first, second = itertools.islice(batches("stdlib_bytes", text, rank=0, world=1, batch_size=2, seed=0), 2)
+    masked = Tokens(sequence=50, masked=True)  # two samples, so an epoch is one batch
+    first, second = itertools.islice(batches("stdlib_bytes", masked, rank=0, world=1, batch_size=2, seed=0), 2)
     original = [torch.where(b["labels"] != IGNORED, b["labels"], b["input_ids"]) for b in (first, second)]
     assert sorted(original[0].tolist()) == sorted(original[1].tolist())
     assert sorted(first["labels"].tolist()) != sorted(second["labels"].tolist())
@@ -241,15 +258,13 @@ def test_held_out_digits_are_others_and_all_classes_are_there() -> None:
 @pytest.mark.parametrize(
     ("name", "inputs", "options", "words"),
     [
-        ("imagenet", TEXT, {}, "unknown data source 'imagenet'; known: stdlib_bytes, digits, synthetic"),
         ("digits", TEXT, {}, "digits gives images"),
         ("stdlib_bytes", PICTURES, {}, "stdlib_bytes gives tokens"),
         ("stdlib_bytes", Tokens(8, vocabulary=100), {}, "needs a vocabulary of 256, the model has 100"),
         ("digits", Images(8, 1, classes=5), {}, "digits has 10 classes, the model has 5"),
         ("synthetic", TEXT, {"rank": 2}, "got rank 2 of world 2"),
-        ("synthetic", TEXT, {"batch_size": 0}, "batch_size must be at least 1"),
-        ("synthetic", TEXT, {"seed": -1}, "seed must be at least 0"),
-        ("synthetic", TEXT, {"max_bytes": 10}, "max_bytes caps stdlib_bytes"),
+        ("synthetic", TEXT, {"batch_size": 0}, "batch_size must be >= 1"),
+        ("synthetic", TEXT, {"seed": -1}, "seed must be >= 0"),
         ("digits", PICTURES, {"batch_size": 900}, "1618 training samples, fewer than one global batch"),
         ("stdlib_bytes", TEXT, {"max_bytes": 65}, "has 2 training samples"),
     ],

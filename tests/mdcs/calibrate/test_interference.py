@@ -9,16 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mdcs.calibrate.autoplan import agree
-from mdcs.calibrate.interference import Probe, contention, interference, line, measure_interference
-from mdcs.calibrate.rehearsal import _REHEARSED, Seen, factor, fitted, rehearse, waiting_line
-from mdcs.calibrate.slots import measure_profile, spread
+from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.interference import Probe, contention, interference, measure_interference
+from mdcs.calibrate.rehearsal import _REHEARSED, Seen, fitted, rehearse
+from mdcs.calibrate.slots import measure_profile
 from mdcs.model.units import ByLeaf, partition
 from mdcs.planner.make import make_plan
-from mdcs.planner.strategies import Uniform
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Contention, Profile
 from mdcs.profile.link import Link
 from mdcs.simulator.simulate import replay
+from tests.mdcs.profiles import of_job
 
 from ..profiles import chain
 from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
@@ -33,7 +34,7 @@ def probe(wire: int, **seconds: float) -> Probe:
 def test_contention_is_a_line_over_bytes() -> None:
     # A message keeps the processor for 2 ms + 1 µs per byte beside its work, and the link for 3 ms + 2 µs per byte.
     probes = [probe(b, processor=0.003 + 1e-6 * b, beside=0.003 + 2e-6 * b) for b in (1000, 5000, 9000)]
-    found = contention(probes, share=0.5)
+    found = contention(probes, fraction=0.5)
     assert found.compute_per_message == pytest.approx(0.001)
     assert found.compute_per_byte == pytest.approx(0.5e-6)
     assert found.compute_per_work == 0.5
@@ -41,34 +42,10 @@ def test_contention_is_a_line_over_bytes() -> None:
     assert found.seconds_per_byte == pytest.approx(2e-6)
 
 
-def test_a_line_has_small_relative_errors_and_no_negative_part() -> None:
-    assert line([(1, 3.0), (2, 5.0), (100, 201.0)]) == pytest.approx((1, 2))
-    # A large message that is 10 % off hardly moves what a small one costs.
-    a, b = line([(1, 3.0), (2, 5.0), (1000, 2201.0)])
-    assert a + b == pytest.approx(3, rel=0.1)
-    assert line([(1, 2.0), (2, 1.0)]) == (pytest.approx(1.2), 0)
-    assert line([(1, 1.0), (2, 4.0)])[0] == 0
-    assert line([(1, 0.0)]) == (0, 0)
-
-
 def test_interference_is_what_is_lost_of_the_time_in_flight() -> None:
     # Of 0.5 s in flight 0.1 s is lost: 0.4 s of work took 0.5 s.
     assert interference([probe(1000, step_beside=1.1, overlap=0.5)]) == pytest.approx(0.25)
     assert interference([probe(1000, step_beside=0.9, overlap=0.5)]) == 0
-
-
-def test_losses_that_are_seen_scale_the_modelled_ones_as_far_as_they_stand_out_of_the_noise() -> None:
-    assert factor([(1.0, 2.0), (3.0, 6.0)], noise=1e-6) == pytest.approx(2)
-    assert factor([(0.001, 0.5)], noise=0.1) == pytest.approx(1, rel=0.06)
-    assert factor([(1.0, -2.0)], noise=0.1) == 0
-    assert factor([(0.0, 1.0)], noise=0.0) == 1
-
-
-def test_what_is_waited_longer_is_a_line_over_the_number_of_waits() -> None:
-    assert waiting_line([(2, 0.7), (10, 1.5), (20, 2.5)]) == pytest.approx((0.1, 0.5))
-    assert waiting_line([(2, 0.0), (10, 1.0), (20, 2.0)])[1] == 0  # never less than nothing
-    assert waiting_line([(2, 2.0), (20, 1.0)]) == (0, 1.5)
-    assert waiting_line([(5, -1.0), (5, -1.0)]) == (0, 0)
 
 
 def test_what_rehearsed_plans_show_is_what_the_fitted_profile_replays() -> None:
@@ -78,8 +55,8 @@ def test_what_rehearsed_plans_show_is_what_the_fitted_profile_replays() -> None:
     plans = [make_plan(probed, Uniform(kind), scheduler) for kind, scheduler in _REHEARSED]
 
     def times(contention: Contention) -> list[Seen]:
-        replays = (replay(replace(plan, profile=replace(probed, contention=contention))).times for plan in plans)
-        return [Seen(t.compute_s, t.exposed_s, t.communication_s) for t in replays]
+        replays = (replay(of_job(plan, profile=replace(probed, contention=contention))).times for plan in plans)
+        return [Seen.of(t) for t in replays]
 
     wanted, before = times(true), times(probed.contention)
     for want, got in zip(wanted, times(fitted(probed, plans, wanted).contention), strict=True):
@@ -87,11 +64,6 @@ def test_what_rehearsed_plans_show_is_what_the_fitted_profile_replays() -> None:
         assert got.communicating == pytest.approx(want.communicating, rel=0.03)
         assert got.computing + got.waiting == pytest.approx(want.computing + want.waiting, rel=0.03)
     assert any(got.communicating < 0.9 * want.communicating for want, got in zip(wanted, before, strict=True))
-
-
-def test_the_spread_is_that_of_the_samples() -> None:
-    assert spread([3.0]) == (3.0, 3.0)
-    assert spread([float(x) for x in range(11)]) == (1.0, 9.0)
 
 
 def measure() -> tuple[Profile, bool]:

@@ -13,7 +13,6 @@ from mdcs.measure.timeline import (
     Interval,
     RankTimeline,
     SlotMemory,
-    StepTimes,
     Timeline,
     chrome_trace,
     intersection,
@@ -22,6 +21,7 @@ from mdcs.measure.timeline import (
     sublanes,
     union,
 )
+from mdcs.plan.times import StepTimes
 
 GRID = 60
 
@@ -74,7 +74,10 @@ def test_step_times_are_what_the_grid_finds_inside_the_step(computing, sending, 
     assert times.compute_s == grid_length(computing, step)
     assert times.communication_s == grid_length(sending, step)
     assert times.overlap_s == grid_length(computing, sending, step)
-    assert times.exposed_s == times.step_s - times.compute_s
+    assert times.stalled_s == times.step_s - times.compute_s
+    assert times.exposed_s == times.communication_s - times.overlap_s
+    idle = grid_length(step) - grid_length([*computing, *sending], step)
+    assert times.idle_s == idle
     expected = times.overlap_s / times.communication_s if times.communication_s else 0.0
     assert times.overlap_ratio == expected
 
@@ -95,6 +98,7 @@ def test_a_step_by_hand():
     # compute  0====4   6=======10
     # messages   2=====6=7
     # update               (7–8: no part of either)
+    # of the 2 s in which nothing computes, messages run in all
     times = step_times(
         [
             compute(0, 4),
@@ -106,9 +110,8 @@ def test_a_step_by_hand():
         0,
         10,
     )
-    assert times == StepTimes(
-        step_s=10, compute_s=8, communication_s=5, overlap_s=3, exposed_s=2, overlap_ratio=pytest.approx(0.6)
-    )
+    assert times == StepTimes(step_s=10, compute_s=8, communication_s=5, overlap_s=3)
+    assert (times.exposed_s, times.stalled_s, times.idle_s, times.overlap_ratio) == (2, 2, 0, pytest.approx(0.6))
 
 
 def test_without_communication_the_overlap_ratio_is_zero():

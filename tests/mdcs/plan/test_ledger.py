@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.plan.ledger import Ledger, SlotLimits, check, most_in_flight, needs, peak, runs
-from mdcs.plan.messages import CATEGORIES, Message, Plan, PlanError
-from mdcs.planner.schedulers import Scheduler
+from mdcs.plan.ledger import CATEGORIES, Ledger, SlotLimits, check, most_in_flight, needs, runs, smallest_budget
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.validity import PlanError
+from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
@@ -19,7 +20,8 @@ from mdcs.profile.algorithms import OPERATION, Collectives
 from mdcs.profile.contents import Profile, Slot
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
-from tests.mdcs.profiles import ADAM, FREE, Job, chain, examples, jobs, planned, schedulers, seeds, tied
+from mdcs.sizes import MIB
+from tests.mdcs.profiles import ADAM, FREE, Job, chain, examples, jobs, of_job, planned, schedulers, seeds, tied
 
 AR, RS, AG_F, AG_B = Kind
 
@@ -80,8 +82,8 @@ def test_bytes_by_category_and_slot(strategy: str, at_rest: dict[str, int], tabl
     moving = [c for c in CATEGORIES if c not in at_rest]
     assert moving == ["full_parameters", "gradients", "gradient_shards", "staging", "update_scratch", "activations"]
     assert by_slot(plan, *moving, "total") == table
-    assert peak(plan) == max(row[-1] for row in table)
-    assert replay(plan).peak["total"] == peak(plan)
+    assert smallest_budget(plan) == max(row[-1] for row in table)
+    assert replay(plan).peak["total"] == smallest_budget(plan)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_a_fused_message_frees_what_it_reduces_only_when_it_ends() -> None:
 
 
 def test_blocks_of_a_unit_share_its_buffer_and_its_gradient() -> None:
-    plan = planned(chain(64, 64, 64, world=2, optimizer=ADAM), "fsdp", Partitioning(128))  # 2 blocks of 128 bytes
+    plan = planned(chain(64, 64, 64, world=2, optimizer=ADAM), "fsdp", Partitioning(128 / MIB))  # 2 blocks of 128 bytes
     assert plan.blocks == ((32, 32),) * 3
     ledger = Ledger(plan)
     for kind in (AG_F, AG_B, RS):
@@ -240,7 +242,7 @@ def test_blocks_of_a_unit_share_its_buffer_and_its_gradient() -> None:
 
 
 def test_the_first_gather_is_the_first_in_time_when_blocks_cross_the_end_of_the_period() -> None:
-    plan = planned(chain(64, 64, 64, world=2), "fsdp", Partitioning(128))  # B:c B:b B:a F:a F:b F:c
+    plan = planned(chain(64, 64, 64, world=2), "fsdp", Partitioning(128 / MIB))  # B:c B:b B:a F:a F:b F:c
     gathers = [m for m in plan.messages if m.kind is AG_B and m.parts[0][0] == 0]
     head, tail = replace(gathers[0], slot=0), replace(gathers[1], slot=5)
     rest = [m for m in plan.messages if m not in gathers]
@@ -301,7 +303,7 @@ def test_no_rank_needs_more_than_planning_assumes(job: Job, seed: int, scheduler
     assert worst.rest_bytes == max(r.rest_bytes for r in ranks)
     for i, effect in enumerate(worst.messages):
         assert effect.scratch == max(r.messages[i].scratch for r in ranks)
-    assert peak(plan) >= max(max(n.bytes for n in needs(plan, r)) for r in ranks) + plan.reserve
+    assert smallest_budget(plan) >= max(max(n.bytes for n in needs(plan, r)) for r in ranks) + plan.reserve
 
 
 @examples(60)
@@ -347,31 +349,31 @@ def test_the_peak_is_the_smallest_budget_of_a_plan() -> None:
     plan = planned(PROFILE, "zero1")
     assert [n.bytes for n in needs(plan)] == [row[-1] for row in ZERO1]
     check(replace(plan, budget=194))
-    check(replace(plan, budget=204, reserve=10))
+    check(replace(of_job(plan, reserve=10), budget=204))
     check(replace(plan, budget=None))
     for budget, reserve in ((193, 0), (203, 10)):
         with pytest.raises(PlanError, match=rf"cycle: slot 2 \(F:a\) needs {194 + reserve} of {budget} bytes"):
-            check(replace(plan, budget=budget, reserve=reserve))
+            check(replace(of_job(plan, reserve=reserve), budget=budget))
 
 
 def test_a_cycle_names_what_was_gathered_ahead() -> None:
     plan = planned(PROFILE, "sdp")  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
-    ahead = replace(plan, messages=(*plan.messages[:3], replace(plan.messages[3], slot=2)), budget=peak(plan))
-    assert peak(ahead) == peak(plan)  # 48 bytes of parameters fit beside F:a
+    ahead = replace(plan, messages=(*plan.messages[:3], replace(plan.messages[3], slot=2)), budget=smallest_budget(plan))
+    assert smallest_budget(ahead) == smallest_budget(plan)  # 48 bytes of parameters fit beside F:a
     tight = replace(
         PROFILE, slots=tuple(replace(s, peak=100) if s.phase == "F" and s.unit == 0 else s for s in PROFILE.slots)
     )
-    tight_plan = replace(ahead, profile=tight, budget=80 + 32 + 100)
+    tight_plan = replace(of_job(ahead, profile=tight), budget=80 + 32 + 100)
     with pytest.raises(PlanError, match=r"slot 2 \(F:a\) needs 228 of 212 bytes.* \(gathered ahead: AG_F of b\)"):
         check(tight_plan)
-    check(replace(plan, profile=tight, budget=212))
+    check(replace(of_job(plan, profile=tight), budget=212))
 
 
 @examples(100)
 @given(jobs(), seeds)
 def test_the_sequential_peak_is_what_its_replay_reaches(job: Job, seed: int) -> None:
     plan = job.plan(RandomMix(seed), Sequential())
-    assert replay(plan).peak["total"] + plan.reserve == peak(plan)
+    assert replay(plan).peak["total"] + plan.reserve == smallest_budget(plan)
 
 
 @examples(100)
@@ -379,7 +381,7 @@ def test_the_sequential_peak_is_what_its_replay_reaches(job: Job, seed: int) -> 
 def test_the_peak_is_exact(job: Job, seed: int) -> None:
     """With its peak as budget a plan runs to the end; with one byte less it cannot, whatever the timing."""
     plan = job.plan(RandomMix(seed), RandomOrder(seed))
-    smallest = peak(plan)
+    smallest = smallest_budget(plan)
     enough = replace(plan, budget=smallest)
     check(enough)
     assert replay(enough).peak["total"] + plan.reserve <= smallest

@@ -12,14 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.messages import Message, Op, Period, Plan, PlanError, Prediction, Strategy, pad
-from mdcs.planner.make import with_prediction
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.period import Op, Period
+from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.times import Prediction
+from mdcs.plan.validity import PlanError
+from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.link import Kind
-from tests.mdcs.profiles import Job, chain, examples, jobs, planned, seeds, tied
+from tests.mdcs.profiles import Job, chain, examples, jobs, of_job, planned, seeds, tied
 
 AR, RS, AG_F, AG_B = Kind
 
@@ -99,13 +105,6 @@ def test_a_unit_without_backward_is_gathered_from_the_head_of_the_period_on() ->
 )
 def test_full_parameters_are_released_when_their_strategy_says(strategy: str, kind: Kind, slot: int) -> None:
     assert Period(chain(8, 4), 1).release(Op(kind, 0, 0), Strategy(strategy)) == slot
-
-
-def test_plans_of_one_profile_share_their_period() -> None:
-    profile = chain(8, 4)
-    assert planned(profile, "dp").period is planned(profile, "fsdp").period
-    assert planned(profile, "dp").period is not planned(chain(8, 4), "dp").period
-    assert planned(profile, "dp").period is not planned(profile, "dp", micro_steps=2).period
 
 
 @pytest.mark.parametrize(("numel", "world", "padded"), [(10, 2, 10), (10, 3, 12), (1, 4, 4), (12, 3, 12)])
@@ -212,9 +211,7 @@ def with_order(*order: int) -> Callable[[], Plan]:
         (lambda: replace(ZERO1, blocks=((8, 0), (4,))), r"unit a: blocks \(8, 0\) must be multiples of the world"),
         (lambda: replace(ZERO1, blocks=((8,),)), "2 units but 2 strategies, 1 block lists"),
         (lambda: replace(ZERO1, strategies=(Strategy.dp,)), "2 units but 1 strategies"),
-        (lambda: replace(ZERO1, micro_steps=0), "micro_steps must be >= 1, got 0"),
-        (lambda: replace(ZERO1, reserve=-1), "leaves nothing beside the reserve of -1"),
-        (lambda: replace(ZERO1, budget=100, reserve=100), "budget 100 bytes leaves nothing beside the reserve of 100"),
+        (lambda: replace(of_job(ZERO1, reserve=100), budget=100), "budget 100 bytes leaves nothing beside the reserve of 100"),
     ],
 )  # fmt: skip
 def test_invalid_plans_are_refused_by_name(make: Callable[[], Plan], message: str) -> None:
@@ -236,7 +233,7 @@ def test_a_barrier_lies_between_all_reductions_and_all_gathers(
     order: tuple[int, ...], slots: tuple[int, ...], message: str
 ) -> None:
     messages = tuple(replace(BARRIER.messages[i], slot=s) for i, s in zip(order, slots, strict=True))
-    assert replace(BARRIER, messages=messages, cross_iteration=True).messages == messages
+    assert replace(of_job(BARRIER, cross_iteration=True), messages=messages).messages == messages
     with pytest.raises(PlanError, match=message):
         replace(BARRIER, messages=messages)
 
@@ -281,7 +278,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] if children is None else [p for k, v in children for p in leaves(v, (*path, k))]
 
 
-SAVED = json.loads(with_prediction(planned(chain(8, 4, about={"model": "toy"}), "zero1")).to_json())
+SAVED = json.loads(make_plan(chain(8, 4, about={"model": "toy"}), Uniform("zero1"), Sequential()).to_json())
 EXECUTED = [
     p for p in leaves(SAVED) if p[0] not in ("prediction", "strategy", "scheduler", "outcome", "bound_s", "schema")
 ]
@@ -307,14 +304,14 @@ def test_a_changed_plan_is_refused(path: tuple[Any, ...], data: st.DataObject) -
 
 
 def test_names_and_predictions_are_no_part_of_the_identity() -> None:
-    prediction = Prediction(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1, {})
+    prediction = Prediction(1.0, 1.0, 0.0, 0.0, peak_bytes=1, memory={})
     same = replace(ZERO1, strategy="other", scheduler="other", prediction=prediction)
     assert same.hash == ZERO1.hash
     assert Plan.from_json(same.to_json()).strategy == "other"
 
 
 def test_the_same_plan_with_a_budget_is_another() -> None:
-    assert len({replace(ZERO1, budget=b, reserve=r).hash for b, r in ((None, 0), (10**6, 0), (10**6, 1))}) == 3
+    assert len({replace(of_job(ZERO1, reserve=r), budget=b).hash for b, r in ((None, 0), (10**6, 0), (10**6, 1))}) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 
 from mdcs.plan.messages import Plan
 from mdcs.planner.curve import Make, Point, best, curve, front, lowest, point, search, shares
+from mdcs.planner.interfaces import Scheduler, StrategyPlanner
 from mdcs.planner.make import floor_bytes, make_plan
-from mdcs.planner.schedulers import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.planner.strategies import Greedy, StrategyPlanner
+from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from tests.mdcs.planner.test_every_plan import job
 

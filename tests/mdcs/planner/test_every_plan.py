@@ -8,12 +8,20 @@ import random
 import pytest
 
 import mdcs
-from mdcs.plan.ledger import check, peak
-from mdcs.plan.messages import Plan, PlanError, Strategy
+from mdcs.plan.job import Job
+from mdcs.plan.ledger import check, smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
 from mdcs.planner.fit import fit
-from mdcs.planner.schedulers import SCHEDULERS, Mix
+from mdcs.planner.interfaces import StrategyPlanner
+from mdcs.planner.judge import InfeasibleBudget, Judge
+from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies import STRATEGIES, InfeasibleBudget, Judge, StrategyPlanner
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link
 from mdcs.simulator.simulate import replay
@@ -46,9 +54,7 @@ def job(seed: int) -> Profile:
 
 
 def planners(seed: int) -> dict[str, StrategyPlanner]:
-    uniform = STRATEGIES["uniform"]
-    named: dict[str, StrategyPlanner] = {str(k): uniform(kind=str(k)) for k in Strategy}  # type: ignore[call-arg]
-    return named | {"random": STRATEGIES["random"](seed=seed), "greedy": STRATEGIES["greedy"]()}  # type: ignore[call-arg]
+    return {**{str(k): Uniform(str(k)) for k in Strategy}, "random": RandomMix(seed), "greedy": Greedy()}
 
 
 @pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"memory_aware"}))  # see test_slot_planner
@@ -58,13 +64,12 @@ def test_plans_keep_their_budget_their_share_and_their_word(seed: int, scheduler
     profile = job(seed)
     micro, cross = rng.choice([1, 1, 2, 3]), rng.random() < 0.6
     options = {"micro_steps": micro, "cross_iteration": cross}
-    floor = mdcs.floor_bytes(profile, **options)
+    floor = mdcs.floor_bytes(Job(profile, **options))
     for name, strategy in planners(seed).items():
         for budget, share in ((None, None), (floor, None), (int(floor * 1.3), 0.0), (int(floor * 1.3), 0.6)):
             try:
-                plan = mdcs.make_plan(
-                    profile, strategy, SCHEDULERS[scheduler](), budget=budget, schedule_share=share, **options
-                )
+                made = SCHEDULERS[scheduler]()
+                plan = mdcs.make_plan(Job(profile, **options), strategy, made, budget=budget, schedule_share=share)
             except InfeasibleBudget:
                 assert name not in ("random", "greedy", "fsdp"), "these always fit a budget of at least the floor"
                 continue
@@ -74,23 +79,23 @@ def test_plans_keep_their_budget_their_share_and_their_word(seed: int, scheduler
                 check(plan)
                 assert plan.prediction.peak_bytes <= (plan.budget or 0) <= budget
             if share is not None and budget is not None:
-                alone = Judge(profile, None, **options).peak(plan.strategies)
+                alone = Judge(Job(profile, **options), None).peak(plan.strategies)
                 assert plan.prediction.peak_bytes - alone <= share * (budget - floor) + 1
             if scheduler == "sequential":
                 assert plan.prediction.overlap_ratio == 0
-                assert plan.prediction.peak_bytes == peak(plan)
+                assert plan.prediction.peak_bytes == smallest_budget(plan)
             elif scheduler in ("wfbp", "partitioning", "dear", "priority") and budget is None and cross:
                 assert plan.prediction.step_s <= replayed_sequential(plan) * (1 + 1e-9)
 
 
 def replayed_sequential(plan: Plan) -> float:
-    mix = Mix(plan.profile, plan.strategies, plan.micro_steps, plan.cross_iteration)
+    mix = Mix(Job(plan.profile, plan.micro_steps, plan.cross_iteration), plan.strategies)
     return replay(Sequential().schedule(mix)).period_s
 
 
 def test_an_infeasible_budget_names_the_smallest_that_works() -> None:
     profile = job(3)
-    greedy = STRATEGIES["greedy"]()
+    greedy = Greedy()
     with pytest.raises(InfeasibleBudget) as refused:
         mdcs.make_plan(profile, greedy, SCHEDULERS["priority"](), budget=1000)
     smallest = refused.value.smallest
@@ -102,10 +107,10 @@ def test_an_infeasible_budget_names_the_smallest_that_works() -> None:
 
 def test_a_plan_that_gathers_all_ahead_is_refused_and_the_slot_named() -> None:
     profile = dataclasses.replace(job(5), world=2)
-    mix = Mix(profile, (Strategy.fsdp,) * len(profile.units))
+    mix = Mix(Job(profile), (Strategy.fsdp,) * len(profile.units))
     plan = SCHEDULERS["priority"]().schedule(mix)
-    tight = dataclasses.replace(plan, budget=Judge(profile, None).floor)
-    if peak(plan) > (tight.budget or 0):
+    tight = dataclasses.replace(plan, budget=Judge(Job(profile), None).floor)
+    if smallest_budget(plan) > (tight.budget or 0):
         with pytest.raises(PlanError, match="cycle: slot .* needs"):
             check(tight)
     check(fit(plan, tight.budget or 0))
@@ -125,14 +130,14 @@ def two_units() -> Profile:
 
 def test_two_dp_units_by_hand() -> None:
     """All-reduce sends 2·(1/2) of 400 and 200 bytes: 4 s and 2 s."""
-    mix = Mix(two_units(), (Strategy.dp, Strategy.dp))
+    mix = Mix(Job(two_units()), (Strategy.dp, Strategy.dp))
     alone = replay(Sequential().schedule(mix))
     assert alone.period_s == pytest.approx(6 + 6)
     # B_b [0,2], AR_b [2,4] beside B_a [2,4], AR_a [4,8] before F_a [8,9], F_b [9,10].
     overlapped = replay(SCHEDULERS["wfbp"]().schedule(mix))
     assert overlapped.period_s == pytest.approx(10)
     assert overlapped.times.overlap_s == pytest.approx(2)
-    assert overlapped.times.exposed_s == pytest.approx(4)
+    assert overlapped.times.stalled_s == pytest.approx(4)
     # Parameters 600; gradients of both while AR_b runs beside B_a: 600; activations of B_a 15, of B_b 30.
     assert overlapped.peak["parameters"] == 600
     assert overlapped.peak["gradients"] == 600
@@ -142,7 +147,7 @@ def test_two_dp_units_by_hand() -> None:
 
 def test_fsdp_memory_by_hand() -> None:
     """At rest half of 600 bytes; a is gathered (400) twice, b (the last) once and kept."""
-    plan = Sequential().schedule(Mix(two_units(), (Strategy.fsdp, Strategy.fsdp)))
+    plan = Sequential().schedule(Mix(Job(two_units()), (Strategy.fsdp, Strategy.fsdp)))
     assert plan.strategies == (Strategy.fsdp, Strategy.sdp)
     result = replay(plan)
     assert result.peak["parameters"] == 300

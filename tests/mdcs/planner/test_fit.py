@@ -8,21 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.ledger import peak
-from mdcs.plan.messages import Op, Plan, PlanError, Strategy
+from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.plan.period import Op
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
 from mdcs.planner.fit import fit
-from mdcs.planner.schedulers import Scheduler
+from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.judge import Judge
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning
-from mdcs.planner.strategies import Judge
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Kind, Link
 from mdcs.simulator.simulate import replay
-from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, planned, schedulers, seeds
+from mdcs.sizes import MIB
+from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, of_job, planned, schedulers, seeds
 
 AR, RS, AG_F, AG_B = Kind
 
@@ -45,7 +49,7 @@ THREE = chain(8, 8, 8)
 
 def test_what_fits_is_left_alone() -> None:
     plan = planned(THREE, "sdp", Dear())
-    assert fit(plan, peak(plan)) == replace(plan, budget=peak(plan))
+    assert fit(plan, smallest_budget(plan)) == replace(plan, budget=smallest_budget(plan))
 
 
 @pytest.mark.parametrize(
@@ -78,15 +82,15 @@ def test_reductions_go_first_where_gathers_take_the_room() -> None:
     assert listed(plan) == [("RS c", 1), ("RS b", 2), ("AG_F a", 3), ("AG_F b", 4), ("AG_F c", 5)]
     c, b, a, *rest = plan.messages
     gather_first = replace(plan, messages=(c, a, replace(b, slot=3), *rest))
-    assert peak(gather_first) == 48 + 1000 + 32 + (32 + 32 + 16)  # b: gradient, what it receives, what it sums
+    assert smallest_budget(gather_first) == 48 + 1000 + 32 + (32 + 32 + 16)  # b: gradient, what it receives, what it sums
     fitted = fit(gather_first, 48 + 1000 + 32 + 32 + 16)
     assert listed(fitted)[:3] == [("RS c", 1), ("RS b", 3), ("AG_F a", 3)]
 
 
 def test_reductions_go_earlier_to_free_their_gradients() -> None:
-    plan = planned(busiest_in(THREE, "B", 0, 500), "dp", Fusion(1))
+    plan = planned(busiest_in(THREE, "B", 0, 500), "dp", Fusion(1 / MIB))
     late = replace(plan, messages=tuple(replace(m, slot=3) for m in plan.messages))
-    assert peak(late) == 96 + 3 * 32 + 500
+    assert smallest_budget(late) == 96 + 3 * 32 + 500
     fitted = fit(late, 96 + 32 + 500)
     assert listed(fitted) == [("AR c", 1), ("AR b", 2), ("AR a", 3)]
 
@@ -100,18 +104,18 @@ def test_a_fused_message_is_split_when_it_holds_too_much() -> None:
 
 def test_blocks_are_merged_when_their_state_does_not_fit() -> None:
     profile = chain(320, 320, 320, optimizer=replace(ADAM, state_fixed=10_000))
-    plan = planned(profile, "zero1", Partitioning(256))
+    plan = planned(profile, "zero1", Partitioning(256 / MIB))
     assert {len(b) for b in plan.blocks} == {5}
-    smallest = peak(planned(profile, "zero1"))
+    smallest = smallest_budget(planned(profile, "zero1"))
     fitted = fit(plan, smallest)
     assert [len(b) for b in fitted.blocks] == [1, 1, 1]
-    assert peak(fitted) <= smallest < peak(plan)
+    assert smallest_budget(fitted) <= smallest < smallest_budget(plan)
 
 
-@pytest.mark.parametrize("scheduler", [Dear(), Fusion(64), Partitioning(256), Priority(256)])
+@pytest.mark.parametrize("scheduler", [Dear(), Fusion(64 / MIB), Partitioning(256 / MIB), Priority(256 / MIB)])
 def test_below_the_sequential_peak_nothing_fits(scheduler: Scheduler) -> None:
     profile = busiest_in(chain(320, 320, 320), "B", 0, 5000)
-    smallest = peak(planned(profile, "sdp"))
+    smallest = smallest_budget(planned(profile, "sdp"))
     fit(planned(profile, "sdp", scheduler), smallest)
     with pytest.raises(PlanError, match=r"slot 2 \(B:a\) needs \d+ bytes of \d+, with every gather as late and every"):
         fit(planned(profile, "sdp", scheduler), smallest - 1)
@@ -125,18 +129,18 @@ def test_the_prologue_issues_at_the_turn_what_later_periods_issue_before() -> No
     backward = [(0, "B", 5, 5), (2, "B", 0, 1032), (1, "B", 0, 0), (0, "B", 0, 5)]
     slots = tuple(Slot(unit, phase, 0.0, live, top) for unit, phase, live, top in forward + backward)
     profile = Profile(units, slots, 2, Link((0.0,) * 4, (0.0,) * 4, 1, 400), Optimizer(), 4, 2)
-    mix = Judge(profile, None).mix([Strategy.dp, Strategy.zero1, Strategy.sdp])
-    plan = fit(Fusion().schedule(mix), peak(Sequential().schedule(mix)))
+    mix = Judge(Job(profile), None).mix([Strategy.dp, Strategy.zero1, Strategy.sdp])
+    plan = fit(Fusion().schedule(mix), smallest_budget(Sequential().schedule(mix)))
     assert [len(m.parts) for m in plan.messages if m.kind is AG_F] == [1, 1]
     assert replay(plan).period_s == 0
 
 
 def test_the_reserve_is_part_of_the_budget() -> None:
-    plan = replace(planned(THREE, "sdp", Dear()), reserve=100)
-    fitted = fit(plan, peak(planned(THREE, "sdp")) + 100)
+    plan = of_job(planned(THREE, "sdp", Dear()), reserve=100)
+    fitted = fit(plan, smallest_budget(planned(THREE, "sdp")) + 100)
     assert fitted.reserve == 100
     with pytest.raises(PlanError, match="as late and every reduction as early"):
-        fit(plan, peak(planned(THREE, "sdp")) + 99)
+        fit(plan, smallest_budget(planned(THREE, "sdp")) + 99)
 
 
 # ---- for random jobs
@@ -145,12 +149,12 @@ def test_the_reserve_is_part_of_the_budget() -> None:
 @examples(100)
 @given(jobs(), seeds, schedulers, st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
 def test_any_schedule_fits_from_the_sequential_peak_on(job: Job, seed: int, scheduler: Scheduler, share: float) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
     plan = scheduler.schedule(mix)
-    low, high = peak(Sequential().schedule(mix)), peak(plan)
+    low, high = smallest_budget(Sequential().schedule(mix)), smallest_budget(plan)
     budget = low + int(share * max(0, high - low))
     fitted = fit(plan, budget)
-    assert peak(fitted) <= fitted.budget == budget
+    assert smallest_budget(fitted) <= fitted.budget == budget
     assert replay(fitted).peak["total"] <= budget
     if budget >= high:
         assert fitted.messages == plan.messages
@@ -162,7 +166,7 @@ def test_any_schedule_fits_from_the_sequential_peak_on(job: Job, seed: int, sche
 @examples(40)
 @given(jobs(), seeds, schedulers)
 def test_fitting_twice_changes_nothing(job: Job, seed: int, scheduler: Scheduler) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
-    budget = peak(Sequential().schedule(mix))
+    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
+    budget = smallest_budget(Sequential().schedule(mix))
     once = fit(scheduler.schedule(mix), budget)
     assert fit(once, budget) == once

@@ -12,10 +12,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mdcs.plan.messages import Message, Op, Plan, PlanError, Strategy
-from mdcs.plan.mix import Draft
-from mdcs.planner.make import sent_bytes
-from mdcs.planner.schedulers import SCHEDULERS, Mix, Scheduler
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.period import Op
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
+from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp, fuse_neighbours, optimal_merge
 from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first
@@ -26,6 +29,7 @@ from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Contention, Optimizer, Profile, Unit
 from mdcs.profile.link import Kind, Link
 from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds, tied
 
 AR, RS, AG_F, AG_B = Kind
@@ -48,23 +52,21 @@ def step_s(plan: Plan) -> float:
 
 
 def test_a_unit_that_is_needed_again_at_once_is_not_freed() -> None:
-    assert Mix(chain(8, 8, 8), (fsdp,) * 3).strategies == (fsdp, fsdp, sdp)
-    assert Mix(tied(8, 8, 8), (fsdp,) * 3).strategies == (sdp, fsdp, fsdp)
+    assert Mix(Job(chain(8, 8, 8)), (fsdp,) * 3).strategies == (fsdp, fsdp, sdp)
+    assert Mix(Job(tied(8, 8, 8)), (fsdp,) * 3).strategies == (sdp, fsdp, fsdp)
     plain = chain(8, 8, 8)
     forward_only = Unit("a", (8,), False, (0, 0), None)
     without = replace(plain, units=(forward_only, *plain.units[1:]), slots=plain.slots[:-1])
-    assert Mix(without, (fsdp,) * 3).strategies == (sdp, fsdp, sdp)
+    assert Mix(Job(without), (fsdp,) * 3).strategies == (sdp, fsdp, sdp)
 
 
-def test_a_mix_has_a_strategy_for_every_unit_and_a_micro_step() -> None:
+def test_a_mix_has_a_strategy_for_every_unit() -> None:
     with pytest.raises(PlanError, match="2 strategies for 3 units"):
-        Mix(chain(8, 8, 8), (dp, dp))
-    with pytest.raises(PlanError, match="micro_steps must be >= 1, got 0"):
-        Mix(chain(8), (dp,), micro_steps=0)
+        Mix(Job(chain(8, 8, 8)), (dp, dp))
 
 
 def test_operations_of_a_mix() -> None:
-    mix = Mix(chain(8, 8, 8), (fsdp, zero1, dp), micro_steps=2)
+    mix = Mix(Job(chain(8, 8, 8), micro_steps=2), (fsdp, zero1, dp))
     assert set(mix.ops) == {
         Op(RS, 0, 0), Op(AG_F, 0, 0), Op(AG_F, 0, 1), Op(AG_B, 0, 0), Op(AG_B, 0, 1),
         Op(RS, 1, 0), Op(AG_F, 1, 0), Op(AR, 2, 0),
@@ -82,17 +84,17 @@ def test_operations_of_a_mix() -> None:
 )
 def test_the_barrier_divides_windows_at_the_turn(op: Op, crossing: tuple[int, int], barrier: tuple[int, int]) -> None:
     profile = chain(8, 8, 8)  # B:c B:b B:a, turn, F:a F:b F:c
-    assert Mix(profile, (sdp,) * 3).window(op) == crossing
-    assert Mix(profile, (sdp,) * 3, cross_iteration=False).window(op) == barrier
+    assert Mix(Job(profile), (sdp,) * 3).window(op) == crossing
+    assert Mix(Job(profile, cross_iteration=False), (sdp,) * 3).window(op) == barrier
 
 
 def test_payloads_are_padded_and_of_the_type_that_is_sent() -> None:
-    mix = Mix(chain(7, world=2, param_bytes=2, grad_bytes=4), (zero1,))
+    mix = Mix(Job(chain(7, world=2, param_bytes=2, grad_bytes=4)), (zero1,))
     assert (mix.payload(Op(AG_F, 0, 0)), mix.payload(Op(RS, 0, 0))) == (16, 32)
 
 
 def test_units_are_cut_into_equal_blocks_without_a_small_tail() -> None:
-    mix = Mix(chain(1000, 100, 7, world=2), (dp, dp, dp))
+    mix = Mix(Job(chain(1000, 100, 7, world=2)), (dp, dp, dp))
     assert mix.whole() == ((1000,), (100,), (8,))
     assert mix.cut(1024) == ((256, 256, 256, 232), (100,), (8,))  # 1,024 bytes are 256 elements
     assert mix.cut(1) == ((32,) * 30 + (40,), (32, 32, 36), (8,))  # never below 16 elements per rank
@@ -103,7 +105,7 @@ def test_units_are_cut_into_equal_blocks_without_a_small_tail() -> None:
 @examples(60)
 @given(jobs(), st.integers(1, 20_000))
 def test_blocks_cover_their_unit(job: Job, block: int) -> None:
-    mix = Mix(job.profile, (dp,) * len(job.profile.units))
+    mix = Mix(Job(job.profile), (dp,) * len(job.profile.units))
     world = job.profile.world
     for (total,), sizes in zip(mix.whole(), mix.cut(block), strict=True):
         assert sum(sizes) == total
@@ -114,7 +116,7 @@ def test_blocks_cover_their_unit(job: Job, block: int) -> None:
 
 
 def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> None:
-    mix = Mix(chain(8, 8), (zero1, zero1), cross_iteration=False)
+    mix = Mix(Job(chain(8, 8), cross_iteration=False), (zero1, zero1))
     drafts = [Draft(AG_F, ((1, 0),), 2), Draft(AG_F, ((0, 0),), 2), Draft(RS, ((0, 0),), 2), Draft(RS, ((1, 0),), 1)]
     plan = mix.plan("mine", mix.whole(), drafts)
     assert listed(plan) == [("RS b", 1), ("RS a", 2), ("AG_F b", 2), ("AG_F a", 2)]
@@ -147,21 +149,21 @@ def test_wfbp_sends_what_is_ready_and_prefetches_one_unit_ahead() -> None:
 
 
 def test_partitioning_is_wfbp_in_blocks() -> None:
-    whole, cut = planned(THREE, MIXED, Wfbp()), planned(THREE, MIXED, Partitioning(256))
+    whole, cut = planned(THREE, MIXED, Wfbp()), planned(THREE, MIXED, Partitioning(256 / MIB))
     assert cut.blocks == ((64,) * 5,) * 3  # 1,280 bytes in 5 blocks
     assert listed(cut) == [m for m in listed(whole) for _ in range(5)]
     assert all(len(m.parts) == 1 for m in cut.messages)
-    assert planned(THREE, MIXED, Partitioning()).blocks == planned(THREE, MIXED, Partitioning(THREE.block)).blocks
+    assert planned(THREE, MIXED, Partitioning()).blocks == planned(THREE, MIXED, Partitioning(THREE.block / MIB)).blocks
 
 
 def test_fusion_fills_buckets() -> None:
     profile = chain(8, 8, 8, 8)  # 32 bytes each; B:d B:c B:b B:a F:a …
-    assert listed(planned(profile, "dp", Fusion(64))) == [("AR d+c", 2), ("AR b+a", 4)]
-    assert listed(planned(profile, "dp", Fusion(65))) == [("AR d+c+b", 3), ("AR a", 4)]
-    assert listed(planned(profile, "dp", Fusion(1))) == [("AR d", 1), ("AR c", 2), ("AR b", 3), ("AR a", 4)]
+    assert listed(planned(profile, "dp", Fusion(64 / MIB))) == [("AR d+c", 2), ("AR b+a", 4)]
+    assert listed(planned(profile, "dp", Fusion(65 / MIB))) == [("AR d+c+b", 3), ("AR a", 4)]
+    assert listed(planned(profile, "dp", Fusion(1 / MIB))) == [("AR d", 1), ("AR c", 2), ("AR b", 3), ("AR a", 4)]
     assert listed(planned(profile, "zero1", Fusion(10**6))) == [("RS d+c+b+a", 4), ("AG_F a+b+c+d", 4)]
-    with pytest.raises(ValueError, match="bucket_bytes must be >= 1, got 0"):
-        Fusion(0)
+    with pytest.raises(ValueError, match="bucket_mib must be > 0, got 0"):
+        Fusion(0 / MIB)
 
 
 def test_a_fused_gather_is_sent_between_the_passes_it_serves() -> None:
@@ -175,7 +177,7 @@ def test_a_fused_gather_is_sent_between_the_passes_it_serves() -> None:
 @examples(60)
 @given(jobs(), seeds)
 def test_all_of_a_stream_can_be_fused(job: Job, seed: int) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
     windows: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
     for op in mix.ops:
         windows.setdefault((op.kind, op.micro), []).append(mix.window(op))
@@ -199,9 +201,9 @@ def test_small_neighbours_are_fused() -> None:
 @examples(60)
 @given(jobs(), seeds, schedulers, st.integers(1, 5000))
 def test_whatever_is_fused_is_a_plan_that_sends_the_same(job: Job, seed: int, scheduler: Scheduler, most: int) -> None:
-    plan = scheduler.schedule(job.judge.mix(RandomMix(seed).choose(job.profile, job.judge)))
+    plan = scheduler.schedule(job.judge.mix(RandomMix(seed).choose(job.judge).strategies))
     fused = fuse_neighbours(plan, most)  # a plan is checked when it is made
-    assert sent_bytes(fused) == sent_bytes(plan)
+    assert fused.sent_bytes() == plan.sent_bytes()
     replay(fused)
 
 
@@ -215,9 +217,9 @@ def test_dear_gathers_in_the_pass_that_needs_it() -> None:
     assert listed(planned(five, "fsdp", Dear(ahead=0)), AG_B) == [
         ("AG_B d", 1), ("AG_B c", 2), ("AG_B b", 3), ("AG_B a", 4),
     ]  # fmt: skip
-    assert listed(planned(five, "zero1", Dear(bucket_bytes=64)), RS) == [("RS e+d", 2), ("RS c+b", 4), ("RS a", 5)]
-    with pytest.raises(ValueError, match="must be >= 0, got -1 and 2"):
-        Dear(bucket_bytes=-1)
+    assert listed(planned(five, "zero1", Dear(bucket_mib=64 / MIB)), RS) == [("RS e+d", 2), ("RS c+b", 4), ("RS a", 5)]
+    with pytest.raises(ValueError, match="bucket_mib must be > 0, got -1"):
+        Dear(bucket_mib=-1)
 
 
 # ---- all of them
@@ -226,10 +228,10 @@ def test_dear_gathers_in_the_pass_that_needs_it() -> None:
 @examples(80)
 @given(jobs(), seeds, schedulers)
 def test_what_is_sent_does_not_depend_on_the_schedule(job: Job, seed: int, scheduler: Scheduler) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
     plan = scheduler.schedule(mix)
     assert plan.strategies == mix.strategies
-    assert sent_bytes(plan) == sent_bytes(Sequential().schedule(mix))
+    assert plan.sent_bytes() == Sequential().schedule(mix).sent_bytes()
     elements: Counter[Op] = Counter()
     for m in plan.messages:
         for u, b in m.parts:
@@ -240,20 +242,20 @@ def test_what_is_sent_does_not_depend_on_the_schedule(job: Job, seed: int, sched
 @examples(60)
 @given(jobs(), seeds, st.sampled_from([100, 600, 2000]))
 def test_partitioning_really_cuts_and_nothing_else_does(job: Job, seed: int, block: int) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
     largest = max(2 * block, 32 * job.profile.world * job.profile.param_bytes)  # rounding, and 16 elements per rank
-    for scheduler in (Partitioning(block), Priority(block)):
+    for scheduler in (Partitioning(block / MIB), Priority(block / MIB)):
         plan = scheduler.schedule(mix)
         sizes = [sum(plan.blocks[u][b] for u, b in m.parts) * job.profile.param_bytes for m in plan.messages]
         assert max(sizes, default=0) <= largest
-    for whole in (Sequential(), Wfbp(), Fusion(block), MgWfbp(), Dear()):
+    for whole in (Sequential(), Wfbp(), Fusion(block / MIB), MgWfbp(), Dear()):
         assert all(len(b) == 1 for b in whole.schedule(mix).blocks)
 
 
 @examples(60)
 @given(jobs(), seeds)
 def test_fusion_really_merges(job: Job, seed: int) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.profile, job.judge))
+    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
     everything = Fusion(10**9).schedule(mix)
     streams = {(op.kind, op.micro) for op in mix.ops}
     single = Wfbp().schedule(mix)
@@ -281,11 +283,11 @@ def test_the_random_order_is_random_and_repeatable() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RandomOrder(max_blocks=0), "max_blocks must be >= 1 and fuse in"),
-        (lambda: RandomOrder(fuse=1.5), "max_blocks must be >= 1 and fuse in"),
-        (lambda: planned(chain(8), "dp", Partitioning(-1)), "block must be >= 1 byte, got -1"),
-        (lambda: planned(chain(8), "dp", Priority(-1)), "block must be >= 1 byte, got -1"),
-        (lambda: Dear(ahead=-1), "must be >= 0, got 0 and -1"),
+        (lambda: RandomOrder(max_blocks=0), "max_blocks must be >= 1, got 0"),
+        (lambda: RandomOrder(fuse=1.5), "fuse must be <= 1, got 1.5"),
+        (lambda: Partitioning(-1), "block_mib must be > 0, got -1"),
+        (lambda: Priority(-1), "block_mib must be > 0, got -1"),
+        (lambda: Dear(ahead=-1), "ahead must be >= 0, got -1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(make: Callable[[], object], message: str) -> None:
@@ -373,7 +375,7 @@ def test_mg_wfbp_merges_more_the_longer_the_latency() -> None:
 
 
 def test_mg_wfbp_of_nothing_is_nothing() -> None:
-    assert optimal_merge(Mix(chain(8), (dp,)), []) == []
+    assert optimal_merge(Mix(Job(chain(8)), (dp,)), []) == []
 
 
 # ---- priority against the nearest deadline
@@ -412,7 +414,7 @@ def test_priority_is_as_fast_as_the_best_of_all_orders(seed: int) -> None:
     """Nearest deadline first in blocks is optimal for one link; blocks are sent whole, hence one of them of slack."""
     profile = fluid_job(random.Random(seed), 3)
     best = min(map(step_s, all_orders(planned(profile, "zero1", Wfbp()))))
-    assert step_s(planned(profile, "zero1", Priority(128))) <= best + block_s(profile) + 1e-12
+    assert step_s(planned(profile, "zero1", Priority(128 / MIB))) <= best + block_s(profile) + 1e-12
 
 
 @pytest.mark.parametrize("cross_iteration", [True, False])
@@ -422,11 +424,10 @@ def test_priority_is_never_slower_than_another_scheduler(seed: int, cross_iterat
     profile = fluid_job(rng, rng.randint(2, 6))
     strategies = [str(rng.choice(list(Strategy))) for _ in profile.units]
     for mixed in (strategies, "zero1", "fsdp", "dp"):
-        plans = {
-            str(scheduler): step_s(planned(profile, mixed, scheduler, cross_iteration=cross_iteration))
-            for scheduler in (Priority(128), Wfbp(), Partitioning(128), Dear(), Fusion(600), RandomOrder(seed), Sequential())
-        }
-        assert plans[str(Priority(128))] <= min(plans.values()) + block_s(profile) + 1e-12, (mixed, plans)
+        blocks = 128 / MIB
+        others = (Wfbp(), Partitioning(blocks), Dear(), Fusion(600 / MIB), RandomOrder(seed), Sequential())
+        plans = {s.name: step_s(planned(profile, mixed, s, cross_iteration=cross_iteration)) for s in (Priority(blocks), *others)}
+        assert plans["priority"] <= min(plans.values()) + block_s(profile) + 1e-12, (mixed, plans)
 
 
 def test_priority_waits_for_updates() -> None:
@@ -441,18 +442,18 @@ def test_priority_knows_what_messages_cost_compute(seed: int) -> None:
     """It is no slower than in the order that is best where they cost nothing, and sometimes faster."""
     profile = fluid_job(random.Random(seed), 4)
     slow = replace(profile, contention=Contention(compute_per_byte=profile.link.beta_of(RS)))
-    mix = Mix(slow, (Strategy.zero1,) * 4)
+    mix = Mix(Job(slow), (Strategy.zero1,) * 4)
     blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128)))
-    assert step_s(Priority(128).schedule(mix)) <= step_s(blind)
+    assert step_s(Priority(128 / MIB).schedule(mix)) <= step_s(blind)
 
 
 def test_idle_time_that_messages_make_is_used() -> None:
     """Where backward is slowed down by what it sends, gathers for the next forward fit beside it."""
     profile = chain(*[128] * 6, link=link(2.0 / 256, depth=2), forward_s=1.0, backward_s=2.0)
     slow = replace(profile, contention=Contention(compute_per_byte=0.5 / 256))
-    mix = Mix(slow, (Strategy.zero1,) * 6)
+    mix = Mix(Job(slow), (Strategy.zero1,) * 6)
     blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128)))
-    assert step_s(Priority(128).schedule(mix)) < 0.9 * step_s(blind)
+    assert step_s(Priority(128 / MIB).schedule(mix)) < 0.9 * step_s(blind)
 
 
 def test_priority_uses_the_links_block() -> None:
@@ -470,7 +471,7 @@ def test_nearest_deadline_first_keeps_narrower_windows(seed: int) -> None:
         optimizer=Optimizer("adam", 2, 4, 2, seconds_per_element=rng.choice([0.0, 1e-3, 0.1]), seconds_per_run=0.05),
     )  # fmt: skip
     profile = replace(profile, interference=rng.choice([0.0, 0.5]))
-    mix = Mix(profile, tuple(rng.choice(list(Strategy)) for _ in range(count)), rng.choice([1, 2]), rng.random() < 0.7)
+    mix = Mix(Job(profile, rng.choice([1, 2]), rng.random() < 0.7), tuple(rng.choice(list(Strategy)) for _ in range(count)))
     windows = {}
     for op in mix.ops:
         first, last = mix.window(op)

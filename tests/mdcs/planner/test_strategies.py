@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.ledger import peak
-from mdcs.plan.messages import Strategy
+from mdcs.plan.cost import CostModel
+from mdcs.plan.ledger import bytes_beyond_fsdp, smallest_budget
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.judge import InfeasibleBudget, Judge
+from mdcs.planner.named import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
 from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies import STRATEGIES, InfeasibleBudget, Judge
-from mdcs.planner.strategies.greedy import Greedy, extra_bytes, seconds
+from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Optimizer
@@ -32,8 +34,8 @@ def step_s(judge: Judge, mix: tuple[Strategy, ...]) -> float:
 
 def test_the_judge_measures_the_sequential_peak() -> None:
     profile = chain(8, 4, optimizer=ADAM)
-    judge = Judge(profile, None, reserve=5)
-    assert judge.peak([dp, zero1]) == peak(planned(profile, ["dp", "zero1"])) + 5
+    judge = Judge(Job(profile, reserve=5), None)
+    assert judge.peak([dp, zero1]) == smallest_budget(planned(profile, ["dp", "zero1"])) + 5
     assert judge.floor == judge.peak([fsdp, fsdp])
     assert judge.fits([dp, dp])
     tight = replace(judge, budget=judge.floor)
@@ -44,7 +46,7 @@ def test_the_judge_measures_the_sequential_peak() -> None:
 
 def test_the_judge_knows_the_job() -> None:
     profile = chain(8, 4, optimizer=ADAM)
-    plan = Judge(profile, None, micro_steps=2, cross_iteration=False).sequential([zero1, zero1])
+    plan = Judge(Job(profile, micro_steps=2, cross_iteration=False), None).sequential([zero1, zero1])
     assert (plan.micro_steps, plan.cross_iteration, plan.scheduler) == (2, False, "sequential")
 
 
@@ -54,16 +56,16 @@ def test_the_judge_knows_the_job() -> None:
 @pytest.mark.parametrize("kind", list(Strategy))
 def test_uniform_is_uniform_where_it_fits(kind: Strategy) -> None:
     profile = chain(8, 4, 4, optimizer=ADAM)
-    need = Judge(profile, None).peak([kind] * 3)
-    assert Uniform(str(kind)).choose(profile, Judge(profile, need)) == (kind,) * 3
+    need = Judge(Job(profile), None).peak([kind] * 3)
+    assert Uniform(str(kind)).choose(Judge(Job(profile), need)).strategies == (kind,) * 3
     with pytest.raises(InfeasibleBudget, match=f"strategy {kind} does not fit .* {need} bytes") as caught:
-        Uniform(str(kind)).choose(profile, Judge(profile, need - 1))
+        Uniform(str(kind)).choose(Judge(Job(profile), need - 1))
     assert (caught.value.budget, caught.value.smallest) == (need - 1, need)
 
 
 def test_uniform_needs_a_strategy_that_exists() -> None:
-    with pytest.raises(ValueError, match="'zero9' is not a valid Strategy"):
-        Uniform("zero9").choose(chain(8), Judge(chain(8), None))
+    with pytest.raises(ValueError, match="each must be one of dp, zero1, sdp, fsdp; got zero9"):
+        Uniform("zero9")
 
 
 # ---- random
@@ -73,14 +75,14 @@ def test_uniform_needs_a_strategy_that_exists() -> None:
 @given(jobs(), seeds, st.sampled_from([1.0, 1.1, 1.5]))
 def test_random_is_always_within_the_budget(job: Job, seed: int, factor: float) -> None:
     judge = replace(job.judge, budget=int(job.judge.floor * factor))
-    mix = RandomMix(seed).choose(job.profile, judge)
+    mix = RandomMix(seed).choose(judge).strategies
     assert judge.fits(mix)
-    assert mix == RandomMix(seed).choose(job.profile, judge)
+    assert mix == RandomMix(seed).choose(judge).strategies
 
 
 def test_random_tries_everything() -> None:
     profile = chain(*[4] * 8)
-    mixes = {RandomMix(seed).choose(profile, Judge(profile, None)) for seed in range(20)}
+    mixes = {RandomMix(seed).choose(Judge(Job(profile), None)).strategies for seed in range(20)}
     assert len(mixes) == 20
     assert {k for mix in mixes for k in mix} == set(Strategy)
 
@@ -92,15 +94,15 @@ def test_seconds_of_a_strategy() -> None:
     # 8 elements, 32 bytes: a rank of two sends 16 of them, 32 for an all-reduce.
     optimizer = Optimizer(seconds_per_element=0.5, seconds_per_run=0.25)
     profile = chain(8, 8, link=link(1 / 16, alpha=10.0), optimizer=optimizer)
-    assert seconds(profile, 0, dp) == (10 + 2) + 8 * 0.5 + 0.25
-    assert seconds(profile, 0, zero1) == (10 + 1) * 2 + 4 * 0.5 + 0.25
-    assert seconds(profile, 0, sdp) == (10 + 1) * 2 + 4 * 0.5 + 0.25
-    assert seconds(profile, 0, fsdp) == (10 + 1) * 3 + 4 * 0.5 + 0.25
+    assert CostModel(profile).unit_s(0, dp) == (10 + 2) + 8 * 0.5 + 0.25
+    assert CostModel(profile).unit_s(0, zero1) == (10 + 1) * 2 + 4 * 0.5 + 0.25
+    assert CostModel(profile).unit_s(0, sdp) == (10 + 1) * 2 + 4 * 0.5 + 0.25
+    assert CostModel(profile).unit_s(0, fsdp) == (10 + 1) * 3 + 4 * 0.5 + 0.25
 
 
 def test_sharded_units_are_gathered_in_every_micro_step() -> None:
     profile = chain(8, 8, link=link(1 / 16))
-    assert [seconds(profile, 0, k, micro_steps=4) for k in Strategy] == [2, 1 + 1, 1 + 4, 1 + 4 + 4]
+    assert [CostModel(profile).unit_s(0, k, micro_steps=4) for k in Strategy] == [2, 1 + 1, 1 + 4, 1 + 4 + 4]
 
 
 @examples(60)
@@ -108,13 +110,13 @@ def test_sharded_units_are_gathered_in_every_micro_step() -> None:
 def test_a_sequential_step_is_compute_and_the_seconds_of_its_strategies(job: Job, seed: int) -> None:
     plan = job.plan(RandomMix(seed), Sequential())
     assert plan.prediction is not None
-    exposed = sum(seconds(job.profile, u, k, job.micro_steps) for u, k in enumerate(plan.strategies))
-    assert plan.prediction.exposed_s == pytest.approx(exposed, abs=1e-9)
+    stalled = sum(job.cost.unit_s(u, k, job.micro_steps) for u, k in enumerate(plan.strategies))
+    assert plan.prediction.stalled_s == pytest.approx(stalled, abs=1e-9)
 
 
 def test_bytes_beyond_fsdp() -> None:
     profile = chain(8, 8, world=2, optimizer=ADAM)  # 32 bytes, shards of 16, Adam twice that
-    assert [extra_bytes(profile, 0, k) for k in (fsdp, sdp, zero1, dp)] == [0, 32, 16, 16 + 32]
+    assert [bytes_beyond_fsdp(profile, 0, k) for k in (fsdp, sdp, zero1, dp)] == [0, 32, 16, 16 + 32]
 
 
 # ---- greedy
@@ -125,7 +127,7 @@ def test_bytes_beyond_fsdp() -> None:
 def test_greedy_is_never_slower_than_all_fsdp_and_fits(job: Job, factor: float | None) -> None:
     budget = None if factor is None else int(job.judge.floor * factor)
     judge = replace(job.judge, budget=budget)
-    mix = Greedy().choose(job.profile, judge)
+    mix = Greedy().choose(judge).strategies
     assert judge.fits(mix)
     assert step_s(judge, mix) <= step_s(judge, (fsdp,) * len(mix)) + 1e-9
 
@@ -133,9 +135,9 @@ def test_greedy_is_never_slower_than_all_fsdp_and_fits(job: Job, factor: float |
 @examples(40)
 @given(jobs())
 def test_with_unlimited_memory_greedy_is_as_fast_as_can_be(job: Job) -> None:
-    mix = Greedy().choose(job.profile, job.judge)
-    best = sum(min(seconds(job.profile, u, k, job.micro_steps) for k in Strategy) for u in range(len(mix)))
-    chosen = sum(seconds(job.profile, u, k, job.micro_steps) for u, k in enumerate(job.judge.mix(mix).strategies))
+    mix = Greedy().choose(job.judge).strategies
+    best = sum(min(job.cost.unit_s(u, k, job.micro_steps) for k in Strategy) for u in range(len(mix)))
+    chosen = sum(job.cost.unit_s(u, k, job.micro_steps) for u, k in enumerate(job.judge.mix(mix).strategies))
     assert chosen == pytest.approx(best, abs=1e-12)
 
 
@@ -145,9 +147,9 @@ def test_greedy_takes_most_time_per_byte_first() -> None:
     plain = chain(8, 32, 8, 8, link=Link((3.0, 1.0, 1.0, 1.0), (0.0,) * 4, 1, 64))
     slots = [replace(s, peak=10**4) if s.phase == "B" and s.unit == 3 else s for s in plain.slots]
     profile = replace(plain, slots=tuple(slots))
-    floor = Judge(profile, None).floor
+    floor = Judge(Job(profile), None).floor
     saved = {
-        more: [i for i, k in enumerate(Greedy().choose(profile, Judge(profile, floor + more))) if k is zero1]
+        more: [i for i, k in enumerate(Greedy().choose(Judge(Job(profile), floor + more)).strategies) if k is zero1]
         for more in (0, 15, 16, 32, 95, 96)
     }
     assert saved == {0: [], 15: [], 16: [0], 32: [0, 2], 95: [0, 2], 96: [0, 1, 2]}
@@ -155,28 +157,31 @@ def test_greedy_takes_most_time_per_byte_first() -> None:
 
 def test_greedy_prefers_dp_when_an_all_reduce_has_less_latency() -> None:
     profile = chain(8, 8, link=Link((1.0, 1.0, 1.0, 1.0), (0.0,) * 4, 1, 64))
-    assert Greedy().choose(profile, Judge(profile, None)) == (dp, dp)
+    assert Greedy().choose(Judge(Job(profile), None)).strategies == (dp, dp)
 
 
 def test_greedy_shards_less_when_gathers_are_repeated() -> None:
     profile = chain(8, 8, 8, link=Link((3.0, 1.0, 1.0, 1.0), (0.0,) * 4, 1, 64))  # an all-reduce costs 3 s, a gather 1 s
-    once = Greedy().choose(profile, Judge(profile, None))
-    assert [seconds(profile, 0, k) for k in Strategy] == [3, 2, 2, 3]
+    once = Greedy().choose(Judge(Job(profile), None)).strategies
+    assert [CostModel(profile).unit_s(0, k) for k in Strategy] == [3, 2, 2, 3]
     assert dp not in once
-    often = Greedy().choose(profile, Judge(profile, None, micro_steps=4))
+    often = Greedy().choose(Judge(Job(profile, micro_steps=4), None)).strategies
     assert set(often) == {zero1}
 
 
 def test_all_fsdp_must_fit() -> None:
     profile = chain(8, 8, optimizer=ADAM)
-    floor = Judge(profile, None).floor
+    floor = Judge(Job(profile), None).floor
     for planner in (Greedy(), RandomMix()):
         with pytest.raises(InfeasibleBudget, match=f"even all fsdp does not fit .* {floor} bytes"):
-            planner.choose(profile, Judge(profile, floor - 1))
+            planner.choose(Judge(Job(profile), floor - 1))
 
 
-def test_every_strategy_planner_has_a_name() -> None:
-    assert set(STRATEGIES) == {"uniform", "random", "greedy", "ilp", "joint"}
-    profile = chain(8, 8, 8)
-    for planner in (STRATEGIES["uniform"](), STRATEGIES["random"](), STRATEGIES["greedy"]()):
-        assert len(planner.choose(profile, Judge(profile, None))) == 3
+def test_every_planner_knows_its_name() -> None:
+    assert {name: make().name for name, make in STRATEGIES.items()} == {name: name for name in STRATEGIES}
+    assert {name: make().name for name, make in SCHEDULERS.items()} == {name: name for name in SCHEDULERS}
+    assert strategy_named("greedy") == Greedy()
+    with pytest.raises(ValueError, match="unknown strategy 'greed': dp, zero1, sdp, fsdp, random, greedy, ilp, joint"):
+        strategy_named("greed")
+    with pytest.raises(ValueError, match="unknown scheduler 'deer': sequential, wfbp"):
+        scheduler_named("deer")

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import make_plan
-from mdcs.planner.schedulers import Wfbp
-from mdcs.planner.strategies import InfeasibleBudget, Uniform
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.analytic import COLLECTIVES, Device, Network, Transformer, analytic_profile
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind

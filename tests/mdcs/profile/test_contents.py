@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 
 from mdcs.profile.contents import Contention, Profile, Slot, Unit
-from mdcs.profile.link import Kind
 from tests.mdcs.profiles import FREE, chain, examples, profiles
 
 A_FORWARD, A_BACKWARD = Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 2.0, 0, 0)
@@ -97,9 +96,6 @@ def test_json_without_a_field_is_no_profile(missing: str) -> None:
 def test_contention_is_stored_and_never_negative() -> None:
     profile = replace(chain(10), contention=Contention(1e-3, 1e-9, 1.0, 2e-3, 1e-8, 5e-4), spread={"slot 0": (0.5, 1.5)})
     assert Profile.from_json(profile.to_json()) == profile
-    assert profile.contention.compute_lost(Kind.RS, 10**6, 0.5) == pytest.approx(1e-3 + 1e-3 + 0.5)
-    dearer = replace(profile.contention, all_reduce=2.0)
-    assert [dearer.compute_lost(kind, 10**6, 0.0) for kind in Kind] == pytest.approx([4e-3, 2e-3, 2e-3, 2e-3])
     with pytest.raises(ValueError, match="contention message_seconds must be >= 0, got -1"):
         Contention(message_seconds=-1)
 

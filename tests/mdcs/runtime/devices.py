@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.calibrate.slots import measure_profile
-from mdcs.planner.schedulers import SCHEDULERS
+from mdcs.planner.named import SCHEDULERS
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.record import StepRecord
 from tests.mdcs.runtime.training import How, Setup, scheduler_for, strategy_for
@@ -217,7 +217,7 @@ def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float
         model, units, lambda: loss_of(model, 0, device), optimizer, world=world, link=mdcs.Link.uniform(10.0, 10.0),
         iterations=1, collectives=how.collectives,
     )  # fmt: skip
-    from mdcs.calibrate.autoplan import agree, on_rank_zero
+    from mdcs.calibrate.agreement import agree, on_rank_zero
 
     profile = agree(profile)
     plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how)))
@@ -282,8 +282,8 @@ def emulated_run(
         collectives=how.collectives,
     )  # fmt: skip
     options = {"micro_steps": micro_steps, "cross_iteration": how.cross_iteration and clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(profile, **options))
-    plan = mdcs.make_plan(profile, strategy_for(how), scheduler_for(how), budget=budget, **options)
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
+    plan = mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     sent = []
     with mdcs.parallelize(
         made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate

@@ -15,7 +15,7 @@ import torch
 import mdcs
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.slots import measure_profile
-from mdcs.plan.messages import CATEGORIES
+from mdcs.plan.ledger import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime import api

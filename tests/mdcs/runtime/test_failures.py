@@ -24,7 +24,7 @@ from torch import nn
 
 import mdcs
 from mdcs.calibrate.slots import measure_profile
-from mdcs.planner.schedulers import SCHEDULERS
+from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from tests.mdcs.runtime.ranks import Outcome, Ranks
@@ -157,10 +157,10 @@ def start(change: str) -> None:
         plan = dataclasses.replace(plan, budget=1 << 30)
     if change.startswith("another world") and (rank == 1 or change.endswith("everywhere")):
         made_for = dataclasses.replace(plan.profile, world=4)
-        plan = mdcs.make_plan(made_for, Uniform("dp"), SCHEDULERS["wfbp"]())
+        plan = mdcs.make_plan(made_for, Uniform("dp"), Wfbp())
     if change == "another backend":
         profile = dataclasses.replace(plan.profile, collectives=Collectives.default("nccl"))
-        plan = dataclasses.replace(plan, profile=profile)
+        plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, profile=profile))
     if change == "clipping across iterations":
         clip = 1.0
     if change == "another optimizer":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.calibrate.slots import measure_profile
-from mdcs.planner.schedulers import SCHEDULERS
+from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.runtime.communicator import backend_of
 from tests.mdcs.runtime.ranks import Ranks

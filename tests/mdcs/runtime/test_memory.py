@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.autoplan import agree, on_rank_zero
+from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.measure.memory import ShimMeter
-from mdcs.plan.ledger import peak
-from mdcs.plan.messages import CATEGORIES, Strategy
-from mdcs.plan.mix import Draft
-from mdcs.planner.schedulers import Mix
+from mdcs.plan.ledger import CATEGORIES, smallest_budget
+from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.strategy import Strategy
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
@@ -84,9 +83,9 @@ def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
     made, optimizer, profile = profiled(job, **shape)
     profile = dataclasses.replace(profile, collectives=how.collectives)
     options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(profile, **options))
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
     plan = on_rank_zero(
-        lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how), budget=budget, **options)
+        lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     )
     units = mdcs.partition(made.model, made.policy)
     with mdcs.parallelize(
@@ -263,7 +262,7 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
     """The first layer is gathered at the turn; the large last one is reduced only after the first is freed again."""
     job = Job("line-16-16-16-256", optimizer="sgd")
     made, optimizer, profile = profiled(job)
-    mix = Mix(profile, (Strategy.fsdp, Strategy.dp, Strategy.zero1), 1, cross_iteration=True)
+    mix = Mix(mdcs.Job(profile, 1, cross_iteration=True), (Strategy.fsdp, Strategy.dp, Strategy.zero1))
     turn = mix.period.turn
     assert (turn, mix.period.length) == (3, 6)
     drafts = [
@@ -272,7 +271,7 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
         Draft(Kind.AG_B, ((0, 0),), turn + 2),
     ]  # fmt: skip
     plan = mix.plan("by hand", mix.whole(), drafts)
-    plan = dataclasses.replace(plan, budget=peak(plan))
+    plan = dataclasses.replace(plan, budget=smallest_budget(plan))
     units = mdcs.partition(made.model, made.policy)
     schedule = job.scheduler(optimizer)
     with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.autoplan import on_rank_zero
-from mdcs.plan.ledger import peak
-from mdcs.plan.messages import Strategy
-from mdcs.planner.schedulers import Mix
+from mdcs.calibrate.agreement import on_rank_zero
+from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from tests.mdcs.runtime.ranks import Ranks
@@ -45,11 +45,11 @@ BETWEEN = ("", "", "drain", "evaluate", "state", "full", "caught", "reopen")
 def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
     mix = tuple(rng.choice(list(Strategy)) for _ in profile.units)
     order = RandomOrder(rng.randrange(1 << 30), max_blocks=rng.choice([1, 2, 4]), fuse=rng.choice([0.0, 0.3, 0.9]))
-    plan = order.schedule(Mix(profile, mix, micro_steps, cross_iteration=rng.random() < 0.7))
+    plan = order.schedule(Mix(mdcs.Job(profile, micro_steps, cross_iteration=rng.random() < 0.7), mix))
     blocking = rng.choice([0.0, 0.0, 0.2])
     messages = tuple(dataclasses.replace(m, blocking=rng.random() < blocking) for m in plan.messages)
     plan = dataclasses.replace(plan, messages=messages)
-    return dataclasses.replace(plan, budget=peak(plan)) if rng.random() < 0.5 else plan
+    return dataclasses.replace(plan, budget=smallest_budget(plan)) if rng.random() < 0.5 else plan
 
 
 def train_random_plan(seed: int, double: bool) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mdcs.plan.messages import Plan, Strategy
-from mdcs.planner.schedulers import Mix
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.profile.contents import Profile, Slot, Unit
 from mdcs.profile.link import Link
@@ -19,7 +21,7 @@ def plan() -> Plan:
     unit = Unit("u", (8,), True, (0, 0), (0, 0))
     slots = (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0))
     link = Link((0.0,) * 4, (0.0,) * 4)
-    return Wfbp().schedule(Mix(Profile((unit,), slots, 2, link), (Strategy.zero1,)))
+    return Wfbp().schedule(Mix(Job(Profile((unit,), slots, 2, link)), (Strategy.zero1,)))
 
 
 def recorder() -> Recorder:
@@ -47,7 +49,7 @@ def test_a_step_adds_up():
     times = record.times
     assert times.step_s == pytest.approx(4) and times.compute_s == pytest.approx(3)
     assert times.communication_s == pytest.approx(1.4) and times.overlap_s == pytest.approx(0.5)
-    assert times.overlap_ratio == pytest.approx(0.5 / 1.4) and times.exposed_s == pytest.approx(1)
+    assert times.overlap_ratio == pytest.approx(0.5 / 1.4) and times.stalled_s == pytest.approx(1)
 
 
 def test_each_record_is_given_once_and_when_it_is_asked_for():

@@ -346,10 +346,10 @@ def train_in_a_subgroup() -> list[str] | None:
     dist.broadcast_object_list(box, group_src=0, group=group)
     profile: Profile = box[0]
     assert isinstance(profile.optimizer, Optimizer)
-    from mdcs.planner.schedulers import SCHEDULERS
-    from mdcs.planner.strategies import STRATEGIES as PLANNERS
+    from mdcs.planner.named import SCHEDULERS
+    from mdcs.planner.named import STRATEGIES as PLANNERS
 
-    plan = mdcs.make_plan(profile, PLANNERS["random"](), SCHEDULERS["priority"](), cross_iteration=False)
+    plan = mdcs.make_plan(Job(profile, cross_iteration=False), PLANNERS["random"](), SCHEDULERS["priority"]())
     with mdcs.parallelize(
         made.model, optimizer, plan, units, group=group, clip_norm=0.1, timeout_s=20
     ) as parallel:

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from mdcs.measure.memory import NullMeter
-from mdcs.plan.messages import Plan, Strategy
-from mdcs.planner.schedulers import Mix
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.profile.contents import Profile, Slot, Unit
@@ -20,7 +22,7 @@ FREE = Link((0.0,) * 4, (0.0,) * 4)
 def plan_of(numel: int, strategy: str, world: int = 2, blocks: int = 1) -> Plan:
     unit = Unit("u", (numel,), True, (0, 0), (0, 0))
     profile = Profile((unit,), (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0)), world, FREE)
-    mix = Mix(profile, (Strategy(strategy),))
+    mix = Mix(Job(profile), (Strategy(strategy),))
     if blocks == 1:
         return Wfbp().schedule(mix)
     for seed in range(1000):

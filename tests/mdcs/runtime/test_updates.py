@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from mdcs.measure.memory import NullMeter
-from mdcs.plan.messages import Strategy
-from mdcs.planner.schedulers import Mix
+from mdcs.plan.job import Job
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.contents import Profile, Slot, Unit
 from mdcs.profile.link import Link
@@ -42,7 +43,7 @@ def job(optimizer: str, strategy: str, rank: int, seed: int) -> tuple[Updates, U
     profile = Profile(
         (unit,), (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0)), 2, Link((0.0,) * 4, (0.0,) * 4)
     )
-    plan = RandomOrder(seed, max_blocks=4, fuse=0.0).schedule(Mix(profile, (Strategy(strategy),)))
+    plan = RandomOrder(seed, max_blocks=4, fuse=0.0).schedule(Mix(Job(profile), (Strategy(strategy),)))
     mine = make(ours)
     storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, NullMeter())
     return Updates(plan, [storage], mine, [[0, 1]], rank, NullMeter()), storage, mine, alone, make(alone)

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from mdcs.measure.memory import NullMeter
-from mdcs.plan.messages import Message, Strategy
-from mdcs.planner.schedulers import Mix
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Message
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, OPERATION, Collectives
 from mdcs.profile.contents import Profile, Slot, Unit
@@ -34,7 +36,7 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     slots = tuple(Slot(i, "F", 1.0, 0, 0) for i in range(3)) + tuple(Slot(2 - i, "B", 1.0, 0, 0) for i in range(3))
     collectives = Collectives(**{OPERATION[Kind(kind)]: algorithm})
     profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), collectives=collectives)
-    plan = RandomOrder(seed=5, max_blocks=3, fuse=0.0).schedule(Mix(profile, (Strategy(strategy),) * 3))
+    plan = RandomOrder(seed=5, max_blocks=3, fuse=0.0).schedule(Mix(Job(profile), (Strategy(strategy),) * 3))
     storages = [
         UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, NullMeter())
         for u, n in enumerate(SIZES)

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.calibrate.autoplan import agree, on_rank_zero
+from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.schedulers import SCHEDULERS, Scheduler
-from mdcs.planner.strategies import STRATEGIES, JointPlanner, StrategyPlanner
+from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
+from mdcs.planner.named import SCHEDULERS, STRATEGIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
+from mdcs.sizes import MIB
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -249,7 +250,7 @@ SOLVER_S = 5.0  # the other ranks wait for it, and for no more than their timeou
 
 def strategy_for(how: How) -> StrategyPlanner | JointPlanner:
     if how.strategy == "joint":
-        return Joint(block_bytes=how.bytes, seconds=SOLVER_S)
+        return Joint(block_mib=how.bytes / MIB, seconds=SOLVER_S)
     if how.strategy == "random":
         return STRATEGIES["random"](seed=how.seed)  # type: ignore[call-arg]
     return STRATEGIES[how.strategy]() if how.strategy in STRATEGIES else STRATEGIES["uniform"](kind=how.strategy)  # type: ignore[call-arg]
@@ -260,10 +261,10 @@ def scheduler_for(how: How) -> Scheduler | None:
         return None
     options: dict[str, Any] = {
         "random": {"seed": how.seed},
-        "fusion": {"bucket_bytes": 2 * how.bytes},
-        "partitioning": {"block_bytes": how.bytes},
-        "priority": {"block_bytes": how.bytes},
-        "memory_aware": {"block_bytes": how.bytes, "seconds": SOLVER_S},
+        "fusion": {"bucket_mib": 2 * how.bytes / MIB},
+        "partitioning": {"block_mib": how.bytes / MIB},
+        "priority": {"block_mib": how.bytes / MIB},
+        "memory_aware": {"block_mib": how.bytes / MIB, "seconds": SOLVER_S},
     }.get(how.scheduler, {})
     return SCHEDULERS[how.scheduler](**options)
 
@@ -329,9 +330,9 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
 
 def plan_for(job: Job, how: How, profile: Profile) -> mdcs.Plan:
     options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(profile, **options))
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
     return on_rank_zero(
-        lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how), budget=budget, **options)
+        lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     )
 
 

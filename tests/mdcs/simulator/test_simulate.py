@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 
 from mdcs.measure.timeline import Interval, step_times
-from mdcs.plan.ledger import Ledger, peak
-from mdcs.plan.messages import Op, Plan, PlanError
-from mdcs.planner.schedulers import Scheduler
+from mdcs.plan.ledger import Ledger, smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.plan.period import Op
+from mdcs.plan.validity import PlanError
+from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.random_order import RandomOrder
@@ -23,9 +25,8 @@ from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Contention, Optimizer, Profile
 from mdcs.profile.link import Kind
-from mdcs.simulator.recurrence import _costs
 from mdcs.simulator.simulate import replay
-from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds
+from tests.mdcs.profiles import Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
 
 AR, RS, AG_F, AG_B = Kind
 
@@ -46,7 +47,7 @@ def test_sequential_hides_nothing() -> None:
     assert result.period_s == 6 + 2 * (1 + 2)
     assert result.times.compute_s == 6
     assert result.times.communication_s == 6
-    assert result.times.exposed_s == 6
+    assert result.times.stalled_s == 6
     assert (result.times.overlap_s, result.times.overlap_ratio) == (0, 0)
 
 
@@ -56,7 +57,7 @@ def test_wfbp_hides_what_is_behind_the_next_backward_slot() -> None:
     # The gather of b is ahead of the messages of a: head of line.
     assert spans(plan, "message") == {"RS:b": (2, 4), "AG_F:b": (4, 6), "RS:a": (6, 7), "AG_F:a": (7, 8)}
     times = replay(plan).times
-    assert (times.step_s, times.exposed_s, times.overlap_s, times.overlap_ratio) == (10, 4, 2, pytest.approx(1 / 3))
+    assert (times.step_s, times.stalled_s, times.overlap_s, times.overlap_ratio) == (10, 4, 2, pytest.approx(1 / 3))
 
 
 def test_priority_sends_what_is_needed_first() -> None:
@@ -104,9 +105,9 @@ def test_at_the_barrier_all_updates_follow_the_last_reduction() -> None:
 
 def test_the_sum_of_a_reduce_scatter_and_the_packing_of_a_fused_message_take_time() -> None:
     profile = replace(PROFILE, copy_seconds_per_byte=1 / 32)  # a: 32 bytes, b: 64 bytes
-    assert replay(planned(profile, "zero1")).times.exposed_s == 6 + 1 + 2  # summed, one after the other
+    assert replay(planned(profile, "zero1")).times.stalled_s == 6 + 1 + 2  # summed, one after the other
     native = replace(profile, collectives=Collectives(reduce_scatter="native"))  # twice the bytes on the wire, but no sum
-    assert replay(planned(native, "zero1")).times.exposed_s == 6 + 3
+    assert replay(planned(native, "zero1")).times.stalled_s == 6 + 3
     fused = planned(profile, "dp", Fusion(10**6))
     assert spans(fused, "message") == {"AR:b+a": (4, 10)}
     assert spans(fused, "compute")["F:a"] == (10 + 2 * 3, 10 + 2 * 3 + 1)  # packed and unpacked
@@ -177,13 +178,13 @@ def test_a_message_beside_computing_has_a_least_time_and_one_that_is_waited_for_
 def test_computing_after_a_wait_takes_longer() -> None:
     plan = planned(replace(PROFILE, contention=Contention(compute_per_wait=0.25)), "zero1", Wfbp())
     # F:a waits until 9 s for what ends then, as B:a ended at 4 s: 5 s, which cost it 1.25 s.
-    waited = spans(replace(plan, profile=PROFILE), "compute")["F:a"][0] - 4
+    waited = spans(of_job(plan, profile=PROFILE), "compute")["F:a"][0] - 4
     assert spans(plan, "compute")["F:a"] == (4 + waited, 4 + waited + 1 + waited / 4)
 
 
 def test_the_loop_takes_time_between_backward_and_forward() -> None:
     plan = planned(PROFILE, "dp", Wfbp())
-    later = replace(plan, profile=replace(PROFILE, contention=Contention(turn_seconds=10.0)))
+    later = of_job(plan, profile=replace(PROFILE, contention=Contention(turn_seconds=10.0)))
     end = spans(plan, "compute")["B:a"][1]
     # The messages go on meanwhile: at the end of it nothing is left to wait for.
     assert spans(later, "message") == spans(plan, "message")
@@ -244,10 +245,10 @@ def test_a_slot_waits_for_its_bytes() -> None:
     plan = planned(PROFILE, "zero1", Wfbp())
     assert spans(plan, "compute")["B:a"] == (2, 4)
     # B:a needs a's gradient (32 bytes): with b's (64) and what RS:b receives (64), sums (32) that is too much.
-    tight = replace(plan, budget=peak(plan))
-    assert peak(plan) == 96 + 64 + 64 + 32
+    tight = replace(plan, budget=smallest_budget(plan))
+    assert smallest_budget(plan) == 96 + 64 + 64 + 32
     assert spans(tight, "compute")["B:a"] == (4, 6)
-    roomy = replace(plan, budget=peak(plan) + 32)
+    roomy = replace(plan, budget=smallest_budget(plan) + 32)
     assert spans(roomy, "compute")["B:a"] == (2, 4)
 
 
@@ -261,8 +262,8 @@ def test_a_message_waits_for_its_bytes() -> None:
     # RS:b needs most: b's gradient (32 bytes), what it receives (32) and sums (16). At F:a a's gradient (64) is
     # still being reduced, so b's parameters (32) fit only after it.
     assert Ledger(ahead).rest_bytes == 64 + 16 + 32
-    assert peak(ahead) == 112 + 32 + 32 + 16 + 10
-    free, tight = spans(ahead, "message"), spans(replace(ahead, budget=peak(ahead)), "message")
+    assert smallest_budget(ahead) == 112 + 32 + 32 + 16 + 10
+    free, tight = spans(ahead, "message"), spans(replace(ahead, budget=smallest_budget(ahead)), "message")
     assert free["AG_F:b"][0] == free["AR:a"][0]
     assert tight["AG_F:b"][0] == tight["AR:a"][1]
 
@@ -271,19 +272,19 @@ def test_admission_without_enough_bytes_names_the_slot() -> None:
     with pytest.raises(PlanError, match=r"deadlock at slot 1 \(B:a\): needs 256 of 255 bytes"):
         replay(replace(planned(PROFILE, "zero1"), budget=255))
     with pytest.raises(PlanError, match=r"deadlock at slot 1 \(B:a\): needs 256 of 255 bytes"):
-        replay(replace(planned(PROFILE, "zero1"), budget=300, reserve=45))
+        replay(replace(of_job(planned(PROFILE, "zero1"), reserve=45), budget=300))
 
 
 def test_a_prediction_is_made_of_a_replay_with_memory() -> None:
     plan = planned(PROFILE, "zero1")
     prediction = replay(plan).prediction()
     assert (prediction.step_s, prediction.overlap_ratio) == (12, 0)
-    assert prediction.peak_bytes == prediction.memory["total"] == peak(plan)
+    assert prediction.peak_bytes == prediction.memory["total"] == smallest_budget(plan)
     assert replay(plan, ledger=Ledger(plan)).prediction() == prediction
 
 
 def test_a_plan_is_replayed_again_as_it_was_at_first() -> None:
-    plan = replace(planned(PROFILE, "zero1", Wfbp()), budget=peak(planned(PROFILE, "zero1", Wfbp())))
+    plan = replace(planned(PROFILE, "zero1", Wfbp()), budget=smallest_budget(planned(PROFILE, "zero1", Wfbp())))
     first, second, copy = replay(plan), replay(plan), replay(pickle.loads(pickle.dumps(plan)))
     assert first.period_s == second.period_s == copy.period_s
     assert first.intervals == second.intervals == copy.intervals
@@ -429,7 +430,7 @@ def test_nothing_is_faster_than_compute_or_the_link(job: Job, seed: int, schedul
 def test_sequential_overlaps_nothing(job: Job, seed: int) -> None:
     times = replay(job.plan(RandomMix(seed), Sequential())).times
     assert times.overlap_s == times.overlap_ratio == 0
-    assert times.exposed_s >= times.communication_s - 1e-12
+    assert times.stalled_s >= times.communication_s - 1e-12
 
 
 @examples(40)
@@ -454,4 +455,4 @@ def test_updates_behind_a_barrier_never_give_compute_time_back() -> None:
     optimizer = replace(profile.optimizer, seconds_per_run=0.5)
     profile = replace(profile, optimizer=optimizer, contention=Contention(compute_per_work=1.0, all_reduce=0.1))
     plan = planned(profile, "dp", Wfbp(), cross_iteration=False)
-    assert [cost.lost for cost in _costs(plan)] == pytest.approx([0, 0, 0.1 * 3 * 0.5])
+    assert [cost.lost for cost in plan.job.cost.messages(plan)] == pytest.approx([0, 0, 0.1 * 3 * 0.5])

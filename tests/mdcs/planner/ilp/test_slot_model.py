@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 
+from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Op, Plan, PlanError, Strategy
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
+from mdcs.plan.period import Op
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
 from mdcs.planner.fit import fit
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.schedulers import SCHEDULERS, Mix
+from mdcs.planner.judge import Judge
+from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.strategies import Judge
 from mdcs.profile.contents import Optimizer, Profile
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
@@ -32,7 +37,7 @@ def plans(seed: int, *, latencies: bool = False) -> Iterator[tuple[Judge, Plan]]
     profile = dataclasses.replace(job(seed), interference=rng.choice([0.0, 0.3]))
     if not latencies:  # of several messages in flight none is priced
         profile = dataclasses.replace(profile, link=dataclasses.replace(profile.link, depth=2))
-    judge = Judge(profile, None, rng.choice([1, 1, 2, 3]), rng.random() < 0.6)
+    judge = Judge(Job(profile, rng.choice([1, 1, 2, 3]), rng.random() < 0.6), None)
     for name in FAST:
         plan = SCHEDULERS[name]().schedule(judge.mix([rng.choice(list(Strategy)) for _ in profile.units]))
         budget = rng.choice([None, int(judge.peak(plan.strategies) * rng.uniform(1.0, 1.2))])
@@ -150,8 +155,8 @@ CASES = [pytest.param(*case, marks=[pytest.mark.slow] if case[0] > 0 else []) fo
 @pytest.mark.parametrize(("seed", "units", "over"), CASES)
 def test_the_solver_equals_exhaustive_search(seed: int, units: int, over: float | None) -> None:
     profile = small_job(seed, units)
-    floor = Judge(profile, None).floor
-    judge = Judge(profile, None if over is None else int(floor * (1 + over)))
+    floor = Judge(Job(profile), None).floor
+    judge = Judge(Job(profile), None if over is None else int(floor * (1 + over)))
     free = SlotModel(judge)
     mixes = {judge.mix(mix).strategies for mix in itertools.product(*free.choices)}
     best = {mix: exhaustive(judge, mix) for mix in mixes}

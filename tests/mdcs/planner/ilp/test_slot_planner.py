@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 
 import mdcs
-from mdcs.plan.ledger import check, peak
-from mdcs.plan.messages import Plan, Strategy
+from mdcs.plan.job import Job
+from mdcs.plan.ledger import check, smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.ilp import slot_planner
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.memory_aware import MemoryAware
-from mdcs.planner.schedulers import SCHEDULERS
-from mdcs.planner.strategies import InfeasibleBudget, Judge
+from mdcs.planner.judge import InfeasibleBudget, Judge
+from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Contention, Optimizer
@@ -26,7 +28,7 @@ from tests.mdcs.profiles import chain, link
 
 def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> float:
     plans = [
-        mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget, schedule_share=share, **options)  # type: ignore[arg-type]
+        mdcs.make_plan(Job(profile, **options), Greedy(), SCHEDULERS[name](), budget=budget, schedule_share=share)  # type: ignore[arg-type]
         for name in ("priority", "dear", "wfbp", "sequential")
         for share in (0.0, 0.5)
     ]
@@ -38,8 +40,8 @@ def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> flo
 def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps: int, cross_iteration: bool) -> None:
     profile = job(seed)
     options = {"micro_steps": micro_steps, "cross_iteration": cross_iteration}
-    budget = int(mdcs.floor_bytes(profile, **options) * 1.15) + 64
-    plan = mdcs.make_plan(profile, Joint(), budget=budget, reserve=64, micro_steps=micro_steps, cross_iteration=cross_iteration)
+    budget = int(mdcs.floor_bytes(Job(profile, **options)) * 1.15) + 64
+    plan = mdcs.make_plan(Job(profile, reserve=64, **options), Joint(), budget=budget)
     assert plan.budget == budget and plan.prediction is not None and plan.prediction.peak_bytes <= budget
     check(plan)
     assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).outcome == plan.outcome
@@ -56,7 +58,7 @@ def test_memory_aware_keeps_its_share_and_beats_the_heuristics(share: float | No
     plan = mdcs.make_plan(profile, Greedy(), MemoryAware(), budget=budget, schedule_share=share)
     assert plan.prediction is not None and plan.prediction.peak_bytes <= (plan.budget or 0) <= budget
     if share is not None:
-        alone = Judge(profile, None).peak(plan.strategies)
+        alone = Judge(Job(profile), None).peak(plan.strategies)
         assert plan.prediction.peak_bytes - alone <= share * (budget - mdcs.floor_bytes(profile)) + 1
     for name in ("priority", "dear", "wfbp", "sequential"):
         other = mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget, schedule_share=share)
@@ -126,11 +128,11 @@ def test_of_schedules_as_fast_the_leanest() -> None:
     """Gathers are issued later and reductions earlier as long as the step takes no longer."""
     saved = 0
     for seed in range(4):
-        judge = Judge(job(seed), None)
+        judge = Judge(Job(job(seed)), None)
         plan = SCHEDULERS["priority"]().schedule(judge.mix([Strategy.fsdp] * len(judge.profile.units)))
         step_s = replay(plan).period_s
         leaner = slot_planner._leanest(plan, step_s, judge.floor, float("inf"))
         assert replay(leaner).period_s <= step_s * (1 + 1e-6) and leaner.budget is None
-        assert peak(leaner) <= peak(plan)
-        saved += peak(plan) - peak(leaner)
+        assert smallest_budget(leaner) <= smallest_budget(plan)
+        saved += smallest_budget(plan) - smallest_budget(leaner)
     assert saved > 0

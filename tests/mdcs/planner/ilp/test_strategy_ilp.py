@@ -7,10 +7,12 @@ import random
 
 import pytest
 
-from mdcs.plan.messages import Strategy
+from mdcs.plan.cost import CostModel
+from mdcs.plan.job import Job
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.strategy_ilp import Ilp, memory_rows
 from mdcs.planner.judge import InfeasibleBudget, Judge
-from mdcs.planner.strategies.greedy import Greedy, seconds
+from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link
 
@@ -35,15 +37,15 @@ def chain(rng: random.Random, layers: int, world: int) -> Profile:
 
 
 def time(profile: Profile, mix: tuple[Strategy, ...]) -> float:
-    return sum(seconds(profile, u, k) for u, k in enumerate(mix))
+    return sum(CostModel(profile).unit_s(u, k) for u, k in enumerate(mix))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_tightest_memory_row_of_any_mix_is_its_ledger_peak(seed: int) -> None:
     rng = random.Random(seed)
     profile = chain(rng, rng.randint(1, 5), rng.choice([2, 3]))
-    judge = Judge(profile, 10**9, micro_steps=rng.choice([1, 2]))
-    rows = memory_rows(profile, judge)
+    judge = Judge(Job(profile, micro_steps=rng.choice([1, 2])), 10**9)
+    rows = memory_rows(judge)
     for _ in range(25):
         mix = [rng.choice(KINDS) for _ in profile.units]
         slack = min(left - sum(held[u][k] for u, k in enumerate(mix)) for held, left in rows)
@@ -54,9 +56,9 @@ def test_the_tightest_memory_row_of_any_mix_is_its_ledger_peak(seed: int) -> Non
 @pytest.mark.parametrize("cross_iteration", [True, False])
 def test_the_mix_is_the_best_of_all_that_fit(solver: str, cross_iteration: bool) -> None:
     profile = chain(random.Random(11), 4, 2)
-    floor = Judge(profile, None, cross_iteration=cross_iteration).floor
-    judge = Judge(profile, int(floor * 1.06), cross_iteration=cross_iteration)
-    mix, outcome = Ilp(solver=solver).solve(profile, judge)
+    floor = Judge(Job(profile, cross_iteration=cross_iteration), None).floor
+    judge = Judge(Job(profile, cross_iteration=cross_iteration), int(floor * 1.06))
+    mix, outcome = Ilp(solver=solver).choose(judge)
     best = min(time(profile, m) for m in itertools.product(KINDS, repeat=4) if judge.fits(m))
     assert judge.fits(mix)
     assert time(profile, mix) == pytest.approx(best, rel=1e-9)
@@ -65,36 +67,36 @@ def test_the_mix_is_the_best_of_all_that_fit(solver: str, cross_iteration: bool)
 
 def test_it_beats_greedy_where_greedy_is_not_optimal() -> None:
     profile = chain(random.Random(7), 16, 2)
-    judge = Judge(profile, int(Judge(profile, None).floor * 1.05))
-    mix, _ = Ilp().solve(profile, judge)
-    assert time(profile, mix) < time(profile, Greedy().choose(profile, judge)) * 0.999
+    judge = Judge(Job(profile), int(Judge(Job(profile), None).floor * 1.05))
+    mix, _ = Ilp().choose(judge)
+    assert time(profile, mix) < time(profile, Greedy().choose(judge).strategies) * 0.999
 
 
 def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:
     profile = chain(random.Random(3), 3, 2)
-    floor = Judge(profile, None).floor
+    floor = Judge(Job(profile), None).floor
     with pytest.raises(InfeasibleBudget, match=f"smallest feasible budget is {floor} bytes"):
-        Ilp().choose(profile, Judge(profile, floor - 1))
+        Ilp().choose(Judge(Job(profile), floor - 1))
 
 
 def test_an_unknown_solver_is_refused() -> None:
-    with pytest.raises(ValueError, match="HIGHS or CBC, got 'GUROBY'"):
+    with pytest.raises(ValueError, match="solver must be one of HIGHS, CBC; got GUROBY"):
         Ilp(solver="GUROBY")
 
 
 def test_a_solver_that_fails_is_said_and_greedy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
     profile = chain(random.Random(5), 3, 2)
-    judge = Judge(profile, int(Judge(profile, None).floor * 1.1))
-    mix, outcome = Ilp().solve(profile, judge)
-    assert mix == Greedy().choose(profile, judge)
+    judge = Judge(Job(profile), int(Judge(Job(profile), None).floor * 1.1))
+    mix, outcome = Ilp().choose(judge)
+    assert mix == Greedy().choose(judge).strategies
     assert outcome.startswith("greedy: the solver failed")
 
 
 def test_a_solver_that_overruns_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdcs.planner.ilp.solver._GRACE_S", -0.999)
     profile = chain(random.Random(5), 3, 2)
-    judge = Judge(profile, int(Judge(profile, None).floor * 1.1))
-    mix, outcome = Ilp(seconds=1.0).solve(profile, judge)
-    assert mix == Greedy().choose(profile, judge)
+    judge = Judge(Job(profile), int(Judge(Job(profile), None).floor * 1.1))
+    mix, outcome = Ilp(seconds=1.0).choose(judge)
+    assert mix == Greedy().choose(judge).strategies
     assert "no answer within" in outcome

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
-from experiments.job import planning
+from experiments.job import checkpointing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from mdcs.planner.make import floor_bytes
@@ -37,19 +37,19 @@ def composed(*overrides: str) -> Config:
 
 def decided(tmp_path: Path, budget: int | None) -> tuple[Config, str, str]:
     share = Profiles()
-    for name, setting, profile in (("off", "null", PROFILE), ("on", "true", recomputing(PROFILE))):
+    for name, setting, profile in (("off", "false", PROFILE), ("on", "true", recomputing(PROFILE))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "profile.json").write_text(profile.to_json())
         share.keep(composed(f"model.checkpointing={setting}"), tmp_path / name)
     said = Console(width=200, file=io.StringIO(), record=True)
     limit = [] if budget is None else [f"budget.gib={budget / 2**30!r}"]
     job = composed("model.checkpointing=auto", *limit)
-    return *planning.decide(job, tmp_path / "job", said, share=share), said.export_text()
+    return *checkpointing.decide(job, tmp_path / "job", said, share=share), said.export_text()
 
 
 def test_what_needs_no_recomputation_does_without(tmp_path):
     config, reason, said = decided(tmp_path, None)
-    assert (config.model.checkpointing, reason) == (None, "")
+    assert (config.model.checkpointing, reason) == (False, "")
     assert "model.checkpointing=auto: without, because without: " in said and " ms predicted" in said
     assert (tmp_path / "job/checkpointing-with/plan.json").exists()
 
@@ -67,10 +67,10 @@ def test_if_neither_fits_the_reason_has_both(tmp_path):
     assert reason.startswith("model.checkpointing=auto: no plan either way. without: ") and "; with: " in reason
 
 
-@pytest.mark.parametrize("setting", ["null", "true", "false"])
+@pytest.mark.parametrize("setting", ["true", "false"])
 def test_what_is_said_is_left_as_it_is(tmp_path, setting):
     config = composed(f"model.checkpointing={setting}")
-    assert planning.decide(config, tmp_path, Console(file=io.StringIO())) == (config, "")
+    assert checkpointing.decide(config, tmp_path, Console(file=io.StringIO())) == (config, "")
 
 
 def test_what_decides_nothing_takes_no_auto(tmp_path):

@@ -1,0 +1,51 @@
+"""The YAML files of options: one folder per group, one file per option, here and in the folders that a user adds."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+"""This repository's own."""
+
+
+def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
+    """Groups, their options and what each says of itself, in the comment that its file begins with.
+
+    Of conf/, and of the folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``.
+    """
+    out: dict[str, dict[str, str]] = {}
+    for folder in [CONF, *added_folders(arguments)]:
+        for group in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if group.is_dir():
+                told = {file.stem: _about(file) for file in group.glob("*.yaml")}
+                out[group.name] = dict(sorted({**told, **out.get(group.name, {})}.items()))
+    return out
+
+
+def added_folders(arguments: Sequence[str]) -> list[Path]:
+    """The folders of YAML files that a command line adds to conf/."""
+    named = [b for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key == "--config-dir":
+            named.append(value)
+        elif key == "hydra.searchpath":
+            named += [each for part in value.strip("[]").split(",") if (each := part.strip(" '\""))]
+    return [_folder(name) for name in named]
+
+
+def _folder(name: str) -> Path:
+    if name.startswith("pkg://"):
+        try:
+            return Path(str(importlib.resources.files(name.removeprefix("pkg://").replace("/", "."))))
+        except ModuleNotFoundError:  # Hydra says so itself
+            return Path(name)
+    return Path(name.removeprefix("file://"))
+
+
+def _about(file: Path) -> str:
+    said = re.match(r"(?:# @package .*\n)?# (.*)", file.read_text(encoding="utf-8"))
+    return said.group(1) if said else ""

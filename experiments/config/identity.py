@@ -1,0 +1,72 @@
+"""What a measured profile depends on, written once: jobs that agree in all of it share a profile."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+from experiments.config.schema import Config
+from experiments.config.targets import TARGET, plain
+from launch import network
+from mdcs.options import options, shown
+
+_JOB_GROUPS = ("model", "data", "optimizer")
+_JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
+
+
+def job_identity(config: Config) -> dict[str, str]:
+    """The job's side, by full key: what units, slots and bytes depend on.
+
+    Of an option's class that are the fields that :func:`mdcs.options.option` was not told of with ``profiled=False``.
+    """
+    out = {}
+    for group in _JOB_GROUPS:
+        made = getattr(config, group)
+        left_out = {name for name, field in options(made).items() if not field.metadata.get("profiled", True)}
+        described = plain(made) or {}
+        out[group] = str(described.pop(TARGET))
+        out |= {f"{group}.{name}": shown(value) for name, value in described.items() if name not in left_out}
+    for key in _JOB_KEYS:
+        group, _, name = key.partition(".")
+        out[key] = shown(getattr(getattr(config, group), name))
+    return out
+
+
+def machine_identity(config: Config) -> dict[str, str]:
+    """The side of link, device and libraries, by key: what times depend on too."""
+    link, cluster = config.link, config.cluster
+    return {
+        "link": f"{link.name} {shown(link.rate_gbit)} Gbit/s {shown(link.latency_us)} us {shown(link.depth)} in flight",
+        "collectives": " ".join(f"{operation}={name}" for operation, name in config.collectives.named().items()),
+        "shaped_link": cluster.shaped_link(),
+        "congestion_control": network.congestion_control(),
+        **({"emulated": f"rank {cluster.rank}"} if cluster.emulated else {}),
+        "threads": str(cluster.resolved_threads()),
+        "backend": cluster.resolved_backend(),
+        "device": device_name(config),
+        "iterations": str(config.run.profile_iterations),
+        "memory": shown(cluster.measure_memory),
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+
+
+def identity(config: Config) -> dict[str, str]:
+    """All that a measured profile depends on, by key; a profile keeps it as its `about`."""
+    return job_identity(config) | machine_identity(config)
+
+
+def device_name(config: Config) -> str:
+    """Of the GPU, or of the processor with the number of cores that this process may use."""
+    if config.cluster.device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"

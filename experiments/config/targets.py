@@ -1,0 +1,156 @@
+"""Groups of options: a mapping with a `_target_` becomes an object of the dataclass that it names.
+
+The class may be of this repository or of anybody's package. It has the options that :func:`mdcs.options.option` has declared:
+no other key is taken, each value must be of the field's type and within its limits, and what `__post_init__` raises is said
+too. A key that is left out has the class's default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.config.schema import ConfigError
+from mdcs.options import OptionError, check_value, options, shown
+
+TARGET = "_target_"
+
+_METHODS = {
+    "model": ("build",), "data": ("batches",), "optimizer": ("make",), "strategy": ("choose", "plan"), "scheduler": ("schedule",),
+    "engine": ("prepare",), "tracker": ("mirror",),
+}  # fmt: skip
+"""What an object of each group must be able to do: one of these."""
+
+
+def make(group: str, given: Any, choice: str | None = None) -> Any:
+    """The object that a group's mapping describes; `choice` is the option's name, for complaints. Raises ConfigError."""
+    if isinstance(given, DictConfig):
+        given = OmegaConf.to_container(given, resolve=True)
+    if not isinstance(given, dict) or TARGET not in given:
+        raise ConfigError(group, f"needs a {TARGET}: package.module.Class")
+    cls = load(group, str(given[TARGET]))
+    declared = options(cls)
+    values = {str(key): value for key, value in given.items() if key != TARGET}
+    for name in values:
+        if name not in declared:
+            raise _unknown_key(f"{group}.{name}", list(declared), f"{group}={choice}" if choice else cls.__name__)
+    values = {name: _typed(f"{group}.{name}", cls, name, value) for name, value in values.items()}
+    try:
+        for name, value in values.items():
+            check_value(name, value, declared[name].metadata)
+        made = cls(**values)
+    except OptionError as error:
+        raise ConfigError(f"{group}.{error.option}", error.complaint) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(group, str(error)) from error
+    if not getattr(made, "name", ""):
+        raise ConfigError(group, f"{TARGET} {given[TARGET]} has no name, for tables")
+    return made
+
+
+def load(group: str, target: str) -> type:
+    """The dataclass of this path, with the methods that the group needs. Raises ConfigError."""
+    module, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(group, f"{TARGET} {target}: no module {error.name}; is it installed, or on PYTHONPATH?") from error
+    except Exception as error:  # whatever a module of others does when it is imported
+        raise ConfigError(group, f"{TARGET} {target}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if found is None:
+        raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}")
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+        raise ConfigError(group, f"{TARGET} {target} is no dataclass")
+    if not any(hasattr(found, method) for method in _METHODS[group]):
+        raise ConfigError(group, f"{TARGET} {target} has no method {' or '.join(_METHODS[group])}")
+    try:
+        OmegaConf.structured(_schema(found))
+    except (OmegaConfBaseException, NameError) as error:
+        raise ConfigError(group, f"{TARGET} {target}: {str(error).partition(chr(10))[0]}") from error
+    return found
+
+
+def plain(made: Any) -> dict[str, Any] | None:
+    """The mapping that `make` makes an equal object of, with every option; None of None."""
+    if made is None:
+        return None
+    values = {name: getattr(made, name) for name in options(made)}
+    return {TARGET: f"{type(made).__module__}.{type(made).__qualname__}"} | {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
+
+
+def wanted(kind: Any, limits: Mapping[str, Any]) -> str:
+    """The type of an option in words: "an integer or null"."""
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    parts = typing.get_args(kind) if _is_union(kind) else (kind,)
+    known = [part for part in parts if part is not type(None)]
+    if len(known) > 1 and "choices" in limits:
+        return f"one of {', '.join(map(shown, limits['choices']))}"
+    said = [
+        f"a list, each value {words[typing.get_args(part)[0]]}"
+        if typing.get_origin(part) in (list, tuple)
+        else words.get(part, str(part))
+        for part in known
+    ]
+    return " or ".join([*said, *(["null"] if type(None) in parts else [])])
+
+
+@functools.cache
+def types_of(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields by name."""
+    return typing.get_type_hints(cls)
+
+
+def _typed(key: str, cls: type, name: str, value: Any) -> Any:
+    kind = types_of(cls)[name]
+    try:
+        node: Any = OmegaConf.merge(OmegaConf.structured(_schema(cls)), {name: value})
+        made = node[name]
+    except OmegaConfBaseException as error:
+        got = shown(value) if value != "" else "nothing"
+        raise ConfigError(key, f"must be {wanted(kind, options(cls)[name].metadata)}, got {got}") from error
+    if not isinstance(made, ListConfig):
+        return made
+    return tuple(made) if "tuple" in str(kind) else list(made)
+
+
+@functools.cache
+def _schema(cls: type) -> type:
+    """A dataclass of the options alone, as OmegaConf can check them: lists for tuples, and nothing frozen."""
+    fields: list[Any] = []
+    for name, option in options(cls).items():
+        copy = dataclasses.field(default=option.default, default_factory=option.default_factory)
+        if isinstance(option.default, tuple):
+            copy = dataclasses.field(default_factory=functools.partial(list, option.default))
+        fields.append((name, _listed(types_of(cls)[name]), copy))
+    return dataclasses.make_dataclass(cls.__name__, fields)
+
+
+def _listed(kind: Any) -> Any:
+    if typing.get_origin(kind) is tuple:
+        return list[typing.get_args(kind)[0]]  # type: ignore[misc]
+    if _is_union(kind):
+        return functools.reduce(lambda a, b: a | b, map(_listed, typing.get_args(kind)))
+    return kind
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (types.UnionType, typing.Union)
+
+
+def _unknown_key(key: str, known: list[str], of: str) -> ConfigError:
+    group, _, name = key.partition(".")
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if near:
+        return ConfigError(key, f"no such key of {of}; did you mean {group}.{near[0]}?")
+    return ConfigError(key, f"no such key of {of}; " + (f"its keys: {', '.join(known)}" if known else "it has none"))

@@ -1,0 +1,89 @@
+"""What fully_shard calls in the place of its own collectives: the same messages, or an all-to-all, timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.engines.base import Seen
+from mdcs.profile.link import Kind
+
+# torch 2.13 has new names, and warns of the old ones at every call.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Told(Protocol):
+    """The engine, which is told of every message, and of what waits for one."""
+
+    seen: Seen
+
+    def sent(self, kind: Kind, size: int, begin: float, end: float, *, waited: bool) -> None: ...
+
+
+class _Allocating:
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Allocating):
+    """The backend's own all-gather, timed."""
+
+    def __init__(self, engine: Told) -> None:
+        self._engine = engine
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        kind = Kind.AG_F if torch._C._current_graph_task_id() == -1 else Kind.AG_B
+        begin = perf_counter()
+        work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        if not async_op:
+            self._engine.sent(kind, output_tensor.nbytes, begin, perf_counter(), waited=True)
+            return None
+        return _Timed(self._engine, kind, output_tensor.nbytes, begin, work)
+
+
+class _Timed(dist.Work):
+    """A gather in flight: it ends when it is done, which may be before it is waited for."""
+
+    def __init__(self, engine: Told, kind: Kind, size: int, begin: float, work: dist.Work) -> None:
+        super().__init__()
+        self._engine, self._work, self._told = engine, work, (kind, size, begin)
+        self._ended: list[float] = []
+        work.get_future().add_done_callback(lambda _: self._ended.append(perf_counter()))
+
+    def wait(self, timeout: Any = None) -> bool:
+        begin = perf_counter()
+        done = self._work.wait()
+        end = perf_counter()
+        self._engine.seen.waits.append((begin, end))
+        kind, size, started = self._told
+        self._engine.sent(kind, size, started, min([end, *self._ended]), waited=False)
+        return done
+
+
+class ReduceScatter(_Allocating):
+    def __init__(self, engine: Told, run: Any) -> None:
+        self._engine, self._run = engine, run
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        begin = perf_counter()
+        self._run(output_tensor, input_tensor, op=op, group=group)
+        self._engine.sent(Kind.RS, input_tensor.nbytes, begin, perf_counter(), waited=True)
+
+
+def all_to_all(output: Tensor, whole: Tensor, *, op: Any, group: dist.ProcessGroup) -> None:
+    """A reduce-scatter: every rank gets its part from all ranks, and sums in the order of ranks."""
+    parts = torch.empty_like(whole)
+    dist.all_to_all_single(parts, whole, group=group)
+    torch.sum(parts.view(group.size(), -1), dim=0, out=output)
+    if op == dist.ReduceOp.AVG:
+        output.div_(group.size())

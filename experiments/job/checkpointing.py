@@ -1,0 +1,48 @@
+"""Decides `model.checkpointing=auto`: a plan is made without and one with recomputation, each with a profile of its own, and
+the one that is predicted to be faster within the budget is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.config.schema import Config
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles
+from mdcs.plan.messages import Plan
+from mdcs.sizes import MIB
+
+_WAYS = {"without": False, "with": True}
+
+
+def decide(
+    config: Config, folder: Path, console: Console, *, share: Profiles | None = None, module: str = jobs.WORKER
+) -> tuple[Config, str]:
+    """The config with `model.checkpointing` decided if it is auto, and why that is not possible (empty if it is).
+
+    What was planned is in folders beside the job's, `checkpointing-with` and `checkpointing-without`.
+    """
+    if config.model.checkpointing != "auto":
+        return config, ""
+    share = share or Profiles()
+    model: Any = config.model  # of a class that has the option, as it was set to auto
+    ways = {w: dataclasses.replace(config, model=dataclasses.replace(model, checkpointing=c)) for w, c in _WAYS.items()}
+    found, reasons = dict[str, float](), dict[str, str]()
+    for way, job in ways.items():
+        own = folder / f"checkpointing-{way}"
+        reasons[way] = jobs.plan(job, own, console, share=share, worker=module)
+        if not reasons[way]:
+            prediction = Plan.from_json((own / "plan.json").read_text(encoding="utf-8")).prediction
+            assert prediction is not None
+            found[way] = prediction.step_s
+            reasons[way] = f"{prediction.step_s * 1e3:.0f} ms predicted, {prediction.peak_bytes / MIB:.0f} MiB"
+    told = "; ".join(f"{way}: {reason}" for way, reason in reasons.items())
+    if not found:
+        return config, f"model.checkpointing=auto: no plan either way. {told}"
+    best = min(found, key=found.__getitem__)
+    console.print(f"model.checkpointing=auto: {best}, because {told}", markup=False, highlight=False, soft_wrap=True)
+    return ways[best], ""

@@ -1,0 +1,94 @@
+"""What the events of a run say (`analysis.events`): `job` is the parent process's, written before the ranks' own."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import mdcs
+from analysis.events import SCHEMA
+from experiments.config.schema import Config
+from experiments.job.planning import budget_bytes
+from launch import network
+from mdcs.plan.times import TIMES
+
+if TYPE_CHECKING:  # which import torch: a program that only plans need not wait for it
+    from experiments.engines.base import Engine, Record
+    from experiments.job.workload import Workload
+
+
+def job_event(config: Config) -> dict[str, Any]:
+    """What is asked for, known before a process starts. A peer's name stands for the strategy, and its schedule is its own."""
+    plans, cluster = config.engine.plans, config.cluster
+    return {
+        "event": "job", "schema": SCHEMA, "time": time.time(), "name": config.run.name, "sweep": config.run.sweep,
+        "model": config.model.name, "engine": config.engine.name,
+        "strategy": config.strategy.name if plans else config.engine.label,
+        "scheduler": (config.scheduler or config.strategy).name if plans else "own",
+        "cross_iteration": config.run.cross_iteration if plans else None,
+        "world": cluster.ranks, "emulated": config.link.name == "emulated", "emulated_ranks": cluster.emulated,
+        "shaped_gbit": cluster.rate_gbit, "budget_bytes": budget_bytes(config, None),
+        "schedule_share": config.budget.schedule_share,
+    }  # fmt: skip
+
+
+def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> dict[str, Any]:
+    """That training begins, and with which plan; a peer has none."""
+    begins = {"event": "start", "time": time.time(), "congestion_control": network.congestion_control()}
+    if plan is None:
+        return begins
+    assert plan.prediction is not None
+    predicted = dataclasses.asdict(plan.prediction)
+    predicted["extra_communication_s"] = plan.job.cost.extra_communication_s(plan.sent_bytes())
+    return begins | {
+        "plan_hash": plan.hash, "world": plan.world, "emulated": plan.profile.link.emulated,
+        "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
+        "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget, "floor_bytes": floor,
+        "outcome": plan.outcome, "bound_s": plan.bound_s, "predicted": predicted,
+    }  # fmt: skip
+
+
+def step_event(workload: Workload, engine: Engine, record: Record, loss: float) -> dict[str, Any]:
+    """A step that has ended; loss and norm are null where ranks are emulated: they mean nothing there."""
+    retries = engine.allocator_retries()
+    return {
+        "event": "step", "step": record.step, "warmup": record.step <= workload.config.run.warmup_steps,
+        "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes, "messages": record.messages,
+        "throughput_samples_s": workload.samples_per_step / record.times.step_s,
+        "peak_bytes": engine.peak_bytes(),
+        **({} if retries is None else {"allocator_retries": retries}),
+        **({} if engine.grad_norm is None else {"grad_norm": workload.shown(engine.grad_norm)}),
+    }  # fmt: skip
+
+
+def whole_step(records: Sequence[Record]) -> Record:
+    """One that has sent all that a step sends: the last is cut short by drain()."""
+    return records[-2:][0]
+
+
+def summary_event(
+    workload: Workload, records: Sequence[Record], loss: float, peak: int | None, floor: int | None
+) -> dict[str, Any]:
+    """Medians over `records`, the steps after warm-up; bytes and messages of a whole period, as every one sends the same;
+    `loss` is the last step's, `peak` that of the rank that held most.
+    """
+    config, times = workload.config, [record.times for record in records]
+
+    def median(name: str) -> float | None:
+        known = [value for each in times if (value := getattr(each, name)) is not None]
+        return float(np.median(known)) if known else None
+
+    p10, middle, p90 = (float(q) for q in np.quantile([each.step_s for each in times], (0.1, 0.5, 0.9)))
+    whole, budget = whole_step(records), budget_bytes(config, floor)
+    return {
+        "event": "summary", "status": "ok", "steps": config.run.steps, "emulated_ranks": config.cluster.emulated,
+        "step_s": {"median": middle, "p10": p10, "p90": p90},
+        **{name: median(name) for name in TIMES if name != "step_s"},
+        "loss": workload.shown(loss), "throughput_samples_s": workload.samples_per_step / middle,
+        "bytes": whole.bytes, "messages": whole.messages, "peak_bytes": peak,
+        "fits": None if peak is None or budget is None else peak <= budget,
+    }  # fmt: skip

@@ -1,0 +1,103 @@
+"""The training loop: the same for every engine. Rank 0 writes what happens to metrics.jsonl."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from analysis.events import METRICS
+from experiments.engines.base import Engine, Record
+from experiments.job import events
+from experiments.job.tracking import JsonLines
+from experiments.job.workload import Workload, make_schedule
+from launch import status
+
+EVAL_BATCHES = 8
+
+
+def train(folder: Path, workload: Workload, floor: int | None) -> None:
+    """Train with the config's engine; `floor` is that of the workload's plan, if it has one."""
+    config, plan, run = workload.config, workload.plan, workload.config.run
+    metrics = JsonLines(folder / METRICS) if workload.writes else None
+    if metrics:
+        metrics.write(events.start_event(config, plan, floor))
+    batches = workload.batches()
+    losses: dict[int, float] = {}
+    kept: list[Record] = []
+    gc.collect()
+    gc.disable()  # a collection in the middle of a slot would be measured as compute
+    with config.engine.prepare(config, workload) as engine:
+        schedule = make_schedule(config, engine.optimizer)
+        for step in range(1, run.steps + 1):
+            status.set(step=step, phase="training")
+            losses[step] = train_step(workload, batches, engine)
+            engine.step()
+            schedule.step()
+            if step == run.warmup_steps:
+                engine.reset_memory()
+            kept += report(metrics, workload, engine, losses, flush=False)
+            if run.eval_every and step % run.eval_every == 0:
+                evaluate(metrics, workload, engine, step)
+            if step % 50 == 0:
+                gc.collect()
+        engine.drain()
+        status.set(phase="finishing")
+        kept += report(metrics, workload, engine, losses, flush=True)
+        kept = [record for record in kept if record.step > run.warmup_steps]
+        of_engine = engine.summary(events.whole_step(kept).bytes)  # before the ranks talk of it, which takes bytes too
+        summary = events.summary_event(workload, kept, losses[run.steps], highest_peak(workload, engine), floor)
+        engine.write(folder)
+    gc.enable()
+    if metrics:
+        metrics.write(summary | of_engine)
+        metrics.close()
+
+
+def train_step(workload: Workload, batches: Iterator[dict[str, Tensor]], engine: Engine) -> float:
+    """Forward and backward of all micro-steps; the rank's mean loss."""
+    total, micro_steps = 0.0, workload.config.run.accumulation
+    for micro in range(micro_steps):
+        with engine.micro_step(last=micro == micro_steps - 1):
+            loss = engine.loss(next(batches)) / micro_steps
+            engine.backward(loss)
+        total += loss.item()
+    return total
+
+
+def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step: int) -> None:
+    """Mean loss over the first held-out batches of all ranks."""
+    status.set(phase="evaluating")
+    workload.model.eval()
+    total = torch.zeros(2, dtype=torch.float64)
+    with engine.evaluate(), torch.no_grad():
+        for _, batch in zip(range(EVAL_BATCHES), workload.batches(held_out=True, epochs=1), strict=False):
+            total += torch.tensor([workload.loss(batch).item(), 1.0], dtype=torch.float64)
+    workload.model.train()
+    total = total.to(workload.device)
+    dist.all_reduce(total)
+    if metrics and total[1] > 0:
+        metrics.write({"event": "eval", "step": step, "loss": float(total[0] / total[1])})
+
+
+def report(
+    metrics: JsonLines | None, workload: Workload, engine: Engine, losses: dict[int, float], *, flush: bool
+) -> list[Record]:
+    """Write the steps that have ended, messages included: one step later than compute."""
+    records = engine.records(flush=flush)
+    if metrics:
+        for record in records:
+            metrics.write(events.step_event(workload, engine, record, losses[record.step]))
+    return records
+
+
+def highest_peak(workload: Workload, engine: Engine) -> int | None:
+    """Bytes of the rank that held most, by all ranks together; None where one measures nothing."""
+    peaks: list[int | None] = [None] * workload.processes
+    dist.all_gather_object(peaks, engine.peak_bytes())
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) if len(known) == len(peaks) else None

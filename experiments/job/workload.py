@@ -1,0 +1,133 @@
+"""What a job trains, as its config says: model, units, optimizer and its schedule, data; and the profile of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mdcs
+from experiments.config.identity import identity
+from experiments.config.schema import Config
+from experiments.job import profiles
+from launch import status
+from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.interference import measure_interference
+from mdcs.calibrate.link_timing import measure_link
+from mdcs.calibrate.rehearsal import rehearse
+
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Workload:
+    """The user's side of a training run, on one rank: model, units, optimizer, data; and the plan, once there is one."""
+
+    def __init__(self, config: Config, rank: int, world: int, device: torch.device) -> None:
+        """``rank`` and ``world`` are those of the process; an emulated world has others."""
+        self.processes, self.writes, self.device = world, rank == 0, device
+        self.emulate = mdcs.Emulation(config.cluster.rank, config.cluster.ranks) if config.cluster.emulated else None
+        self.rank, self.world = (self.emulate.rank, self.emulate.world) if self.emulate else (rank, world)
+        self.dtype = PRECISIONS[config.run.precision]
+        # In mixed precision masters start from the rounded weights; buffers (BatchNorm's statistics) are rounded like them.
+        self.master_dtype = torch.float32 if self.dtype.itemsize < 4 else None
+        self.grad_dtype = torch.float32 if config.run.grad_precision == "fp32" else None
+        self.task = config.model.build(seed=config.run.seed)
+        self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
+        freeze(self.model, config.model.frozen)
+        self.plan: mdcs.Plan | None = None
+        self.config = config
+        self.samples_per_step = config.data.batch_size * config.run.accumulation * self.world
+
+    @cached_property
+    def units(self) -> list[mdcs.ModelUnit]:
+        return mdcs.partition(self.model, wrap_policy(self.config, self.task.block_classes))
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer_of(self.model)
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self.config.optimizer.make([p for p in model.parameters() if p.requires_grad])
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules that the wrap policy names, in the order of the model; where they nest, the inner ones first."""
+        named = {name: module for name, module in self.model.named_modules() if name}
+        policy = wrap_policy(self.config, self.task.block_classes)
+        chosen = policy.roots(self.model)
+        if not chosen:  # every module that has parameters, all of its own
+            units = mdcs.partition(self.model, policy)
+            owners = {u.modules[0] for u in units if len(u.modules) == 1}
+            chosen = {name for name, module in named.items() if module in owners}
+        return [module for name, module in sorted(named.items(), key=lambda each: -each[0].count(".")) if name in chosen]
+
+    def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
+        for batch in self.config.data.batches(self.task.inputs, rank=self.rank, world=self.world, **options):
+            yield {
+                key: value.to(self.device, self.dtype if value.is_floating_point() else None)
+                for key, value in batch.items()
+            }
+
+    def loss(self, batch: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
+        """Of the model, or of another one that wraps it."""
+        return self.task.loss(self.model if model is None else model, batch)
+
+    def shown(self, value: float) -> float | None:
+        """A loss or a norm, unless the ranks are emulated: then it means nothing."""
+        return None if self.emulate else value
+
+    def profile(self) -> mdcs.Profile:
+        """The profile that is known, or one measured now on all ranks at once."""
+        config = self.config
+        known = profiles.known(config)
+        if known is not None:
+            return known
+        made = profiles.emulated(config)
+        link, collectives, spread = (*made, {}) if made else measure_link(
+            self.device, depth=config.link.depth, wanted=config.collectives.named()
+        )
+        batches = self.batches()
+
+        def step() -> Tensor:
+            status.set()  # it goes on: with many ranks on few cores for longer than a rank may be silent
+            return self._next_loss(batches)
+
+        status.set()
+        dist.barrier()
+        profile = mdcs.measure_profile(
+            self.model, self.units, step, self.optimizer, world=self.world, link=link,
+            iterations=config.run.profile_iterations, collectives=collectives, about=identity(config),
+            master_dtype=self.master_dtype, grad_dtype=self.grad_dtype,
+        )  # fmt: skip
+        profile = dataclasses.replace(profile, spread=profile.spread | spread)
+        profile = measure_interference(agree(profile), self.model, step, self.optimizer, emulate=self.emulate)
+        return rehearse(profile, self.model, self.units, step, self.optimizer, emulate=self.emulate)
+
+    def _next_loss(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
+        return self.loss(next(batches))
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
+    """Raises ValueError for a pattern that matches no parameter."""
+    for pattern in patterns:
+        matched = [p for name, p in model.named_parameters() if fnmatch.fnmatch(name, pattern)]
+        if not matched:
+            raise ValueError(f"model.frozen: {pattern!r} matches no parameter")
+        for p in matched:
+            p.requires_grad_(False)
+
+
+def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass | mdcs.BySize | mdcs.ByLeaf:
+    if config.model.wrap == "size":
+        return mdcs.BySize(config.model.wrap_min_params)
+    return mdcs.ByLeaf() if config.model.wrap == "leaf" else mdcs.ByClass(block_classes)
+
+
+def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate of every step of the run, as the config's optimizer says."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.optimizer.factor(step, config.run.steps))

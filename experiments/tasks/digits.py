@@ -1,0 +1,59 @@
+"""scikit-learn's handwritten digits, enlarged to the image size a model wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.tasks.data import SPLIT, Arrays, Data, Samples, image_arrays, random
+from experiments.tasks.inputs import Images, Inputs
+
+_HELD_OUT_ONE_IN = 10
+_CLASSES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(Data):
+    """1,797 images of 8 × 8 pixels, a tenth of them held out."""
+
+    name = "digits"
+
+    def require(self, inputs: Inputs) -> None:
+        """Images, of as many classes as there are digits."""
+        if not isinstance(inputs, Images):
+            raise ValueError("digits gives images, the model reads tokens; use stdlib_bytes or synthetic")
+        if inputs.classes < _CLASSES:
+            raise ValueError(f"digits has {_CLASSES} classes, the model has {inputs.classes}")
+
+    def samples(self, inputs: Inputs, held_out: bool) -> Samples:
+        """All of a split."""
+        assert isinstance(inputs, Images)
+        pixels, labels = _digits(held_out)
+        return Samples(len(labels), partial(_arrays, pixels, labels, inputs))
+
+
+@lru_cache(maxsize=2)
+def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Standardized digits (count, 8, 8) and their labels (count,); the split is the same for every seed."""
+    # Imported here: a second that only this source has to pay.
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
+
+    bunch = load_digits()
+    images = np.asarray(bunch.images, dtype=np.float32)
+    images = (images - images.mean()) / images.std()
+    order = random(0, SPLIT).permutation(len(images))
+    cut = len(images) // _HELD_OUT_ONE_IN
+    chosen = order[:cut] if held_out else order[cut:]
+    return images[chosen], np.asarray(bunch.target, dtype=np.int64)[chosen]
+
+
+def _arrays(
+    pixels: NDArray[np.float32], labels: NDArray[np.int64], images: Images, indices: NDArray[np.int64], epoch: int
+) -> Arrays:
+    # Nearest neighbour: needs no image library and is exact on every machine.
+    nearest = np.arange(images.size) * pixels.shape[-1] // images.size
+    enlarged = pixels[indices][:, nearest][:, :, nearest]
+    return image_arrays(np.repeat(enlarged[:, None], images.channels, axis=1), labels[indices], images)

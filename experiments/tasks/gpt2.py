@@ -1,0 +1,45 @@
+"""GPT-2 (Radford et al. 2019) over bytes: predicts the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experiments.tasks.inputs import Tokens
+from experiments.tasks.transformer import Transformer
+
+if TYPE_CHECKING:
+    from experiments.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpt2(Transformer):
+    """transformers' GPT-2 with a language model's head."""
+
+    @property
+    def inputs(self) -> Tokens:
+        """Sequences with the next token of each position."""
+        return Tokens(self.sequence, self.vocab)
+
+    def make(self) -> Task:
+        """Blocks are units; embeddings and the last norm lie outside of them."""
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        from experiments.tasks.task import Task, cross_entropy
+
+        config = GPT2Config(
+            n_layer=self.layers,
+            n_embd=self.width,
+            n_head=self.heads,
+            n_positions=self.sequence,
+            vocab_size=self.vocab,
+            resid_pdrop=self.dropout,
+            embd_pdrop=self.dropout,
+            attn_pdrop=self.dropout,
+            bos_token_id=None,
+            eos_token_id=None,
+            **self.library_options(),
+        )
+        model = GPT2LMHeadModel(config)
+        self.recompute(model)
+        return Task(model, cross_entropy, ("GPT2Block",), self.inputs)

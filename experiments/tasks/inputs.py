@@ -1,0 +1,70 @@
+"""What a model reads: the one thing a data set has to know of it. Imports no torch: checks of a config ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MASKED_SHARE = 0.15
+"""Share of a sequence's positions that a masked language model is asked for (BERT, Devlin et al. 2019)."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Batches of a language model: `input_ids` and `labels`, both int64 of shape (batch, sequence).
+
+    Labels are aligned with positions: a causal model's label is the *next* token, so no loss has to
+    shift anything; a masked model's label is the original token where it was masked, and `IGNORED`
+    elsewhere. Every sequence has the same number of labels, so the mean of ranks' mean losses is that
+    of the global batch.
+
+    Raises ValueError when `sequence` or `vocabulary` is out of range.
+    """
+
+    sequence: int
+    vocabulary: int = 256
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sequence < 1:
+            raise ValueError(f"sequence must be at least 1, got {self.sequence}")
+        if self.vocabulary < 2:
+            raise ValueError(f"vocabulary must be at least 2, got {self.vocabulary}")
+
+    @property
+    def mask_token(self) -> int:
+        """The id that stands for a masked position: the first one after the vocabulary."""
+        return self.vocabulary
+
+    @property
+    def masked_positions(self) -> int:
+        """How many positions of each sequence are labelled in a masked batch; at least one."""
+        return max(1, round(MASKED_SHARE * self.sequence))
+
+
+@dataclass(frozen=True)
+class Images:
+    """Batches of an image classifier: float32 images, and int64 `labels` of shape (batch,).
+
+    Images are `pixel_values` of shape (batch, channels, size, size), or with `flat` `inputs` of shape
+    (batch, channels·size·size).
+
+    Raises ValueError when a number is out of range.
+    """
+
+    size: int
+    channels: int
+    classes: int
+    flat: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("size", 1), ("channels", 1), ("classes", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def features(self) -> int:
+        """Numbers in one image."""
+        return self.channels * self.size * self.size
+
+
+Inputs = Tokens | Images

@@ -1,0 +1,53 @@
+"""What a model that can be chosen is: a dataclass of its family's numbers, which builds it from them alone.
+
+Random weights, no downloads. Imports no torch: a config is checked before any process starts, and torch takes seconds.
+A family imports what it needs in `make`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experiments.tasks.inputs import Inputs
+from mdcs.options import Checked, option
+
+if TYPE_CHECKING:
+    from experiments.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Checked, ABC):
+    """The options that all models have. A subclass adds its numbers, and says what it reads and how it is made."""
+
+    name: str = option("", "of these numbers, in tables", profiled=False)
+    wrap: str = option("block", "what becomes a unit", choices=("block", "size", "leaf"))
+    wrap_min_params: int = option(100_000, "wrap=size: the smallest unit, in parameters", at_least=1)
+    frozen: tuple[str, ...] = option((), "parameters that are not trained: patterns of their names (fnmatch)")
+
+    @property
+    def checkpointing(self) -> bool | str:
+        """Whether activations are recomputed in backward; "auto" leaves that to planning. An option where a model can."""
+        return False
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Inputs:
+        """What the model reads."""
+
+    @abstractmethod
+    def make(self) -> Task:
+        """The task with a new model; its weights come from torch's global generator."""
+
+    def build(self, *, seed: int = 0) -> Task:
+        """The task with a new model in training mode, on the CPU, its weights a function of `seed`.
+
+        The global generator is left as it was. `with torch.device("meta")` gives the shapes without the memory.
+        """
+        from experiments.tasks.task import seeded
+
+        with seeded(seed):
+            task = self.make()
+        task.model.train()
+        return task

@@ -1,0 +1,96 @@
+"""Optimizers that can be chosen: torch's, with a schedule of the learning rate. Imports no torch before one is made."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mdcs.options import Checked, OptionError, option
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Checked, ABC):
+    """The options that all have. Raises OptionError for `fused` and `foreach` together. `name` is a class's own."""
+
+    name: ClassVar[str] = "optimizer"
+
+    lr: float = option(1e-3, "learning rate", at_least=0, profiled=False)
+    weight_decay: float = option(0.0, "weight decay", at_least=0)
+    fused: bool | None = option(None, "torch's fused update; null: torch decides")
+    foreach: bool | None = option(None, "torch's foreach update; null: torch decides")
+    schedule: str = option("constant", "of the learning rate", choices=("constant", "linear", "cosine"), profiled=False)
+    warmup_steps: int = option(0, "steps in which the learning rate rises linearly to lr", at_least=0, profiled=False)
+    clip_norm: float | None = option(
+        None, "largest global norm of the gradient; a barrier before the update", above=0, profiled=False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fused and self.foreach:
+            raise OptionError("foreach", "and fused exclude each other, got both")
+
+    @abstractmethod
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimizer of these parameters."""
+
+    def common(self) -> dict[str, Any]:
+        """What every optimizer of torch takes."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused, "foreach": self.foreach}
+
+    def factor(self, step: int, total: int) -> float:
+        """What the learning rate of a step, counted from 0, is multiplied with: linear warm-up to 1, then constant, or down
+        to 0 after the last of `total` steps.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, total - self.warmup_steps)
+        if self.schedule == "linear":
+            return 1 - progress
+        return (1 + math.cos(math.pi * progress)) / 2 if self.schedule == "cosine" else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Optimizer):
+    """torch.optim.SGD."""
+
+    name = "sgd"
+
+    momentum: float = option(0.0, "momentum", at_least=0, below=1)
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.SGD(parameters, momentum=self.momentum, **self.common())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """torch.optim.Adam: weight decay is part of the gradient."""
+
+    name = "adam"
+
+    betas: tuple[float, ...] = option((0.9, 0.999), "of Adam", at_least=0, below=1, length=2, profiled=False)
+    eps: float = option(1e-8, "of Adam", above=0, profiled=False)
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.Adam(parameters, betas=self.betas, eps=self.eps, **self.common())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """torch.optim.AdamW: weight decay beside the gradient."""
+
+    name = "adamw"
+
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(parameters, betas=self.betas, eps=self.eps, **self.common())  # type: ignore[arg-type]

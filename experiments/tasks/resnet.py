@@ -1,0 +1,59 @@
+"""ResNets with bottlenecks (He et al. 2015), for images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experiments.tasks.inputs import Images
+from experiments.tasks.model import Model
+from mdcs.options import OptionError, option, shown
+
+if TYPE_CHECKING:
+    from experiments.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNet(Model):
+    """transformers' ResNet. Raises OptionError for numbers that give no network."""
+
+    depths: tuple[int, ...] = option((3, 4, 6, 3), "residual blocks per stage", at_least=1)
+    hidden_sizes: tuple[int, ...] = option((256, 512, 1024, 2048), "channels per stage", at_least=1)
+    stem: int = option(64, "channels of the stem", at_least=1)
+    width_divisor: int = option(1, "divides all numbers of channels", at_least=1)
+    image: int = option(224, "pixels along an edge", at_least=1)
+    channels: int = option(3, "channels of an image", at_least=1)
+    classes: int = option(1000, "classes of images", at_least=2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.depths or len(self.depths) != len(self.hidden_sizes):
+            raise OptionError("hidden_sizes", f"must have a value for each of depths={shown(self.depths)}, got "
+                              f"{shown(self.hidden_sizes)}")  # fmt: skip
+        if self.stem % self.width_divisor:
+            raise OptionError("width_divisor", f"must divide stem={self.stem}, got {self.width_divisor}")
+        for size in self.hidden_sizes:
+            # The inner convolutions of a bottleneck have a quarter of its width.
+            if size % (4 * self.width_divisor):
+                raise OptionError("hidden_sizes", f"must be multiples of 4 × width_divisor={self.width_divisor}, got {size}")
+
+    @property
+    def inputs(self) -> Images:
+        """Images as they are."""
+        return Images(self.image, self.channels, self.classes)
+
+    def make(self) -> Task:
+        """Bottlenecks are units; stem and classifier lie outside of them."""
+        from transformers import ResNetConfig, ResNetForImageClassification
+
+        from experiments.tasks.task import Task, cross_entropy
+
+        config = ResNetConfig(
+            num_channels=self.channels,
+            embedding_size=self.stem // self.width_divisor,
+            hidden_sizes=[size // self.width_divisor for size in self.hidden_sizes],
+            depths=list(self.depths),
+            layer_type="bottleneck",
+        )
+        config.num_labels = self.classes
+        return Task(ResNetForImageClassification(config), cross_entropy, ("ResNetBottleNeckLayer",), self.inputs)

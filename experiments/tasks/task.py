@@ -1,0 +1,66 @@
+"""A model in training: the module, its loss, what it reads, and what makes units of it.
+
+Every parameter is reached by the loss: what transformers builds but the loss does not use (BERT's pooler, the
+second name of its decoder's bias) is left out, since DDP would wait for a gradient that never comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from experiments.tasks.data import IGNORED
+from experiments.tasks.inputs import Inputs
+from experiments.tasks.synthetic import Synthetic
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A model and what training it takes.
+
+    loss: (model, batch) → scalar tensor. The model is an argument since it may be wrapped (DDP, FSDP) by
+        then; the batch is what `experiments.tasks.data.Data.batches` gives for `inputs`, floats in the model's dtype.
+    block_classes: names of the module classes whose instances the default wrap policy makes units of; what
+        lies outside of them (embeddings, head, stem) is in units of its own.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Batch], Tensor]
+    block_classes: tuple[str, ...]
+    inputs: Inputs
+
+    def example_batch(self, batch_size: int, seed: int = 0) -> Batch:
+        """A synthetic batch with the shapes and dtypes of real ones, on the CPU."""
+        return next(Synthetic(batch_size=batch_size, seed=seed).batches(self.inputs, rank=0, world=1))
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy over the labelled positions of the batch, for tokens and for images alike.
+
+    transformers' own losses cast logits to float32, which would also round a float64 model's; here only half
+    precision is widened, so that runs compared in float64 are float64 all the way.
+    """
+    output = model(**{key: value for key, value in batch.items() if key != "labels"})
+    logits = output if isinstance(output, Tensor) else output.logits
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Weights that are made inside are a function of `seed`; the global generator is left as it was."""
+    # Only the CPU's generator: torch.manual_seed would reseed every accelerator too.
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)

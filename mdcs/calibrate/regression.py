@@ -1,0 +1,70 @@
+"""What measured points and samples come to: lines and a factor by least squares, the spread by percentiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Line(NamedTuple):
+    """y = ``intercept`` + ``slope`` · x, in the units of y, and of y per x."""
+
+    intercept: float
+    slope: float
+
+
+def least_squares(points: Sequence[tuple[float, float]], *, relative: bool = False) -> Line:
+    """The line through (x, y) ``points`` with the least sum of squared errors; level if all x are equal, 0 without points.
+
+    ``relative``: of errors as fractions of y, and of points with y > 0 only.
+    """
+    x, y, weights = _columns(points, relative)
+    if not x.size:
+        return Line(0.0, 0.0)
+    if x.min() == x.max():
+        return Line(float(np.average(y, weights=weights**2)), 0.0)
+    slope, intercept = np.polyfit(x, y, 1, w=weights).tolist()
+    return Line(intercept, slope)
+
+
+def line(points: Sequence[tuple[float, float]], *, relative: bool = False) -> Line:
+    """That of :func:`least_squares` with neither intercept nor slope below 0, for x >= 0.
+
+    Non-negative least squares in two variables: where one of the two would be negative, it is 0 and the other is fitted alone.
+    """
+    free = least_squares(points, relative=relative)
+    if min(free) >= 0:
+        return free
+    x, y, weights = _columns(points, relative)
+    if free.slope <= 0:
+        return Line(max(0.0, float(np.average(y, weights=weights**2))), 0.0)
+    x, y = weights * x, weights * y
+    return Line(0.0, max(0.0, float((x @ y) / (x @ x))))
+
+
+def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
+    """What turns modelled into seen losses (seconds): their least squares, drawn to 1 by as much as they are ``noise``.
+
+    Ridge regression: (Σ modelled · seen + noise²) / (Σ modelled² + noise²); never below 0, and 1 without noise.
+    """
+    if not noise:
+        return 1.0
+    modelled, seen = np.transpose(losses)
+    return max(0.0, float((modelled @ seen + noise**2) / (modelled @ modelled + noise**2)))
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float]:
+    """Their 10th and 90th percentile, interpolated."""
+    low, high = np.percentile(samples, (10, 90)).tolist()
+    return low, high
+
+
+def _columns(points: Sequence[tuple[float, float]], relative: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, y and what errors are multiplied by."""
+    x, y = np.array(points, dtype=float).reshape(-1, 2).T
+    if not relative:
+        return x, y, np.ones_like(y)
+    positive = y > 0
+    return x[positive], y[positive], 1 / y[positive]

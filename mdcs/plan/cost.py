@@ -1,0 +1,141 @@
+"""The cost model: what messages, their sums and their updates take, in seconds. Beside the ledger, which has the bytes.
+
+A message of B wire bytes takes α + β·B on the link (:mod:`mdcs.profile.link`); beside computing it keeps the link for at least
+what was measured there (:class:`mdcs.profile.contents.Contention`). Then follow, on its rank, what it is copied and summed by
+(packing and unpacking of a fused message: two passes over its payload; a sum of what an all-to-all has brought: one) and, after a
+reduction, the update of its elements: all of them after an all-reduce, this rank's part after a reduce-scatter.
+
+Simulator, planners, bounds and calibration read seconds from here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from mdcs.plan.strategy import Strategy, pad
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
+
+if TYPE_CHECKING:
+    from mdcs.plan.messages import Plan
+
+
+class Cost(NamedTuple):
+    """Seconds of a message: latency and bytes on the link, then summing and unpacking, then the update.
+
+    ``idle`` is ``transfer`` while nothing computes, ``lost`` what computing loses when the message is done beside it.
+    """
+
+    alpha: float
+    transfer: float
+    copy: float
+    update: float
+    idle: float
+    lost: float
+
+
+class CostModel:
+    """Seconds for one profile. Costs of messages are kept: the plans that a planner compares have most of them in common."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._known: dict[tuple[Kind, int, int, bool], Cost] = {}
+
+    def payload(self, kind: Kind, elements: int) -> int:
+        """Bytes of a message of so many elements: parameters are gathered, gradients reduced."""
+        return elements * (self.profile.param_bytes if kind.is_gather else self.profile.grad_bytes)
+
+    def link_s(self, kind: Kind, wire: int) -> float:
+        """α + β·wire: a message of ``wire`` bytes that is alone on the link."""
+        return self.profile.link.alpha_of(kind) + self.profile.link.beta_of(kind) * wire
+
+    def transfer_s(self, kind: Kind, wire: int) -> float:
+        """Seconds for which the link serves a message while something computes.
+
+        max(β·wire, message_seconds + seconds_per_byte·wire), the latter two of the profile's contention.
+        """
+        contention = self.profile.contention
+        return max(self.profile.link.beta_of(kind) * wire, contention.message_seconds + contention.seconds_per_byte * wire)
+
+    def copy_s(self, kind: Kind, payload: int, parts: int = 1) -> float:
+        """Seconds of packing, summing and unpacking a message of so many bytes with so many parts.
+
+        copy_seconds_per_byte·payload: twice if there are several parts, once more if the algorithm leaves the sum to do.
+        """
+        passes = int(self.profile.collectives.sums_afterwards(kind)) + 2 * int(parts > 1)
+        return self.profile.copy_seconds_per_byte * payload * passes if passes else 0.0
+
+    def update_s(self, kind: Kind, elements: int, runs: int = 1) -> float:
+        """Seconds of the update that a message of so many elements ends with, in so many runs of one parameter group.
+
+        elements/ranks·seconds_per_element + runs·seconds_per_run, with 1 for ranks after an all-reduce; 0 for a gather.
+        """
+        if kind.is_gather:
+            return 0.0
+        ranks = 1 if kind is Kind.AR else self.profile.world
+        optimizer = self.profile.optimizer
+        return elements / ranks * optimizer.seconds_per_element + runs * optimizer.seconds_per_run
+
+    def lost_s(self, kind: Kind, wire: int, work: float) -> float:
+        """Seconds that computing loses to a message of ``wire`` bytes, with ``work`` seconds of copies and updates, beside it.
+
+        compute_per_message + compute_per_byte·wire + compute_per_work·work; times ``all_reduce`` for an all-reduce.
+        """
+        c = self.profile.contention
+        lost = c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
+        return c.all_reduce * lost if kind is Kind.AR else lost
+
+    def message(self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False) -> Cost:
+        """All of a message; with ``blocking`` compute waits for it, and does not slow it down."""
+        key = kind, elements, parts, blocking
+        cost = self._known.get(key)
+        if cost is None:
+            cost = self._known[key] = self._message(*key)
+        return cost
+
+    def _message(self, kind: Kind, elements: int, parts: int, blocking: bool) -> Cost:
+        payload = self.payload(kind, elements)
+        wire = self.profile.wire(kind, payload)
+        idle = self.profile.link.beta_of(kind) * wire
+        copy, update = self.copy_s(kind, payload, parts), self.update_s(kind, elements, parts)
+        transfer = idle if blocking else self.transfer_s(kind, wire)
+        return Cost(self.profile.link.alpha_of(kind), transfer, copy, update, idle, self.lost_s(kind, wire, copy + update))
+
+    def messages(self, plan: Plan) -> list[Cost]:
+        """The cost of every message of a plan; behind a barrier the last reduction brings all updates."""
+        blocks = plan.blocks
+        out = [self.message(m.kind, sum([blocks[u][b] for u, b in m.parts]), len(m.parts), m.blocking) for m in plan.messages]
+        if plan.cross_iteration:
+            return out
+        total = sum(cost.update for cost in out)
+        last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
+        updates = [total if i == last else 0.0 for i in range(len(out))]
+        return [
+            cost._replace(update=update, lost=self.lost_s(m.kind, plan.wire(m), cost.copy + update))
+            for m, cost, update in zip(plan.messages, out, updates, strict=True)
+        ]
+
+    def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
+        """Seconds of communication, sums and update of a unit in one iteration, in whole messages and none of it hidden.
+
+        A sharded unit is gathered in every micro-step; it is reduced and updated once, as zero1 is gathered once.
+        """
+        u = self.profile.units[unit]
+        total = pad(u.numel, self.profile.world)
+        seconds = 0.0
+        for kind in strategy.kinds(u.trainable, u.backward is not None):
+            size = self.payload(kind, total)
+            times = micro_steps if kind.is_gather and strategy.sharded else 1
+            seconds += times * self.link_s(kind, self.profile.wire(kind, size))
+            seconds += self.copy_s(kind, size)
+            seconds += self.update_s(kind, total)
+        return seconds
+
+    def extra_communication_s(self, sent: dict[str, int]) -> float:
+        """Seconds, (bytes sent - bytes of all-dp) · β per iteration; ``sent`` is wire bytes by kind (:meth:`Plan.sent_bytes`)."""
+        profile = self.profile
+        all_dp = sum(
+            profile.wire(Kind.AR, pad(u.numel, profile.world) * profile.grad_bytes) for u in profile.units if u.trainable
+        )
+        seconds = sum(profile.link.beta_of(Kind(kind)) * size for kind, size in sent.items())
+        return seconds - profile.link.beta_of(Kind.AR) * all_dp

@@ -1,0 +1,115 @@
+"""The period: one iteration in steady state as a circle of slots, and the windows of operations on it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mdcs.plan.strategy import Strategy
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
+
+
+class Op(NamedTuple):
+    """One kind of communication of one unit, in one micro-step of a period."""
+
+    kind: Kind
+    unit: int
+    micro: int
+
+
+class PeriodSlot(NamedTuple):
+    """A slot of the period: the index of its unit, its phase (F or B) and its micro-step."""
+
+    unit: int
+    phase: str
+    micro: int
+    place: int  # its index in Profile.slots
+
+
+class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
+    """The window of every operation that was asked for (a plain tuple is found like the :class:`Op` it equals)."""
+
+    def __init__(self, period: Period) -> None:
+        self._period = period
+
+    def __missing__(self, op: tuple[Kind, int, int]) -> tuple[int, int]:
+        found = self[op] = self._period.find_window(Op(*op))
+        return found
+
+
+class Period:
+    """The circle of slots of one iteration in steady state.
+
+    It starts at the first backward slot of the last micro-step; ``turn`` is the index of the first forward
+    slot, ``seconds`` has the profile's per slot. Indices of windows and releases are *unrolled*: they may pass ``length``, into
+    the next period.
+    """
+
+    def __init__(self, profile: Profile, micro_steps: int) -> None:
+        nf, nb = profile.forward_slots, profile.backward_slots
+        self.profile, self.micro_steps = profile, micro_steps
+        self.turn, self.length = nb, micro_steps * (nf + nb)
+
+        def slot(index: int, micro: int) -> PeriodSlot:
+            s = profile.slots[index]
+            return PeriodSlot(s.unit, s.phase, micro, index)
+
+        last = micro_steps - 1
+        slots = [slot(nf + i, last) for i in range(nb)]
+        for m in range(micro_steps):
+            slots += [slot(i, m) for i in range(nf)]
+            if m < last:
+                slots += [slot(nf + i, m) for i in range(nb)]
+        self.slots: tuple[PeriodSlot, ...] = tuple(slots)
+        self.seconds = tuple(profile.slots[s.place].seconds for s in slots)
+        self.windows = _Windows(self)
+
+    def forward(self, unit: int, micro: int) -> tuple[int, int]:
+        """First and last forward slot of the unit in a micro-step."""
+        start = self.forward_start(micro)
+        first, last = self.profile.units[unit].forward
+        return start + first, start + last
+
+    def backward(self, unit: int, micro: int) -> tuple[int, int] | None:
+        """First and last backward slot; unrolled, so that it follows :meth:`forward` of the same micro-step."""
+        span = self.profile.units[unit].backward
+        if span is None:
+            return None
+        start = self.forward_start(micro) + self.profile.forward_slots
+        return start + span[0], start + span[1]
+
+    def forward_start(self, micro: int) -> int:
+        """The slot at which the forward pass of a micro-step begins."""
+        return self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
+
+    def last_use(self, unit: int, micro: int) -> int:
+        """The slot (unrolled) after which a micro-step needs the unit's parameters no more."""
+        span = self.backward(unit, micro)
+        return self.forward(unit, micro)[1] if span is None else span[1]
+
+    def window(self, op: Op) -> tuple[int, int]:
+        """First slot at which ``op`` can be issued and the slot that needs it (both unrolled)."""
+        return self.windows[op]
+
+    def find_window(self, op: Op) -> tuple[int, int]:
+        """:meth:`window`, worked out: from the end of the use before to the use that it is sent for."""
+        kind, unit, micro = op
+        if kind is Kind.AG_B:
+            span = self.backward(unit, micro)
+            assert span is not None, "a unit without backward has no AG_B"
+            return self.forward(unit, micro)[1] + 1, span[0]
+        before = self.last_use(unit, micro - 1 if micro else self.micro_steps - 1) + 1
+        if micro == 0:  # the previous use was in the previous period
+            before = max(before - self.length, 0)
+        return before, self.forward(unit, micro)[0]
+
+    def release(self, op: Op, strategy: Strategy) -> int:
+        """The slot (unrolled) after which the buffer that a gather filled is freed."""
+        freed_after_forward = strategy is Strategy.fsdp and op.kind is Kind.AG_F
+        return self.forward(op.unit, op.micro)[1] if freed_after_forward else self.last_use(op.unit, op.micro)
+
+    def name(self, slot: int) -> str:
+        """The slot in words: phase, micro-step where there are several, and unit, as in ``B/1:block.3``."""
+        s = self.slots[slot % self.length]
+        micro = f"/{s.micro}" if self.micro_steps > 1 else ""
+        return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"

@@ -1,0 +1,53 @@
+"""A job in a folder that another has used, and what is known of one that fails early. The ranks are stubs."""
+
+import io
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+import analysis
+from analysis.events import METRICS, read_events
+from experiments.config import checks
+from experiments.config.schema import Config
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles, cache_folder
+
+PROFILE = Path(__file__).parents[1] / "profile.json"
+LEFT = ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json")
+
+
+def composed(*overrides: str) -> Config:
+    with checks.composing():
+        return checks.compose_config(["run.steps=3", "run.warmup_steps=1", *overrides])
+
+
+def run(folder: Path, *overrides: str, share: Profiles | None = None):
+    """The outcome of a job whose ranks are the stub."""
+    console = Console(file=io.StringIO())
+    return jobs.run(composed(*overrides), folder, console, share=share, worker="tests.experiments.stub_worker")
+
+
+def test_a_job_that_fails_early_has_nothing_of_the_former_one(tmp_path):
+    assert run(tmp_path, "strategy=dp", "profile.cache=false").ok
+    for name in LEFT:
+        shutil.copy(PROFILE, tmp_path / name)
+    share, asked = Profiles(), ("model.layers=3", "strategy=fsdp", "scheduler=dear", "budget.gib=0.5", "run.name=early")
+    assert not run(tmp_path, *asked, share=share).ok
+    assert not any((tmp_path / name).exists() for name in LEFT)
+    assert share.find(composed(*asked)) is None and not cache_folder().exists()
+
+    events = read_events(tmp_path / METRICS)
+    assert [event["event"] for event in events] == ["job", "start", *["step"] * 3, "summary", "job", "failure"]
+    row = analysis.load_run(tmp_path).row()
+    assert (row["name"], row["status"], row["steps"]) == ("early", "failed", 0)
+    assert (row["model"], row["strategy"], row["scheduler"], row["world"]) == ("gpt2-tiny", "fsdp", "dear", 2)
+    assert (row["budget_gib"], row["emulated"], row["emulated_ranks"], row["engine"]) == (0.5, False, False, "mdcs")
+
+
+def test_the_profile_that_a_job_names_stays_where_it_is(tmp_path):
+    for name in LEFT:
+        shutil.copy(PROFILE, tmp_path / name)
+    found = jobs.known_profile(composed(f"profile.path={tmp_path / 'profile.json'}"), tmp_path, Console(file=io.StringIO()))
+    assert found is not None and (tmp_path / "profile.json").exists()
+    assert not any((tmp_path / name).exists() for name in LEFT if name != "profile.json")

@@ -1,0 +1,81 @@
+"""A strategy, a scheduler and a model of a package and a config folder outside of this repository: chosen, checked, trained."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis.events import read_events
+from mdcs.plan.messages import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+THEIRS = Path(__file__).with_name("third_party")
+CHOSEN = ("strategy=every_nth", "scheduler=late", "model=hourglass", "data=digits")
+SMALL = ("run.steps=3", "run.warmup_steps=1", "run.profile_iterations=1", "cluster.threads=1", "hydra.run.dir=out")
+
+
+def train(folder: Path, *arguments: str, installed: bool = True) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(ROOT / "experiments/train.py"), "--config-dir", str(THEIRS / "conf"), *arguments]
+    paths = [os.environ.get("PYTHONPATH", ""), str(THEIRS / "package") if installed else ""]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=150)
+
+
+def test_it_trains_on_two_ranks(tmp_path):
+    done = train(tmp_path, *CHOSEN, *SMALL, "strategy.n=3", "budget.over_floor=0.5")
+    assert (done.returncode, done.stderr) == (0, "")
+    plan = Plan.from_json((tmp_path / "out/plan.json").read_text())
+    assert (plan.strategy, plan.scheduler, plan.world) == ("every nth", "late", 2)
+    assert [str(strategy) for strategy in plan.strategies][::3] == ["zero1", "zero1"]
+    events = read_events(tmp_path / "out/metrics.jsonl")
+    assert (events[0]["model"], events[-1]["status"]) == ("hourglass", "ok")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("strategy.n=0", "strategy.n: must be >= 1, got 0"),
+        ("strategy.n=half", "strategy.n: must be an integer, got half"),
+        ("strategy.whole=sdp", "strategy.whole: must be one of dp, zero1; got sdp"),
+        ("strategy.m=2", "strategy.m: no such key of strategy=every_nth; its keys: n, whole"),
+        ("scheduler.ahaed=2", "scheduler.ahaed: no such key of scheduler=late; did you mean scheduler.ahead?"),
+        ("model.waist=64", "model.waist: must be < width=64, got 64"),
+        ("data=stdlib_bytes", "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic"),
+        ("strategy=nth", "strategy: no such option nth; options: dp, every_nth, fsdp, greedy, ilp, joint, random, sdp, zero1"),
+        ("scheduler._target_=stranger.planners.L", "scheduler: _target_ stranger.planners.L: stranger.planners has no class L"),
+        ("scheduler._target_=stranger.odd.Nameless", "scheduler: _target_ stranger.odd.Nameless has no name, for tables"),
+        ("scheduler._target_=stranger.odd.Untyped", "scheduler: _target_ stranger.odd.Untyped: name 'Nowhere' is not defined"),
+        ("scheduler._target_=stranger.broken.A", "scheduler: _target_ stranger.broken.A: ZeroDivisionError: division by zero"),
+        ("strategy._target_=stranger.planners.Late", "strategy: _target_ stranger.planners.Late has no method choose or plan"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(tmp_path, overrides, line):
+    done = train(tmp_path, *CHOSEN, *SMALL, *overrides.split())
+    assert (done.returncode, done.stderr) == (2, line + "\n")
+    assert not list(tmp_path.rglob("launch.json"))
+
+
+def test_a_package_that_is_not_there_is_one_line(tmp_path):
+    done = train(tmp_path, *CHOSEN, *SMALL, installed=False)
+    line = "model: _target_ stranger.model.Hourglass: no module stranger; is it installed, or on PYTHONPATH?\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path):
+    done = train(tmp_path, "--config-dir", "nowhere")
+    assert (done.returncode, done.stderr) == (2, "--config-dir: no such folder: nowhere\n")
+
+
+def test_help_tells_of_them(tmp_path):
+    done = train(tmp_path, "--help", *CHOSEN, "strategy.n=5")
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in ("strategy=every_nth* Every nth unit is whole.", "strategy.n=5 one unit in so many is whole (>= 1)",
+                 "scheduler=late* Gathers just in time.", "model.waist=16 hidden size in the middle (>= 1)"):  # fmt: skip
+        assert line in " ".join(done.stdout.split()), line
+
+
+def test_a_search_path_does_as_well(tmp_path):
+    done = train(tmp_path, f"hydra.searchpath=[file://{THEIRS / 'conf'}]", "strategy=every_nth", "--cfg", "job")
+    assert done.returncode == 0 and "_target_: stranger.planners.EveryNth" in done.stdout

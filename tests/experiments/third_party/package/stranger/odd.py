@@ -1,0 +1,28 @@
+"""Schedulers that are not quite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mdcs.options import option
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix, sequential
+
+if TYPE_CHECKING:
+    Nowhere = int
+
+
+@dataclass(frozen=True)
+class Nameless:
+    ahead: int = option(1, "nobody knows how it is called")
+
+    def schedule(self, mix: Mix) -> Plan:
+        return sequential(mix)
+
+
+@dataclass(frozen=True)
+class Untyped(Nameless):
+    name = "untyped"
+
+    since: Nowhere = option(1, "of a type that is not there when it runs")

@@ -1,0 +1,44 @@
+"""A strategy and a scheduler."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mdcs.options import Checked, option
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.interfaces import Choice
+from mdcs.planner.judge import Judge
+
+
+@dataclass(frozen=True)
+class EveryNth(Checked):
+    """Every nth unit is whole, the others are sharded."""
+
+    name: ClassVar[str] = "every nth"
+
+    n: int = option(2, "one unit in so many is whole", at_least=1)
+    whole: str = option("zero1", "its strategy", choices=("dp", "zero1"))
+
+    def choose(self, judge: Judge) -> Choice:
+        units = range(len(judge.profile.units))
+        mix = tuple(Strategy.fsdp if unit % self.n else Strategy(self.whole) for unit in units)
+        judge.require(mix, f"{self.whole} in every {self.n} units")
+        return Choice(mix)
+
+
+@dataclass(frozen=True)
+class Late(Checked):
+    """Reductions as soon as they are ready, gathers just in time."""
+
+    name: ClassVar[str] = "late"
+
+    ahead: int = option(1, "slots by which a gather comes early", at_least=0)
+
+    def schedule(self, mix: Mix) -> Plan:
+        drafts = []
+        for op in mix.ops:
+            first, last = mix.window(op)
+            slot = max(first, last - self.ahead) if op.kind.is_gather else first
+            drafts.append(Draft(op.kind, ((op.unit, 0),), slot, op.micro))
+        return mix.plan(self.name, mix.whole(), sorted(drafts, key=lambda d: (d.slot, d.kind.is_gather)))

@@ -1,0 +1,102 @@
+"""Ranks agree: on one profile, on rank 0's plan, and on its error, whatever it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from mdcs import InfeasibleBudget, Job
+from mdcs.calibrate.agreement import agree, on_rank_zero
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind, Link
+
+from ..profiles import chain
+from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
+from ..runtime.ranks import Ranks
+
+
+class Odd(Exception):
+    """Cannot be made again from what pickle keeps."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+def a_plan() -> Plan:
+    return Plan(Job(chain(100)), (Strategy.dp,), ((100,),), (Message(Kind.AR, ((0, 0),), 1),))
+
+
+def raised(what: str) -> Exception:
+    if what == "local":
+
+        class Local(Exception):
+            """Has no name by which pickle could find it."""
+
+        return Local("mine")
+    errors = {
+        "ValueError": ValueError("bad"),
+        "KeyError": KeyError("scheduler"),
+        "MemoryError": MemoryError("no room"),
+        "InfeasibleBudget": InfeasibleBudget(10, 20, "even all fsdp"),
+        "Odd": Odd("solver", "gone"),
+    }
+    return errors[what]
+
+
+def plan_or_error(what: str) -> tuple[Plan, bool]:
+    called = []
+
+    def make() -> Plan:
+        called.append(dist.get_rank())
+        if what:
+            raise raised(what)
+        return a_plan()
+
+    plan = on_rank_zero(make)
+    return plan, called == ([0] if dist.get_rank() == 0 else [])
+
+
+@pytest.mark.parametrize("what", ["ValueError", "KeyError", "MemoryError", "InfeasibleBudget"])
+def test_rank_zeros_error_is_every_ranks(two: Ranks, what: str) -> None:  # noqa: F811
+    first, second = two.outcomes(plan_or_error, what, timeout_s=20)
+    assert first.kind == second.kind == what
+    assert first.message == second.message == str(raised(what))
+
+
+@pytest.mark.parametrize(("what", "kind"), [("Odd", "Odd"), ("local", "Local")])
+def test_an_error_that_cannot_be_sent_is_its_text_elsewhere(two: Ranks, what: str, kind: str) -> None:  # noqa: F811
+    first, second = two.outcomes(plan_or_error, what, timeout_s=20)
+    assert (first.kind, first.message) == (kind, str(raised(what)))
+    assert (second.kind, second.message) == ("RuntimeError", f"{kind}: {first.message}")
+
+
+def test_rank_zeros_plan_is_every_ranks(two: Ranks) -> None:  # noqa: F811
+    (first, once), (second, never) = two.run(plan_or_error, "")
+    assert first == second and once and never
+
+
+def test_without_ranks_a_plan_and_an_error_are_ones_own() -> None:
+    plan = a_plan()
+    assert on_rank_zero(lambda: plan) is plan
+    with pytest.raises(KeyError, match="scheduler"):
+        on_rank_zero(lambda: {}["scheduler"])
+
+
+def of_this_rank() -> Profile:
+    rank = dist.get_rank()
+    profile = chain(100, 200, forward_s=0.1 + 0.2 * rank)
+    slots = tuple(replace(slot, live=10 * rank, peak=30 - 10 * rank) for slot in profile.slots)
+    return agree(replace(profile, slots=slots, spread={"slot 0": (0.1 + rank, 0.2 + rank)}), Link.uniform(1, 50))
+
+
+def test_a_profile_has_median_times_the_most_bytes_and_the_spread_over_all(two: Ranks) -> None:  # noqa: F811
+    first, second = two.run(of_this_rank)
+    assert first == second
+    assert first.slots[0].seconds == pytest.approx(0.2)
+    assert (first.slots[0].live, first.slots[0].peak) == (10, 30)
+    assert first.spread == {"slot 0": (0.1, 1.2)}
+    assert first.link == Link.uniform(1, 50)

@@ -1,0 +1,73 @@
+"""Lines, factors and spreads: hand-computed cases, and the textbook's formulas on random points."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from mdcs.calibrate.regression import factor, least_squares, line, spread
+
+
+def test_a_line_of_relative_errors_has_no_negative_part() -> None:
+    assert line([(1, 3.0), (2, 5.0), (100, 201.0)], relative=True) == pytest.approx((1, 2))
+    # A large message that is 10 % off hardly moves what a small one costs.
+    a, b = line([(1, 3.0), (2, 5.0), (1000, 2201.0)], relative=True)
+    assert a + b == pytest.approx(3, rel=0.1)
+    assert line([(1, 2.0), (2, 1.0)], relative=True) == (pytest.approx(1.2), 0)
+    assert line([(1, 1.0), (2, 4.0)], relative=True).intercept == 0
+    assert line([(1, 0.0)], relative=True) == (0, 0)
+
+
+def test_what_is_waited_longer_is_a_line_over_the_number_of_waits() -> None:
+    assert line([(2, 0.7), (10, 1.5), (20, 2.5)]) == pytest.approx((0.5, 0.1))
+    assert line([(2, 0.0), (10, 1.0), (20, 2.0)]).intercept == 0  # never less than nothing
+    assert line([(2, 2.0), (20, 1.0)]) == (1.5, 0)
+    assert line([(5, -1.0), (5, -1.0)]) == line([(0, -1.0), (0, -2.0)]) == (0, 0)
+    assert line([(0, 1.0), (0, 2.0)]) == (1.5, 0)
+
+
+def textbook(points: list[tuple[float, float]], weights: list[float]) -> tuple[float, float]:
+    """(intercept, slope) of weighted least squares: means, then covariance by variance."""
+    total = math.fsum(weights)
+    mean_x = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = math.fsum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    covariance = math.fsum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    slope = covariance / math.fsum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    return mean_y - slope * mean_x, slope
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_are_the_textbooks_and_the_best_that_are_not_negative(seed: int, relative: bool) -> None:
+    rng = random.Random(seed)
+    sizes = [2.0**k for k in rng.sample(range(16, 23), 4)]  # bytes, and seconds of messages with -1 to 2 ms of latency
+    points = [(x, max(1e-5, rng.uniform(-1e-3, 2e-3) + x * 1e-8 * rng.uniform(0.5, 1.5))) for x in sizes]
+    weights = [y**-2 if relative else 1.0 for _, y in points]
+    free, found = textbook(points, weights), line(points, relative=relative)
+    assert least_squares(points, relative=relative) == pytest.approx(free, rel=1e-6)
+
+    def error(a: float, b: float) -> float:
+        return math.fsum(w * (y - a - b * x) ** 2 for w, (x, y) in zip(weights, points, strict=True))
+
+    if min(free) >= 0:
+        assert found == pytest.approx(free, rel=1e-6)
+    assert min(found) >= 0
+    best = error(*found)
+    for a in (found.intercept - 1e-5, found.intercept, found.intercept + 1e-5):
+        for b in (found.slope * 0.99, found.slope, found.slope * 1.01, found.slope + 1e-10):
+            assert a < 0 or error(a, b) >= best * (1 - 1e-9)
+
+
+def test_losses_that_are_seen_scale_the_modelled_ones_as_far_as_they_stand_out_of_the_noise() -> None:
+    assert factor([(1.0, 2.0), (3.0, 6.0)], noise=1e-6) == pytest.approx(2)
+    assert factor([(0.001, 0.5)], noise=0.1) == pytest.approx(1, rel=0.06)
+    assert factor([(1.0, -2.0)], noise=0.1) == 0
+    assert factor([(0.0, 1.0)], noise=0.0) == 1
+
+
+def test_the_spread_is_that_of_the_samples() -> None:
+    assert spread([3.0]) == (3.0, 3.0)
+    assert spread([float(x) for x in range(11)]) == (1.0, 9.0)
+    assert spread([2.0, 1.0]) == pytest.approx((1.1, 1.9))

@@ -1,0 +1,32 @@
+"""docs/ tells of what there is: every room, strategy and scheduler; links are followed by test_readme.py."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def first_cells(document: str, heading: str) -> set[str]:
+    """The names in the first column of the table with this first heading."""
+    table = re.search(rf"^\| {heading} \|.*\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "docs" / document).read_text(), re.M)
+    assert table, heading
+    return {name for row in table[1].splitlines() for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])}
+
+
+def test_the_architecture_has_every_room_of_the_library():
+    library = ROOT / "mdcs"
+    rooms = {f"mdcs/{path.parent.name}/" for path in library.glob("*/__init__.py")}
+    modules = {f"mdcs/{path.name}" for path in library.glob("*.py")} - {"mdcs/__init__.py"}
+    assert len(rooms) > 5
+    assert first_cells("architecture.md", "room") == rooms | modules
+    picture = (ROOT / "docs/architecture.svg").read_text()
+    assert [room for room in rooms if f">{Path(room).name}</text>" not in picture] == []
+
+
+def test_the_glossary_has_every_strategy_and_scheduler():
+    sections = (ROOT / "docs/glossary.md").read_text().split("\n## ")
+    [strategies, schedulers] = [
+        set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.M)))) for section in sections[1:3]
+    ]
+    assert strategies == {"dp", "zero1", "sdp", "fsdp"}
+    assert schedulers - {"joint"} == {path.stem for path in (ROOT / "conf/scheduler").glob("*.yaml")} - {"joint"}

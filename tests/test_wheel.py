@@ -1,0 +1,82 @@
+"""The wheel is the library: it starts in an empty environment, far from the checkout, on what it asks pip for."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = ("mdcs", "hydra_plugins")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # it installs torch
+
+
+def said_by(*command: str | Path, cwd: Path, **env: str) -> str:
+    """What a command prints; it is not told where the checkout is."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    ran = subprocess.run(command, cwd=cwd, env=inherited | env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy: setuptools takes along what an earlier build left in a tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    left = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "outputs", "multirun", "results")
+    shutil.copytree(ROOT, folder / "source", ignore=left)
+    said_by(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, folder / "source", cwd=folder)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """The interpreter of an environment that has the wheel and what it needs."""
+    folder = tmp_path_factory.mktemp("environment")
+    said_by(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    found = folder / "venv/bin/python"
+    said_by(found, "-m", "pip", "install", "--no-cache-dir", "-c", ROOT / "constraints.txt", wheel, cwd=folder)
+    return found
+
+
+def test_the_wheel_has_the_library_and_nothing_else(wheel):
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = {path for package in LIBRARY for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".c")}
+    assert packed == {str(path.relative_to(ROOT)) for path in sources}
+    assert "mdcs/measure/shim.c" in packed
+
+
+def test_torch_numpy_and_the_solver_are_all_it_needs(python, tmp_path):
+    installed = said_by(python, "-m", "pip", "list", "--format=freeze", cwd=tmp_path)
+    assert {"torch", "numpy", "mip", "highspy"} <= {line.partition("==")[0] for line in installed.splitlines()}
+    assert not re.search(r"^(hydra|omegaconf|fairscale|pandas|matplotlib|rich|wandb|transformers)", installed, re.M)
+    said_by(python, "-c", "import mdcs\nfor name in mdcs.__all__: getattr(mdcs, name)", cwd=tmp_path)
+
+
+def test_a_missing_extra_is_one_sentence(python, tmp_path):
+    program = """
+import mdcs
+try:
+    mdcs.BySize(1)
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert said_by(python, "-c", program, cwd=tmp_path) == "mdcs.BySize needs fairscale: pip install 'mdcs[wrap]'\n"
+
+
+def test_two_ranks_train_elsewhere(python, tmp_path):
+    """As README.md says, in a folder that has one's own training loop alone."""
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples/own_loop.py", tmp_path / "examples")
+    [command] = re.findall(r"^LD_PRELOAD=.*own_loop\.py$", (ROOT / "README.md").read_text(), re.M)
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    said = said_by("bash", "-euc", command, cwd=tmp_path, PATH=path, OMP_NUM_THREADS="1", HOME=str(tmp_path))
+    measured = re.search(r"^budget (\d+) bytes, predicted peak \d+ bytes, measured (\d+) bytes$", said, re.M)
+    assert measured, said
+    assert int(measured[2]) <= int(measured[1])

@@ -7,7 +7,7 @@ order is that of execution, so modules called twice, tied parameters and nested 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,8 +49,8 @@ class Hooks:
         for u, unit in enumerate(units):
             for module in unit.modules:
                 # Ahead of hooks that others have put there: those may read parameters, as weight_norm's does.
-                self._handles.append(module.register_forward_pre_hook(untraced(self._before(u, module)), prepend=True))
-                self._handles.append(module.register_forward_hook(untraced(self._after(u, module))))
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._before(u)), prepend=True))
+                self._handles.append(module.register_forward_hook(ModuleHook(self._after(u))))
             if unit.trainable:
                 for i, (_, p) in enumerate(unit.parameters):
                     self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i)))
@@ -71,10 +71,8 @@ class Hooks:
         # A forward inside backward is activation checkpointing: its slot is the backward slot it runs in.
         return self.in_backward or not torch.is_grad_enabled()
 
-    def _before(self, unit: int, own: nn.Module) -> Any:
+    def _before(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if module is not own:
-                return  # a deep copy has the hooks of its original
             if not self._skip():
                 self._end_queued = False  # a backward that raised has not said that it ended
                 self._listener.forward_begin(unit)
@@ -83,9 +81,9 @@ class Hooks:
 
         return hook
 
-    def _after(self, unit: int, own: nn.Module) -> Any:
+    def _after(self, unit: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if module is not own or self._skip():
+            if self._skip():
                 return
             seen = [False]  # an output of several tensors begins one backward slot
             self_ref = weakref.ref(self)
@@ -121,9 +119,28 @@ class Hooks:
         self._listener.backward_end()
 
 
-def untraced(hook: Any) -> Any:
-    """The hook, which torch.compile leaves out of what it compiles, so that compiled modules may have it."""
-    return torch.compiler.disable(hook)
+class ModuleHook:
+    """A hook that torch.compile leaves out of what it compiles, and that copies and pickles of its module do not have."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = torch.compiler.disable(hook)
+
+    def __call__(self, *arguments: Any) -> None:
+        self._hook(*arguments)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

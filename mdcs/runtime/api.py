@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mdcs.measure.memory import current_meter
 from mdcs.measure.timeline import Interval
-from mdcs.model.hooks import Hooks, untraced
+from mdcs.model.hooks import Hooks, ModuleHook
 from mdcs.model.optimizers import parameter_groups
 from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger, check
@@ -165,7 +165,7 @@ class Parallel:
         )
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self._walker)
-        self._handles = [m.register_forward_pre_hook(untraced(self._forward_of(m))) for u in units for m in u.modules]
+        self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward)) for u in units for m in u.modules]
         self._handles += misuse.refuse_calls(optimizer, self.rank)
         for storage in self._storages:
             if not storage.is_plain:
@@ -272,14 +272,9 @@ class Parallel:
         finally:
             self._walker.lent = None
 
-    def _forward_of(self, own: nn.Module) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            if module is not own:
-                return  # a deep copy
-            if not (torch.is_grad_enabled() or self._walker.lent or self._hooks.in_backward):
-                raise RunError(f"rank {self.rank}: run forward passes without gradients inside parallel.evaluate()")
-
-        return hook
+    def _forward(self, module: nn.Module, args: Any) -> None:
+        if not (torch.is_grad_enabled() or self._walker.lent or self._hooks.in_backward):
+            raise RunError(f"rank {self.rank}: run forward passes without gradients inside parallel.evaluate()")
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mdcs.model.hooks import untraced
+from mdcs.model.hooks import ModuleHook
 from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger
 from mdcs.runtime.errors import Place
@@ -51,8 +51,8 @@ class Evaluation:
             for u, unit in enumerate(self._units):
                 for module in unit.modules:
                     if u not in before:
-                        handles.append(module.register_forward_pre_hook(untraced(self._before(u, in_use)), prepend=True))
-                        handles.append(module.register_forward_hook(untraced(self._after(u, in_use))))
+                        handles.append(module.register_forward_pre_hook(ModuleHook(self._before(u, in_use)), prepend=True))
+                        handles.append(module.register_forward_hook(ModuleHook(self._after(u, in_use))))
             yield
             if not at_once:
                 self._join()

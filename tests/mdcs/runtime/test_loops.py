@@ -743,7 +743,7 @@ def test_idioms(two: Ranks, strategy):
     assert two.run(idioms, strategy) == [[], []]
 
 
-def copies(strategy: str) -> dict[str, Any]:
+def copies(strategy: str, pickled: bool) -> dict[str, Any]:
     """A copy made while a plan runs is a model of its own: its forward drives no plan."""
     job = Job("tied", steps=2)
     wanted = reference(job).state
@@ -752,7 +752,8 @@ def copies(strategy: str) -> dict[str, Any]:
         one_step(made, parallel, 0)
         schedule.step()
         with parallel.full_parameters():
-            twin = copy.deepcopy(made.model)
+            torch.save(made.model, file := io.BytesIO())
+            twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False) if pickled else copy.deepcopy(made.model)
         made.loss(twin, made.batch(5, 0, 0)).backward()
         with torch.no_grad():
             made.loss(twin, made.batch(5, 0, 0))
@@ -762,9 +763,9 @@ def copies(strategy: str) -> dict[str, Any]:
         )}  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_a_deep_copy_is_a_plain_model(two: Ranks, strategy):
-    assert two.run(copies, strategy) == [{"weights": [], "grads": True}] * 2
+@pytest.mark.parametrize(("strategy", "pickled"), [("dp", False), ("fsdp", False), ("fsdp", True)])
+def test_copies_are_plain_models(two: Ranks, strategy, pickled):
+    assert two.run(copies, strategy, pickled) == [{"weights": [], "grads": True}] * 2
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])

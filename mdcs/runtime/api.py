@@ -102,10 +102,10 @@ class Parallel:
         problem: ValueError | None = None
         try:
             checks.fits_processes(plan, processes, backend_of(group, device), emulate)
-            checks.fits_job(plan, clip_norm, loss_scale, optimizer)
-            check(plan)
             checks.covers(model, units, optimizer)
             check_buffers(model)
+            checks.fits_job(plan, clip_norm, loss_scale, optimizer)
+            check(plan)
             ordered = checks.match(plan, units, groups)
         except ValueError as e:
             problem = e

@@ -365,7 +365,7 @@ def untrained(what: str) -> str:
         ("a sparse buffer", "index: torch.sparse_coo buffers are not supported"),
         ("a hook on step", "SGD has hooks on step()"),
         ("a hook for gradients", "body.weight: has a hook for its accumulated gradient"),
-        ("twice", "hooks on step()"),
+        ("twice", "parallelize() once"),
     ],
 )
 def test_what_would_not_be_trained_is_named_before_step_1(two: Ranks, what, message):

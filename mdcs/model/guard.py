@@ -6,6 +6,7 @@ nothing is intercepted while it is open, autograd's own work never is, and openi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,9 +48,12 @@ _NAMES = {
 
 
 class Closed:
-    """The class of closed parameters, with their own one; ``guard`` is of those of one :class:`Guard`."""
+    """The class of closed parameters, with their own one; ``guard`` is that of all of them.
 
-    guard: Guard
+    It is a weak reference: a class is garbage of the kind that is collected late, and must not keep parameters until then.
+    """
+
+    guard: weakref.ref[Guard]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,17 +63,25 @@ class Closed:
                 what: str = _NAMES.get(func) or getattr(func, "__name__", "") or str(func)
                 for p in _closed([*args, *(kwargs or {}).values()]):
                     if what != THAW or p.requires_grad is not (args[1] if len(args) > 1 else True):  # type: ignore[attr-defined]
-                        type(p).guard.refuse(p, what)
+                        _refuse(p, what)
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self.guard.refuse(self, "deepcopy")
+        _refuse(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.guard.refuse(self, "pickle")
+        _refuse(self, "pickle")
 
     def __repr__(self, **_: Any) -> str:
-        return f"Parameter({self.guard.name_of(self)}, closed)"
+        guard = self.guard()
+        return f"Parameter({guard.name_of(self) if guard else '?'}, closed)"
+
+
+def _refuse(parameter: Closed, what: str) -> None:
+    guard = type(parameter).guard()
+    if guard is None:
+        raise RuntimeError(f"a parameter cannot be used any more ({what}): who took it is gone, and has left it in pieces")
+    guard.refuse(parameter, what)
 
 
 def _closed(values: Iterable[Any]) -> Iterator[Closed]:
@@ -88,7 +100,7 @@ class Guard:
         self._parameters = [(name, p, type(p), self._closed_class(type(p))) for name, p in parameters]
 
     def _closed_class(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
-        return type(f"Closed{own.__name__}", (Closed, own), {"guard": self})
+        return type(f"Closed{own.__name__}", (Closed, own), {"guard": weakref.ref(self)})
 
     def open(self) -> None:
         """Let the parameters be used by all."""

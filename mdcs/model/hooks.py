@@ -49,8 +49,8 @@ class Hooks:
         for u, unit in enumerate(units):
             for module in unit.modules:
                 # Ahead of hooks that others have put there: those may read parameters, as weight_norm's does.
-                self._handles.append(module.register_forward_pre_hook(self._before(u, module), prepend=True))
-                self._handles.append(module.register_forward_hook(self._after(u, module)))
+                self._handles.append(module.register_forward_pre_hook(untraced(self._before(u, module)), prepend=True))
+                self._handles.append(module.register_forward_hook(untraced(self._after(u, module))))
             if unit.trainable:
                 for i, (_, p) in enumerate(unit.parameters):
                     self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i)))
@@ -119,6 +119,11 @@ class Hooks:
     def _end_backward(self) -> None:
         self._end_queued = False
         self._listener.backward_end()
+
+
+def untraced(hook: Any) -> Any:
+    """The hook, which torch.compile leaves out of what it compiles, so that compiled modules may have it."""
+    return torch.compiler.disable(hook)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

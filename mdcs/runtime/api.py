@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mdcs.measure.memory import current_meter
 from mdcs.measure.timeline import Interval
-from mdcs.model.hooks import Hooks
+from mdcs.model.hooks import Hooks, untraced
 from mdcs.model.optimizers import parameter_groups
 from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger, check
@@ -29,7 +29,7 @@ from mdcs.runtime.buffers import Buffers, broadcast, check_buffers
 from mdcs.runtime.communicator import Communicator, backend_of
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
-from mdcs.runtime.errors import RunError
+from mdcs.runtime.errors import Place, RunError
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import executor_for
 from mdcs.runtime.gathering import Gathering
@@ -95,6 +95,7 @@ class Parallel:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         if emulate is not None:
             self.rank = emulate.rank
+        self._place = Place(self.rank)
         device = units[0].parameters[0][1].device
         groups = parameter_groups(optimizer)
         ordered: list[list[tuple[str, nn.Parameter]]] = []
@@ -124,8 +125,14 @@ class Parallel:
         self._buffers = Buffers(model, broadcast_buffers)
         ledger = Ledger(plan, self.rank)
         self._ended: str | None = None  # why there are no whole parameters any more
+        own = weakref.ref(self)  # that a closed model does not keep this
+
+        def refuse(name: str, what: str) -> RunError | None:
+            parallel = own()
+            return RunError(misuse.left_in_pieces(name, "it is gone")) if parallel is None else parallel._refuse(name, what)
+
         self._storages = [
-            UnitStorage(plan, u, parameters, self.rank, self._meter, self._refuse) for u, parameters in enumerate(ordered)
+            UnitStorage(plan, u, parameters, self.rank, self._meter, refuse) for u, parameters in enumerate(ordered)
         ]
         group_of = [list(dict.fromkeys(groups[p] for _, p in ps if p in groups)) or [0] for ps in ordered]
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
@@ -152,13 +159,13 @@ class Parallel:
             plan, ledger, self._storages, self._dispatcher, self._updates, self._account, self._executor,
             self._recorder, self._meter,
         )  # fmt: skip
-        self._gathering = Gathering(self._storages, self._wire, self._account, self._executor, self._during)
+        self._gathering = Gathering(self._storages, self._wire, self._account, self._executor, self._place)
         self._evaluation = Evaluation(
-            units, self._storages, ledger, self._gathering, self._groups, self._during, self.rank
+            units, self._storages, ledger, self._gathering, self._groups, self._place
         )
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self._walker)
-        self._handles = [m.register_forward_pre_hook(self._forward_of(m)) for u in units for m in u.modules]
+        self._handles = [m.register_forward_pre_hook(untraced(self._forward_of(m))) for u in units for m in u.modules]
         self._handles += misuse.refuse_calls(optimizer, self.rank)
         for storage in self._storages:
             if not storage.is_plain:
@@ -192,16 +199,16 @@ class Parallel:
         if self._walker.after_micro_step:
             self._walker.end_short()
         if not self._walker.at_turn or not self._walker.due:
-            raise self._error(f"step() needs {self.plan.micro_steps} forward and backward passes before it")
+            raise self._place.error(f"step() needs {self.plan.micro_steps} forward and backward passes before it")
         problem = misuse.unseen_change(self.optimizer, self._updates, self._storages, self._buffers, self.plan.world)
         if problem is not None:
-            raise self._error(problem)
+            raise self._place.error(problem)
         self._recorder.step(self._walker.step, self._executor.stamp())
         self._walker.step += 1
         self._walker.due = False
-        self._dispatcher.step = self._walker.step
+        self._dispatcher.step = self._place.step = self._walker.step
         if self._buffers.option and self._groups.world > 1:
-            self._buffers.broadcast(self._groups.talk, self._during)
+            self._buffers.broadcast(self._groups.talk, self._place)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
 
     def drain(self) -> None:
@@ -212,7 +219,7 @@ class Parallel:
         self._dispatcher.check()
         self._not_lent("drain()")
         if not self._walker.at_turn:
-            raise self._error("drain() inside an iteration")
+            raise self._place.error("drain() inside an iteration")
         self._finish(self._walker.rounds)
         for storage in self._storages:
             if storage.strategy.value == "dp" and storage.is_plain:
@@ -223,7 +230,7 @@ class Parallel:
         """All messages issued, and the updates of period ``round_``."""
         self._dispatcher.finish_iteration(round_ * self._dispatcher.n)
         if self._groups.world > 1 and self._buffers.option is not False:
-            self._buffers.broadcast(self._group, self._during)
+            self._buffers.broadcast(self._group, self._place)
 
     @torch.inference_mode(False)
     def abandon(self) -> None:
@@ -235,11 +242,11 @@ class Parallel:
         self._dispatcher.check()
         self._not_lent("abandon()")
         self._walker.leave_forward()
-        with self._during("abandon()"):
+        with self._place.during("abandon()"):
             answers = self._groups.exchange((self._walker.step, self._walker.progress, self._walker.is_torn))
         problem = misuse.disagreement(answers)
         if problem is not None:
-            raise self._error(f"the iteration cannot be given up: {problem}: start again from a checkpoint")
+            raise self._place.error(f"the iteration cannot be given up: {problem}: start again from a checkpoint")
         self._give_up(max(progress for _, progress, _ in answers))
 
     def _give_up(self, progress: int) -> None:
@@ -295,7 +302,7 @@ class Parallel:
     @torch.inference_mode(False)
     def _write_back(self, storage: UnitStorage) -> None:
         if self._groups.world > 1:
-            with self._during(f"broadcast of {storage.name}"):
+            with self._place.during(f"broadcast of {storage.name}"):
                 broadcast(storage.full, self._group)
         storage.adopt()
 
@@ -463,28 +470,15 @@ class Parallel:
 
     # -- errors -------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _during(self, what: str) -> Iterator[None]:
-        """Name rank and step in errors of collectives that are no messages of the plan."""
-        try:
-            yield
-        except RunError:
-            raise
-        except RuntimeError as e:
-            raise self._error(f"{what}: {e}") from e
-
-    def _error(self, what: str) -> RunError:
-        return RunError(f"rank {self.rank}, step {self._walker.step}: {what}")
-
     def _not_lent(self, what: str) -> None:
         if self._closed:
             raise RunError(f"rank {self.rank}: {what} after close()")
         if self._walker.lent:
-            raise self._error(f"{what} inside {self._walker.lent}")
+            raise self._place.error(f"{what} inside {self._walker.lent}")
 
     def _refuse(self, name: str, what: str) -> RunError | None:
         """What using a closed parameter raises."""
         if self._ended is not None:
             return RunError(f"rank {self.rank}: {misuse.left_in_pieces(name, self._ended)}")
         problem = misuse.use(name, what, self._walker.due)
-        return None if problem is None else self._error(problem)
+        return None if problem is None else self._place.error(problem)

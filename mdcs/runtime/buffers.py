@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mdcs.model.units import UnsupportedModel
+from mdcs.runtime.errors import Place
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -47,11 +45,11 @@ class Buffers:
                 return name
         return None
 
-    def broadcast(self, group: dist.ProcessGroup | None, during: Callable[[str], AbstractContextManager[None]]) -> None:
+    def broadcast(self, group: dist.ProcessGroup | None, place: Place) -> None:
         """Rank 0's to all; every rank must call it."""
         with torch.no_grad(), torch.inference_mode(False):
             for name, buffer in self._model.named_buffers():
-                with during(f"broadcast of buffer {name}"):
+                with place.during(f"broadcast of buffer {name}"):
                     broadcast(buffer, group)
         self.note()
 

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mdcs.model.hooks import untraced
 from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger
-from mdcs.runtime.errors import RunError
-from mdcs.runtime.gathering import During, Gathering
+from mdcs.runtime.errors import Place
+from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.storage import UnitStorage
 
@@ -29,10 +30,10 @@ class Evaluation:
 
     def __init__(
         self, units: Sequence[ModelUnit], storages: Sequence[UnitStorage], ledger: Ledger, gathering: Gathering,
-        groups: Groups, during: During, rank: int,
+        groups: Groups, place: Place,
     ) -> None:  # fmt: skip
         self._units, self._storages, self._gathering, self._groups = units, storages, gathering, groups
-        self._during, self._rank = during, rank
+        self._place = place
         self._slot_bytes = max(slot.peak for slot in ledger.slots)
 
     @contextmanager
@@ -50,8 +51,8 @@ class Evaluation:
             for u, unit in enumerate(self._units):
                 for module in unit.modules:
                     if u not in before:
-                        handles.append(module.register_forward_pre_hook(self._before(u, in_use), prepend=True))
-                        handles.append(module.register_forward_hook(self._after(u, in_use)))
+                        handles.append(module.register_forward_pre_hook(untraced(self._before(u, in_use)), prepend=True))
+                        handles.append(module.register_forward_hook(untraced(self._after(u, in_use))))
             yield
             if not at_once:
                 self._join()
@@ -88,15 +89,15 @@ class Evaluation:
         """The unit that is gathered next, as told by all ranks; None when none needs any."""
         if self._groups.world == 1:
             return unit
-        with torch.inference_mode(False), self._during("evaluation"):
+        with torch.inference_mode(False), self._place.during("evaluation"):
             wanted = torch.tensor([_NONE, _NONE] if unit is None else [unit, -unit])
             dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self._groups.talk)
         most, least = wanted[0].item(), -wanted[1].item()
         if most == _NONE:
             return None
         if most != least:
-            raise RunError(
-                f"rank {self._rank}: ranks evaluate different parts of the model: {self._units[int(least)].name} and "
+            raise self._place.error(
+                f"ranks evaluate different parts of the model: {self._units[int(least)].name} and "
                 f"{self._units[int(most)].name}"
             )
         return int(most)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mdcs.runtime.account import Account
+from mdcs.runtime.errors import Place
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Wire
 
-During = Callable[[str], AbstractContextManager[None]]
-
 
 class Gathering:
-    """Gathers units, and frees them. Nothing of the plan may be in flight; every rank must gather the same.
-
-    ``during`` names what goes wrong inside it.
-    """
+    """Gathers units, and frees them. Nothing of the plan may be in flight; every rank must gather the same."""
 
     def __init__(
-        self, storages: Sequence[UnitStorage], wire: Wire, account: Account, executor: Executor, during: During
+        self, storages: Sequence[UnitStorage], wire: Wire, account: Account, executor: Executor, place: Place
     ) -> None:
         self._storages, self._wire, self._account, self._executor = storages, wire, account, executor
-        self._during = during
+        self._place = place
         self._kept: set[int] = set()
 
     def begin(self) -> None:
@@ -41,7 +36,7 @@ class Gathering:
             with self._executor.communicating(), torch.inference_mode(False), torch.no_grad():
                 self._executor.after(here)  # compute may still read what the unit before it left
                 self.allocate(unit)
-                with self._during(f"gather of {storage.name}"):
+                with self._place.during(f"gather of {storage.name}"):
                     self._executor.finish(self._wire.gather_now(unit))
         storage.guard.open()
 
@@ -70,7 +65,7 @@ class Gathering:
         for b, part in blocks.items():
             whole[storage.own(b)] = part
         if storage.strategy.value != "dp":
-            with self._executor.communicating(), self._during(f"gather of {storage.name}'s gradient"):
+            with self._executor.communicating(), self._place.during(f"gather of {storage.name}'s gradient"):
                 self._executor.finish(self._wire.gather_flat(unit, whole))
         return whole
 

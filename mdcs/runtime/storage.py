@@ -135,8 +135,9 @@ class UnitStorage:
 
     def move(self, device: torch.device) -> None:
         """Give the parameters memory of their own, with what they hold."""
-        for p in self.parameters:
-            p.data = p.detach().to(device, copy=True)
+        with self.meter.tag("parameters"):
+            for p in self.parameters:
+                p.data = p.detach().to(device, copy=True)
 
     def move_back(self, keep_changes: bool) -> None:
         """Make the parameters views of the full buffer again, and put there what they hold if ``keep_changes``."""

@@ -795,3 +795,27 @@ def watch(strategy: str) -> list[str]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_on_purpose(two: Ranks, strategy):
     assert two.run(watch, strategy) == [[], []]
+
+
+def compiled(strategy: str, what: str) -> list[str]:
+    job = Job("tied", optimizer="plain sgd", steps=2)
+    made, twin = setup("tied"), setup("tied")
+    for model in (made.model, twin.model):
+        for module in (model.blocks if what == "blocks" else [model]):
+            module.compile(backend="eager")
+    ddp = nn.parallel.DistributedDataParallel(twin.model, process_group=dist.new_group())
+    theirs = optimizer_for(job.optimizer, twin.model)
+    with parallel_for(job, how(strategy), made) as (_, parallel, _):
+        for step in range(job.steps):
+            one_step(made, parallel, step)
+            made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
+            theirs.step()
+            theirs.zero_grad()
+        with parallel.evaluate(), torch.no_grad():
+            made.loss(made.model, made.batch(0, 0, 0))
+        return differing(parallel.state_dict(), twin.model.state_dict())
+
+
+@pytest.mark.parametrize(("strategy", "what"), [("dp", "blocks"), ("fsdp", "blocks"), ("fsdp", "model")])
+def test_compiled_blocks_and_models(two: Ranks, strategy, what):
+    assert two.run(compiled, strategy, what) == [[], []]

@@ -81,10 +81,10 @@ def measure(models: list[str], counts: list[int], overrides: list[str]) -> int:
 
 def compare(folder: Path, common: list[str], plans: list[str]) -> Iterator[tuple[float, dict[str, Any]] | None]:
     """The runs of one model on so many ranks, each with its ratio; None for one that failed."""
-    share, console = Profiles(), Console(stderr=True)
+    known, console = Profiles(), Console(stderr=True)
 
     def run(name: str, *overrides: str, only: str | None = None) -> Path | None:
-        outcome = jobs.run(compose_config([*common, *overrides]), folder / name, console, share=share, only=only)
+        outcome = jobs.run(compose_config([*common, *overrides]), folder / name, console, known=known, only=only)
         if not outcome.ok:
             console.print(f"{' '.join([*common, *overrides])}: {outcome.reason}", markup=False)
         return folder / name if outcome.ok else None

@@ -47,7 +47,7 @@ def compare(rounds: int, overrides: list[str], console: Console) -> int:
             for name in CANDIDATES:
                 config = compose_config(["experiment=bench", f"scheduler={name}", *overrides])
                 run = Path(folder) / f"{round_}-{name}"
-                outcome = jobs.run(config, run, console, share=profiles)
+                outcome = jobs.run(config, run, console, known=profiles)
                 if not outcome.ok:
                     console.print(f"{name}: {outcome.reason}", markup=False)
                     return 1

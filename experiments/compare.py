@@ -136,7 +136,7 @@ class Comparison:
     def __init__(self, arguments: argparse.Namespace, module: str) -> None:
         self.asked, self.module, self.out = arguments, module, arguments.out.resolve()
         self.console = Console(stderr=True)
-        self.share = Profiles()
+        self.known = Profiles()
         self.plans = {BASE: _planned(arguments.overrides)}
         for extra in arguments.mdcs:
             name = " ".join([BASE, *(o.partition("=")[2] for o in extra.split())])
@@ -191,7 +191,7 @@ class Comparison:
     def _floor(self) -> int | None:
         """Of the profile, which is measured if it is not known; None, and a line, if that fails."""
         folder = self.out / "runs" / "profile"
-        outcome = jobs.run(self.config, folder, self.console, share=self.share, only="profile", worker=self.module)
+        outcome = jobs.run(self.config, folder, self.console, known=self.known, only="profile", worker=self.module)
         if not outcome.ok:
             self.console.print(f"no profile: {outcome.reason}", markup=False, soft_wrap=True)
             return None
@@ -209,7 +209,7 @@ class Comparison:
 
     def _turn(self, number: int, candidate: Candidate) -> None:
         folder = self.out / "runs" / f"{number}-{re.sub(r'[^a-z0-9.]+', '-', _key(candidate).lower())}"
-        outcome = jobs.run(candidate.config, folder, self.console, share=self.share, worker=self.module)
+        outcome = jobs.run(candidate.config, folder, self.console, known=self.known, worker=self.module)
         if not outcome.ok:
             self.failed[_key(candidate)] = outcome.reason
             self.console.print(f"{_key(candidate)}: {outcome.reason}", markup=False, soft_wrap=True)

@@ -52,9 +52,9 @@ def main(module: str = jobs.WORKER) -> int:
     console.width = console.width if console.is_terminal else WIDTH
 
     def plan(config: Config, folder: Path) -> str:
-        share = Profiles()
-        config, reason = checkpointing.decide(config, folder, console, share=share, module=module)
-        reason = reason or jobs.plan(config, folder, console, share=share, worker=module)
+        known = Profiles()
+        config, reason = checkpointing.decide(config, folder, console, known=known, module=module)
+        reason = reason or jobs.plan(config, folder, console, known=known, worker=module)
         if not reason:
             made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
             # One that solves for a while is not asked again for every unit, nor can there be one of joint.

@@ -28,10 +28,10 @@ def main(worker: str = jobs.WORKER) -> int:
 
     def train(config: Config, folder: Path) -> str:
         in_sweep = config.run.sweep is not None
-        config, reason = checkpointing.decide(config, folder, console, share=profiles, module=worker)
+        config, reason = checkpointing.decide(config, folder, console, known=profiles, module=worker)
         if reason:
             return reason
-        outcome = jobs.run(config, folder, console, share=profiles, worker=worker)
+        outcome = jobs.run(config, folder, console, known=profiles, worker=worker)
         if outcome.ok and not in_sweep:
             print()
             analysis.print_table(analysis.load_sweep(folder))

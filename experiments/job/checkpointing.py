@@ -20,7 +20,7 @@ _WAYS = {"without": False, "with": True}
 
 
 def decide(
-    config: Config, folder: Path, console: Console, *, share: Profiles | None = None, module: str = jobs.WORKER
+    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER
 ) -> tuple[Config, str]:
     """The config with `model.checkpointing` decided if it is auto, and why that is not possible (empty if it is).
 
@@ -28,13 +28,13 @@ def decide(
     """
     if config.model.checkpointing != "auto":
         return config, ""
-    share = share or Profiles()
+    known = known or Profiles()
     model: Any = config.model  # of a class that has the option, as it was set to auto
     ways = {w: dataclasses.replace(config, model=dataclasses.replace(model, checkpointing=c)) for w, c in _WAYS.items()}
     found, reasons = dict[str, float](), dict[str, str]()
     for way, job in ways.items():
         own = folder / f"checkpointing-{way}"
-        reasons[way] = jobs.plan(job, own, console, share=share, worker=module)
+        reasons[way] = jobs.plan(job, own, console, known=known, worker=module)
         if not reasons[way]:
             prediction = Plan.from_json((own / "plan.json").read_text(encoding="utf-8")).prediction
             assert prediction is not None

@@ -48,14 +48,14 @@ def run(
     folder: Path,
     console: Console,
     *,
-    share: Profiles | None = None,
+    known: Profiles | None = None,
     only: str | None = None,
     worker: str = WORKER,
 ) -> Outcome:
     """Run the job in `folder` to its end; how it ended is in metrics.jsonl too. Ctrl-C ends the ranks and
     is raised again.
 
-    share: the profiles that this program knows; jobs that are given the same ones share what they measure.
+    known: the profiles that this program knows; jobs that are given the same ones share what they measure.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
     that is not of ranks, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
     for an engine that cannot run here or, with `only`, does not plan.
@@ -70,8 +70,8 @@ def run(
     _require_decided(config)
     config.engine.require()
     folder = folder.resolve()
-    share = share or Profiles()
-    reused = share.find(config) if config.engine.plans else None
+    known = known or Profiles()
+    reused = known.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
     begin(resolved, folder, trains=only is None)
@@ -113,7 +113,7 @@ def run(
             mirror.pictures(_draw(folder))
         mirror.finish(outcome.ok)
     if reused is None and config.engine.plans:
-        share.keep(config, folder)
+        known.keep(config, folder)
     return outcome
 
 
@@ -131,14 +131,14 @@ def begin(config: Config, folder: Path, *, trains: bool = True) -> None:
 
 
 def known_profile(
-    config: Config, folder: Path, console: Console, *, share: Profiles | None = None
+    config: Config, folder: Path, console: Console, *, known: Profiles | None = None
 ) -> tuple[Config, Profile] | None:
     """The resolved config and its profile, if no ranks are needed for it; both are in the folder then. Raises ConfigError
     for an engine that does not plan, and for checkpointing that is not decided.
     """
     _require_plan(config)
     _require_decided(config)
-    reused = (share or Profiles()).find(config)
+    reused = (known or Profiles()).find(config)
     resolved = resolve(config, profile=reused)
     profile = profiles.known(resolved)
     if profile is None:
@@ -150,13 +150,13 @@ def known_profile(
     return resolved, profile
 
 
-def plan(config: Config, folder: Path, console: Console, *, share: Profiles | None = None, worker: str = WORKER) -> str:
+def plan(config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER) -> str:
     """Leave plan.json in the folder, without ranks if the profile is known; the reason why there is none, empty if there is.
     Raises ConfigError as `run` and `known_profile` do.
     """
-    found = known_profile(config, folder, console, share=share)
+    found = known_profile(config, folder, console, known=known)
     if found is None:
-        return run(config, folder, console, share=share, only="plan", worker=worker).reason
+        return run(config, folder, console, known=known, only="plan", worker=worker).reason
     resolved, profile = found
     job = job_of(resolved, profile)
     try:

@@ -210,7 +210,7 @@ class _Message:
 
     def land(self) -> None:
         """What follows the collective."""
-        if self.kind is Kind.RS and self.collectives.reduce_scatter == "all_to_all":
+        if self.collectives.sums_afterwards(self.kind):
             torch.sum(self.received.view(self.world, -1), dim=0, out=self.out)
 
 

@@ -45,7 +45,7 @@ class EmulatedCommunicator:
     def reduce_scatter(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Arriving:
         """As if every rank had this rank's ``buffer``; ``out`` gets this rank's part of the sum."""
         own = buffer.chunk(self.world)[self.rank]
-        if self.collectives.reduce_scatter == "all_to_all":
+        if self.collectives.sums_afterwards(Kind.RS):
             assert received is not None
             summands = received.view(self.world, -1)
             return Arriving(lambda: summands.copy_(own))

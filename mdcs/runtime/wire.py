@@ -118,7 +118,7 @@ class Wire:
         if self.world == 1:
             for (u, b), shard in transfer.shards.items():
                 shard.copy_(self.storages[u].gradient[self.storages[u].region(b)])
-        elif message.kind is Kind.RS and self.collectives.reduce_scatter == "all_to_all":
+        elif self.collectives.sums_afterwards(message.kind):
             assert transfer.received is not None
             by_rank = transfer.received.view(self.world, -1)
             start = 0

@@ -36,15 +36,15 @@ def composed(*overrides: str) -> Config:
 
 
 def decided(tmp_path: Path, budget: int | None) -> tuple[Config, str, str]:
-    share = Profiles()
+    known = Profiles()
     for name, setting, profile in (("off", "false", PROFILE), ("on", "true", recomputing(PROFILE))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "profile.json").write_text(profile.to_json())
-        share.keep(composed(f"model.checkpointing={setting}"), tmp_path / name)
+        known.keep(composed(f"model.checkpointing={setting}"), tmp_path / name)
     said = Console(width=200, file=io.StringIO(), record=True)
     limit = [] if budget is None else [f"budget.gib={budget / 2**30!r}"]
     job = composed("model.checkpointing=auto", *limit)
-    return *checkpointing.decide(job, tmp_path / "job", said, share=share), said.export_text()
+    return *checkpointing.decide(job, tmp_path / "job", said, known=known), said.export_text()
 
 
 def test_what_needs_no_recomputation_does_without(tmp_path):

@@ -12,7 +12,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
+from experiments.tasks.bert import Bert
+from experiments.tasks.gpt2 import Gpt2
+from experiments.tasks.model import Model
+from experiments.tasks.resnet import ResNet
 from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.ilp.joint import Joint
@@ -98,10 +102,10 @@ def tied(blocks: int = 3) -> Setup:
     return Setup(model, loss, mdcs.ByClass(("Sequential",)), batch)
 
 
-TINY: dict[str, dict[str, Any]] = {
-    "gpt2": {"name": "gpt2-tiny", "width": 16, "heads": 2, "sequence": 8, "vocab": 31},
-    "bert": {"name": "bert-tiny", "layers": 1, "width": 16, "heads": 2, "sequence": 8, "vocab": 31},
-    "resnet": {"name": "resnet-tiny", "image": 16, "depths": (1, 1), "hidden_sizes": (64, 128)},
+TINY: dict[str, Model] = {
+    "gpt2": Gpt2(layers=2, width=16, heads=2, sequence=8, vocab=31),
+    "bert": Bert(layers=1, width=16, heads=2, sequence=8, vocab=31),
+    "resnet": ResNet(image=16, depths=(1, 1), hidden_sizes=(64, 128), width_divisor=16, classes=10),
 }
 
 
@@ -134,17 +138,14 @@ def twice() -> Setup:
 
 
 def tiny(name: str, samples: int = 2, **options: Any) -> Setup:
-    """A model of :mod:`experiments.tasks.models` in miniature, its blocks or, with "/leaf", its leaves being the units.
+    """A model of :mod:`experiments.tasks` in miniature, its blocks or, with "/leaf", its leaves being the units.
 
     "frozen" is a gpt2 whose first block is frozen, "checkpointed" one that computes its blocks again in backward.
     """
-    from experiments.tasks import models  # transformers takes seconds, and some ranks never need it
-
     name, _, wrap = name.partition("/")
-    shape = dict(TINY["gpt2" if name in ("frozen", "checkpointed") else name], **options)
     if name == "checkpointed":
-        shape["checkpointing"] = True
-    task = models.build(shape.pop("name"), **shape)
+        options["checkpointing"] = True
+    task = replace(TINY["gpt2" if name in ("frozen", "checkpointed") else name], **options).build()
     if name == "frozen":
         for parameter in task.model.transformer.h[0].parameters():  # type: ignore[union-attr]
             parameter.requires_grad_(False)

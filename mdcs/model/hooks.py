@@ -126,6 +126,7 @@ class ModuleHook:
         self._hook = torch.compiler.disable(hook)
 
     def __call__(self, *arguments: Any) -> None:
+        """Call the hook."""
         self._hook(*arguments)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:

@@ -25,7 +25,7 @@ class Account:
         """Nothing is held but what is at rest."""
         self.live = dict.fromkeys(CATEGORIES, 0) | self.at_rest
         self.reserved = sum(self.at_rest.values())
-        self.rest = 0  # activations and workspace of the slot compute is in
+        self.activations = 0  # and workspace, of the slot compute is in
 
     def reset(self) -> None:
         """Peaks and windows start again from what is live."""
@@ -33,7 +33,7 @@ class Account:
         self._window = self._now()
 
     def _now(self) -> dict[str, int]:
-        now = dict(self.live, activations=self.rest)
+        now = dict(self.live, activations=self.activations)
         now["total"] = sum(now.values())
         return now
 
@@ -43,9 +43,9 @@ class Account:
         if size > 0:
             self._note()
 
-    def enter(self, rest: int) -> None:
-        """Compute enters a slot that needs ``rest`` bytes beside the registered buffers."""
-        self.rest = rest
+    def enter(self, activations: int) -> None:
+        """Compute enters a slot that needs so many bytes beside the registered buffers."""
+        self.activations = activations
         self._note()
 
     def _note(self) -> None:

@@ -226,9 +226,9 @@ class Parallel:
                 storage.guard.open()
 
     @torch.inference_mode(False)
-    def _finish(self, round_: int) -> None:
-        """All messages issued, and the updates of period ``round_``."""
-        self._dispatcher.finish_iteration(round_ * self._dispatcher.n)
+    def _finish(self, period: int) -> None:
+        """All messages issued, and the updates of a period."""
+        self._dispatcher.finish_iteration(period * self._dispatcher.n)
         if self._groups.world > 1 and self._buffers.option is not False:
             self._buffers.broadcast(self._group, self._place)
 

@@ -81,7 +81,7 @@ class Dispatcher:
 
     # -- called by the training thread --------------------------------------------------------------------------
 
-    def issue(self, index: int, rest: int, mark: Any) -> None:
+    def issue(self, index: int, activations: int, mark: Any) -> None:
         """Reserve the message's bytes, waiting for those in flight if need be, and let it start."""
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
@@ -90,7 +90,7 @@ class Dispatcher:
                 self._skipped.add(index)
             else:
                 self.wait(
-                    lambda: self.account.fits(effect.held + rest, self._pending(index)),
+                    lambda: self.account.fits(effect.held + activations, self._pending(index)),
                     f"bytes for {self.describe(i)}",
                 )
                 self.account.reserve((effect.held,))

@@ -51,13 +51,13 @@ class Recorder:
         s = self.plan.period.slots[slot]
         self._add("compute", self.plan.period.name(slot), s.phase, self.plan.profile.units[s.unit].name, begin, end, 0)
 
-    def message(self, message: Message, round_: int, begin: Any, end: Any) -> None:
-        """``round_`` is the period it belongs to; 0 is the prologue."""
+    def message(self, message: Message, period: int, begin: Any, end: Any) -> None:
+        """``period`` is which it belongs to; 0 is the prologue."""
         names = self._names(message)
         wire = self.plan.wire(message)
         with self._lock:
-            self._sent.setdefault(round_, Counter())[str(message.kind)] += wire
-            self._count.setdefault(round_, Counter())[str(message.kind)] += 1
+            self._sent.setdefault(period, Counter())[str(message.kind)] += wire
+            self._count.setdefault(period, Counter())[str(message.kind)] += 1
         self._add("message", f"{message.kind}:{names}", str(message.kind), names, begin, end, wire)
 
     def update(self, message: Message, begin: Any, end: Any) -> None:

@@ -44,13 +44,13 @@ def test_an_equal_job_of_another_program_finds_the_profile(folder):
 
 
 def test_a_folder_has_the_profile_of_its_last_job_and_one_that_is_gone_is_not_found(folder):
-    share, asked, other = Profiles(), composed("profile.cache=false"), composed("profile.cache=false", "model.layers=3")
-    share.keep(asked, folder)
-    assert share.find(asked) == folder / "profile.json"
-    share.keep(other, folder)
-    assert share.find(asked) is None and share.find(other) == folder / "profile.json"
+    known, asked, other = Profiles(), composed("profile.cache=false"), composed("profile.cache=false", "model.layers=3")
+    known.keep(asked, folder)
+    assert known.find(asked) == folder / "profile.json"
+    known.keep(other, folder)
+    assert known.find(asked) is None and known.find(other) == folder / "profile.json"
     (folder / "profile.json").unlink()
-    assert share.find(other) is None
+    assert known.find(other) is None
 
 
 @pytest.mark.parametrize(

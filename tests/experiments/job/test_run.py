@@ -22,20 +22,20 @@ def composed(*overrides: str) -> Config:
         return checks.compose_config(["run.steps=3", "run.warmup_steps=1", *overrides])
 
 
-def run(folder: Path, *overrides: str, share: Profiles | None = None):
+def run(folder: Path, *overrides: str, known: Profiles | None = None):
     """The outcome of a job whose ranks are the stub."""
     console = Console(file=io.StringIO())
-    return jobs.run(composed(*overrides), folder, console, share=share, worker="tests.experiments.stub_worker")
+    return jobs.run(composed(*overrides), folder, console, known=known, worker="tests.experiments.stub_worker")
 
 
 def test_a_job_that_fails_early_has_nothing_of_the_former_one(tmp_path):
     assert run(tmp_path, "strategy=dp", "profile.cache=false").ok
     for name in LEFT:
         shutil.copy(PROFILE, tmp_path / name)
-    share, asked = Profiles(), ("model.layers=3", "strategy=fsdp", "scheduler=dear", "budget.gib=0.5", "run.name=early")
-    assert not run(tmp_path, *asked, share=share).ok
+    known, asked = Profiles(), ("model.layers=3", "strategy=fsdp", "scheduler=dear", "budget.gib=0.5", "run.name=early")
+    assert not run(tmp_path, *asked, known=known).ok
     assert not any((tmp_path / name).exists() for name in LEFT)
-    assert share.find(composed(*asked)) is None and not cache_folder().exists()
+    assert known.find(composed(*asked)) is None and not cache_folder().exists()
 
     events = read_events(tmp_path / METRICS)
     assert [event["event"] for event in events] == ["job", "start", *["step"] * 3, "summary", "job", "failure"]

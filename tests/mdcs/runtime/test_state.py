@@ -349,7 +349,7 @@ def train_in_a_subgroup() -> list[str] | None:
     from mdcs.planner.named import SCHEDULERS
     from mdcs.planner.named import STRATEGIES as PLANNERS
 
-    plan = mdcs.make_plan(Job(profile, cross_iteration=False), PLANNERS["random"](), SCHEDULERS["priority"]())
+    plan = mdcs.make_plan(mdcs.Job(profile, cross_iteration=False), PLANNERS["random"](), SCHEDULERS["priority"]())
     with mdcs.parallelize(
         made.model, optimizer, plan, units, group=group, clip_norm=0.1, timeout_s=20
     ) as parallel:

@@ -220,7 +220,7 @@ class Parallel:
         self._not_lent("drain()")
         if not self._walker.at_turn:
             raise self._place.error("drain() inside an iteration")
-        self._finish(self._walker.rounds)
+        self._finish(self._walker.periods)
         for storage in self._storages:
             if storage.strategy.value == "dp" and storage.is_plain:
                 storage.guard.open()
@@ -251,7 +251,7 @@ class Parallel:
 
     def _give_up(self, progress: int) -> None:
         self._walker.walk(progress)
-        self._finish(self._walker.rounds - self._walker.due)
+        self._finish(self._walker.periods - self._walker.due)
         self._walker.restart()
 
     def evaluate(self) -> AbstractContextManager[None]:
@@ -430,7 +430,7 @@ class Parallel:
                 self._give_up(progress)
             else:
                 walker.walk(progress)
-                self._finish(walker.rounds)
+                self._finish(walker.periods)
             if self.plan.budget is not None:
                 self._executor.limit(None)
             self._gathering.begin()

@@ -60,9 +60,9 @@ class Dispatcher:
         self.lock = account.lock
         self.n = len(plan.messages)
         self.issued = self.started = self.processed = 0
-        self.first_round = 0  # the period whose gathers alone are sent: the prologue
+        self.first_period = 0  # the period whose gathers alone are sent: the prologue
         self.step = 1
-        self._rounds_ahead = 0  # a period's number less its iteration's
+        self._periods_ahead = 0  # a period's number less its iteration's
         self.error: BaseException | None = None
         self._stop = False
         self._skipped: set[int] = set()  # sent ahead of their turn by drain(), or not sent in the prologue
@@ -102,7 +102,7 @@ class Dispatcher:
                 self.wait_for(index + 1, self.describe(i))
 
     def _in_prologue(self, index: int) -> bool:
-        return index < (self.first_round + 1) * self.n
+        return index < (self.first_period + 1) * self.n
 
     def _pending(self, upcoming: int | None = None) -> int:
         """The most bytes that messages not yet done may take while in flight."""
@@ -152,7 +152,7 @@ class Dispatcher:
         with self.lock:
             self.wait_for(self.issued, "the messages in flight")
             first = self.issued
-        if base <= self.first_round * self.n:
+        if base <= self.first_period * self.n:
             return  # the prologue reduces nothing
         ahead = [
             index
@@ -206,14 +206,14 @@ class Dispatcher:
     def restart(self) -> int:
         """Forget the plan's place, with nothing in flight: the next period is a prologue. Returns its number."""
         with self.lock:
-            self.first_round = self.issued // self.n + 1
-            self._rounds_ahead = self.first_round + 1 - self.step
-            self.issued = self.started = self.processed = self.first_round * self.n
+            self.first_period = self.issued // self.n + 1
+            self._periods_ahead = self.first_period + 1 - self.step
+            self.issued = self.started = self.processed = self.first_period * self.n
             self._skipped.clear()
             self._marks.clear()
             self._shards.clear()
             self.lock.notify_all()
-        return self.first_round
+        return self.first_period
 
     def stop(self) -> None:
         """End the threads; what is in flight is waited for."""
@@ -310,7 +310,7 @@ class Dispatcher:
                 self.pacer.hold(index, message.kind, self.plan.wire(message))
             with self.executor.communicating():
                 end = self.executor.stamp()
-                self.recorder.message(message, index // self.n - self._rounds_ahead, begin, end)
+                self.recorder.message(message, index // self.n - self._periods_ahead, begin, end)
                 self.wire.land(transfer)
                 self.executor.finish([])
                 with self.lock:
@@ -394,6 +394,6 @@ class Dispatcher:
         """The step it names is the one in which the message was issued; compute may be in the next by now."""
         if isinstance(e, RunError):
             return e
-        round_, i = divmod(index, self.n)
-        step = round_ - self._rounds_ahead + (self.plan.messages[i].slot >= self.plan.period.turn)
+        period, i = divmod(index, self.n)
+        step = period - self._periods_ahead + (self.plan.messages[i].slot >= self.plan.period.turn)
         return RunError(f"rank {self.wire.rank}, step {step}: {self.describe(i)}: {e}")

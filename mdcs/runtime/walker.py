@@ -38,7 +38,7 @@ class SlotWalker:
         self.period = plan.period
         self.limits = SlotLimits(plan)
         self.step = 1
-        self.rounds = 0  # periods begun; the first is the prologue
+        self.periods = 0  # periods begun; the first is the prologue
         self.due = False  # the last micro-step's backward has begun, and step() has not ended the iteration
         self.lent: str | None = None  # what the parameters are for just now, if not for training
         self.position = self.period.turn  # the slot to enter next
@@ -160,12 +160,12 @@ class SlotWalker:
                 raise self._error(
                     f"a second backward pass without step() between: the plan takes {self.plan.micro_steps} per step"
                 )
-            self.rounds += 1
+            self.periods += 1
             self.due = True
             self.recorder.period(stamp)
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
-        has_run = self.rounds > self.dispatcher.first_round or q > self.period.turn
+        has_run = self.periods > self.dispatcher.first_period or q > self.period.turn
         for storage in self._closes[q - 1] if has_run else ():
             storage.guard.close()
         if previous.released and has_run:
@@ -183,7 +183,7 @@ class SlotWalker:
             self.account.enter(slot.live)
         mark = self.executor.mark()
         n = self.dispatcher.n
-        while self.dispatcher.issued < self.rounds * n + self.limits.issued[q]:
+        while self.dispatcher.issued < self.periods * n + self.limits.issued[q]:
             self.dispatcher.issue(self.dispatcher.issued, slot.live, mark)
         self.arrived = True
 
@@ -198,7 +198,7 @@ class SlotWalker:
         q, lock, slot = self.position, self.account.lock, self.ledger.slots[self.position]
         name = self.period.name(q)
         with lock:
-            self.dispatcher.wait_for(self.rounds * self.dispatcher.n + self.limits.done[q], f"what slot {name} needs")
+            self.dispatcher.wait_for(self.periods * self.dispatcher.n + self.limits.done[q], f"what slot {name} needs")
             size = sum(b for _, b in slot.gradients)
             self.dispatcher.admit(size + slot.peak, f"slot {name}")
             for u, b in slot.gradients:
@@ -229,7 +229,7 @@ class SlotWalker:
     @property
     def is_torn(self) -> bool:
         """Whether updates of the iteration under way may have begun."""
-        return self.due and self.dispatcher.has_begun_updates(self.rounds * self.dispatcher.n)
+        return self.due and self.dispatcher.has_begun_updates(self.periods * self.dispatcher.n)
 
     @property
     def after_micro_step(self) -> bool:
@@ -272,7 +272,7 @@ class SlotWalker:
                 self.account.restart()
         for seen in self._gradients:
             seen.clear()
-        self.rounds = self.dispatcher.restart()
+        self.periods = self.dispatcher.restart()
         self.position, self.arrived, self.due, self._entered = self.period.turn, False, False, None
 
     def _error(self, what: str) -> RunError:

@@ -37,7 +37,8 @@ test: $(STAMP) ## run the tests (minutes)
 	$(RUN) -m pytest -m 'alone and not slow'  # where the time matters, or all cores
 
 test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
-	$(RUN) -m pytest -m slow
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'slow and not alone'
+	$(RUN) -m pytest -m 'slow and alone'
 
 lint: $(STAMP) ## check style, docstrings, who imports whom, and types
 	$(RUN) -m ruff check .

@@ -32,6 +32,9 @@ sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the tab
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
 	$(RUN) experiments/bench.py
 
+# The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP) ## run the tests (minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile -m 'not alone and not slow'
 	$(RUN) -m pytest -m 'alone and not slow'  # where the time matters, or all cores

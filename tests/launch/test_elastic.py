@@ -47,7 +47,8 @@ def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
     assert not elastic._outcome(tmp_path, CLUSTER, 1, None).ok
     seen = []
     env = {"MDCS_SAYS": "hello"}
-    outcome = elastic.run(tmp_path, CLUSTER, env, module="tests.launch.ranks.succeed", on_tick=seen.append)
+    cluster = elastic.Cluster(ranks=2)  # its timeout is generous: nothing here hangs
+    outcome = elastic.run(tmp_path, cluster, env, module="tests.launch.ranks.succeed", on_tick=seen.append)
     assert outcome == elastic.Outcome(ok=True)
     assert outcome.returncode == 0
     for rank in (0, 1):

@@ -29,7 +29,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 # What a rank imports sooner or later; torch brings its compiler when an optimizer is first used.
-PRELOADED = ("torch._dynamo", "tests.mdcs.runtime.training")
+PRELOADED = ("torch._dynamo", "transformers.modeling_utils", "tests.mdcs.runtime.training")
 
 
 @dataclass
@@ -109,6 +109,8 @@ class Ranks:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
+        for pipe in self._pipes:
+            pipe.recv()  # what imports take is no call's
 
     def _stderr(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}.err"
@@ -137,6 +139,9 @@ def _serve(pipe: Connection, output: Path) -> None:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for module in PRELOADED:
+        import_module(module)
+    pipe.send("ready")
     while True:
         try:
             rank, world, store, module, name, arguments = pipe.recv()

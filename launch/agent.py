@@ -15,9 +15,11 @@ from pathlib import Path
 
 from launch import network, orphans
 from launch.rank import AGENT_PID
+from launch.reserved import ReservedFile
 
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 2
+_REPORT_BYTES = 4 << 10
 LOOPBACK = "127.0.0.1"
 _PORT = 29500  # of the rendezvous, where nobody else can have taken it
 
@@ -58,11 +60,13 @@ def main(folder: Path, parent: int, node: int | None) -> int:
             elastic_launch(config, sys.executable)("-u", *rank)
         except ChildFailedError as error:
             exit_codes = {int(rank): failure.exitcode for rank, failure in error.failures.items()}
-    report = folder / ("agent.json" if node is None else f"agent{node}.json")
-    temporary = report.with_suffix(".part")
-    temporary.write_text(json.dumps({"schema": 1, "exit_codes": exit_codes}), encoding="utf-8")
-    temporary.replace(report)
+    report_of(folder, node).write(json.dumps({"schema": 1, "exit_codes": exit_codes}))
     return 1 if exit_codes else 0
+
+
+def report_of(folder: Path, node: int | None) -> ReservedFile:
+    """Where an agent leaves its ranks' exit codes."""
+    return ReservedFile(folder / ("agent.json" if node is None else f"agent{node}.json"), _REPORT_BYTES)
 
 
 if __name__ == "__main__":

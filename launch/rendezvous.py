@@ -10,10 +10,15 @@ import datetime
 import socket
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 
 BACKEND = "mdcs"
-_JOIN_SECONDS = 600.0
+_JOIN = datetime.timedelta(minutes=10)
 
 
 def offer(address: str, port: int, *, node: int, nodes: int) -> None:
@@ -31,13 +36,14 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, address: str, port: int, node: int, nodes: int, run_id: str) -> None:
         self._node, self._nodes, self._run_id = node, nodes, run_id
-        options = {"timeout": datetime.timedelta(seconds=_JOIN_SECONDS), "wait_for_workers": False}
         if node == 0:
             listener = socket.create_server((address, port), backlog=socket.SOMAXCONN)
             port = listener.getsockname()[1]
-            self._store = TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)
+            self._store = TCPStore(
+                address, port, None, True, _JOIN, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
         else:
-            self._store = TCPStore(address, port, is_master=False, **options)
+            self._store = TCPStore(address, port, None, False, _JOIN, wait_for_workers=False)
         self._place = RendezvousStoreInfo(address, port)
 
     def get_backend(self) -> str:

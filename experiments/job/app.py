@@ -69,10 +69,15 @@ def run(job: Job, *, on_sweep_end: Callable[[Session], None] | None = None) -> i
     Without `on_sweep_end` a sweep is refused. It is called after the last job of a sweep in which any job
     ran.
     """
+    session = Session()
+    with session.claimed:
+        return _run(session, job, on_sweep_end)
+
+
+def _run(session: Session, job: Job, on_sweep_end: Callable[[Session], None] | None) -> int:
     register()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: ranks are ended before this process is
-    session = Session()
     Plugins.instance().register(MdcsSweeper)
     MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, compose, overrides))
 

@@ -119,7 +119,7 @@ def run(
         "rate_gbit": cluster.rate_gbit,
         "module": module,
         "arguments": list(arguments),
-        "env": {"GLOO_SOCKET_IFNAME": cluster.interface, **env},
+        "env": {"GLOO_SOCKET_IFNAME": cluster.interface, "NCCL_SOCKET_IFNAME": cluster.interface, **env},
     }
     (run_dir / "launch.json").write_text(json.dumps(job, indent=1), encoding="utf-8")
     module_of_agent = "launch.agent" if cluster.rate_gbit is None else "launch.shaped"

@@ -56,9 +56,12 @@ class OptimizerState:
     ) -> None:
         self._updates, self._storages, self._gathering, self._exchange = updates, storages, gathering, exchange
         self._groups = {p: i for i, group in enumerate(updates.optimizer.param_groups) for p in group["params"]}
+        self._trained = {p for storage in storages if storage.trainable for p in storage.parameters}
+        self._kept: dict[Any, dict[str, Any]] = {}  # of parameters that are frozen now
 
     def load(self, state: State) -> None:
         """Take this rank's part of whole state, which :func:`together` has accepted; what there was before is forgotten."""
+        self._kept = {p: dict(own) for p, own in state.items() if p not in self._trained}
         for u, storage in enumerate(self._storages):
             if not storage.trainable:
                 continue
@@ -89,7 +92,7 @@ class OptimizerState:
 
         Gathered one state of one unit at a time. ``release``: the shards are freed as that is done.
         """
-        found: dict[nn.Parameter, dict[str, Any]] = {}
+        found = {p: {key: _kept(value, cpu) for key, value in own.items()} for p, own in self._kept.items()} if keep else {}
         here: Together = {}
         for ranks in self._exchange(self._local()):
             here |= ranks
@@ -102,7 +105,7 @@ class OptimizerState:
                 for p, (offset, n, shape) in zip(storage.parameters, storage.places, strict=True):
                     if keep and (u, self._groups[p]) in here:
                         value = flat[offset : offset + n].view(shape)
-                        found.setdefault(p, {})[key] = value.to("cpu", copy=True) if cpu else value.clone()
+                        found.setdefault(p, {})[key] = _kept(value, cpu)
             for p in storage.parameters:
                 step, _ = here.get((u, self._groups[p]), (None, None))
                 if keep and step is not None:
@@ -152,6 +155,12 @@ def _count(step: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
     """A step count as torch's optimizers keep it: on the host, unless a kernel is to read it."""
     device = p.device if group.get("capturable") or group.get("fused") else "cpu"
     return torch.as_tensor(step, dtype=None if isinstance(step, Tensor) else torch.float32).to(device, copy=True)
+
+
+def _kept(value: Any, cpu: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to("cpu", copy=True) if cpu else value.clone()
 
 
 # ---- in the form of torch.optim

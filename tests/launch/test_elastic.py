@@ -61,6 +61,7 @@ def test_a_job_listens_on_the_loopback_alone(tmp_path):
         addresses = (tmp_path / f"listening{rank}").read_text().split()
         assert len(addresses) >= 2  # the agent's store, and gloo
         assert set(addresses) == {loopback}
+    assert json.loads((tmp_path / "launch.json").read_text())["env"]["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize(

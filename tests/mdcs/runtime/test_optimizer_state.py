@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
+from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.slots import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import STRATEGIES, how, one_step, said
 from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, plan_for, profile_of, reference, setup, train
@@ -139,3 +141,28 @@ def rehearse_with_state() -> list[Any]:
 
 def test_a_rehearsal_leaves_the_state_as_it_is(two: Ranks):
     assert two.run(rehearse_with_state) == [[], []]
+
+
+def freeze_later() -> list[Any]:
+    """A block that was trained and is frozen now keeps its state, as in a plain loop."""
+    made = setup("tied")
+    optimizer = optimizer_for("adam", made.model)
+    made.loss(made.model, made.batch(0, 0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    made.model.blocks[0].requires_grad_(False)
+    frozen = {number: own for number, own in optimizer.state_dict()["state"].items()
+              if not optimizer.param_groups[0]["params"][number].requires_grad}  # fmt: skip
+    units = mdcs.partition(made.model, made.policy)
+    step = lambda: made.loss(made.model, made.batch(0, 0, 0))  # noqa: E731
+    link = mdcs.Link.uniform(1.0, 50.0)
+    profile = agree(measure_profile(made.model, units, step, optimizer, world=2, link=link, iterations=1))
+    with mdcs.parallelize(made.model, optimizer, plan_for(Job("tied"), how("fsdp"), profile), units, timeout_s=20) as parallel:
+        one_step(made, parallel)
+    after = optimizer.state_dict()["state"]
+    assert len(frozen) == 4 and len(after) > len(frozen)
+    return [n for n, own in frozen.items() if any(not torch.equal(own[key], after[n][key]) for key in own)]
+
+
+def test_frozen_parameters_keep_their_state(two: Ranks):
+    assert two.run(freeze_later) == [[], []]

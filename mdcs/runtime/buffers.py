@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,6 +41,10 @@ class Buffers:
         """What is in them now is the same on all ranks."""
         self._seen = [_version(held[local]) for _, held, local in self._watched]
 
+    def layout(self) -> int:
+        """A number that ranks with the same buffers have in common."""
+        return layout(self._model.named_buffers())
+
     def changed(self) -> str | None:
         """The name of a buffer that has changed since, and that a forward pass may read."""
         for (name, held, local), seen in zip(self._watched, self._seen, strict=True):
@@ -52,6 +59,11 @@ class Buffers:
                 with place.during(f"broadcast of buffer {name}"):
                     broadcast(buffer, group)
         self.note()
+
+
+def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """A checksum of names, shapes and types: ranks where it differs cannot send each other these tensors."""
+    return zlib.crc32(repr([(name, tuple(t.shape), t.dtype) for name, t in tensors]).encode())
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -80,21 +80,21 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
 
 
 def same_plan(
-    plan: Plan, problem: ValueError | None, rank: int, processes: int, control: dist.ProcessGroup | None
+    plan: Plan, problem: ValueError | None, layout: int, rank: int, processes: int, control: dist.ProcessGroup | None
 ) -> None:
-    """Raise this rank's problem, or name the ranks that have one or have another plan."""
+    """Raise this rank's problem, or name the ranks that have one, another plan, or parameters or buffers of another layout."""
     if problem is not None and processes == 1:
         raise problem
     if processes == 1:
         return
     answers: list[Any] = [None] * processes
-    dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem)), group=control)
+    dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem), layout), group=control)
     if problem is not None:
         raise problem
-    for r, (_, theirs) in enumerate(answers):
+    for r, (_, theirs, _) in enumerate(answers):
         if theirs is not None:
             raise PlanError(f"rank {rank}, before step 1: rank {r} cannot run: {theirs}")
-    hashes = [h for h, _ in answers]
+    hashes = [h for h, _, _ in answers]
     common = Counter(hashes).most_common(1)[0][0]
     other = [r for r, h in enumerate(hashes) if h != common]
     if len(set(hashes)) == len(hashes) > 1:
@@ -104,6 +104,11 @@ def same_plan(
             f"rank {rank}, before step 1: rank{'s' if len(other) > 1 else ''} {', '.join(map(str, other))} "
             f"ha{'ve' if len(other) > 1 else 's'} another plan ({', '.join(str(hashes[r]) for r in other)}) "
             f"than the others ({common})"
+        )
+    different = [r for r in range(processes) if answers[r][2] != answers[0][2]]
+    if different:
+        raise UnsupportedModel(
+            f"rank {rank}, before step 1: parameters or buffers of rank {different[0]} are not rank 0's in name, shape or type"
         )
 
 

@@ -455,7 +455,7 @@ def as_with_ddp(group: str, strategy: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("group", ["OUTPUTS", "LOSSES", "HOOKS", "CHECKPOINTS", "MODELS"])
-@pytest.mark.parametrize("strategy", ["fsdp", "random"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("random", marks=pytest.mark.slow)])
 def test_models_of_others_train_as_with_ddp(two: Ranks, group, strategy):
     for found in two.run(as_with_ddp, group, strategy, timeout_s=120):
         assert {name: what for name, what in found.items() if what != "[]"} == {}

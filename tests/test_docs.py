@@ -42,4 +42,4 @@ def test_every_line_of_what_loops_may_do_names_tests_that_there_are():
         for module, name in re.findall(r"`(\w+)\.(\w+)`", cell):
             place = "model/test_units" if module == "units" else f"runtime/test_{files.get(module, module)}"
             tests = (ROOT / f"tests/mdcs/{place}.py").read_text()
-            assert re.search(rf"^(def test_{name}\b|def {name}\b|class {name}\b|{name}\b.* =)", tests, re.MULTILINE), (module, name)
+            assert re.search(rf"^(def test_{name}|def {name}|class {name}|{name})\b", tests, re.MULTILINE), (module, name)

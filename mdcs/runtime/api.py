@@ -103,6 +103,7 @@ class Parallel:
         try:
             checks.fits_processes(plan, processes, backend_of(group, device), emulate)
             checks.covers(model, units, optimizer)
+            checks.keeps_order(model, backend_of(group, device))
             check_buffers(model)
             checks.fits_job(plan, clip_norm, loss_scale, optimizer)
             check(plan)

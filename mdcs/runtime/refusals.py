@@ -79,6 +79,15 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
             )
 
 
+def keeps_order(model: nn.Module, backend: str) -> None:
+    """Raise UnsupportedModel for a module whose forward has collectives that could meet the plan's messages."""
+    for name, module in model.named_modules():
+        if backend == "nccl" and isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedModel(
+                f"{name}: SyncBatchNorm's collectives would come between the messages, on each rank in another place: use BatchNorm"
+            )
+
+
 def same_plan(
     plan: Plan, problem: ValueError | None, layout: int, rank: int, processes: int, control: dist.ProcessGroup | None
 ) -> None:

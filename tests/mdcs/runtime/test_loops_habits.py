@@ -481,6 +481,21 @@ def test_a_call_on_one_rank_says_that_it_is_for_all(two: Ranks, strategy, call):
     two.stop()
 
 
+def unequal_numbers_of_batches() -> str:
+    """Rank 1's data end a step earlier than rank 0's."""
+    with parallel_for(JOB, how("fsdp"), timeout_s=2) as (made, parallel, _):
+        for step in range(2 - dist.get_rank()):
+            one_step(made, parallel, step)
+    return said(made.model.state_dict)
+
+
+def test_a_rank_whose_data_end_early(two: Ranks):
+    first, second = two.outcomes(unequal_numbers_of_batches)
+    assert first.kind == "RunError" and "rank 0, step 2: " in first.message and "message" in first.message
+    assert "is in pieces, parallel is closed and could not gather it" in second.value
+    two.stop()
+
+
 def different_calls() -> str:
     with parallel_for(JOB, how("fsdp")) as (made, parallel, _):
         one_step(made, parallel)

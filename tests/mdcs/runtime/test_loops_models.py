@@ -23,6 +23,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
+from mdcs.runtime.refusals import keeps_order
 from tests.mdcs.runtime.ranks import Ranks
 
 WIDTH, STEPS = 6, 3
@@ -303,15 +304,16 @@ class Lora(nn.Module):
 class Backbone(Stack):
     """Its blocks are frozen, and run without gradients, as in fine-tuning."""
 
-    def __init__(self) -> None:
+    def __init__(self, without: Callable[[], Any] = torch.no_grad) -> None:
         super().__init__()
+        self.without = without
         self.blocks.requires_grad_(False)
         self.tail = Block()
 
     def body(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
+        with self.without():
             x = super().body(x)
-        tail: Tensor = self.tail(x)
+        tail: Tensor = self.tail(x.clone())
         return tail
 
 
@@ -393,7 +395,7 @@ MODELS = {
     "spectral_norm": Case(normed(parametrizations.spectral_norm)),
     "adapters": Case(lambda: Stack(Lora)),
     "a frozen backbone": Case(Backbone),
-    "a frozen backbone, leaves": Case(Backbone, policy=LEAVES),
+    "a frozen backbone in inference_mode": Case(lambda: Backbone(torch.inference_mode), policy=LEAVES),
     "loose parameters": Case(Loose),
     "an LSTM": Case(Recurrent),
     "attention": Case(encoder, policy=mdcs.ByClass(("TransformerEncoderLayer",))),
@@ -526,6 +528,13 @@ REFUSED = {
     "unused and frozen": (Case(lambda: WithUnused(True)), "extra.weight: is used without a call of its module's forward, or not"),
     "no elements": (Case(WithEmpty), "nothing: has no elements"),
 }
+
+
+def test_batch_norm_that_sends_itself_is_refused_where_messages_have_no_group_of_their_own():
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    keeps_order(model, "gloo")
+    with pytest.raises(mdcs.UnsupportedModel, match="1: SyncBatchNorm's collectives would come between the messages"):
+        keeps_order(model, "nccl")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -84,7 +84,7 @@ def keeps_order(model: nn.Module, backend: str) -> None:
     for name, module in model.named_modules():
         if backend == "nccl" and isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedModel(
-                f"{name}: SyncBatchNorm's collectives would come between the messages, on each rank in another place: use BatchNorm"
+                f"{name}: SyncBatchNorm's collectives would come between the messages, on each rank elsewhere: use BatchNorm"
             )
 
 

@@ -212,7 +212,7 @@ class Parallel:
         self._walker.due = False
         self._dispatcher.step = self._place.step = self._walker.step
         if self._buffers.option:
-            self._share_buffers(self._groups.talk)
+            self._buffers.broadcast(self._groups, self._groups.talk, self._place)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
 
     def drain(self) -> None:
@@ -223,43 +223,26 @@ class Parallel:
         self._drain("drain()")
 
     def _drain(self, call: str) -> None:
-        """For this ``call`` of the loop, on every rank."""
+        """For this ``call`` of the loop, which all ranks make now, in the same step."""
         self._dispatcher.check()
         self._not_lent(call)
         if not self._walker.at_turn:
             raise self._place.error(f"{call} inside an iteration")
-        self._agree(call)
-        self._finish(self._walker.periods)
-        for storage in self._storages:
-            if storage.strategy.value == "dp" and storage.is_plain:
-                storage.guard.open()
-
-    def _agree(self, call: str) -> None:
-        """All ranks make this call now, in the same step."""
         with self._place.during(call):
             problem = misuse.disagreement(self._groups.tell(call, self._walker.step))
         if problem is not None:
             raise self._place.error(f"{call}: {problem}")
+        self._finish(self._walker.periods)
+        for storage in self._storages:
+            if storage.strategy.value == "dp" and storage.is_plain:
+                storage.guard.open()
 
     @torch.inference_mode(False)
     def _finish(self, period: int) -> None:
         """All messages issued, and the updates of a period."""
         self._dispatcher.finish_iteration(period * self._dispatcher.n)
         if self._buffers.option is not False:
-            self._share_buffers(self._group)
-
-    def _share_buffers(self, group: dist.ProcessGroup | None) -> None:
-        """Rank 0's to all."""
-        if self._groups.world == 1:
-            return
-        with self._place.during("broadcast of buffers"):
-            layouts = self._groups.tell("the broadcast of buffers", self._buffers.layout())
-        if len(set(layouts)) > 1:
-            raise self._place.error(
-                "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
-                "broadcast_buffers=False) leaves each rank its own"
-            )
-        self._buffers.broadcast(group, self._place)
+            self._buffers.broadcast(self._groups, self._group, self._place)
 
     @torch.inference_mode(False)
     def abandon(self) -> None:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from mdcs.model.units import UnsupportedModel
 from mdcs.runtime.errors import Place
+from mdcs.runtime.groups import Groups
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -41,10 +42,6 @@ class Buffers:
         """What is in them now is the same on all ranks."""
         self._seen = [_version(held[local]) for _, held, local in self._watched]
 
-    def layout(self) -> int:
-        """A number that ranks with the same buffers have in common."""
-        return layout(self._model.named_buffers())
-
     def changed(self) -> str | None:
         """The name of a buffer that has changed since, and that a forward pass may read."""
         for (name, held, local), seen in zip(self._watched, self._seen, strict=True):
@@ -52,8 +49,17 @@ class Buffers:
                 return name
         return None
 
-    def broadcast(self, group: dist.ProcessGroup | None, place: Place) -> None:
-        """Rank 0's to all; every rank must call it."""
+    def broadcast(self, groups: Groups, group: dist.ProcessGroup | None, place: Place) -> None:
+        """Rank 0's to all, over ``group``; every rank must call it. Raises RunError where ranks do not have the same buffers."""
+        if groups.world == 1:
+            return
+        with place.during("broadcast of buffers"):
+            layouts = groups.tell("the broadcast of buffers", layout(self._model.named_buffers()))
+        if len(set(layouts)) > 1:
+            raise place.error(
+                "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
+                "broadcast_buffers=False) leaves each rank its own"
+            )
         with torch.no_grad(), torch.inference_mode(False):
             for name, buffer in self._model.named_buffers():
                 with place.during(f"broadcast of buffer {name}"):

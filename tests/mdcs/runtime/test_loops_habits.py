@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import multiprocessing.process
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -72,6 +73,8 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 def with_workers(made: Setup, parallel: mdcs.Parallel, step: Step) -> None:
     """Which are forked while messages are in flight."""
+    # The tests' ranks are daemons, and those may have no children.
+    multiprocessing.process.current_process()._config.pop("daemon", None)
     for i in torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=2):
         step(int(i))
 

@@ -16,7 +16,7 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.sizes import MIB
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Contention:
     Computing takes longer by ``compute_per_message`` seconds for every message that is done beside it, by
     ``compute_per_byte`` for every byte it sends, and by ``compute_per_work`` of the seconds of copying, summing and
     updating that it brings; if it all-reduces, ``all_reduce`` times as much. A message beside computing keeps the link
-    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on
+    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes, whereas the link's gap and β are what it takes
+    while nothing computes: of the two the longer counts, never their sum. Compute that waits for a message goes on
     ``dispatch_seconds`` after it is done, and then takes longer by ``compute_per_wait`` of the time it has waited: its
     caches are cold, its core has slept. Between backward and the next forward the training loop itself takes
     ``turn_seconds``. Raises ValueError for a negative number.

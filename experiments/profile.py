@@ -21,7 +21,7 @@ from rich.table import Table
 from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
-from experiments.job.profiles import ranks
+from experiments.job.profiles import ranks, rehearsed
 from mdcs.profile.algorithms import OPERATION
 from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.link import Kind
@@ -49,6 +49,8 @@ def show(profile: Profile, console: Console) -> None:
     console.print(units_table(profile))
     console.print(link_table(profile))
     console.print(interference_table(profile))
+    if line := rehearsed(profile):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def units_table(profile: Profile) -> Table:

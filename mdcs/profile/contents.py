@@ -134,7 +134,8 @@ class Profile:
     messages cost by their number and bytes.
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
     ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
-    has the 10th and the 90th percentile of what was measured several times, by name.
+    has the 10th and the 90th percentile of what was measured several times, by name. ``rehearsed`` has the seconds per step,
+    predicted with this profile and measured, of the plans that it was fitted to.
 
     Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot that
     there is not.
@@ -154,6 +155,7 @@ class Profile:
     copy_seconds_per_byte: float = 0.0
     about: dict[str, str] = field(default_factory=dict, hash=False)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    rehearsed: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -227,6 +229,7 @@ class Profile:
                 collectives=Collectives(**data["collectives"]),
                 contention=Contention(**data["contention"]),
                 spread={name: (low, high) for name, (low, high) in data["spread"].items()},
+                rehearsed={name: (predicted, measured) for name, (predicted, measured) in data["rehearsed"].items()},
                 **{
                     k: data[k]
                     for k in (

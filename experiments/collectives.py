@@ -75,24 +75,30 @@ def measure(folder: Path) -> None:
     import torch.distributed as dist
 
     from experiments.job.worker import start
+    from launch import status
     from mdcs.calibrate.link_timing import Timing, measure_link, measure_trains
 
     config = load(folder / "config.yaml")
     repeat = int((folder / REPEAT).read_text(encoding="utf-8"))
     device, candidates = start(config), ALGORITHMS[config.cluster.resolved_backend()]
     links: list[dict[str, Any]] = []
-    turns: list[list[Timing]] = []
+    trains: list[list[Timing]] = []  # a few at a time: a rank may not be silent for long
     for _ in range(repeat):
+        status.set()
         dist.barrier()
         begin = time.perf_counter()
         link, chosen, _ = measure_link(device, depth=config.link.depth, wanted=config.collectives.named())
         own = {"seconds": time.perf_counter() - begin, "alpha": link.alpha, "gap": link.gap, "beta": link.beta}
         links.append(own | {"block": link.block, "chosen": {op: chosen.of(kind) for op, kind in KIND.items()}})
-        turns.append(measure_trains(device, candidates, (_BLOCK,), turns=1))
-    timings = turns[0] if turns else measure_trains(device, candidates, SIZES)
-    for others in turns[1:]:
+        trains.append(measure_trains(device, candidates, (_BLOCK,), turns=1))
+    for size in () if repeat else SIZES:
+        status.set()
+        trains.append(measure_trains(device, candidates, (size,)))
+    timings, *more = trains
+    for others in more:
         for timing, other in zip(timings, others, strict=True):
-            timing.samples[_BLOCK] += other.samples[_BLOCK]
+            for size, samples in other.samples.items():
+                timing.samples.setdefault(size, []).extend(samples)
     if dist.get_rank() == 0:
         rows = [{"operation": t.operation, "algorithm": t.algorithm, "seconds": list(t.seconds.values())} for t in timings]
         (folder / FILE).write_text(json.dumps({"links": links, "rows": rows}), encoding="utf-8")

@@ -43,7 +43,8 @@ def autoprofile(
     returns the loss. ``master_dtype``, ``grad_dtype`` and ``about`` are those of :func:`mdcs.measure_profile`, ``emulate`` that
     of :func:`mdcs.parallelize`.
 
-    Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` raises.
+    Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` and
+    :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
     """
     processes = dist.get_world_size() if dist.is_initialized() else 1
     link = link or measure_link(units[0].parameters[0][1].device, depth=depth, wanted=collectives)

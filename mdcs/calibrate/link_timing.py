@@ -109,7 +109,7 @@ def measure_link(
     ranks.trains(timings, _SIZES[:2], in_flight, 1)
     near = [t for t in timings if _is_near(t, timings)]
     sizes = [*_SIZES[:2], *_larger(near, device)]
-    nearest = _nearest(sizes, _block(_lines(near)))
+    nearest = _nearest(sizes[1:], _block(_lines(near)))  # the shortest trains are the most disturbed
     ranks.trains(near, [nearest], in_flight)
     fastest = _fastest(near, nearest)
     ranks.trains(fastest, sizes, in_flight)

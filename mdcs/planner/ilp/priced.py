@@ -26,7 +26,7 @@ def priced(profile: Profile) -> Profile:
     for kind in Kind:
         block = cost.message(kind, elements)
         wire = profile.wire(kind, cost.payload(kind, elements))
-        each = (block.alpha if link.depth == 1 else block.gap) + block.transfer
+        each = (max(block.alpha, block.gap) if link.depth == 1 else block.gap) + block.transfer
         beta.append(each / wire if wire else link.beta_of(kind))
         lost = max(lost, block.lost / each if each else 0.0)
     lost = 1 - (1 - min(0.9, lost)) / (1 + profile.interference)  # of the seconds of sending, those that computing loses

@@ -94,16 +94,15 @@ def solve_plan(
     if not candidates:
         raise PlanError(f"{name}: no plan was found: {found.status}")
     _, start = min(candidates, key=_patience_s)
-    started_s, started = min(candidates, key=_step_s)
-    step_s, plan = min((started_s, started), _timed(asked.searched(start, 1 - _LEANER, found.bound)), key=_step_s)
+    candidates.append(_timed(asked.searched(start, 1 - _LEANER, found.bound)))
+    step_s, plan = min(candidates, key=_step_s)
+    begun = plan.scheduler  # a search leaves the name of what it began with
     plan = _leanest(plan, step_s, judge.floor, asked.at(1.0))
     outcome = found.status
-    if found.plans and known is not None and started is known[1]:
-        outcome = f"best heuristic ({started.scheduler}): faster than the solver's plan ({found.status})"
-    elif not found.plans:
-        outcome = f"best heuristic ({started.scheduler}): the solver gave nothing ({found.status})"
-    if step_s < started_s * (1 - 1e-9):
-        outcome += f", {1 - step_s / started_s:.1%} faster by search"
+    if begun != name:
+        gave = any(other.scheduler == name for _, other in found.plans)
+        why = "faster than the solver's plan" if gave else "the solver gave nothing"
+        outcome = f"best heuristic ({begun}): {why} ({found.status})"
     if found.bound is not None:
         outcome += f", gap {max(0.0, 1 - found.bound / step_s):.1%}"
     return dataclasses.replace(plan, scheduler=name, outcome=outcome, bound_s=found.bound)
@@ -149,7 +148,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the solver gave: ``plans`` with their step times, a proven ``bound`` of any plan's step time."""
+    """What became of the solver: ``plans`` with their step times, a proven ``bound`` of any plan's step time."""
 
     status: str
     bound: float | None

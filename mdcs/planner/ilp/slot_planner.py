@@ -197,7 +197,7 @@ def _relaxed(asked: _Asked, judge: Judge, bounds: bool, *, plans: bool) -> _Foun
     slots, bound, status = judge.job.period.length, None, "no answer"
     model = solution = None
     for bins in (_COARSE, slots if slots <= _FINE else _FINE // 2):
-        if bins <= slots:
+        if bins <= slots and time.monotonic() < asked.at(_SOLVING):
             relaxed = SlotModel(judge, fixed=asked.fixed, width=-(-slots // bins))
             answer = asked.answer(relaxed, relax=True)
             if answer.bound is not None and bounds:

@@ -16,6 +16,7 @@ from mdcs.plan.validity import PlanError
 from mdcs.profile.contents import Contention
 
 _MAX_PERIODS = 12
+_NOTHING = Contention()
 _REPEATS = 1e-9  # of a period: two periods that differ by less are the same
 
 
@@ -142,7 +143,7 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
     # Called thousands of times: names are local, and one loop does it all.
     turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
     contention = plan.profile.contention
-    contended, dispatch, per_wait = contention != Contention(), contention.dispatch_seconds, contention.compute_per_wait
+    contended, dispatch, per_wait = contention != _NOTHING, contention.dispatch_seconds, contention.compute_per_wait
     between = contention.turn_seconds
     trace = Trace(course)
     spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins

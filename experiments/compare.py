@@ -228,7 +228,7 @@ class Comparison:
         differences = {} if base is None else loss_differences(self.curves, base)
         return {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
-            "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": plain(config.model),
+            "torch": importlib.metadata.version("torch"), "model": config.model.label, "options": plain(config.model),
             "batch_size": config.data.batch_size, "world": config.cluster.ranks, "shaped_link": config.cluster.shaped_link(),
             "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
             "rounds": whole, "overrides": self.asked.overrides, "base": BASE, "floor_bytes": floor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,7 @@ def job_event(config: Config) -> dict[str, Any]:
     plans, cluster = config.engine.plans, config.cluster
     return {
         "event": "job", "schema": SCHEMA, "time": time.time(), "name": config.run.name, "sweep": config.run.sweep,
-        "model": config.model.name, "engine": config.engine.name,
+        "model": config.model.label, "engine": config.engine.name,
         "strategy": config.strategy.name if plans else config.engine.label,
         "scheduler": (config.scheduler or config.strategy).name if plans else "own",
         "cross_iteration": config.run.cross_iteration if plans else None,
@@ -52,13 +52,16 @@ def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> di
     }  # fmt: skip
 
 
-def step_event(workload: Workload, engine: Engine, record: Record, loss: float) -> dict[str, Any]:
-    """A step that has ended; loss and norm are null where ranks are emulated: they mean nothing there."""
+def step_event(workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float) -> dict[str, Any]:
+    """A step that has ended. Its `processor_s` are those of all threads of this process, up to where the training thread has ended
+    the step; loss and norm are null where ranks are emulated: they mean nothing there.
+    """
     retries = engine.allocator_retries()
     return {
         "event": "step", "step": record.step, "warmup": record.step <= workload.config.run.warmup_steps,
         "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes, "messages": record.messages,
         "throughput_samples_s": workload.samples_per_step / record.times.step_s,
+        "processor_s": processor_s,
         "peak_bytes": engine.peak_bytes(),
         **({} if retries is None else {"allocator_retries": retries}),
         **({} if engine.grad_norm is None else {"grad_norm": workload.shown(engine.grad_norm)}),
@@ -71,10 +74,11 @@ def whole_step(records: Sequence[Record]) -> Record:
 
 
 def summary_event(
-    workload: Workload, records: Sequence[Record], loss: float, peak: int | None, floor: int | None
-) -> dict[str, Any]:
+    workload: Workload, records: Sequence[Record], loss: float, peak: int | None, floor: int | None,
+    processor: Mapping[int, float],
+) -> dict[str, Any]:  # fmt: skip
     """Medians over `records`, the steps after warm-up; bytes and messages of a whole period, as every one sends the same;
-    `loss` is the last step's, `peak` that of the rank that held most.
+    `loss` is the last step's, `peak` that of the rank that held most, `processor` has this rank's seconds by step.
     """
     config, times = workload.config, [record.times for record in records]
 
@@ -89,6 +93,7 @@ def summary_event(
         "step_s": {"median": middle, "p10": p10, "p90": p90},
         **{name: median(name) for name in TIMES if name != "step_s"},
         "loss": workload.shown(loss), "throughput_samples_s": workload.samples_per_step / middle,
+        "processor_s": float(np.median([processor[record.step] for record in records])),
         "bytes": whole.bytes, "messages": whole.messages, "peak_bytes": peak,
         "fits": None if peak is None or budget is None else peak <= budget,
     }  # fmt: skip

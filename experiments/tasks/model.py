@@ -32,6 +32,16 @@ class Model(Checked, ABC):
         return False
 
     @property
+    def label(self) -> str:
+        """What tables and pictures call it."""
+        return self.name
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """What a profile depends on beside the options, by name: contents of files."""
+        return {}
+
+    @property
     @abstractmethod
     def inputs(self) -> Inputs:
         """What the model reads."""

@@ -53,8 +53,8 @@ def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> di
 
 
 def step_event(workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float) -> dict[str, Any]:
-    """A step that has ended. Its `processor_s` are those of all threads of this process, up to where the training thread has ended
-    the step; loss and norm are null where ranks are emulated: they mean nothing there.
+    """A step that has ended. `processor_s` is of all threads of this process, until its training thread has ended the step; loss
+    and norm are null where ranks are emulated: they mean nothing there.
     """
     retries = engine.allocator_retries()
     return {

@@ -106,10 +106,17 @@ class Workload:
         )  # fmt: skip
         profile = dataclasses.replace(profile, spread=profile.spread | spread)
         profile = measure_interference(agree(profile), self.model, step, self.optimizer, emulate=self.emulate)
+        profile = profile if config.model.computes else undisturbed(profile)
         return rehearse(profile, self.model, self.units, step, self.optimizer, emulate=self.emulate)
 
     def _next_loss(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
         return self.loss(next(batches))
+
+
+def undisturbed(profile: mdcs.Profile) -> mdcs.Profile:
+    """The profile of compute that only waits: messages take none of its time."""
+    free = dataclasses.replace(profile.contention, compute_per_message=0.0, compute_per_byte=0.0, compute_per_work=0.0)
+    return dataclasses.replace(profile, contention=free)
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from experiments.tasks.inputs import Inputs
 from mdcs.options import Checked, option
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Model(Checked, ABC):
     """The options that all models have. A subclass adds its numbers, and says what it reads and how it is made."""
+
+    computes: ClassVar[bool] = True
+    """Whether forward and backward take the cores' time."""
 
     name: str = option("", "of these numbers, in tables", profiled=False)
     wrap: str = option("block", "what becomes a unit", choices=("block", "size", "leaf"))

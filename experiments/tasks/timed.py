@@ -1,4 +1,4 @@
-"""A stand-in for a model on a device that one does not have: real parameters, gradients and updates, and computing that only waits.
+"""A stand-in for a model on a device that one does not have: parameters, gradients and updates are real, computing only waits.
 
 Its blocks are alike, or the units of a profile: one that was measured here or on a GPU, or calculated. What computes sleeps until
 its time is over and leaves the cores to messages and updates, so that ranks on a few cores stand for as many devices.
@@ -7,7 +7,6 @@ its time is over and leaves the cores to messages and updates, so that ranks on 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from experiments.tasks.inputs import Images
 from experiments.tasks.model import Model
+from experiments.tasks.stand_in import Shape, Unit, Use, count, of_profile
 from mdcs.options import OptionError, option, options, shown
 from mdcs.profile.contents import Profile
 from mdcs.sizes import MIB
@@ -26,43 +26,11 @@ _BLOCK = ("layers", "block_mib", "forward_ms", "backward_ms", "activations_mib")
 _FP32 = 4  # bytes, in which block_mib counts
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A name, how many elements, and whether they are trained."""
-
-    name: str
-    numel: int
-    trainable: bool = True
-
-
-@dataclass(frozen=True)
-class Use:
-    """One forward of a unit and its backward, in seconds and bytes.
-
-    What forward keeps is held until the end of its backward; workspaces are held beside it while either runs. The `inner` uses
-    begin after this one and run inside of its module: their backward comes after its own.
-    """
-
-    unit: int
-    forward_s: float
-    backward_s: float
-    kept: int = 0
-    forward_workspace: int = 0
-    backward_workspace: int = 0
-    inner: tuple[Use, ...] = ()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is to be built: units, and their uses in the order of forward."""
-
-    units: tuple[Unit, ...]
-    uses: tuple[Use, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timed(Model):
     """Blocks that wait. Raises OptionError for a profile that cannot be read or built, and for numbers of blocks beside one."""
+
+    computes = False
 
     layers: int = option(12, "blocks", at_least=1)
     block_mib: float = option(5.722, "parameters of a block, in float32", above=0)
@@ -102,7 +70,7 @@ class Timed(Model):
     def shape(self) -> Shape:
         """Of the blocks, or of the profile."""
         if self.profile is not None:
-            return stand_in(Profile.from_json(Path(self.profile).read_text(encoding="utf-8")), self.divisor)
+            return of_profile(Profile.from_json(Path(self.profile).read_text(encoding="utf-8")), self.divisor)
         numel, kept = round(self.block_mib * MIB / _FP32), round(self.activations_mib * MIB)
         units = tuple(Unit(f"blocks.{i}", max(1, numel)) for i in range(self.layers))
         uses = tuple(Use(i, self.forward_ms * 1e-3, self.backward_ms * 1e-3, kept) for i in range(self.layers))
@@ -119,58 +87,3 @@ class Timed(Model):
         from experiments.tasks.waiting import Waiting, squared_error
 
         return Task(Waiting(self.shape, self.tensors), squared_error, ("Block",), self.inputs)
-
-
-def count(uses: Sequence[Use]) -> int:
-    """Of the uses and those inside of them."""
-    return sum(1 + count(use.inner) for use in uses)
-
-
-def stand_in(profile: Profile, divisor: float = 1.0) -> Shape:
-    """The units of a profile, and their uses with the seconds and the bytes of its slots; elements and bytes are divided.
-
-    Raises ValueError for a profile whose backward is neither that of a chain nor that of nested modules.
-    """
-    forward, backward = profile.slots[: profile.forward_slots], profile.slots[profile.forward_slots :]
-    live = [slot.live for slot in profile.slots[1:]]  # when a slot has ended
-    matched: dict[int, int] = {}  # forward slot -> its backward slot: the last use of a unit has the first
-    for unit in range(len(profile.units)):
-        last_first = [i for i, slot in reversed(list(enumerate(forward))) if slot.unit == unit]
-        matched |= dict(zip(last_first, (i for i, slot in enumerate(backward) if slot.unit == unit), strict=False))
-
-    def use(i: int, inner: tuple[Use, ...]) -> Use:
-        slot, kept = forward[i], max(0, live[i] - forward[i].live)
-        if i not in matched:
-            return Use(slot.unit, slot.seconds, 0.0, round(kept / divisor), inner=inner)
-        back = backward[matched[i]]
-        return Use(
-            slot.unit, slot.seconds, back.seconds, round(kept / divisor),
-            round(max(0, slot.peak - slot.live - kept) / divisor), round(max(0, back.peak - back.live) / divisor), inner,
-        )  # fmt: skip
-
-    def nested(begin: int, end: int) -> tuple[Use, ...]:
-        uses = []
-        while begin < end:
-            stop = begin + 1
-            while stop < end and begin in matched and matched.get(stop, -1) > matched[begin]:
-                stop += 1
-            uses.append(use(begin, nested(begin + 1, stop)))
-            begin = stop
-        return tuple(uses)
-
-    uses = nested(0, len(forward))
-    wanted = [slot.unit for slot in backward]
-    if backward_order(uses, {unit for i, unit in enumerate(slot.unit for slot in forward) if i in matched}) != wanted:
-        raise ValueError("its backward slots are neither in the reverse order of forward nor those of nested modules")
-    units = (Unit(u.name, max(1, round(u.numel / divisor)), u.trainable) for u in profile.units)
-    return Shape(tuple(units), uses)
-
-
-def backward_order(uses: Sequence[Use], reached: set[int]) -> list[int]:
-    """The units whose gradients come, of those that are `reached`, in the order in which autograd comes to them."""
-    order = []
-    for use in reversed(uses):
-        order += [use.unit] if use.unit in reached else []
-        order += backward_order(use.inner, reached)
-    return order
-

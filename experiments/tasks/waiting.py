@@ -1,12 +1,12 @@
-"""The modules of a stand-in: real parameters and gradients, and computing that waits. What is waited for, and why:
+"""The modules of a stand-in: real parameters and gradients, and computing that waits.
 
 *The clock.* A slot takes its time from when it begins, so what compute waits for is never hidden in it. A core that comes late
-does not delay the device that is stood in for: what a wait has overslept, the next one is shorter by, unless compute has waited for
-something in between. No core is kept busy to be exact.
+does not delay the device that is stood in for: what a wait has overslept, the next one is shorter by, unless compute has waited
+for something in between. No core is kept busy to be exact.
 
-*The sum.* The model is a weighted sum of its inputs: one per use, times what a few elements of each parameter of the unit come to.
-All elements of a parameter get the gradient of those few. So gradients cost one pass over memory, depend on the batch and on every
-unit, and a weight that is stale, or a gradient that is lost, changes the next loss.
+*The sum.* The model is a weighted sum of its inputs: one per use, times what a few elements of each parameter of the unit come
+to. All elements of a parameter get the gradient of those few. So gradients cost one pass over memory, depend on the batch and on
+every unit, and a weight that is stale, or a gradient that is lost, changes the next loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.tasks.timed import Shape, Use, count
+from experiments.tasks.stand_in import Shape, Use, count
 
 _AT_ONCE = 1e-3
 """Seconds: compute that goes on later than that after a wait has waited for something else."""

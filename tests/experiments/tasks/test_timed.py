@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import mdcs
-from experiments.tasks import timed, waiting
-from experiments.tasks.timed import Timed, Use
+from experiments.tasks import waiting
+from experiments.tasks.stand_in import Use, of_profile
+from experiments.tasks.timed import Timed
 from mdcs.model.hooks import Hooks
 from mdcs.options import OptionError
 from mdcs.profile.contents import Profile, Slot, Unit
@@ -92,14 +93,14 @@ def test_the_stand_in_of_a_profile_runs_its_slots_in_its_order(tmp_path: Path, w
 
 
 def test_what_forward_keeps_and_workspaces_are_those_of_the_slots() -> None:
-    uses = timed.stand_in(profile(*CHAIN)).uses
+    uses = of_profile(profile(*CHAIN)).uses
     assert [(use.kept, use.forward_workspace, use.backward_workspace) for use in uses] == [
         (1000, 50, 70), (2000, 50, 70), (3000, 50, 70),
     ]  # fmt: skip
 
 
 def test_a_nested_unit_has_the_units_inside_of_it_between_its_forward_and_its_end() -> None:
-    outer, last = timed.stand_in(profile(*NESTED)).uses
+    outer, last = of_profile(profile(*NESTED)).uses
     assert (outer.unit, [use.unit for use in outer.inner], last.unit) == (0, [1, 2], 3)
 
 
@@ -111,7 +112,7 @@ def test_an_order_that_no_modules_have_is_refused(tmp_path: Path) -> None:
 
 def test_a_miniature_has_fewer_elements_and_bytes_and_the_same_times() -> None:
     source = profile(*CHAIN)
-    whole, small = timed.stand_in(source), timed.stand_in(source, 10)
+    whole, small = of_profile(source), of_profile(source, 10)
     assert [unit.numel for unit in small.units] == [4, 4, 4]
     assert [use.kept for use in small.uses] == [100, 200, 300]
     times = [[(use.forward_s, use.backward_s) for use in shape.uses] for shape in (whole, small)]

@@ -19,6 +19,7 @@ from mdcs.plan.times import TIMES
 if TYPE_CHECKING:  # which import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
     from experiments.job.workload import Workload
+    from mdcs.calibrate.trials import Trial
 
 
 def job_event(config: Config) -> dict[str, Any]:
@@ -36,8 +37,10 @@ def job_event(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> dict[str, Any]:
-    """That training begins, and with which plan; a peer has none."""
+def start_event(
+    config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial] = ()
+) -> dict[str, Any]:
+    """That training begins, and with which plan, of those that were tried; a peer has none."""
     begins = {"event": "start", "time": time.time(), "congestion_control": network.congestion_control()}
     if plan is None:
         return begins
@@ -49,6 +52,8 @@ def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> di
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
         "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget, "floor_bytes": floor,
         "outcome": plan.outcome, "bound_s": plan.bound_s, "predicted": predicted,
+        "tried": [{"strategy": t.plan.strategy, "scheduler": t.plan.scheduler, "messages": len(t.plan.messages),
+                   "predicted_s": t.predicted_s, "measured_s": t.measured_s} for t in trials],
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     config, plan, run = workload.config, workload.plan, workload.config.run
     metrics = JsonLines(folder / METRICS) if workload.writes else None
     if metrics:
-        metrics.write(events.start_event(config, plan, floor))
+        metrics.write(events.start_event(config, plan, floor, workload.trials))
     batches = workload.batches()
     losses: dict[int, float] = {}
     processor: dict[int, float] = {}

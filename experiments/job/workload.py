@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +17,14 @@ from experiments.config.identity import identity
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
-from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.rehearsal import rehearse
+from mdcs.calibrate.trials import Trial, candidates, cost_s, fastest
+
+_TRIALS, _TRIALS_COST = 3, 0.03
+"""Plans that are tried where a config does not say how many, and the most of a run that it may take."""
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,6 +45,7 @@ class Workload:
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
         freeze(self.model, config.model.frozen)
         self.plan: mdcs.Plan | None = None
+        self.trials: tuple[Trial, ...] = ()
         self.config = config
         self.samples_per_step = config.data.batch_size * config.run.accumulation * self.world
 
@@ -91,12 +96,7 @@ class Workload:
         link, collectives, spread = (*made, {}) if made else measure_link(
             self.device, depth=config.link.depth, wanted=config.collectives.named()
         )
-        batches = self.batches()
-
-        def step() -> Tensor:
-            status.set()  # it goes on: with many ranks on few cores for longer than a rank may be silent
-            return self._next_loss(batches)
-
+        step = self._trying()
         status.set()
         dist.barrier()
         profile = mdcs.measure_profile(
@@ -109,8 +109,28 @@ class Workload:
         profile = profile if config.model.computes else undisturbed(profile)
         return rehearse(profile, self.model, self.units, step, self.optimizer, emulate=self.emulate)
 
-    def _next_loss(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
-        return self.loss(next(batches))
+    def try_plans(self) -> None:
+        """Put the fastest of the plan and the best heuristics' in the plan's place, if the config asks for trials."""
+        plan, asked = self.plan, getattr(self.config.strategy, "trials", 1)
+        assert plan is not None and plan.prediction is not None
+
+        def choose() -> list[mdcs.Plan]:
+            plans = candidates(plan, asked or _TRIALS)
+            is_long = cost_s(plans) <= _TRIALS_COST * self.config.run.steps * plan.prediction.step_s
+            return plans if asked or is_long else plans[:1]
+
+        plans = on_rank_zero(choose)
+        self.plan, self.trials = fastest(plans, self.model, self.units, self._trying(), self.optimizer, emulate=self.emulate)
+
+    def _trying(self) -> Callable[[], Tensor]:
+        """Forward passes on batches from the first on, for what is measured before training."""
+        batches = self.batches()
+
+        def step() -> Tensor:
+            status.set()  # it goes on: with many ranks on few cores for longer than a rank may be silent
+            return self.loss(next(batches))
+
+        return step
 
 
 def undisturbed(profile: mdcs.Profile) -> mdcs.Profile:

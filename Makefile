@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install sweep bench test test-slow lint format clean
+.PHONY: help install sweep bench test test-slow docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ test: $(STAMP) ## run the tests (minutes)
 test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
 	$(RUN) -m pytest -m slow
 
+docs: $(STAMP) ## build docs/ as a site in docs/_build/html; warnings are errors
+	$(RUN) -m sphinx -W --keep-going -q docs docs/_build/html
+	@echo docs/_build/html/index.html
+
 lint: $(STAMP) ## check style, docstrings, who imports whom, and types
 	$(RUN) -m ruff check .
 	$(VENV)/bin/lint-imports --no-cache --no-logo
@@ -48,5 +52,5 @@ format: $(STAMP) ## sort imports and fix what can be fixed
 	$(RUN) -m ruff check --fix .
 
 clean: ## remove the virtual environment, caches, and what runs wrote
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs multirun results
+	rm -rf $(VENV) build docs/_build docs/options.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs multirun results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

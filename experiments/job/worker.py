@@ -55,7 +55,6 @@ def plan_job(folder: Path, workload: Workload, only: str | None) -> int:
         status.set(phase="planning")
         workload.plan = on_rank_zero(lambda: make_plan(config, job, floor))
         if only is None:
-            status.set(phase="trying plans")
             workload.try_plans()
         if workload.writes:
             write_plan(folder, workload.plan)

@@ -113,13 +113,13 @@ class Workload:
         """Put the fastest of the plan and the best heuristics' in the plan's place, if the config asks for trials."""
         plan, asked = self.plan, getattr(self.config.strategy, "trials", 1)
         assert plan is not None and plan.prediction is not None
-
-        def choose() -> list[mdcs.Plan]:
-            plans = candidates(plan, asked or _TRIALS)
-            is_long = cost_s(plans) <= _TRIALS_COST * self.config.run.steps * plan.prediction.step_s
-            return plans if asked or is_long else plans[:1]
-
-        plans = on_rank_zero(choose)
+        if asked is None:
+            cost = cost_s([plan] * _TRIALS)
+            asked = _TRIALS if cost <= _TRIALS_COST * self.config.run.steps * plan.prediction.step_s else 1
+        if asked == 1:
+            return
+        status.set(phase="trying plans")
+        plans = on_rank_zero(lambda: candidates(plan, asked))
         self.plan, self.trials = fastest(plans, self.model, self.units, self._trying(), self.optimizer, emulate=self.emulate)
 
     def _trying(self) -> Callable[[], Tensor]:

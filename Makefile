@@ -32,12 +32,16 @@ sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the tab
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
 	$(RUN) experiments/bench.py
 
+# The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP) ## run the tests (minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile -m 'not alone and not slow'
 	$(RUN) -m pytest -m 'alone and not slow'  # where the time matters, or all cores
 
 test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
-	$(RUN) -m pytest -m slow
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'slow and not alone'
+	$(RUN) -m pytest -m 'slow and alone'
 
 docs: $(STAMP) ## build docs/ as a site in docs/_build/html; warnings are errors
 	$(RUN) -m sphinx -W --keep-going -q docs docs/_build/html

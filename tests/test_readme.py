@@ -56,6 +56,7 @@ def done(tmp_path_factory):
     return folder, said
 
 
+@pytest.mark.slow
 def test_one_job_its_plan_and_its_pictures(done):
     folder, (said, *_) = done
     assert "fsdp dear: step 10/10 loss " in said
@@ -70,12 +71,14 @@ def test_one_job_its_plan_and_its_pictures(done):
     assert json.loads((folder / "outputs/first/trace.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_folder_has_the_files_that_are_listed(done):
     for row in rows("docs/configuration.md", "file"):
         for name in names(row[0]):
             assert (done[0] / "outputs/first" / name).exists(), name
 
 
+@pytest.mark.slow
 def test_a_sweep_of_two_jobs(done):
     folder, (_, said, *_) = done
     assert "2 jobs in " in said and "fastest" in said
@@ -84,6 +87,7 @@ def test_a_sweep_of_two_jobs(done):
     assert (record.parent / "tradeoff.png").is_file() and (record.parent / "table.csv").is_file()
 
 
+@pytest.mark.slow
 def test_a_training_loop_of_one_s_own(done):
     _, (*_, said) = done
     measured = re.search(r"^budget (\d+) bytes, predicted peak \d+ bytes, measured (\d+) bytes$", said, re.M)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -119,7 +121,7 @@ def periods(
     """The times of ``count`` periods after a warm-up; the model is then as before, without gradients. Collective."""
     weights = {p: p.data for p in model.parameters()}
     records = []
-    with untouched(model, current_meter(units[0].parameters[0][1].device)):
+    with untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
         parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
         try:
             for _ in range(_WARMUP + count + 1):  # the last is cut short
@@ -131,6 +133,16 @@ def periods(
         finally:
             parallel.undo(weights)
     return [record.times for record in records[_WARMUP:]]
+
+
+@contextmanager
+def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Updates inside are no training: they start without state, and leave that of the optimizer as it is."""
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = state
 
 
 def _heuristics(plan: Plan) -> Iterator[Plan]:

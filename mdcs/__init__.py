@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mdcs.runtime.dispatcher import RunError
     from mdcs.runtime.emulation import Emulation
     from mdcs.runtime.scaling import LossScale
+    from mdcs.runtime.start import materialize
     from mdcs.runtime.state import merge_shards
 
 # What needs torch is imported on first use: planning and analysis start without it.
@@ -44,6 +45,7 @@ _LAZY = {
     "RunError": "mdcs.runtime.dispatcher",
     "Emulation": "mdcs.runtime.emulation",
     "LossScale": "mdcs.runtime.scaling",
+    "materialize": "mdcs.runtime.start",
     "merge_shards": "mdcs.runtime.state",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.model.units"),
 }
@@ -52,7 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ByClass", "ByLeaf", "BySize", "Collectives", "Emulation", "InfeasibleBudget", "Job", "Kind", "Link", "LossScale", "Message",
     "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan",
-    "floor_bytes", "make_plan", "measure_profile", "merge_shards", "parallelize", "partition", "replay",
+    "floor_bytes", "make_plan", "materialize", "measure_profile", "merge_shards", "parallelize", "partition", "replay",
 ]  # fmt: skip
 
 

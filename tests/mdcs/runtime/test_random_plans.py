@@ -3,7 +3,7 @@
 208 plans, each a function of its seed: random mixes, cuts, fusions, issue slots, blocking messages, depths, half of them
 under the smallest budget they can run in, with drains, evaluations, state dicts, loans of whole parameters, batches that
 raise, and other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no
-multiple of the ranks.
+multiple of the ranks; every fourth time units of two types, too.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     between = [rng.choice(BETWEEN) for _ in range(STEPS)]
     optimizers = ["plain sgd"] if "reopen" in between else ["adam", "sgd", "adamw"]  # the others have state
     job = Job("tied", rng.choice([1, 1, 2, 3]), rng.choice(optimizers), double=double, steps=STEPS)
+    if seed % 4 == 3 and not double:
+        job = dataclasses.replace(job, model="wider" if "sgd" in job.optimizer else "mixed")
     wanted = reference(job)
     made = setup(job.model, job.double)
     optimizer = optimizer_for(job.optimizer, made.model)

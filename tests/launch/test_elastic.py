@@ -3,6 +3,7 @@ running.
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -54,6 +55,17 @@ def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
     for rank in (0, 1):
         assert f"the end of rank {rank}, hello" in (tmp_path / f"rank{rank}.log").read_text()
     assert [said.step for said in seen[-1]] == [3, 3]
+
+
+def test_a_job_listens_on_the_loopback_alone(tmp_path):
+    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.listen", arguments=[str(tmp_path)])
+    assert outcome == elastic.Outcome(ok=True)
+    loopback = f"{int.from_bytes(ipaddress.ip_address('127.0.0.1').packed, sys.byteorder):08X}"
+    for rank in (0, 1):
+        addresses = (tmp_path / f"listening{rank}").read_text().split()
+        assert len(addresses) >= 2  # the agent's store, and gloo
+        assert set(addresses) == {loopback}
+    assert json.loads((tmp_path / "launch.json").read_text())["env"]["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def start(change: str) -> None:
         clip = 1.0
     if change == "another optimizer":
         optimizer = optimizer_for("sgd", made.model)
-    if change == "an optimizer with state":
+    if change == "an optimizer with state on rank 1" and rank == 1:
         made.loss(made.model, made.batch(0, 0, 0)).backward()
         optimizer.step()
     if change == "other units":
@@ -192,7 +192,7 @@ def start(change: str) -> None:
         ("another backend", "PlanError", ["the plan is for collectives of nccl, the process group is of gloo"] * 2),
         ("clipping across iterations", "PlanError", ["plan with cross_iteration=False"] * 2),
         ("another optimizer", "ValueError", ["SGD holds 1 state tensors per parameter; the plan was made for adam"] * 2),
-        ("an optimizer with state", "ValueError", ["Adam has state already"] * 2),
+        ("an optimizer with state on rank 1", "PlanError", ["rank 1's optimizer has other state than rank 0's: load it"] * 2),
         ("other units", "ValueError", ["the plan has 6 units, the model"] * 2),
         ("another model on rank 1", "ValueError", ["rank 1 cannot run: the plan has 6 units", "the plan has 6 units"]),
         ("another precision", "ValueError", ["torch.float64; the plan is for 4 bytes"] * 2),
@@ -366,6 +366,62 @@ def test_a_rank_that_raises(ranks: Ranks, how):
         assert outcomes[1].kind == "RunError" and re.match("rank 1, step [23]: message", outcomes[1].message)
         assert outcomes[1].message.endswith("overflow")
     assert outcomes[0].kind == "RunError" and re.match("rank 0, step [34]: .*message", outcomes[0].message)
+    assert outcomes[0].message.endswith("overflow)") and "(rank 1 left the run in step 3: " in outcomes[0].message
+
+
+def leave(where: str) -> None:
+    """Rank 1 raises what only it knows of; the others have a long time to wait."""
+    with parallel_for(Job("tied"), How("fsdp", "wfbp"), timeout_s=50.0) as (made, parallel, _):
+        for number in range(3):
+            step(made, parallel, number)
+        if dist.get_rank() == 1 and where == "callback":
+            raise KeyError("a callback of the loop")
+        if dist.get_rank() == 1:
+            made.model.blocks[1].register_forward_pre_hook(_raise_in_forward)
+        for number in range(3, 6):
+            step(made, parallel, number)
+
+
+def _raise_in_forward(module: nn.Module, arguments: Any) -> None:
+    raise OverflowError("in the forward of a block")
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("forward", "OverflowError: in the forward of a block"), ("callback", "KeyError: 'a callback of the loop'")],
+)
+def test_why_a_rank_has_left_is_said_on_every_rank_at_once(ranks: Ranks, where, said):
+    first, second = ranks.outcomes(leave, where)
+    assert second.kind == said.partition(":")[0]  # its own error
+    assert first.kind == "RunError" and f"(rank 1 left the run in step 4: {said})" in first.message
+    assert max(first.seconds, second.seconds) < 25.0, "long before the time is up"
+
+
+ALONE = """
+import sys
+import torch.distributed as dist
+from tests.mdcs.runtime.training import How, Job, parallel_for, setup
+from tests.mdcs.runtime.test_failures import step
+
+dist.init_process_group("gloo")
+context = parallel_for(Job("tied"), How("fsdp", "wfbp"), timeout_s=100.0)
+made, parallel, _ = context.__enter__()
+for number in range(4):
+    if number == 3 and dist.get_rank() == 1:
+        raise KeyError("without a with block")
+    step(made, parallel, number)
+"""
+
+
+def test_under_torchrun_and_without_a_with_block(tmp_path: Path):
+    script = tmp_path / "loop.py"
+    script.write_text(ALONE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 1
+    assert "(rank 1 left the run in step 4: KeyError: 'without a with block')" in done.stderr
 
 
 def drain_without_rank_one() -> None:

@@ -140,7 +140,7 @@ def round_trip(model: str, how: How) -> dict[str, Any]:
         parts = all_parts(parallel)
         whole = parallel.state_dict()
         merged = mdcs.merge_shards(parts[::-1])
-    owned = sum(part.numel() for unit in parts[0]["units"] for part in unit["parts"])
+    owned = sum(part.numel() for section in parts[0]["sections"] for part in section["parts"])
     return {
         "whole": differing(whole, wanted),
         "merged": differing(merged, whole),

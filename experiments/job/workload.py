@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 import mdcs
 from experiments.config.identity import identity
@@ -39,6 +40,8 @@ class Workload:
         self.grad_dtype = torch.float32 if config.run.grad_precision == "fp32" else None
         self.task = config.model.build(seed=config.run.seed)
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
+        if config.model.norms_fp32:
+            widen_norms(self.model)
         freeze(self.model, config.model.frozen)
         self.plan: mdcs.Plan | None = None
         self.trials: tuple[Trial, ...] = ()
@@ -129,6 +132,16 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             raise ValueError(f"model.frozen: {pattern!r} matches no parameter")
         for p in matched:
             p.requires_grad_(False)
+
+
+def widen_norms(model: nn.Module) -> None:
+    """Let norms compute in float32, parameters and statistics included, in a model of another precision.
+
+    They take inputs of less precision as they are, and give outputs of that.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, _NormBase)):
+            module.float()
 
 
 def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass | mdcs.BySize | mdcs.ByLeaf:

@@ -28,6 +28,7 @@ class Model(Checked, ABC):
     wrap: str = option("block", "what becomes a unit", choices=("block", "size", "leaf"))
     wrap_min_params: int = option(100_000, "wrap=size: the smallest unit, in parameters", at_least=1)
     frozen: tuple[str, ...] = option((), "parameters that are not trained: patterns of their names (fnmatch)")
+    norms_fp32: bool = option(False, "norms keep fp32 in run.precision=bf16 or fp16")
 
     @property
     def checkpointing(self) -> bool | str:

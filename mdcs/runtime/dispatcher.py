@@ -359,7 +359,7 @@ class Dispatcher:
         gradients: dict[tuple[int, int], Tensor] = {}
         for (u, b), shard in ready.items():
             storage = self.storages[u]
-            gradients[u, b] = storage.gradient[storage.region(b)] if shard is None else shard
+            gradients[u, b] = storage.gradient(b)[storage.region(b)] if shard is None else shard
         is_finite, scale = self._scale(gradients)
         with self.lock:
             self.account.book("update_scratch", effect.scratch)

@@ -62,8 +62,10 @@ class Wire:
     def allocate(self, message: Message) -> Transfer:
         """Staging and gradient shards."""
         transfer = Transfer(message)
-        first = self.storages[message.parts[0][0]]
-        device, dtype = first.full.device, first.full.dtype if message.kind.is_gather else first.gradient_dtype
+        unit, block = message.parts[0]
+        first = self.storages[unit]
+        section = first.sections[block]
+        device, dtype = first.device, first.fulls[section].dtype if message.kind.is_gather else first.gradient_dtypes[section]
         elements = self.plan.elements(message)
         with self.meter.tag("staging"):
             if self.world > 1 and len(message.parts) > 1:
@@ -88,22 +90,20 @@ class Wire:
             return
         buffer = transfer.sent
         if buffer is None:
-            buffer = self._only(message, "full" if message.kind.is_gather else "gradient")
+            buffer = self._only(message)
         elif message.kind.is_gather:
             for u, b, _, where in self._pieces(message, only=self.rank):
-                buffer[where].copy_(self.storages[u].full[self.storages[u].own(b)])
+                buffer[where].copy_(self.storages[u].at_rest(b))
         elif message.kind is Kind.AR:
             start = 0
             for u, b in message.parts:
                 n = self._size((u, b))
-                buffer[start : start + n].copy_(self.storages[u].gradient[self.storages[u].region(b)])
+                buffer[start : start + n].copy_(self._gradient(u, b))
                 start += n
         else:
             for u, b, r, where in self._pieces(message):
                 storage = self.storages[u]
-                n = storage.blocks[b] // self.world
-                start = storage.offsets[b] + r * n
-                buffer[where].copy_(storage.gradient[start : start + n])
+                buffer[where].copy_(storage.gradient(b)[storage.part(b, r)])
         with self.meter.tag("staging"):  # a backend may copy
             if message.kind.is_gather:
                 transfer.works = [communicator.all_gather(buffer)]
@@ -117,7 +117,7 @@ class Wire:
         message = transfer.message
         if self.world == 1:
             for (u, b), shard in transfer.shards.items():
-                shard.copy_(self.storages[u].gradient[self.storages[u].region(b)])
+                shard.copy_(self._gradient(u, b))
         elif self.collectives.sums_afterwards(message.kind):
             assert transfer.received is not None
             by_rank = transfer.received.view(self.world, -1)
@@ -137,14 +137,12 @@ class Wire:
             start = 0
             for u, b in message.parts:
                 n = self._size((u, b))
-                self.storages[u].gradient[self.storages[u].region(b)].copy_(transfer.sent[start : start + n])
+                self._gradient(u, b).copy_(transfer.sent[start : start + n])
                 start += n
         elif transfer.sent is not None:
             for u, b, r, where in self._pieces(message):
                 storage = self.storages[u]
-                n = storage.blocks[b] // self.world
-                start = storage.offsets[b] + r * n
-                storage.full[start : start + n].copy_(transfer.sent[where])
+                storage.full(b)[storage.part(b, r)].copy_(transfer.sent[where])
         transfer.works = []
 
     def gather_now(self, unit: int) -> list[Waitable]:
@@ -152,14 +150,14 @@ class Wire:
         storage = self.storages[unit]
         for b in range(len(storage.blocks)):
             storage.place_own(b)
-        return self.gather_flat(unit, storage.full)
+        return self.gather_flat(unit, storage.fulls)
 
-    def gather_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
-        """Gather what is laid out as the unit is, and of which every rank has its parts."""
+    def gather_flat(self, unit: int, flats: list[Tensor]) -> list[Waitable]:
+        """Gather what is laid out as the unit is, by section, and of which every rank has its parts."""
         if self._outside is None:
             return []
         storage = self.storages[unit]
-        return [self._outside.all_gather(flat[storage.region(b)]) for b in range(len(storage.blocks))]
+        return [self._outside.all_gather(flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
 
     def _reduced(self, transfer: Transfer) -> Tensor:
         """Reduce-scatter's output: the shard itself, or this rank's part of the packed buffer, in place."""
@@ -170,10 +168,15 @@ class Wire:
     def _size(self, part: tuple[int, int]) -> int:
         return self.storages[part[0]].blocks[part[1]]
 
-    def _only(self, message: Message, buffer: str) -> Tensor:
+    def _only(self, message: Message) -> Tensor:
+        """What a message of one block carries, where it lies."""
         unit, block = message.parts[0]
-        flat: Tensor = getattr(self.storages[unit], buffer)
-        return flat[self.storages[unit].region(block)]
+        storage = self.storages[unit]
+        return storage.full(block)[storage.region(block)] if message.kind.is_gather else self._gradient(unit, block)
+
+    def _gradient(self, unit: int, block: int) -> Tensor:
+        storage = self.storages[unit]
+        return storage.gradient(block)[storage.region(block)]
 
     def _pieces(self, message: Message, only: int | None = None) -> list[tuple[int, int, int, slice]]:
         """(unit, block, rank, place in the staged buffer) of every piece."""

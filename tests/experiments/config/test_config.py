@@ -169,8 +169,8 @@ WRONG = {
     "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
     "model.layers=0": "model.layers: must be >= 1, got 0",
     "model.depth=2": (
-        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, layers, width, heads,"
-        " sequence, vocab, tie, dropout, checkpointing"
+        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, layers, width,"
+        " heads, sequence, vocab, tie, dropout, checkpointing"
     ),
     "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
     "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",
@@ -182,6 +182,7 @@ WRONG = {
     ),
     "model.width=10 model.heads=3": "model.heads: must divide width=10, got 3",
     "model.vocab=100": "data: stdlib_bytes needs a vocabulary of 256, the model has 100",
+    "model.norms_fp32=true": "model.norms_fp32: has no effect with run.precision=fp32, got true",
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
     "model=mlp": "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic",
     "model=timed": "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic",

@@ -46,6 +46,7 @@ def job(optimizer: str, strategy: str, rank: int, seed: int) -> tuple[Updates, U
     plan = RandomOrder(seed, max_blocks=4, fuse=0.0).schedule(Mix(Job(profile), (Strategy(strategy),)))
     mine = make(ours)
     storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, NullMeter())
+    storage.settle()
     return Updates(plan, [storage], mine, [[0, 1]], rank, NullMeter()), storage, mine, alone, make(alone)
 
 
@@ -76,15 +77,15 @@ def test_blocks_add_up_to_one_optimizer(optimizer: str, strategy: str, rank: int
 def test_a_schedule_acts_from_the_next_snapshot_on():
     """What is updated in the next forward still belongs to the iteration before."""
     updates, storage, mine, _, _ = job("sgd", "dp", 0, 0)
-    before = storage.full.clone()
+    before = storage.fulls[0].clone()
     updates.snapshot()
     for group in mine.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
     for b in range(len(storage.blocks)):
         updates.step(0, b, torch.ones(storage.blocks[b]))
-    assert (storage.full != before).all()
-    before = storage.full.clone()
+    assert (storage.fulls[0] != before).all()
+    before = storage.fulls[0].clone()
     updates.snapshot()
     for b in range(len(storage.blocks)):
         updates.step(0, b, torch.ones(storage.blocks[b]))
-    assert torch.equal(storage.full, before)
+    assert torch.equal(storage.fulls[0], before)

@@ -343,7 +343,9 @@ class Dispatcher:
                     for u, size in effect.gradients_after_link:
                         self.storages[u].free_gradient()
                         self.account.book("gradients", -size)
-                shards = [] if message.kind.is_gather else self._update(i, transfer)
+                if message.kind.is_gather:
+                    return
+                shards = self._update(i, transfer)
                 with self.lock:
                     for shard in shards:
                         shard.untyped_storage().resize_(0)

@@ -4,8 +4,8 @@ A block's run (:func:`mdcs.plan.ledger.runs`) is a view of the rank's parameters
 Elementwise optimizers give the same bits on any cut.
 
 An instance's first step makes its state. What Adam and AdamW do after that is torch's function of their names, called
-here without the instance, which costs more than the update of a small block; where it is fused once for all blocks of a
-message.
+here without the instance, which costs more than the update of a small block. A fused one, which has no scratch, updates
+all blocks of a message at once.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install sweep bench test test-slow lint format clean
+.PHONY: help install sweep bench test test-slow docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,12 +32,20 @@ sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the tab
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
 	$(RUN) experiments/bench.py
 
+# The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP) ## run the tests (minutes)
 	$(RUN) -m pytest -n 2 --dist loadfile -m 'not alone and not slow'
 	$(RUN) -m pytest -m 'alone and not slow'  # where the time matters, or all cores
 
 test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
-	$(RUN) -m pytest -m slow
+	$(RUN) -m pytest -n 2 --dist loadfile -m 'slow and not alone'
+	$(RUN) -m pytest -m 'slow and alone'
+
+docs: $(STAMP) ## build docs/ as a site in docs/_build/html; warnings are errors
+	$(RUN) -m sphinx -W --keep-going -q docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 lint: $(STAMP) ## check style, docstrings, who imports whom, and types
 	$(RUN) -m ruff check .
@@ -48,5 +56,5 @@ format: $(STAMP) ## sort imports and fix what can be fixed
 	$(RUN) -m ruff check --fix .
 
 clean: ## remove the virtual environment, caches, and what runs wrote
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs multirun results
+	rm -rf $(VENV) build docs/_build docs/options.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs multirun results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

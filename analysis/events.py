@@ -7,6 +7,7 @@ each, `eval`s, and a `summary` or a `failure`. A run that was killed leaves what
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ Event = dict[str, Any]
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events of a file, those of several attempts included. Half a last line is left out.
+    """All events of a file, those of several attempts included. Half a last line is left out, with a warning.
 
     Raises FileNotFoundError, and ValueError naming any other line that is no event.
     """
@@ -31,6 +32,8 @@ def read_events(path: Path) -> list[Event]:
     corrupt = next((number for number, event in events[:-1] if event is None), None)
     if corrupt is not None:
         raise ValueError(f"{path.name}, line {corrupt}: not a JSON object with an event")
+    if events and events[-1][1] is None:
+        warnings.warn(f"{path}: the last line is cut off, and left out", stacklevel=2)
     return [event for _, event in events if event is not None]
 
 

@@ -12,13 +12,15 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from launch import network, orphans
 from launch.rank import AGENT_PID
+from launch.reserved import ReservedFile
 
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 2
+_REPORT_BYTES = 4 << 10
+LOOPBACK = "127.0.0.1"
 _PORT = 29500  # of the rendezvous, where nobody else can have taken it
 
 
@@ -32,11 +34,20 @@ def main(folder: Path, parent: int, node: int | None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from launch import rendezvous
+
     os.environ.update(job["env"])  # for the ranks only: this process has started without, e.g. unmeasured
     os.environ[AGENT_PID] = str(os.getpid())
+    agents = 1 if node is None else job["ranks"]  # all serve or use the store of the first
+    addresses = [LOOPBACK] if node is None else network.addresses(agents)
+    rendezvous.offer(addresses[0], 0 if node is None else _PORT, node=node or 0, nodes=agents)
     with tempfile.TemporaryDirectory() as logs:
         config = LaunchConfig(
-            **_nodes(job["ranks"], node),
+            min_nodes=agents,
+            max_nodes=agents,
+            nproc_per_node=job["ranks"] // agents,
+            rdzv_backend=rendezvous.BACKEND,
+            local_addr=addresses[node or 0],
             run_id=job["id"],
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
@@ -49,28 +60,13 @@ def main(folder: Path, parent: int, node: int | None) -> int:
             elastic_launch(config, sys.executable)("-u", *rank)
         except ChildFailedError as error:
             exit_codes = {int(rank): failure.exitcode for rank, failure in error.failures.items()}
-    report = folder / ("agent.json" if node is None else f"agent{node}.json")
-    temporary = report.with_suffix(".part")
-    temporary.write_text(json.dumps({"schema": 1, "exit_codes": exit_codes}), encoding="utf-8")
-    temporary.replace(report)
+    report_of(folder, node).write(json.dumps({"schema": 1, "exit_codes": exit_codes}))
     return 1 if exit_codes else 0
 
 
-def _nodes(ranks: int, node: int | None) -> dict[str, Any]:
-    """How the agents of a job find each other."""
-    if node is None:  # there is one, which serves the rendezvous on a port that was free
-        alone = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": ranks}
-        return {**alone, "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-    where = network.addresses(ranks)
-    return {
-        "min_nodes": ranks,
-        "max_nodes": ranks,
-        "nproc_per_node": 1,
-        "rdzv_backend": "static",  # which gives node n rank n
-        "rdzv_configs": {"rank": node},
-        "rdzv_endpoint": f"{where[0]}:{_PORT}",
-        "local_addr": where[node],
-    }
+def report_of(folder: Path, node: int | None) -> ReservedFile:
+    """Where an agent leaves its ranks' exit codes."""
+    return ReservedFile(folder / ("agent.json" if node is None else f"agent{node}.json"), _REPORT_BYTES)
 
 
 if __name__ == "__main__":

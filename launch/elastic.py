@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from launch import network, orphans, status
+from launch.agent import report_of
+from launch.rank import reason_of
+from launch.reserved import ReservedFile
 from launch.status import Status
 
 _POLL_SECONDS = 0.1
@@ -100,12 +103,14 @@ def run(
     """Run `module` in `cluster.ranks` processes on this machine, with `env` added to their environment, and
     wait.
 
-    Each rank's output goes to `rank{r}.log` in `run_dir`, the agent's to `agent.log`. `on_tick` is called
-    about ten times a second with what each rank last said. Whatever ends this call, an exception from
-    `on_tick` and Ctrl-C included, has ended every rank too.
+    Nobody else may use `run_dir` meanwhile (`launch.claim`). Each rank's output goes to `rank{r}.log` in it, the agent's to
+    `agent.log`. `on_tick` is called about ten times a second with what each rank last said. Whatever ends this call, an
+    exception from `on_tick` and Ctrl-C included, has ended every rank too. Raises OSError where `run_dir` has no room.
     """
     run_dir = run_dir.resolve()
     _clear(run_dir)
+    for file in _reserved(run_dir, cluster):
+        file.take()  # here, where it can be told that there is no room
     orphans.adopt_orphans()  # ranks, once the agent is gone
     job = {
         "schema": 1,
@@ -114,7 +119,7 @@ def run(
         "rate_gbit": cluster.rate_gbit,
         "module": module,
         "arguments": list(arguments),
-        "env": {"GLOO_SOCKET_IFNAME": cluster.interface, **env},
+        "env": {"GLOO_SOCKET_IFNAME": cluster.interface, "NCCL_SOCKET_IFNAME": cluster.interface, **env},
     }
     (run_dir / "launch.json").write_text(json.dumps(job, indent=1), encoding="utf-8")
     module_of_agent = "launch.agent" if cluster.rate_gbit is None else "launch.shaped"
@@ -176,6 +181,8 @@ def _end(run_dir: Path, cluster: Cluster, agent: subprocess.Popen[bytes]) -> Non
     agent.wait()
     orphans.wait_until_gone(ranks, _REPORT_SECONDS)
     orphans.reap([agent.pid, *ranks])
+    for unused in _reserved(run_dir, cluster):
+        unused.give_back()
 
 
 def _clear(run_dir: Path) -> None:
@@ -184,6 +191,12 @@ def _clear(run_dir: Path) -> None:
     for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent*.json"):
         for file in run_dir.glob(pattern):
             file.unlink()
+
+
+def _reserved(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
+    """What the processes of a job leave when they end."""
+    nodes = [None] if cluster.rate_gbit is None else range(cluster.ranks)
+    return [*(report_of(run_dir, node) for node in nodes), *(reason_of(run_dir, rank) for rank in range(cluster.ranks))]
 
 
 # ---- what happened

@@ -6,6 +6,7 @@ raises leaves the reason in `rank{r}.error`, where the launcher finds the first 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -16,53 +17,59 @@ import traceback
 from pathlib import Path
 
 from launch import orphans, status
+from launch.reserved import ReservedFile
 
 AGENT_PID = "MDCS_AGENT_PID"
+_MOST = 4000  # characters of a message or a traceback; the whole of it is in the rank's log
+_REASON_BYTES = 16 << 10
 
 
 def main(folder: Path, module: str, arguments: list[str]) -> int:
     """Run `module` as this rank; returns the exit code."""
     rank = int(os.environ["RANK"])
+    reason = reason_of(folder, rank)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(log, stream)
     faulthandler.enable()
-    status.open_for(folder, rank)
     sys.argv = [module, *arguments]
     try:
+        status.open_for(folder, rank)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.stdout.flush()
     except SystemExit as error:
         if error.code in (None, 0):
             return 0
-        _leave_reason(folder, rank, f"exited with {error.code}")
+        _leave_reason(reason, rank, f"exited with {error.code}")
         return error.code if isinstance(error.code, int) else 1
     except BaseException as error:
-        traceback.print_exc()
-        _leave_reason(folder, rank, f"{type(error).__name__}: {error}")
+        _leave_reason(reason, rank, f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):  # the disk may be what has failed
+            traceback.print_exc()
         return 1
     return 0
 
 
-def _leave_reason(folder: Path, rank: int, message: str) -> None:
-    now, said = time.time(), status.current()
-    reason = {"schema": 1, "time": now, "rank": rank, "step": said.step if said else 0, "message": message}
-    reason |= {"phase": said.phase if said else "starting"}
-    temporary = folder / f"rank{rank}.error.part"
-    temporary.write_text(json.dumps({**reason, "traceback": traceback.format_exc()}), encoding="utf-8")
-    temporary.replace(folder / f"rank{rank}.error")  # whole or not at all: the launcher polls for it
-    if elastic := os.environ.get(
-        "TORCHELASTIC_ERROR_FILE"
-    ):  # in torch's own format, for its report in agent.log
-        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(now))}
-        Path(elastic).write_text(
-            json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8"
-        )
+def reason_of(folder: Path, rank: int) -> ReservedFile:
+    """Where a rank leaves why it has failed."""
+    return ReservedFile(folder / f"rank{rank}.error", _REASON_BYTES)
+
+
+def _leave_reason(file: ReservedFile, rank: int, message: str) -> None:
+    now, said, trace = time.time(), status.current(), traceback.format_exc()
+    where = {"rank": rank, "step": said.step if said else 0, "phase": said.phase if said else "starting"}
+    file.write(json.dumps({"schema": 1, "time": now, **where, "message": message[:_MOST], "traceback": trace[-_MOST:]}))
+    if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in torch's own format, for its report in agent.log
+        extra = {"py_callstack": trace, "timestamp": str(int(now))}
+        with contextlib.suppress(OSError):
+            Path(elastic).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
 
 
 if __name__ == "__main__":
     orphans.die_with_parent(int(os.environ[AGENT_PID]))
     code = main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     if code:
         os._exit(code)  # at once: a thread that waits for a failed message must not keep a failed rank alive

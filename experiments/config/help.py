@@ -43,7 +43,7 @@ def text(about: str, arguments: Sequence[str]) -> str:
         }  # fmt: skip
         lines += [""] if own else []
         for key, (value, leaf) in own.items():
-            lines += _entry(f"{key}={shown(value)}", _meaning(leaf), _INDENT)
+            lines += _entry(f"{key}={shown(value)}", meaning(leaf), _INDENT)
     more = "-m runs a job for every combination of KEY=VALUE,VALUE. --cfg job prints the config and runs nothing."
     return "\n".join([*lines, "", more])
 
@@ -62,7 +62,8 @@ def _entry(head: str, body: str, indent: int) -> list[str]:
     return textwrap.wrap(body, _WIDTH, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
-def _meaning(declared: dataclasses.Field[Any]) -> str:
+def meaning(declared: dataclasses.Field[Any]) -> str:
+    """What an option is, with its limits and choices in parentheses."""
     limits = declared.metadata
     words = [
         f"{sign} {limits[name]}"

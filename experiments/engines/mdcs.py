@@ -49,9 +49,11 @@ class MdcsEngine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:
-            self._parallel.drain()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+        if error is not None:
+            self._parallel.__exit__(kind, error, *trace)  # which tells the other ranks
+            return
+        self._parallel.drain()
         self._parallel.close(whole=False)  # nobody trains on, and it need not fit
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:

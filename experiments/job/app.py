@@ -14,6 +14,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,7 @@ from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
+from launch.claim import Occupied, claim
 from mdcs.planner.interfaces import decides_schedule
 
 
@@ -53,6 +55,8 @@ class Session:
     results: list[JobResult] = field(default_factory=list)
     sweep: Path | None = None
     accepted: list[Config] = field(default_factory=list)
+    claimed: ExitStack = field(default_factory=ExitStack)
+    """The sweep's folder, in which no other sweep may number its jobs meanwhile."""
 
 
 Job = Callable[[Config, Path], str]
@@ -65,10 +69,15 @@ def run(job: Job, *, on_sweep_end: Callable[[Session], None] | None = None) -> i
     Without `on_sweep_end` a sweep is refused. It is called after the last job of a sweep in which any job
     ran.
     """
+    session = Session()
+    with session.claimed:
+        return _run(session, job, on_sweep_end)
+
+
+def _run(session: Session, job: Job, on_sweep_end: Callable[[Session], None] | None) -> int:
     register()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: ranks are ended before this process is
-    session = Session()
     Plugins.instance().register(MdcsSweeper)
     MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, compose, overrides))
 
@@ -96,6 +105,11 @@ def run(job: Job, *, on_sweep_end: Callable[[Session], None] | None = None) -> i
             raise
         print(explain(error, sys.argv[1:]), file=sys.stderr)
         return 2
+    except OSError as error:  # outside of any job: Hydra cannot make a folder
+        if wants_tracebacks:
+            raise
+        session.results.append(JobResult("failed", (), f"{type(error).__name__}: {error}"))
+        print(f"failed: {session.results[-1].reason}", file=sys.stderr)
     finally:
         if not wants_tracebacks:
             del os.environ["HYDRA_FULL_ERROR"]
@@ -113,8 +127,9 @@ def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) 
         if settings.mode == RunMode.MULTIRUN:
             if not sweeps:
                 raise ConfigError("--multirun", "this program takes one job")
-            session.sweep = Path(settings.sweep.dir).resolve()
-            config.run.sweep = config.run.sweep or _sweep_name(session.sweep)
+            sweep = Path(settings.sweep.dir).resolve()
+            _claim_sweep(session, sweep)
+            config.run.sweep = config.run.sweep or _sweep_name(sweep)
         elif unused := _unused(config, overrides):
             print(f"{_decides(config)}: not used: {' '.join(unused)}", file=sys.stderr)
         reason = job(config, folder)
@@ -122,9 +137,20 @@ def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) 
         session.results.append(JobResult("invalid", overrides, str(error)))
         print(error, file=sys.stderr)
         return
+    except OSError as error:  # of a full disk, say
+        reason = f"{type(error).__name__}: {error}"
     session.results.append(JobResult("failed" if reason else "ok", overrides, reason, folder))
     if reason:
         print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr)
+
+
+def _claim_sweep(session: Session, folder: Path) -> None:
+    if session.sweep is None:
+        try:
+            session.claimed.enter_context(claim(folder))
+        except Occupied as error:
+            raise ConfigError("hydra.sweep.dir", str(error)) from error
+        session.sweep = folder
 
 
 def _judge(session: Session, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> bool:

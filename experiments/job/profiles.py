@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 
 from experiments.config.identity import identity
@@ -45,10 +46,14 @@ class Profiles:
         self._measured.setdefault(key, path)
         has_memory = any(slot.peak for slot in profile.slots)
         if config.profile.cache and has_memory == config.cluster.measure_memory:
-            cache_folder().mkdir(parents=True, exist_ok=True)
             written = cache_folder() / f"{key}.{os.getpid()}"
-            written.write_text(profile.to_json(), encoding="utf-8")
-            written.replace(cache_folder() / f"{key}.json")  # whole, whoever else writes it now
+            try:
+                cache_folder().mkdir(parents=True, exist_ok=True)
+                written.write_text(profile.to_json(), encoding="utf-8")
+                written.replace(cache_folder() / f"{key}.json")  # whole, whoever else writes it now
+            except OSError as error:  # the job itself has ended well
+                written.unlink(missing_ok=True)
+                warnings.warn(f"the profile is not kept for later jobs: {error}", stacklevel=2)
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,8 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
 from experiments.job.tracking import Event, JsonLines
 from launch import elastic, network
+from launch.claim import Occupied, claim
 from launch.elastic import Outcome
 from launch.status import Status
 from mdcs.measure.memory import preload_env
@@ -58,7 +60,8 @@ def run(
     known: the profiles that this program knows; jobs that are given the same ones share what they measure.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
     that is not of ranks, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
-    for an engine that cannot run here or, with `only`, does not plan.
+    for an engine that cannot run here or, with `only`, does not plan; and for a folder that another job is in. A folder that
+    cannot be written is a reason.
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
@@ -69,8 +72,14 @@ def run(
         _require_plan(config)
     _require_decided(config)
     config.engine.require()
-    folder = folder.resolve()
-    known = known or Profiles()
+    try:
+        with _claimed(folder):
+            return _run(config, folder.resolve(), console, known or Profiles(), only, worker)
+    except OSError as error:  # nothing has run yet
+        return _failed(error)
+
+
+def _run(config: Config, folder: Path, console: Console, known: Profiles, only: str | None, worker: str) -> Outcome:
     reused = known.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
@@ -94,7 +103,7 @@ def run(
                     ended_well = ended_well or event.get("event") == "summary"
 
             cluster = elastic.Cluster(
-                config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s, rate
+                config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s, config.cluster.rate_gbit
             )
             arguments = [str(folder), *([f"--{only}-only"] if only else [])]
             outcome = elastic.run(
@@ -102,11 +111,16 @@ def run(
             )
         if outcome.ok and not ended_well:
             outcome = Outcome(False, "all ranks ended well, but wrote no summary")
+    except OSError as error:
+        outcome = _failed(error)
     finally:
         if not outcome.ok:
             where = {"reason": outcome.reason, "rank": outcome.rank, "step": outcome.step}
             failure = {"event": "failure", "status": "failed", **where, "time": time.time()}
-            _write(folder, *([] if only is None else [asked]), failure)
+            try:
+                _write(folder, *([] if only is None else [asked]), failure)
+            except OSError as error:  # it is told all the same, and what was written before is whole
+                warnings.warn(f"that the job failed is not in its folder: {error}", stacklevel=2)
             for event in tail.new():
                 mirror.event(event)
         if outcome.ok and only is None and resolved.tracker.shows_pictures:
@@ -134,17 +148,21 @@ def known_profile(
     config: Config, folder: Path, console: Console, *, known: Profiles | None = None
 ) -> tuple[Config, Profile] | None:
     """The resolved config and its profile, if no ranks are needed for it; both are in the folder then. Raises ConfigError
-    for an engine that does not plan, and for checkpointing that is not decided.
+    for an engine that does not plan, for checkpointing that is not decided, and for a folder that another job is in.
     """
     _require_plan(config)
     _require_decided(config)
-    reused = (known or Profiles()).find(config)
+    with _claimed(folder):
+        return _known_profile(config, folder.resolve(), console, known or Profiles())
+
+
+def _known_profile(config: Config, folder: Path, console: Console, known: Profiles) -> tuple[Config, Profile] | None:
+    reused = known.find(config)
     resolved = resolve(config, profile=reused)
     profile = profiles.known(resolved)
     if profile is None:
         return None
     _say(reused, console)
-    folder = folder.resolve()
     begin(resolved, folder, trains=False)
     (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     return resolved, profile
@@ -154,17 +172,34 @@ def plan(config: Config, folder: Path, console: Console, *, known: Profiles | No
     """Leave plan.json in the folder, without ranks if the profile is known; the reason why there is none, empty if there is.
     Raises ConfigError as `run` and `known_profile` do.
     """
-    found = known_profile(config, folder, console, known=known)
-    if found is None:
-        return run(config, folder, console, known=known, only="plan", worker=worker).reason
-    resolved, profile = found
-    job = job_of(resolved, profile)
+    _require_plan(config)
+    _require_decided(config)
+    known = known or Profiles()
+    with _claimed(folder):
+        found = _known_profile(config, folder.resolve(), console, known)
+        if found is not None:
+            resolved, profile = found
+            job = job_of(resolved, profile)
+            try:
+                made = make_plan(resolved, job, floor_bytes(job))
+            except ValueError as error:
+                return str(error)
+            write_plan(folder, made)
+            return ""
+    return run(config, folder, console, known=known, only="plan", worker=worker).reason
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
     try:
-        made = make_plan(resolved, job, floor_bytes(job))
-    except ValueError as error:
-        return str(error)
-    write_plan(folder, made)
-    return ""
+        with claim(folder.resolve()):
+            yield
+    except Occupied as error:
+        raise ConfigError("hydra.run.dir", str(error)) from error
+
+
+def _failed(error: OSError) -> Outcome:
+    return Outcome(False, f"{type(error).__name__}: {error}")
 
 
 def _require_plan(config: Config) -> None:

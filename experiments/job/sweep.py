@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from pathlib import Path
+
+import pandas as pd
 
 import analysis
 from experiments.job.app import Session
@@ -28,7 +31,10 @@ def report(session: Session, started: float) -> None:
     ]
     wall_s = time.time() - started
     record = {"schema": 1, "started": started, "wall_s": wall_s, "jobs": jobs}
-    (folder / "sweep.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    try:
+        (folder / "sweep.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    except OSError as error:
+        warnings.warn(f"the sweep is not recorded: {error}", stacklevel=2)
     frame = analysis.load_sweep(folder)
     print()
     analysis.print_table(frame)
@@ -36,9 +42,17 @@ def report(session: Session, started: float) -> None:
         written = analysis.write_report(frame, folder)
     except Exception as error:  # hours of runs must not end in a traceback of a plot
         warnings.warn(f"the sweep could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
-        analysis.write_csv(frame, folder / "table.csv")
-        written = [folder / "table.csv"]
+        written = _table(frame, folder / "table.csv")
     print(
-        f"{len(jobs)} jobs in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written)}",
+        f"{len(jobs)} jobs in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
         flush=True,
     )
+
+
+def _table(frame: pd.DataFrame, path: Path) -> list[Path]:
+    try:
+        analysis.write_csv(frame, path)
+    except OSError as error:
+        warnings.warn(f"nor could its table be written: {error}", stacklevel=3)
+        return []
+    return [path]

@@ -26,21 +26,27 @@ Event = Mapping[str, Any]
 
 
 class JsonLines:
-    """Appends events to a file, each on a line of its own, flushed; for one writer at a time.
+    """Appends events to a file, each on a line of its own, at once; for one writer at a time.
 
     A number that is not finite becomes null, as JSON has no other word for it. A line that an earlier
-    writer left unfinished, because it was killed, is removed. Raises OSError when the file cannot be
-    written.
+    writer left unfinished, because it was killed, is removed; one that does not fit on the disk is not begun. Raises
+    OSError, naming the file, when it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
             os.truncate(path, data.rfind(b"\n") + 1)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def write(self, event: Event) -> None:
-        self._file.write(json.dumps(_finite(event), allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(_finite(event), allow_nan=False) + "\n").encode()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._file.truncate(before)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()

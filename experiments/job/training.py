@@ -27,6 +27,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     if metrics:
         metrics.write(events.start_event(config, plan, floor))
     batches = workload.batches()
+    if run.eval_every:
+        workload.batches(held_out=True, epochs=1)  # too few samples are an error now, not at the first evaluation
     losses: dict[int, float] = {}
     kept: list[Record] = []
     gc.collect()

@@ -67,11 +67,12 @@ class Workload:
         return [module for name, module in sorted(named.items(), key=lambda each: -each[0].count(".")) if name in chosen]
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
-        for batch in self.config.data.batches(self.task.inputs, rank=self.rank, world=self.world, **options):
-            yield {
-                key: value.to(self.device, self.dtype if value.is_floating_point() else None)
-                for key, value in batch.items()
-            }
+        """This rank's, on its device. Raises ValueError, at the call, where the data has too few samples for one."""
+        made = self.config.data.batches(self.task.inputs, rank=self.rank, world=self.world, **options)
+        return (
+            {key: value.to(self.device, self.dtype if value.is_floating_point() else None) for key, value in batch.items()}
+            for batch in made
+        )
 
     def loss(self, batch: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
         """Of the model, or of another one that wraps it."""

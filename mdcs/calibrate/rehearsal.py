@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -152,7 +154,7 @@ def _run(
     """Medians over the periods, averaged over the ranks."""
     weights = {p: p.data for p in model.parameters()}
     records = []
-    with untouched(model, current_meter(units[0].parameters[0][1].device)):
+    with untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
         parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
         try:
             for _ in range(_WARMUP + _PERIODS + 1):  # the last is cut short
@@ -164,6 +166,16 @@ def _run(
         finally:
             parallel.undo(weights)
     return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*seen, strict=True))))
+
+
+@contextmanager
+def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Updates inside are no training: they start without state, and leave that of the optimizer as it is."""
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = state
 
 
 def _typical(rounds: Sequence[Seen], alone: Sequence[float]) -> Seen:

@@ -18,6 +18,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ Reading = Mapping[str, int | None]
 _SOURCE = Path(__file__).with_name("shim.c")
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 _LIBRARIES = ("-ldl",)  # part of libc since glibc 2.34, a library of its own before
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHIM_TAGS = 16
 _BACKEND_THREADS = b"pt_gloo_runloop"  # where gloo's native collectives copy, to buffers of their own
 _TAGGED = [name for name in CATEGORIES if name != UNTAGGED]
@@ -265,8 +267,8 @@ def preload_env(env: Mapping[str, str]) -> dict[str, str]:
 def build() -> Path:
     """Compiles the shim with $CC, cc, gcc or clang, once per source and machine; returns the shared library.
 
-    Safe when several processes build at once. Raises RuntimeError off Linux, without a compiler, or when
-    compiling fails.
+    One that another user may have written is made anew. Safe when several processes build at once. Raises RuntimeError off
+    Linux, without a compiler, when compiling fails, or when the folder for it is another user's.
     """
     if sys.platform != "linux":
         raise RuntimeError("memory on CPU is measured on Linux only: set the memory measurement off")
@@ -276,9 +278,14 @@ def build() -> Path:
     identity = b"\0".join([source, machine.encode(), *(flag.encode() for flag in _FLAGS)])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdcs"
     library = cache / f"memory-{hashlib.sha256(identity).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
     cache.mkdir(parents=True, exist_ok=True)
+    about = cache.stat()
+    if not _ours(about):
+        raise RuntimeError(f"{cache} is another user's, and what is in it would be loaded: set XDG_CACHE_HOME to one of yours")
+    if about.st_mode & _OTHERS_WRITE:
+        cache.chmod(about.st_mode & ~_OTHERS_WRITE)
+    elif library.exists() and _ours(found := library.stat()) and not found.st_mode & _OTHERS_WRITE:
+        return library
     compiler = _compiler()
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         unfinished = Path(folder) / library.name
@@ -286,8 +293,13 @@ def build() -> Path:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise RuntimeError(f"{shlex.join(command)} failed:\n{result.stderr.strip()}")
+        unfinished.chmod(0o700)
         os.replace(unfinished, library)
     return library
+
+
+def _ours(found: os.stat_result) -> bool:
+    return found.st_uid in (0, os.geteuid())
 
 
 def _compiler() -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import uuid
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -22,7 +24,7 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger, check
 from mdcs.plan.messages import Plan
 from mdcs.profile.algorithms import Collectives
-from mdcs.runtime import misuse, state
+from mdcs.runtime import misuse, optimizer_state, state
 from mdcs.runtime import refusals as checks
 from mdcs.runtime.account import Account
 from mdcs.runtime.buffers import Buffers, broadcast, check_buffers
@@ -34,6 +36,8 @@ from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import executor_for
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
+from mdcs.runtime.last_words import LastWords
+from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.pacing import pacer_for
 from mdcs.runtime.record import Recorder, StepRecord
 from mdcs.runtime.scaling import LossScale
@@ -99,6 +103,7 @@ class Parallel:
         device = units[0].parameters[0][1].device
         groups = parameter_groups(optimizer)
         ordered: list[list[tuple[str, nn.Parameter]]] = []
+        started: optimizer_state.Together = {}
         problem: ValueError | None = None
         try:
             checks.fits_processes(plan, processes, backend_of(group, device), emulate)
@@ -107,15 +112,19 @@ class Parallel:
             checks.fits_job(plan, clip_norm, loss_scale, optimizer)
             check(plan)
             ordered = checks.match(plan, units, groups)
+            started = optimizer_state.together(ordered, groups, optimizer.state)
         except ValueError as e:
             problem = e
         # Every rank learns of every rank's problem: one that raised alone would leave the others waiting.
         self._groups = Groups(group, device, timeout_s, needs_control=clip_norm is not None or loss_scale is not None)
         try:
-            checks.same_plan(plan, problem, self.rank, processes, self._groups.talk)
+            checks.same_plan(plan, problem, self.rank, processes, self._groups.talk, started)
         except ValueError:
             self._groups.destroy()
             raise
+        run = self._groups.exchange(uuid.uuid4().hex)[0] if processes > 1 else None
+        self._last_words = LastWords(self._place, run)
+        self._place.explain = self._last_words.after
         self._group = group = self._groups.messages
         self._meter, self._executor = current_meter(device), executor_for(device)
         if processes > 1:
@@ -150,16 +159,19 @@ class Parallel:
         self._dispatcher = Dispatcher(
             plan, ledger, self._storages, self._wire, self._updates, self._account, self._executor, self._recorder,
             control=self._groups.control, pacer=pacer_for(plan, self.rank, group, processes), clip_norm=clip_norm,
-            loss_scale=loss_scale, timeout_s=timeout_s,
+            loss_scale=loss_scale, timeout_s=timeout_s, last_words=self._last_words,
         )  # fmt: skip
         self._loss_scale = loss_scale
         # Also when the program ends, or lets go of this, without close(): a thread that waits in C++ then would abort it.
-        self._stop_threads = weakref.finalize(self, self._dispatcher.stop)
+        self._stop_threads = weakref.finalize(self, _stop, self._dispatcher, self._last_words)
         self._walker = SlotWalker(
             plan, ledger, self._storages, self._dispatcher, self._updates, self._account, self._executor,
             self._recorder, self._meter,
         )  # fmt: skip
         self._gathering = Gathering(self._storages, self._wire, self._account, self._executor, self._place)
+        self._state = OptimizerState(self._updates, self._storages, self._gathering, self._groups.exchange)
+        self._state.load(optimizer.state)
+        optimizer.state.clear()  # it is on shards from now on
         self._evaluation = Evaluation(
             units, self._storages, ledger, self._gathering, self._groups, self._place
         )
@@ -177,11 +189,12 @@ class Parallel:
     def __enter__(self) -> Parallel:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if error is None:
             self.close()
         else:  # what the other ranks do is not known
-            self._end(f"rank {self.rank} left the run with {error.__name__}")
+            self._last_words.say(error)
+            self._end(f"rank {self.rank} left the run with {type(error).__name__}")
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -330,6 +343,34 @@ class Parallel:
         self.drain()
         state.load_full(self.model, self._storages, full)
 
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` is in a plain loop, on every rank or on rank 0 (else empty); :meth:`drain` included.
+
+        It is gathered unit by unit, and with ``cpu`` kept there. Masters' state is in their precision. Call it on every rank.
+        """
+        self._needs_ranks("optimizer_state_dict()")
+        self.drain()
+        keep = not rank0_only or self.rank == 0
+        found = self._state.whole(keep=keep, cpu=cpu)
+        return optimizer_state.packed(self.optimizer, found) if keep else {}
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load what ``optimizer.state_dict()`` was in a plain loop, or :meth:`optimizer_state_dict` (the same on every rank).
+
+        Options, such as the rate, are taken from it as well. Raises ValueError for that of another optimizer, and for parameters
+        that a plan updates together and that were not.
+        """
+        self.drain()
+        found = optimizer_state.unpacked(self.optimizer, saved)
+        named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
+        optimizer_state.together(named, parameter_groups(self.optimizer), found)
+        optimizer_state.take_options(self.optimizer, saved)
+        self._state.load(found)
+
     # -- what happened ------------------------------------------------------------------------------------------
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
@@ -401,15 +442,18 @@ class Parallel:
     def close(self, *, whole: bool = True) -> None:
         """End the run, on every rank: the model is then a plain one, whole on each, for any loop or another plan.
 
-        An iteration under way is given up. The optimizer keeps its options; its state, which was on shards, begins anew.
+        An iteration under way is given up. The optimizer has its state, whole as that of a plain loop.
         Without ``whole``, and where it cannot be (after an error, when a rank does not take part within ``timeout_s``, when
-        updates of an iteration have begun), parameters that are not whole on this rank say so when they are used.
+        updates of an iteration have begun), the optimizer's state is lost, and parameters that are not whole on this rank say so
+        when they are used.
         """
         if self._closed:
             return
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
         if whole and self._emulate is None:
             why = self._gather_all()
+            if why:
+                warnings.warn(f"rank {self.rank}: closed without the optimizer's state: {why}", stacklevel=2)
         self._end(why)
 
     @torch.no_grad()
@@ -434,9 +478,11 @@ class Parallel:
             if self.plan.budget is not None:
                 self._executor.limit(None)
             self._gathering.begin()
+            state = optimizer_state.for_parameters(self._state.whole(keep=True, cpu=False, release=True))
             for u, storage in enumerate(self._storages):
                 self._gathering.gather(u)
                 storage.let_go()
+            self.optimizer.state.update(state)
         except RuntimeError as e:
             return str(e)
         return ""
@@ -447,7 +493,8 @@ class Parallel:
             return
         self._closed = True
         self._ended = why
-        self._stop_threads()
+        self._stop_threads.detach()
+        self._dispatcher.stop()
         if self.plan.budget is not None:
             self._executor.limit(None)
         self._hooks.remove()
@@ -477,3 +524,9 @@ class Parallel:
             return RunError(f"rank {self.rank}: {misuse.left_in_pieces(name, self._ended)}")
         problem = misuse.use(name, what, self._walker.due)
         return None if problem is None else self._place.error(problem)
+
+
+def _stop(dispatcher: Dispatcher, last_words: LastWords) -> None:
+    """Of a run that nobody has ended."""
+    last_words.say_uncaught()
+    dispatcher.stop()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +27,16 @@ from mdcs.plan.messages import Plan
 from mdcs.runtime.account import Account, InFlight
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor
+from mdcs.runtime.last_words import LastWords
 from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.record import Recorder
 from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.wire import Transfer, Wire
+
+_LISTEN_SECONDS = 0.5
+"""How often one who waits asks whether another rank has left."""
 
 
 class Dispatcher:
@@ -53,12 +58,13 @@ class Dispatcher:
         clip_norm: float | None,
         loss_scale: LossScale | None,
         timeout_s: float,
+        last_words: LastWords,
     ) -> None:
         self.plan, self.ledger, self.storages = plan, ledger, storages
         self.wire, self.updates, self.account = wire, updates, account
         self.executor, self.recorder = executor, recorder
         self.control, self.pacer, self.timeout_s = control, pacer, timeout_s
-        self.clip_norm, self.loss_scale = clip_norm, loss_scale
+        self.clip_norm, self.loss_scale, self.last_words = clip_norm, loss_scale, last_words
         self.lock = account.lock
         self.n = len(plan.messages)
         self.issued = self.started = self.processed = 0
@@ -123,17 +129,25 @@ class Dispatcher:
         self.wait(lambda: self.processed >= count, what)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready``; raises RunError after ``timeout_s`` or when a thread has failed. Call with the lock held."""
-        if not ready():
+        """Wait until ``ready``; raises RunError after ``timeout_s``, when a thread has failed or when another rank has left.
+
+        Call with the lock held.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while not ready():
+            self.check()
             self._awaited = lambda: self.error is not None or ready()
-            in_time = self._progress.wait_for(self._awaited, self.timeout_s)
+            in_time = self._progress.wait_for(self._awaited, min(_LISTEN_SECONDS, deadline - time.monotonic()))
             self._awaited = None
-            if not in_time:
+            if in_time:
+                continue
+            heard = self.last_words.heard()
+            if heard or time.monotonic() >= deadline:
                 first = "none" if self.processed == self.issued else self.describe(self.processed % self.n)
                 raise RunError(
-                    f"rank {self.wire.rank}, step {self.step}: waited {self.timeout_s:g} s for {what}; the first message "
-                    f"that is not done: {first} ({self.issued - self.processed} issued, "
-                    f"{self.started - self.processed} of them started)"
+                    f"rank {self.wire.rank}, step {self.step}: waited {'' if heard else f'{self.timeout_s:g} s '}for {what}; "
+                    f"the first message that is not done: {first} ({self.issued - self.processed} issued, "
+                    f"{self.started - self.processed} of them started){f' ({heard})' if heard else ''}"
                 )
         self.check()
 
@@ -422,4 +436,4 @@ class Dispatcher:
             return e
         period, i = divmod(index, self.n)
         step = period - self._periods_ahead + (self.plan.messages[i].slot >= self.plan.period.turn)
-        return RunError(f"rank {self.wire.rank}, step {step}: {self.describe(i)}: {e}")
+        return RunError(self.last_words.after(f"rank {self.wire.rank}, step {step}: {self.describe(i)}: {e}"))

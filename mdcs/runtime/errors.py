@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ class Place:
 
     rank: int
     step: int = 1
+    explain: Callable[[str], str] = str
+    """Adds what is known of the cause to the message of a collective that has failed."""
 
     def error(self, what: str) -> RunError:
         """The error to raise."""
@@ -30,4 +32,4 @@ class Place:
         except RunError:
             raise
         except RuntimeError as e:
-            raise self.error(f"{what}: {e}") from e
+            raise self.error(self.explain(f"{what}: {e}")) from e

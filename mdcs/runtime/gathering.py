@@ -58,14 +58,14 @@ class Gathering:
         if not storage.is_plain:
             storage.guard.close()
 
-    def flat(self, unit: int, blocks: dict[int, Tensor]) -> Tensor:
+    def flat(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> Tensor:
         """A whole flat buffer of the unit's layout, from this rank's part of every one of its ``blocks``."""
         storage, first = self._storages[unit], next(iter(blocks.values()))
         whole = torch.zeros(storage.full.numel(), dtype=first.dtype, device=first.device)
         for b, part in blocks.items():
             whole[storage.own(b)] = part
         if storage.strategy.value != "dp":
-            with self._executor.communicating(), self._place.during(f"gather of {storage.name}'s gradient"):
+            with self._executor.communicating(), self._place.during(f"gather of {storage.name}'s {what}"):
                 self._executor.finish(self._wire.gather_flat(unit, whole))
         return whole
 

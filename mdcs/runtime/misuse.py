@@ -29,7 +29,10 @@ def unseen_change(
             "may have run with its former value: change it before backward or after step()"
         )
     if optimizer.state:
-        return "the optimizer was given state, and its updates run elsewhere: load it before parallelize()"
+        return (
+            "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
+            "parallel.load_optimizer_state_dict()"
+        )
     for storage in storages:
         if not storage.trainable:
             for name, p in zip(storage.names, storage.parameters, strict=True):
@@ -86,9 +89,9 @@ def refuse_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
 
         return hook
 
-    lost = "the optimizer's state is on shards while a plan runs, and cannot be saved or loaded yet: save parallel.state_dict()"
+    on_shards = "the optimizer's state is on shards while a plan runs: use parallel."
     return [
         optimizer.register_step_pre_hook(refusal("call parallel.step() in the place of optimizer.step()")),
-        optimizer.register_state_dict_pre_hook(refusal(lost)),
-        optimizer.register_load_state_dict_pre_hook(refusal(lost)),
+        optimizer.register_state_dict_pre_hook(refusal(f"{on_shards}optimizer_state_dict()")),
+        optimizer.register_load_state_dict_pre_hook(refusal(f"{on_shards}load_optimizer_state_dict()")),
     ]

@@ -51,8 +51,6 @@ def fits_job(
             f"{type(optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {planned.name} "
             f"with {planned.state_tensors}"
         )
-    if optimizer.state:
-        raise ValueError(f"{type(optimizer).__name__} has state already, from earlier steps or a checkpoint: it would be lost")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError(f"{type(optimizer).__name__} has hooks on step(), which is not called: call them after parallel.step()")
 
@@ -80,21 +78,24 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
 
 
 def same_plan(
-    plan: Plan, problem: ValueError | None, rank: int, processes: int, control: dist.ProcessGroup | None
+    plan: Plan, problem: ValueError | None, rank: int, processes: int, control: dist.ProcessGroup | None, state: Any = None
 ) -> None:
-    """Raise this rank's problem, or name the ranks that have one or have another plan."""
+    """Raise this rank's problem, or name the ranks that have one, or have another plan or other optimizer ``state``."""
     if problem is not None and processes == 1:
         raise problem
     if processes == 1:
         return
     answers: list[Any] = [None] * processes
-    dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem)), group=control)
+    dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem), state), group=control)
     if problem is not None:
         raise problem
-    for r, (_, theirs) in enumerate(answers):
+    for r, (_, theirs, _) in enumerate(answers):
         if theirs is not None:
             raise PlanError(f"rank {rank}, before step 1: rank {r} cannot run: {theirs}")
-    hashes = [h for h, _ in answers]
+    for r, (_, _, theirs) in enumerate(answers):
+        if theirs != answers[0][2]:
+            raise PlanError(f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all")
+    hashes = [h for h, _, _ in answers]
     common = Counter(hashes).most_common(1)[0][0]
     other = [r for r, h in enumerate(hashes) if h != common]
     if len(set(hashes)) == len(hashes) > 1:

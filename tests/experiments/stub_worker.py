@@ -1,8 +1,10 @@
 """Stands in for `experiments.job.worker`: reads the config and writes the files of a run, without training.
 
-The config's `run.name` can hold what goes wrong: `early` (before the profile), `raise`, `kill`, `nothing` (no summary), `slow`.
+The config's `run.name` can hold what goes wrong: `early` (before the profile), `raise`, `kill`, `nothing` (no summary), `slow`,
+`full` (the disk is, when rank 0 fails at step 2) and `stays` (so afterwards).
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,6 +16,18 @@ from analysis.events import METRICS
 from experiments.config.checks import load
 from experiments.job.tracking import JsonLines
 from launch import status
+
+
+def fill(keep: bool) -> None:
+    """Fill the disk that the folder is on, until this process ends or, if `keep`, for good."""
+    file = os.open(folder / "filling", os.O_CREAT | os.O_WRONLY)
+    if not keep:
+        (folder / "filling").unlink()
+    for size in (1 << 16, 1):
+        with contextlib.suppress(OSError):
+            while os.write(file, b"x" * size):
+                pass
+
 
 folder = Path(sys.argv[1])
 config = load(folder / "config.yaml")
@@ -35,6 +49,9 @@ for step in range(1, config.run.steps + 1) if trains else ():
     status.set(step=step, phase="step")
     if "kill" in what and rank == 1 and step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "full" in what and rank == 0 and step == 2:
+        fill(keep="stays" in what)
+        raise RuntimeError("the stub fails on a full disk")
     if "slow" in what:
         time.sleep(0.5)
     if metrics:

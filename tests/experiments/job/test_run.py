@@ -1,17 +1,21 @@
-"""A job in a folder that another has used, and what is known of one that fails early. The ranks are stubs."""
+"""A job in a folder that another has used or uses, and what is known of one that fails early. The ranks are stubs."""
 
 import io
+import json
+import os
 import shutil
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 import analysis
 from analysis.events import METRICS, read_events
 from experiments.config import checks
-from experiments.config.schema import Config
+from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, cache_folder
+from launch.claim import claim
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
 LEFT = ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json")
@@ -51,3 +55,15 @@ def test_the_profile_that_a_job_names_stays_where_it_is(tmp_path):
     found = jobs.known_profile(composed(f"profile.path={tmp_path / 'profile.json'}"), tmp_path, Console(file=io.StringIO()))
     assert found is not None and (tmp_path / "profile.json").exists()
     assert not any((tmp_path / name).exists() for name in LEFT if name != "profile.json")
+
+
+def test_a_folder_in_which_a_job_runs_is_refused_and_left_as_it_is(tmp_path):
+    """The ranks of the job that is there, and its files, stay."""
+    (tmp_path / "rank0.status").write_text(json.dumps({"rank": 0, "pid": os.getpid(), "step": 1, "phase": "", "time": 0.0}))
+    with claim(tmp_path):
+        shutil.copy(PROFILE, tmp_path / "profile.json")
+        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        for start in (run, lambda folder: jobs.plan(composed(f"profile.path={PROFILE}"), folder, Console(file=io.StringIO()))):
+            with pytest.raises(ConfigError, match=f"hydra.run.dir: {tmp_path} is in use by a job of process {os.getpid()} "):
+                start(tmp_path)
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before

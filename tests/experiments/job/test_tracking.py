@@ -3,15 +3,18 @@
 import json
 import math
 import os
+import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 
 from analysis.events import read_events
 from experiments.job.tracking import JsonLines, NoMirror, NoTracker, Wandb, WandbMirror, default_mode, flat
 
+ROOT = Path(__file__).resolve().parents[3]
 STEP = {"event": "step", "step": 1, "loss": 2.5, "bytes": {"AR": 10}, "peak_bytes": None}
 
 
@@ -29,7 +32,8 @@ def test_each_event_is_on_disk_when_it_was_written(tmp_path):
 def test_a_line_cut_off_by_a_crash_is_removed_by_the_next_writer(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "step", "step": 1}\n{"event": "st')
-    assert read_events(path) == [{"event": "step", "step": 1}]
+    with pytest.warns(UserWarning, match=f"^{path}: the last line is cut off"):
+        assert read_events(path) == [{"event": "step", "step": 1}]
     with JsonLines(path) as metrics:
         metrics.write({"event": "failure"})
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["step", "failure"]
@@ -41,6 +45,23 @@ def test_a_file_that_is_nothing_but_a_cut_off_line(tmp_path):
     with JsonLines(path) as metrics:
         metrics.write({"event": "failure"})
     assert path.read_text() == '{"event": "failure"}\n'
+
+
+FULL = """
+import pathlib, resource, sys
+from experiments.job.tracking import JsonLines
+metrics = JsonLines(pathlib.Path(sys.argv[1]))
+metrics.write({"event": "step", "step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))  # the disk takes half of the next line
+metrics.write({"event": "step", "step": 2})
+"""
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_not_begun(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL, path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert str(path) in done.stderr.splitlines()[-1]  # the error names the file
+    assert path.read_text() == '{"event": "step", "step": 1}\n'
 
 
 def test_numbers_that_json_does_not_know_become_null(tmp_path):

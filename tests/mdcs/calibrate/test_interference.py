@@ -24,8 +24,6 @@ from tests.mdcs.profiles import of_job
 from ..profiles import chain
 from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
 
-pytestmark = pytest.mark.alone
-
 
 def probe(wire: int, **seconds: float) -> Probe:
     return replace(Probe(2 * wire, 10, wire, work=0.001, step_alone=1.0), **seconds)
@@ -90,6 +88,7 @@ def measure() -> tuple[Profile, bool]:
     return measured, same and all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.alone
 def test_ranks_agree_on_what_they_measure_and_leave_the_model_alone(two) -> None:  # noqa: F811
     (first, untouched), (second, also_untouched) = two.run(measure)
     assert untouched and also_untouched

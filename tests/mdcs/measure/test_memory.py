@@ -373,6 +373,43 @@ def test_the_shim_is_compiled_once_into_the_cache(cache: Path) -> None:
     assert memory.build() == library and library.stat().st_mtime_ns == built
 
 
+def planted(cache: Path) -> Path:
+    """A library that somebody has put where the shim would be."""
+    library = memory.build()
+    library.write_bytes(b"not the shim")
+    assert library.parent == cache / "mdcs"
+    return library
+
+
+@pytest.mark.parametrize("writable", ["library", "folder"])
+def test_a_library_that_others_may_have_written_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = planted(tmp_path)
+    assert memory.build().read_bytes() == b"not the shim", "one that nobody else could write is trusted"
+    (library if writable == "library" else library.parent).chmod(0o777)
+    assert memory.build() == library and library.read_bytes().startswith(b"\x7fELF")
+    assert not (library.stat().st_mode | library.parent.stat().st_mode) & 0o022
+
+
+def test_a_library_of_another_user_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = planted(tmp_path)
+    ours = memory._ours
+    inode = library.stat().st_ino
+    monkeypatch.setattr(memory, "_ours", lambda found: found.st_ino != inode and ours(found))
+    assert memory.build().read_bytes().startswith(b"\x7fELF")
+
+
+def test_a_folder_of_another_user_is_refused_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    planted(tmp_path)
+    monkeypatch.setattr(memory, "_ours", lambda found: False)
+    with pytest.raises(RuntimeError, match=f"^{tmp_path / 'mdcs'} is another user's, .*: set XDG_CACHE_HOME"):
+        memory.preload_env({})
+
+
 def test_concurrent_builds_leave_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ThreadPoolExecutor(4) as pool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,12 +19,17 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
-NAME = "tests.mdcs.runtime.ranks"
+# What a rank imports sooner or later; torch brings its compiler when an optimizer is first used.
+PRELOADED = ("torch._dynamo", "transformers.modeling_utils", "tests.mdcs.runtime.training")
 
 
 @dataclass
@@ -36,7 +41,6 @@ class Outcome:
     message: str = ""
     trace: str = ""
     exit_code: int | None = None
-    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -44,11 +48,14 @@ class Outcome:
 
 
 class Ranks:
-    """``preload`` is the environment that the processes start with (the memory shim's, say)."""
+    """``environment`` is what the processes start with instead of this one's (the memory shim's, say).
+
+    Without one they are forks of a server that has imported what ranks need, ready in milliseconds.
+    """
 
     def __init__(self, world: int, environment: dict[str, str] | None = None) -> None:
         self.world, self.environment = world, environment
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="mdcs-test-ranks-")
         self._calls = 0
@@ -81,8 +88,8 @@ class Ranks:
             try:
                 outcomes.append(pipe.recv())
             except (EOFError, ConnectionResetError):
-                outcomes.append(Outcome(exit_code=process.wait(10)))
-            outcomes[-1].seconds = time.monotonic() - begin
+                process.join(10)
+                outcomes.append(Outcome(exit_code=process.exitcode))
         if any(o.exit_code is not None for o in outcomes):
             self.stop()
         return outcomes
@@ -90,27 +97,28 @@ class Ranks:
     def _start(self) -> None:
         if self._processes:
             return
-        environment = {**(self.environment or os.environ), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        for rank in range(self.world):
-            ours, theirs = Pipe()
-            command = [sys.executable, "-m", NAME, str(theirs.fileno())]
-            with self._stderr(rank).open("wb") as err:
-                self._processes.append(
-                    subprocess.Popen(
-                        command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdout=err, stderr=err,
-                        start_new_session=True,
-                    )  # fmt: skip
-                )
-            theirs.close()
-            self._pipes.append(ours)
+        context: BaseContext = multiprocessing.get_context("forkserver" if self.environment is None else "spawn")
+        context.set_forkserver_preload(["__main__", *PRELOADED])
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {**(self.environment or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}.items():
+                patch.setenv(name, value)
+            for rank in range(self.world):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, self._stderr(rank)), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        for pipe in self._pipes:
+            pipe.recv()  # what imports take is no call's
 
     def _stderr(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}.err"
 
     def _stacks(self) -> str:
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGUSR1)
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return "\n".join(
             f"--- rank {r}:\n{self._stderr(r).read_text(errors='replace')[-6000:]}" for r in range(self.world)
@@ -121,17 +129,27 @@ class Ranks:
             pipe.close()
         for process in self._processes:
             process.kill()
-            process.wait()
+            process.join()
         self._pipes, self._processes = [], []
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, output: Path) -> None:
+    os.setsid()
+    with output.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for module in PRELOADED:
+        import_module(module)
+    pipe.send("ready")
     while True:
         try:
             rank, world, store, module, name, arguments = pipe.recv()
         except EOFError:
-            return
+            break
         pipe.send(_call(rank, world, store, module, name, arguments))
+    sys.stdout.flush()
+    os._exit(0)  # a rank whose test left a thread blocked must still end
 
 
 def _call(rank: int, world: int, store: str, module: str, name: str, arguments: tuple[Any, ...]) -> Outcome:
@@ -153,14 +171,3 @@ def _call(rank: int, world: int, store: str, module: str, name: str, arguments: 
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
     return outcome
-
-
-def main(descriptor: int) -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _serve(Connection(descriptor))
-    sys.stdout.flush()
-    os._exit(0)  # a rank whose test left a thread blocked must still end
-
-
-if __name__ == "__main__":
-    import_module(NAME).main(int(sys.argv[1]))  # by its name, so that pickle finds Outcome there

@@ -27,7 +27,7 @@ from tests.mdcs.runtime.devices import Emulated, emulated_run
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, optimizer_for, scheduler_for, setup, strategy_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 BUFFERS = tuple(c for c in CATEGORIES if c != "activations")
 LINK = mdcs.Link.uniform(0.25, 200.0, emulated=True)

@@ -40,11 +40,9 @@ from tests.mdcs.runtime.training import (
     train,
 )
 
-pytestmark = pytest.mark.alone
-
 GLOO, RING = Collectives(), Collectives("ring", "ring", "ring")
 TIMEOUT_S = 3.0
-SLACK_S = 6.0  # a busy machine, and threads that end
+HANG_S = 40.0  # less than the 60 s of a process group: no error comes from there
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +54,8 @@ def ranks() -> Iterator[Ranks]:
 
 
 def errors(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Outcome]:
-    """What the ranks raised, each as soon as it should."""
-    outcomes = ranks.outcomes(function, *arguments)
+    """What the ranks raised, none of them after waiting for another's process group to time out."""
+    outcomes = ranks.outcomes(function, *arguments, timeout_s=HANG_S)
     assert all(o.kind or o.exit_code is not None for o in outcomes), outcomes
     for o in outcomes:
         assert o.exit_code is not None or o.kind in ("RunError", "PlanError", "ValueError", "UnsupportedModel"), o.trace
@@ -165,7 +163,7 @@ def start(change: str) -> None:
         clip = 1.0
     if change == "another optimizer":
         optimizer = optimizer_for("sgd", made.model)
-    if change == "an optimizer with state":
+    if change == "an optimizer with state on rank 1" and rank == 1:
         made.loss(made.model, made.batch(0, 0, 0)).backward()
         optimizer.step()
     if change == "other units":
@@ -194,7 +192,7 @@ def start(change: str) -> None:
         ("another backend", "PlanError", ["the plan is for collectives of nccl, the process group is of gloo"] * 2),
         ("clipping across iterations", "PlanError", ["plan with cross_iteration=False"] * 2),
         ("another optimizer", "ValueError", ["SGD holds 1 state tensors per parameter; the plan was made for adam"] * 2),
-        ("an optimizer with state", "ValueError", ["Adam has state already"] * 2),
+        ("an optimizer with state on rank 1", "PlanError", ["rank 1's optimizer has other state than rank 0's: load it"] * 2),
         ("other units", "ValueError", ["the plan has 6 units, the model"] * 2),
         ("another model on rank 1", "ValueError", ["rank 1 cannot run: the plan has 6 units", "the plan has 6 units"]),
         ("another precision", "ValueError", ["torch.float64; the plan is for 4 bytes"] * 2),
@@ -206,7 +204,6 @@ def test_a_job_that_cannot_start(ranks: Ranks, change, kind, messages):
     for o, message in zip(errors(ranks, start, change), messages, strict=True):
         assert message in o.message
         assert o.kind in (kind, "PlanError")
-        assert o.seconds < SLACK_S + TIMEOUT_S
 
 
 # ---- misuse of the loop
@@ -258,7 +255,6 @@ def misuse(what: str) -> None:
 def test_misuse_is_refused(ranks: Ranks, what, message):
     for o in errors(ranks, misuse, what):
         assert o.kind == "RunError" and message in o.message
-        assert o.seconds < SLACK_S + TIMEOUT_S
 
 
 # ---- a model that is not the profiled one any more
@@ -370,6 +366,62 @@ def test_a_rank_that_raises(ranks: Ranks, how):
         assert outcomes[1].kind == "RunError" and re.match("rank 1, step [23]: message", outcomes[1].message)
         assert outcomes[1].message.endswith("overflow")
     assert outcomes[0].kind == "RunError" and re.match("rank 0, step [34]: .*message", outcomes[0].message)
+    assert outcomes[0].message.endswith("overflow)") and "(rank 1 left the run in step 3: " in outcomes[0].message
+
+
+def leave(where: str) -> None:
+    """Rank 1 raises what only it knows of; the others have a long time to wait."""
+    with parallel_for(Job("tied"), How("fsdp", "wfbp"), timeout_s=50.0) as (made, parallel, _):
+        for number in range(3):
+            step(made, parallel, number)
+        if dist.get_rank() == 1 and where == "callback":
+            raise KeyError("a callback of the loop")
+        if dist.get_rank() == 1:
+            made.model.blocks[1].register_forward_pre_hook(_raise_in_forward)
+        for number in range(3, 6):
+            step(made, parallel, number)
+
+
+def _raise_in_forward(module: nn.Module, arguments: Any) -> None:
+    raise OverflowError("in the forward of a block")
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("forward", "OverflowError: in the forward of a block"), ("callback", "KeyError: 'a callback of the loop'")],
+)
+def test_why_a_rank_has_left_is_said_on_every_rank_at_once(ranks: Ranks, where, said):
+    first, second = ranks.outcomes(leave, where)
+    assert second.kind == said.partition(":")[0]  # its own error
+    assert first.kind == "RunError" and f"(rank 1 left the run in step 4: {said})" in first.message
+    assert max(first.seconds, second.seconds) < 25.0, "long before the time is up"
+
+
+ALONE = """
+import sys
+import torch.distributed as dist
+from tests.mdcs.runtime.training import How, Job, parallel_for, setup
+from tests.mdcs.runtime.test_failures import step
+
+dist.init_process_group("gloo")
+context = parallel_for(Job("tied"), How("fsdp", "wfbp"), timeout_s=100.0)
+made, parallel, _ = context.__enter__()
+for number in range(4):
+    if number == 3 and dist.get_rank() == 1:
+        raise KeyError("without a with block")
+    step(made, parallel, number)
+"""
+
+
+def test_under_torchrun_and_without_a_with_block(tmp_path: Path):
+    script = tmp_path / "loop.py"
+    script.write_text(ALONE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 1
+    assert "(rank 1 left the run in step 4: KeyError: 'without a with block')" in done.stderr
 
 
 def drain_without_rank_one() -> None:
@@ -381,9 +433,8 @@ def drain_without_rank_one() -> None:
 
 
 def test_a_drain_that_another_rank_does_not_join(ranks: Ranks):
-    outcomes = ranks.outcomes(drain_without_rank_one)
+    outcomes = ranks.outcomes(drain_without_rank_one, timeout_s=HANG_S)
     assert outcomes[0].kind == "RunError" and "rank 0, step 2: " in outcomes[0].message
-    assert outcomes[0].seconds < TIMEOUT_S + SLACK_S
 
 
 # ---- nothing is left behind
@@ -421,6 +472,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.alone  # others have shared memory, too
 def test_nothing_is_left_behind(ranks: Ranks):
     for left in ranks.run(leftovers):
         assert left["threads"] == [] and left["shared memory"] == [] and left["hooks"] == 0

@@ -206,9 +206,9 @@ def test_a_moving_average(two: Ranks, strategy):
 # ---- after close()
 
 
-def close_and_train_on(first: str, second: str) -> dict[str, Any]:
+def close_and_train_on(first: str, second: str, optimizer_name: str) -> dict[str, Any]:
     """Two steps with a plan, two in a plain loop (with DDP), two with another plan: as six of DDP."""
-    job = Job("tied", optimizer="plain sgd", steps=6)
+    job = Job("tied", optimizer=optimizer_name, steps=6)
     made = setup("tied")
     wanted = reference(job).state
     optimizer = optimizer_for(job.optimizer, made.model)
@@ -240,9 +240,15 @@ def close_and_train_on(first: str, second: str) -> dict[str, Any]:
     return {"plain": plain, "own": own, "weights": differing(made.model.state_dict(), wanted)}
 
 
-@pytest.mark.parametrize(("first", "second"), [("fsdp", "zero1"), ("sdp", "dp"), ("random", "fsdp"), ("zero1", "random")])
-def test_after_close_the_model_is_plain_and_whole(two: Ranks, first, second):
-    assert two.run(close_and_train_on, first, second) == [{"plain": True, "own": True, "weights": []}] * 2
+@pytest.mark.parametrize(
+    ("first", "second", "optimizer"),
+    [
+        ("fsdp", "zero1", "adam"), ("sdp", "dp", "sgd"), ("random", "fsdp", "adamw"), ("zero1", "random", "adam"),
+        ("dp", "sdp", "adam"), ("fsdp", "fsdp", "plain sgd"), ("zero1", "sdp", "sgd"),
+    ],
+)  # fmt: skip
+def test_after_close_model_and_optimizer_are_plain_and_whole(two: Ranks, first, second, optimizer):
+    assert two.run(close_and_train_on, first, second, optimizer) == [{"plain": True, "own": True, "weights": []}] * 2
 
 
 def close_alone() -> str:
@@ -256,8 +262,8 @@ def close_alone() -> str:
 
 
 def test_close_does_not_wait_for_a_rank_that_is_gone(two: Ranks):
-    first, second = two.outcomes(close_alone)
-    assert second.kind == "ArithmeticError" and first.seconds < 20
+    first, second = two.outcomes(close_alone, timeout_s=40)  # less than its process group waits
+    assert second.kind == "ArithmeticError"
     assert "weight is in pieces, parallel is closed and could not gather it" in first.value
     two.stop()
 

@@ -10,8 +10,6 @@ from mdcs.profile.link import Kind, Link
 from mdcs.runtime import pacing
 from mdcs.runtime.pacing import Pacer
 
-pytestmark = pytest.mark.alone
-
 ALPHA, BETA = 0.002, 1e-6
 LINK = Link((ALPHA,) * 4, (BETA,) * 4, emulated=True)
 

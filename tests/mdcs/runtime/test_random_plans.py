@@ -38,7 +38,7 @@ from tests.mdcs.runtime.training import (
 )
 
 STEPS = 3
-PLANS, CALLS = 208, 8  # the second half is slow
+PLANS, CALLS = 208, 8  # all but the first quarter are slow
 BETWEEN = ("", "", "drain", "evaluate", "state", "full", "caught", "reopen")
 
 
@@ -56,8 +56,7 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     rng = random.Random(seed)
     rank, world = dist.get_rank(), dist.get_world_size()
     between = [rng.choice(BETWEEN) for _ in range(STEPS)]
-    optimizers = ["plain sgd"] if "reopen" in between else ["adam", "sgd", "adamw"]  # the others have state
-    job = Job("tied", rng.choice([1, 1, 2, 3]), rng.choice(optimizers), double=double, steps=STEPS)
+    job = Job("tied", rng.choice([1, 1, 2, 3]), rng.choice(["adam", "sgd", "adamw"]), double=double, steps=STEPS)
     wanted = reference(job)
     made = setup(job.model, job.double)
     optimizer = optimizer_for(job.optimizer, made.model)
@@ -138,7 +137,7 @@ def train_random_plans(seeds: range, double: bool) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("call", [pytest.param(c, marks=[pytest.mark.slow] if c >= CALLS // 2 else []) for c in range(CALLS)])
+@pytest.mark.parametrize("call", [pytest.param(c, marks=[pytest.mark.slow] if c >= CALLS // 4 else []) for c in range(CALLS)])
 def test_two_ranks_are_bitwise_equal(two: Ranks, call: int):
     seeds = range(call * PLANS // CALLS, (call + 1) * PLANS // CALLS)
     for results in two.run(train_random_plans, seeds, False, timeout_s=200):

@@ -14,8 +14,6 @@ from mdcs.profile.link import Link
 from mdcs.runtime.executor import CpuExecutor
 from mdcs.runtime.record import Recorder
 
-pytestmark = pytest.mark.alone
-
 
 def plan() -> Plan:
     unit = Unit("u", (8,), True, (0, 0), (0, 0))

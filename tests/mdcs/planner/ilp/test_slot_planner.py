@@ -23,7 +23,7 @@ from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Contention, Optimizer
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
-from tests.mdcs.profiles import chain, link
+from tests.mdcs.profiles import chain, few, link
 
 
 def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> float:
@@ -36,7 +36,7 @@ def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> flo
 
 
 @pytest.mark.parametrize(("micro_steps", "cross_iteration"), [(1, True), (2, True), (1, False)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few(range(3)))
 def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps: int, cross_iteration: bool) -> None:
     profile = job(seed)
     options = {"micro_steps": micro_steps, "cross_iteration": cross_iteration}
@@ -102,7 +102,7 @@ def test_joint_takes_no_scheduler_and_no_share() -> None:
         mdcs.make_plan(job(0), Greedy())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few(range(4)))
 def test_bounds_are_below_every_plan_and_in_order(seed: int) -> None:
     profile = job(seed)
     for budget in (None, int(mdcs.floor_bytes(profile) * 1.1)):

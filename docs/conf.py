@@ -1,0 +1,31 @@
+"""Sphinx: the pages of this folder, with the reference of options made from conf/ and the schema that checks it.
+
+The pages are Markdown that is read as well without Sphinx; `make docs` builds them, and warnings are errors.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import options_reference  # noqa: E402  # beside this file
+
+project = "mdcs"
+author = "the mdcs authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "mdcs"
+html_show_copyright = False
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+
+
+def setup(app: object) -> None:
+    """Make the generated page before pages are read."""
+    (HERE / "options.md").write_text(options_reference.page(), encoding="utf-8")

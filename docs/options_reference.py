@@ -1,0 +1,62 @@
+"""The page that lists every option and key, as `--help` does: made from conf/ and the dataclasses that check it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import yaml
+
+from experiments.config.files import CONF, groups
+from experiments.config.help import meaning
+from experiments.config.schema import OPTION_GROUPS, Config, fields_by_key
+from experiments.config.targets import TARGET, load
+from mdcs.options import options, shown
+
+
+def page() -> str:
+    """Markdown: a section per group, with its options and its keys; a group of options has keys per option."""
+    lines = [
+        "# Options and keys",
+        "",
+        "`GROUP=OPTION` chooses a file of `conf/`, `KEY=VALUE` sets one value, `-m` with lists makes a sweep. The same is",
+        "said by `python experiments/train.py --help`, for the options chosen there. This page is made from the code.",
+    ]
+    told = groups()
+    declared = fields_by_key()
+    for group in (field.name for field in dataclasses.fields(Config)):
+        lines += ["", f"## {group}", ""]
+        lines += [f"- `{group}={option}`: {says}" for option, says in told.get(group, {}).items()]
+        if group in OPTION_GROUPS:
+            lines += _keys_by_option(group)
+        else:
+            lines += _table([(key, leaf.default, leaf) for key, leaf in declared.items() if key.startswith(f"{group}.")])
+    lines += ["", "## experiment", ""]
+    lines += [f"- `experiment={option}`: {says}" for option, says in told["experiment"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _keys_by_option(group: str) -> list[str]:
+    """A table per class of a group's options, with the values that its first file gives."""
+    named: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for file in sorted((CONF / group).glob("*.yaml")):
+        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        named.setdefault(given[TARGET], []).append((file.stem, given))
+    lines = []
+    for target, files in named.items():
+        declared = options(load(group, target))
+        if declared:
+            (first, values), *others = files
+            lines += ["", f"Keys of {' and '.join(f'`{name}`' for name, _ in files)}"]
+            lines[-1] += f" (values of `{first}`):" if others else ":"
+            lines += _table([(f"{group}.{name}", values.get(name, leaf.default), leaf) for name, leaf in declared.items()])
+    return lines
+
+
+def _table(rows: list[tuple[str, Any, dataclasses.Field[Any]]]) -> list[str]:
+    lines = ["", "| key | value | what |", "|---|---|---|"]
+    for key, value, leaf in rows:
+        default = leaf.default_factory() if value is dataclasses.MISSING and callable(leaf.default_factory) else value
+        what = meaning(leaf).replace("|", "\\|")
+        lines.append(f"| `{key}` | `{shown(default)}` | {what} |")
+    return lines

@@ -1,0 +1,201 @@
+"""The optimizer's state: on shards while a plan runs, whole for a plain loop and for checkpoints.
+
+What the runtime updates together, the parameters of a unit that are in one parameter group, has one count of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.runtime.gathering import Gathering
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.updates import Updates
+
+STEP = "step"  # the one state of a parameter that is a count; the others have its shape
+State = Mapping[Any, Mapping[str, Any]]
+"""By parameter."""
+Together = dict[tuple[int, int], Any]
+"""By unit and parameter group."""
+
+
+def together(units: Sequence[Sequence[tuple[str, nn.Parameter]]], groups: Mapping[nn.Parameter, int], state: State) -> Together:
+    """The step count of what has state, and its names. Raises ValueError where neighbours' states differ, or shapes do."""
+    found: Together = {}
+    first: dict[tuple[int, int], str] = {}
+    for u, parameters in enumerate(units):
+        for name, p in parameters:
+            if p not in groups or not p.requires_grad:
+                continue
+            own = {key: value for key, value in state.get(p, {}).items() if value is not None}
+            for key, value in own.items():
+                if key != STEP and value.shape != p.shape:
+                    raise ValueError(f"{name} is {tuple(p.shape)}, its {key} in the optimizer's state {tuple(value.shape)}")
+            here, seen = (u, groups[p]), (float(own.get(STEP, 0)), sorted(own))
+            if found.setdefault(here, seen) != seen:
+                raise ValueError(
+                    f"{first[here]} and {name} are updated together, and the optimizer's state has {_told(*found[here])} for "
+                    f"one, {_told(*seen)} for the other: give one a parameter group of its own, or clear optimizer.state"
+                )
+            first.setdefault(here, name)
+    return {here: seen for here, seen in found.items() if seen[1]}
+
+
+def _told(step: float, names: list[str]) -> str:
+    return f"{', '.join(names)} after {step:g} steps" if names else "nothing"
+
+
+class OptimizerState:
+    """``exchange`` gives every rank's value (:meth:`mdcs.runtime.groups.Groups.exchange`)."""
+
+    def __init__(
+        self, updates: Updates, storages: Sequence[UnitStorage], gathering: Gathering, exchange: Callable[[Any], list[Any]]
+    ) -> None:
+        self._updates, self._storages, self._gathering, self._exchange = updates, storages, gathering, exchange
+        self._groups = {p: i for i, group in enumerate(updates.optimizer.param_groups) for p in group["params"]}
+        self._trained = {p for storage in storages if storage.trainable for p in storage.parameters}
+        self._kept: dict[Any, dict[str, Any]] = {}  # of parameters that are frozen now
+
+    def load(self, state: State) -> None:
+        """Take this rank's part of whole state, which :func:`together` has accepted; what there was before is forgotten."""
+        self._kept = {p: dict(own) for p, own in state.items() if p not in self._trained}
+        for u, storage in enumerate(self._storages):
+            if not storage.trainable:
+                continue
+            for optimizer, _ in self._blocks(u):
+                optimizer.state.clear()
+            for key in sorted({key for p in storage.parameters for key in state.get(p, {})}):
+                self._load(u, key, state)
+
+    def _load(self, u: int, key: str, state: State) -> None:
+        storage = self._storages[u]
+        values = {self._groups[p]: state[p][key] for p in storage.parameters if state.get(p, {}).get(key) is not None}
+        whole = torch.empty(0)
+        if key != STEP:
+            whole = torch.zeros(storage.full.numel(), dtype=storage.at_rest(0).dtype, device=storage.full.device)
+            for p, (offset, n, shape) in zip(storage.parameters, storage.places, strict=True):
+                if state.get(p, {}).get(key) is not None:
+                    whole[offset : offset + n].view(shape).copy_(state[p][key])
+        for b in range(len(storage.blocks)):
+            for optimizer, group, part in self._runs(u, b):
+                if group["mdcs_group"] in values:
+                    p = group["params"][0]
+                    mine = values[group["mdcs_group"]] if key == STEP else whole[storage.own(b)][part]
+                    with self._updates.meter.tag("optimizer"):
+                        optimizer.state[p][key] = _count(mine, group, p) if key == STEP else mine.clone()
+
+    def whole(self, *, keep: bool, cpu: bool, release: bool = False) -> dict[nn.Parameter, dict[str, Any]]:
+        """By parameter, as it is on shards, on the ranks that ``keep`` it; every rank must call it. Nothing is in flight.
+
+        Gathered one state of one unit at a time. ``release``: the shards are freed as that is done.
+        """
+        found = {p: {key: _kept(value, cpu) for key, value in own.items()} for p, own in self._kept.items()} if keep else {}
+        here: Together = {}
+        for ranks in self._exchange(self._local()):
+            here |= ranks
+        for u, storage in enumerate(self._storages):
+            if not storage.trainable:
+                continue
+            dtypes = {key: dtype for (unit, _), (_, of) in here.items() if unit == u for key, dtype in of.items()}
+            for key, dtype in sorted(dtypes.items()):  # in one order on every rank
+                flat = self._gathering.flat(u, self._parts(u, key, dtype), "optimizer state")
+                for p, (offset, n, shape) in zip(storage.parameters, storage.places, strict=True):
+                    if keep and (u, self._groups[p]) in here:
+                        value = flat[offset : offset + n].view(shape)
+                        found.setdefault(p, {})[key] = _kept(value, cpu)
+            for p in storage.parameters:
+                step, _ = here.get((u, self._groups[p]), (None, None))
+                if keep and step is not None:
+                    count = step.clone() if cpu else _count(step, self._updates.optimizer.param_groups[self._groups[p]], p)
+                    found[p] = {STEP: count, **found[p]}
+            if release:
+                for optimizer, _ in self._blocks(u):
+                    optimizer.state.clear()
+        return found
+
+    def _local(self) -> Together:
+        """Of this rank's runs: their step, on the CPU, and what types their other states have."""
+        out: Together = {}
+        for u, storage in enumerate(self._storages):
+            for b in range(len(storage.blocks) if storage.trainable else 0):
+                for optimizer, group, _ in self._runs(u, b):
+                    own = {key: v for key, v in optimizer.state.get(group["params"][0], {}).items() if v is not None}
+                    if own:
+                        step = own.pop(STEP, None)
+                        dtypes = {key: value.dtype for key, value in own.items()}
+                        out[u, group["mdcs_group"]] = None if step is None else step.cpu(), dtypes
+        return out
+
+    def _parts(self, u: int, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
+        """What this rank has of one state of a unit, by block; zeros where there is none."""
+        storage, parts = self._storages[u], {}
+        for b in range(len(storage.blocks)):
+            parts[b] = torch.zeros(storage.at_rest(b).numel(), dtype=dtype, device=storage.full.device)
+            for optimizer, group, part in self._runs(u, b):
+                value = optimizer.state.get(group["params"][0], {}).get(key)
+                if value is not None:
+                    parts[b][part] = value
+        return parts
+
+    def _blocks(self, u: int) -> list[tuple[torch.optim.Optimizer, list[slice]]]:
+        return [self._updates.blocks[u, b] for b in range(len(self._storages[u].blocks)) if (u, b) in self._updates.blocks]
+
+    def _runs(self, u: int, b: int) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], slice]]:
+        """The optimizer, its parameter group and the place of every run of a block."""
+        if (u, b) in self._updates.blocks:
+            optimizer, parts = self._updates.blocks[u, b]
+            for group, part in zip(optimizer.param_groups, parts, strict=True):
+                yield optimizer, group, part
+
+
+def _count(step: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
+    """A step count as torch's optimizers keep it: on the host, unless a kernel is to read it."""
+    device = p.device if group.get("capturable") or group.get("fused") else "cpu"
+    return torch.as_tensor(step, dtype=None if isinstance(step, Tensor) else torch.float32).to(device, copy=True)
+
+
+def _kept(value: Any, cpu: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to("cpu", copy=True) if cpu else value.clone()
+
+
+# ---- in the form of torch.optim
+
+
+def for_parameters(state: State) -> dict[Tensor, dict[str, Any]]:
+    """State as a plain loop's optimizer needs it: in the parameters' own precision."""
+    return {p: {key: v if key == STEP else v.to(p.dtype) for key, v in own.items()} for p, own in state.items()}
+
+
+def packed(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` would be with that state."""
+    numbers: dict[nn.Parameter, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        own = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": own})
+    return {"state": {numbers[p]: dict(own) for p, own in state.items()}, "param_groups": groups}
+
+
+def unpacked(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
+    """By parameter, the state in what ``state_dict()`` of such an optimizer was. Raises ValueError for that of another one."""
+    groups, theirs = optimizer.param_groups, saved["param_groups"]
+    sizes, saved_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in theirs]
+    if sizes != saved_sizes:
+        raise ValueError(f"the optimizer has groups of {sizes} parameters, the state dict of {saved_sizes}")
+    parameters = {
+        number: p
+        for group, their in zip(groups, theirs, strict=True)
+        for number, p in zip(their["params"], group["params"], strict=True)
+    }
+    return {parameters[number]: own for number, own in saved["state"].items()}
+
+
+def take_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Rates and other options, as ``load_state_dict()`` does."""
+    for group, their in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in their.items() if key not in ("params", "param_names")})

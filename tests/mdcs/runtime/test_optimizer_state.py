@@ -1,0 +1,168 @@
+"""The optimizer's state is on shards while a plan runs: saved, loaded and handed back it is that of a plain loop, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mdcs
+from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.slots import measure_profile
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.test_loops import STRATEGIES, how, one_step, said
+from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, plan_for, profile_of, reference, setup, train
+
+
+def of_ddp(job: Job) -> dict[str, Any]:
+    """The optimizer's state dict after the job with DDP."""
+    made, group = setup(job.model), dist.new_group()
+    ddp = nn.parallel.DistributedDataParallel(made.model, process_group=group)
+    optimizer = optimizer_for(job.optimizer, made.model)
+    schedule = job.scheduler(optimizer)
+    for step in range(job.steps):
+        made.loss(ddp, made.batch(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    del ddp
+    return optimizer.state_dict()
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[Any]:
+    """Where two state dicts of optimizers are not the same, bit for bit."""
+    if found["param_groups"] != wanted["param_groups"] or found["state"].keys() != wanted["state"].keys():
+        return ["param_groups", found["state"].keys() ^ wanted["state"].keys()]
+    return [
+        (number, key)
+        for number, own in wanted["state"].items()
+        for key in own.keys() | found["state"][number].keys()
+        if own[key].dtype != found["state"][number][key].dtype or not torch.equal(own[key], found["state"][number][key])
+    ]
+
+
+def save(strategy: str, optimizer_name: str) -> list[Any]:
+    job = Job("tied", optimizer=optimizer_name, steps=3)
+    wanted = of_ddp(job)
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        train(job, made, parallel, optimizer)
+        saved = parallel.optimizer_state_dict()
+        first = parallel.optimizer_state_dict(rank0_only=True, cpu=True)
+        one_step(made, parallel)
+    alone = differences(first, wanted) if dist.get_rank() == 0 else [*first]
+    return differences(saved, wanted) + alone
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adamw", "plain sgd"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_dict_is_that_of_a_plain_loop(two: Ranks, strategy, optimizer):
+    assert two.run(save, strategy, optimizer) == [[], []]
+
+
+def load(strategy: str, optimizer_name: str, plain: bool) -> list[str]:
+    """Two steps of a plain loop or a plan, and two of another run that has loaded them, are four of DDP."""
+    job = Job("tied", optimizer=optimizer_name, steps=4)
+    half = dataclasses.replace(job, steps=2)
+    if plain:
+        weights, saved = reference(half).state, of_ddp(half)
+    else:
+        with parallel_for(job, how("random")) as (made, parallel, optimizer):
+            train(half, made, parallel, optimizer)
+            weights, saved = parallel.state_dict(), parallel.optimizer_state_dict(cpu=True)
+    with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+        one_step(made, parallel, 7)  # something that must be forgotten
+        parallel.load_state_dict(weights)
+        parallel.load_optimizer_state_dict(saved)
+        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in saved["param_groups"]]
+        twin = optimizer_for(job.optimizer, setup("tied").model)
+        schedule = job.scheduler(twin)
+        for step in range(job.steps):
+            if step >= half.steps:
+                for group, theirs in zip(optimizer.param_groups, twin.param_groups, strict=True):
+                    group["lr"] = theirs["lr"]
+                one_step(made, parallel, step)
+            twin.step()
+            schedule.step()
+        return differing(parallel.state_dict(), reference(job).state)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "plain"),
+    [*((s, "adam", s != "random") for s in STRATEGIES), ("fsdp", "sgd", False), ("zero1", "sgd", True), ("sdp", "adamw", True)],
+)
+def test_a_run_goes_on_where_another_has_stopped(two: Ranks, strategy, optimizer, plain):
+    assert two.run(load, strategy, optimizer, plain) == [[], []]
+
+
+def refuse() -> list[str]:
+    with parallel_for(Job("tied", optimizer="adamw"), how("fsdp")) as (made, parallel, optimizer):
+        one_step(made, parallel)
+        saved = parallel.optimizer_state_dict()
+        fewer = saved | {"param_groups": saved["param_groups"][:1]}
+        number = saved["param_groups"][1]["params"][0]
+        ahead = saved | {"state": saved["state"] | {number: saved["state"][number] | {"step": torch.tensor(5.0)}}}
+        shape = saved | {"state": saved["state"] | {number: saved["state"][number] | {"exp_avg": torch.zeros(1, 2, 3)}}}
+        found = [said(optimizer.state_dict), said(lambda: optimizer.load_state_dict(saved))]
+        found += [said(lambda bad=bad: parallel.load_optimizer_state_dict(bad)) for bad in (fewer, ahead, shape)]  # type: ignore[misc]
+        return found + differences(parallel.optimizer_state_dict(), saved)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(two: Ranks):
+    for save, load, fewer, ahead, shape in two.run(refuse):
+        assert "state is on shards while a plan runs: use parallel.optimizer_state_dict()" in save
+        assert "state is on shards while a plan runs: use parallel.load_optimizer_state_dict()" in load
+        assert "the optimizer has groups of [" in fewer and "the state dict of [" in fewer
+        assert "are updated together, and the optimizer's state has exp_avg, exp_avg_sq, step after 5 steps for one" in ahead
+        assert "its exp_avg in the optimizer's state (1, 2, 3)" in shape
+
+
+def rehearse_with_state() -> list[Any]:
+    """A profile of a model in training: its optimizer has the state that it had."""
+    from mdcs.calibrate.rehearsal import rehearse
+
+    made = setup("tied")
+    optimizer = optimizer_for("adam", made.model)
+    made.loss(made.model, made.batch(0, 0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.state_dict()
+    job, units = Job("tied"), mdcs.partition(made.model, made.policy)
+    profile = profile_of(job, how("dp"), made, units, optimizer)
+    rehearse(profile, made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), optimizer)
+    parallel = mdcs.parallelize(made.model, optimizer, plan_for(job, how("dp"), profile), units, timeout_s=20)
+    after = parallel.optimizer_state_dict()
+    parallel.close()
+    return differences(after, before) + differences(optimizer.state_dict(), before)
+
+
+def test_a_rehearsal_leaves_the_state_as_it_is(two: Ranks):
+    assert two.run(rehearse_with_state) == [[], []]
+
+
+def freeze_later() -> list[Any]:
+    """A block that was trained and is frozen now keeps its state, as in a plain loop."""
+    made = setup("tied")
+    optimizer = optimizer_for("adam", made.model)
+    made.loss(made.model, made.batch(0, 0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    made.model.blocks[0].requires_grad_(False)
+    frozen = {number: own for number, own in optimizer.state_dict()["state"].items()
+              if not optimizer.param_groups[0]["params"][number].requires_grad}  # fmt: skip
+    units = mdcs.partition(made.model, made.policy)
+    step = lambda: made.loss(made.model, made.batch(0, 0, 0))  # noqa: E731
+    link = mdcs.Link.uniform(1.0, 50.0)
+    profile = agree(measure_profile(made.model, units, step, optimizer, world=2, link=link, iterations=1))
+    with mdcs.parallelize(made.model, optimizer, plan_for(Job("tied"), how("fsdp"), profile), units, timeout_s=20) as parallel:
+        one_step(made, parallel)
+    after = optimizer.state_dict()["state"]
+    assert len(frozen) == 4 and len(after) > len(frozen)
+    return [n for n, own in frozen.items() if any(not torch.equal(own[key], after[n][key]) for key in own)]
+
+
+def test_frozen_parameters_keep_their_state(two: Ranks):
+    assert two.run(freeze_later) == [[], []]

@@ -164,7 +164,7 @@ class Parallel:
         self._started = True
         self._buffers = Buffers(model, broadcast_buffers)
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
-        lock = threading.Condition()
+        lock = threading.RLock()
         if plan.budget is not None:
             self._executor.limit(plan.budget)
         cap = None if plan.budget is None else plan.budget - plan.reserve

@@ -253,7 +253,8 @@ def test_partitioning_really_cuts_and_nothing_else_does(job: Job, seed: int, blo
         sizes = [sum(plan.blocks[u][b] for u, b in m.parts) * job.profile.param_bytes for m in plan.messages]
         assert max(sizes, default=0) <= largest
     for whole in (Sequential(), Wfbp(), Fusion(block / MIB), MgWfbp(), Dear()):
-        assert all(len(b) == 1 for b in whole.schedule(mix).blocks)
+        blocks = whole.schedule(mix).blocks  # one for each type of a unit's parameters
+        assert [len(b) for b in blocks] == [len(layout.sizes) for layout in job.profile.layouts]
 
 
 @examples(60)

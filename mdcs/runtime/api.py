@@ -145,7 +145,7 @@ class Parallel:
         ]
         group_of = [list(dict.fromkeys(groups[p] for _, p in ps if p in groups)) or [0] for ps in ordered]
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
-        lock = threading.Condition()
+        lock = threading.RLock()
         if plan.budget is not None:
             self._executor.limit(plan.budget)
         cap = None if plan.budget is None else plan.budget - plan.reserve

@@ -177,7 +177,6 @@ class SlotWalker:
                         self.storages[u].free_full()
                         self.account.book("full_parameters", -size)
                     self.account.release(size for _, size in previous.released)
-                    lock.notify_all()
         with lock:
             self._window((q - 1) % self.period.length)
             self.account.enter(slot.live)

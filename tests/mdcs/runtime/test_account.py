@@ -8,7 +8,7 @@ from mdcs.runtime.account import Account
 
 
 def account(cap: int | None = None) -> Account:
-    return Account(threading.Condition(), cap, {"parameters": 100, "optimizer": 200})
+    return Account(threading.RLock(), cap, {"parameters": 100, "optimizer": 200})
 
 
 def test_what_is_live_and_the_highest_it_was():

@@ -63,7 +63,7 @@ def test_blocks_add_up_to_one_optimizer(optimizer: str, strategy: str, rank: int
             updates.snapshot()
             for b in range(len(storage.blocks)):
                 where = storage.region(b) if strategy == "dp" else storage.own(b)
-                updates.step(0, b, flat[where].clone())
+                updates.step({(0, b): flat[where].clone()})
             for optimizer_ in (mine, theirs):
                 for group in optimizer_.param_groups:
                     group["lr"] *= 0.5
@@ -81,10 +81,10 @@ def test_a_schedule_acts_from_the_next_snapshot_on():
     for group in mine.param_groups:
         group.update(lr=0.0, weight_decay=0.0)
     for b in range(len(storage.blocks)):
-        updates.step(0, b, torch.ones(storage.blocks[b]))
+        updates.step({(0, b): torch.ones(storage.blocks[b])})
     assert (storage.full != before).all()
     before = storage.full.clone()
     updates.snapshot()
     for b in range(len(storage.blocks)):
-        updates.step(0, b, torch.ones(storage.blocks[b]))
+        updates.step({(0, b): torch.ones(storage.blocks[b])})
     assert torch.equal(storage.full, before)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
@@ -17,10 +15,7 @@ from experiments.config.identity import identity
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
-from mdcs.calibrate.agreement import agree
-from mdcs.calibrate.interference import measure_interference
-from mdcs.calibrate.link_timing import measure_link
-from mdcs.calibrate.rehearsal import rehearse
+from mdcs.calibrate.link_timing import MeasuredLink
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -88,26 +83,18 @@ class Workload:
         known = profiles.known(config)
         if known is not None:
             return known
-        made = profiles.emulated(config)
-        link, collectives, spread = (*made, {}) if made else measure_link(
-            self.device, depth=config.link.depth, wanted=config.collectives.named()
-        )
+        emulated = profiles.emulated(config)
         batches = self.batches()
 
         def step() -> Tensor:
             status.set()  # it goes on: with many ranks on few cores for longer than a rank may be silent
             return self._next_loss(batches)
 
-        status.set()
-        dist.barrier()
-        profile = mdcs.measure_profile(
-            self.model, self.units, step, self.optimizer, world=self.world, link=link,
-            iterations=config.run.profile_iterations, collectives=collectives, about=identity(config),
-            master_dtype=self.master_dtype, grad_dtype=self.grad_dtype,
+        return mdcs.autoprofile(
+            self.model, self.optimizer, self.units, step, link=MeasuredLink(*emulated, {}) if emulated else None,
+            depth=config.link.depth, collectives=config.collectives.named(), master_dtype=self.master_dtype,
+            grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=identity(config), emulate=self.emulate,
         )  # fmt: skip
-        profile = dataclasses.replace(profile, spread=profile.spread | spread)
-        profile = measure_interference(agree(profile), self.model, step, self.optimizer, emulate=self.emulate)
-        return rehearse(profile, self.model, self.units, step, self.optimizer, emulate=self.emulate)
 
     def _next_loss(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
         return self.loss(next(batches))

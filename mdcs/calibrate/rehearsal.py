@@ -49,6 +49,7 @@ _REHEARSED: tuple[tuple[str, Scheduler], ...] = (
     ("fsdp", Wfbp()),
     ("dp", Wfbp()),
 )
+_NAMES = tuple(f"{strategy} {scheduler.name}" for strategy, scheduler in _REHEARSED)
 
 
 class Seen(NamedTuple):
@@ -57,6 +58,11 @@ class Seen(NamedTuple):
     computing: float
     waiting: float
     communicating: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the iteration."""
+        return self.computing + self.waiting
 
     @classmethod
     def of(cls, times: StepTimes) -> Seen:
@@ -99,7 +105,7 @@ def rehearse(
 
 
 def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Profile:
-    """The profile with its contention fitted to what was seen of the rehearsed ``plans``."""
+    """The profile with its contention fitted to what was seen of the rehearsed ``plans``, and how well it predicts them."""
     sequential, dear, wfbp, all_reduces = zip(plans, seen, strict=True)
     overlapping = [dear, wfbp, all_reduces]
 
@@ -114,7 +120,9 @@ def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pro
         later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).waiting
         waits.append(((later - waiting) / _SMALL, times.waiting - waiting))
     waited = line(waits)
-    return _with(profile, dispatch_seconds=waited.slope, turn_seconds=waited.intercept)
+    profile = _with(profile, dispatch_seconds=waited.slope, turn_seconds=waited.intercept)
+    steps = zip(_NAMES, (_replay(plan, profile).step for plan in plans), (times.step for times in seen), strict=True)
+    return dataclasses.replace(profile, rehearsed={name: (predicted, measured) for name, predicted, measured in steps})
 
 
 def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]) -> float:

@@ -97,7 +97,7 @@ def _recorded(
     meter = current_meter(device)
     with untouched(model, meter):
         recorder = _Recorder(units, meter, device, [Guard(unit.parameters, _used_outside) for unit in units])
-        hooks = Hooks(units, recorder)
+        hooks, before = Hooks(units, recorder), _weights(units)
         try:
             for i in range(warmup + iterations):
                 recorder.begin(keep=i >= warmup)
@@ -107,7 +107,18 @@ def _recorded(
             hooks.remove()
             for guard in recorder.guards:
                 guard.open()
+        changed = [name for name, weight in _weights(units).items() if weight != before[name]]
+        if changed:
+            raise UnsupportedModel(
+                f"{changed[0]}: is changed by forward (max_norm, clamping, .data), which would be lost where it is sharded: "
+                "change weights between steps, in full_parameters(writeback=True)"
+            )
     return recorder
+
+
+def _weights(units: Sequence[ModelUnit]) -> dict[str, tuple[int, str]]:
+    """Where every parameter is, and its norm."""
+    return {n: (p.data_ptr(), str(torch.linalg.vector_norm(p.detach()).item())) for u in units for n, p in u.parameters}
 
 
 def _used_outside(name: str, what: str) -> UnsupportedModel | None:
@@ -161,6 +172,7 @@ class _Recorder:
         self._arrived: set[tuple[int, int]] = set()
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.guards)
+        self._ended = False
         for guard in self.guards:
             guard.close()
 
@@ -224,6 +236,9 @@ class _Recorder:
             self._spans[unit, "B"][1] = sum(p == "B" for _, p in self._now) - 1
 
     def backward_end(self) -> None:
+        if self._ended:
+            raise UnsupportedModel("a step runs backward, or torch.autograd.grad, twice: not supported")
+        self._ended = True
         self._boundary()
         self._gradients.clear()
         if not self._keep:
@@ -248,7 +263,10 @@ class _Recorder:
                 if unit.trainable and (u, i) not in self._arrived:
                     raise UnsupportedModel(f"{name}: gets no gradient in a step; freeze it (requires_grad_(False))")
             if unit.trainable and (u, "B") not in self._spans:
-                raise UnsupportedModel(f"{unit.name}: no gradient reaches its output (reentrant checkpointing?)")
+                raise UnsupportedModel(
+                    f"{unit.name}: no gradient reaches its output (reentrant checkpointing? neither tensor, list, dict nor "
+                    "dataclass?)"
+                )
 
     def units(self, groups: dict[nn.Parameter, int]) -> tuple[Unit, ...]:
         inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}

@@ -11,10 +11,11 @@ import copy
 import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class UnsupportedModel(ValueError):
@@ -146,7 +147,7 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
         for local, p in module._parameters.items():
             if p is not None:
                 path = f"{module_name}.{local}" if module_name else local
-                owners.setdefault(p, []).append((module_name, path))
+                owners.setdefault(p, []).append((_caller_of(module_name, modules), path))
 
     groups: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
     for p, places in owners.items():
@@ -165,6 +166,8 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
             chosen = tuple((n, p) for n, p in members if p.requires_grad is trainable)
             if chosen:
                 _same_type(name, (p for _, p in chosen))
+                if not any(p.numel() for _, p in chosen):
+                    raise UnsupportedModel(f"{chosen[0][0]}: has no elements, and its unit no others: wrap the module around it")
                 suffix = "" if trainable or len(chosen) == len(members) else "[frozen]"
                 units.append(ModelUnit(name + suffix, tuple(modules[m] for m in key), chosen, trainable))
     for name, module in modules.items():
@@ -185,7 +188,20 @@ def _root_of(module: str, roots: Iterable[str]) -> str:
     return module
 
 
+def _caller_of(module: str, modules: dict[str, nn.Module]) -> str:
+    """The module whose forward uses the parameters of this one: its own, unless it is a list or dictionary of them."""
+    if isinstance(modules[module], (nn.ParameterList, nn.ParameterDict)):
+        while module and isinstance(modules[module], (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)):
+            module = module.rpartition(".")[0]
+    return module
+
+
 def _refuse(name: str, p: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(p):
+        raise UnsupportedModel(f"{name}: is not initialised yet: run a forward pass of the plain model first")
+    kind: Any = p
+    if is_traceable_wrapper_subclass(kind):
+        raise UnsupportedModel(f"{name}: parameters that are tensors around tensors ({type(p).__name__}) are not supported")
     if not p.is_floating_point():
         raise UnsupportedModel(f"{name}: {p.dtype} parameters are not supported")
     if p.layout is not torch.strided:

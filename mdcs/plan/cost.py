@@ -1,7 +1,8 @@
 """The cost model: what messages, their sums and their updates take, in seconds. Beside the ledger, which has the bytes.
 
-A message of B wire bytes takes α + β·B on the link (:mod:`mdcs.profile.link`); beside computing it keeps the link for at least
-what was measured there (:class:`mdcs.profile.contents.Contention`). Then follow, on its rank, what it is copied and summed by
+A message of B wire bytes takes α + β·B on the link if it is alone, and keeps it for gap + β·B if others are in flight
+(:mod:`mdcs.profile.link`); beside computing for at least what was measured there, which has the gap in it
+(:class:`mdcs.profile.contents.Contention`). Then follow, on its rank, what it is copied and summed by
 (packing and unpacking of a fused message: two passes over its payload; a sum of what an all-to-all has brought: one) and, after a
 reduction, the update of its elements: all of them after an all-reduce, this rank's part after a reduce-scatter.
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 
 class Cost(NamedTuple):
-    """Seconds of a message: latency and bytes on the link, then summing and unpacking, then the update.
+    """Seconds of a message: latency, gap and bytes on the link, then summing and unpacking, then the update.
 
     ``idle`` is ``transfer`` while nothing computes, ``lost`` what computing loses when the message is done beside it.
     """
 
     alpha: float
+    gap: float
     transfer: float
     copy: float
     update: float
@@ -50,12 +52,14 @@ class CostModel:
         return self.profile.link.alpha_of(kind) + self.profile.link.beta_of(kind) * wire
 
     def transfer_s(self, kind: Kind, wire: int) -> float:
-        """Seconds for which the link serves a message while something computes.
+        """Seconds for which the link serves a message, after its gap, while something computes.
 
-        max(β·wire, message_seconds + seconds_per_byte·wire), the latter two of the profile's contention.
+        max(β·wire, message_seconds + seconds_per_byte·wire - gap), with message_seconds and seconds_per_byte of the profile's
+        contention: they are of messages in a train, gap included.
         """
-        contention = self.profile.contention
-        return max(self.profile.link.beta_of(kind) * wire, contention.message_seconds + contention.seconds_per_byte * wire)
+        link, contention = self.profile.link, self.profile.contention
+        least = contention.message_seconds + contention.seconds_per_byte * wire
+        return max(link.beta_of(kind) * wire, least - link.gap_of(kind))
 
     def copy_s(self, kind: Kind, payload: int, parts: int = 1) -> float:
         """Seconds of packing, summing and unpacking a message of so many bytes with so many parts.
@@ -94,12 +98,13 @@ class CostModel:
         return cost
 
     def _message(self, kind: Kind, elements: int, parts: int, blocking: bool) -> Cost:
-        payload = self.payload(kind, elements)
+        payload, link = self.payload(kind, elements), self.profile.link
         wire = self.profile.wire(kind, payload)
-        idle = self.profile.link.beta_of(kind) * wire
+        idle = link.beta_of(kind) * wire
         copy, update = self.copy_s(kind, payload, parts), self.update_s(kind, elements, parts)
         transfer = idle if blocking else self.transfer_s(kind, wire)
-        return Cost(self.profile.link.alpha_of(kind), transfer, copy, update, idle, self.lost_s(kind, wire, copy + update))
+        lost = self.lost_s(kind, wire, copy + update)
+        return Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
 
     def messages(self, plan: Plan) -> list[Cost]:
         """The cost of every message of a plan; behind a barrier the last reduction brings all updates."""

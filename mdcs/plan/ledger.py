@@ -290,8 +290,7 @@ class Ledger:
         return out
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes that must fit at a slot: on arrival, while compute waits for messages, and in the slot."""
 
     arrival: int
@@ -365,19 +364,29 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     own, if it is at hand.
     """
     ledger = ledger or Ledger(plan)
-    held = ledger.rest_bytes
-    by_period: list[list[Need]] = [[], [], []]
-    for period, q, messages in walk(plan):
-        slot, arrival = ledger.slots[q], 0
-        for i in messages:
-            e = ledger.messages[i]
-            arrival = max(arrival, held + e.held + e.transient + slot.live)
-            held += e.held - e.freed
-        held += slot.allocated
-        by_period[period].append(Need(arrival, held + slot.peak))
-        held -= slot.freed
-    prologue, _, out = by_period  # the prologue issues at the turn what later periods issue at the slots before
-    for q, other in enumerate(prologue, plan.period.turn):
+    issued: list[list[tuple[bool, int, int]]] = [[] for _ in ledger.slots]  # whether in the prologue, bytes at most, bytes left
+    for m, e in zip(plan.messages, ledger.messages, strict=True):
+        issued[m.slot].append((plan.in_prologue(m), e.held + e.transient, e.held - e.freed))
+    slots = [(own, s.live, s.allocated, s.peak, s.freed) for own, s in zip(issued, ledger.slots, strict=True)]
+    turn, held = plan.period.turn, ledger.rest_bytes
+    by_turn = [each for own in issued[: turn + 1] for each in own]
+    begun = [(by_turn, *slots[turn][1:]), *slots[turn + 1 :]]
+    out: list[Need] = []
+    prologue: list[Need] = []
+    for period in range(3):  # as :func:`walk` goes
+        out = []
+        for messages, live, allocated, peak, freed in slots if period else begun:
+            arrival = 0
+            for in_prologue, most, left in messages:
+                if period or in_prologue:
+                    if held + most + live > arrival:
+                        arrival = held + most + live
+                    held += left
+            held += allocated
+            out.append(Need(arrival, held + peak))
+            held -= freed
+        prologue = prologue or out
+    for q, other in enumerate(prologue, turn):  # it issues at the turn what later periods issue at the slots before
         out[q] = Need(max(out[q].arrival, other.arrival), max(out[q].running, other.running))
     return out
 

@@ -16,7 +16,7 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.sizes import MIB
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Contention:
     Computing takes longer by ``compute_per_message`` seconds for every message that is done beside it, by
     ``compute_per_byte`` for every byte it sends, and by ``compute_per_work`` of the seconds of copying, summing and
     updating that it brings; if it all-reduces, ``all_reduce`` times as much. A message beside computing keeps the link
-    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on
+    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes, whereas the link's gap and β are what it takes
+    while nothing computes: of the two the longer counts, never their sum. Compute that waits for a message goes on
     ``dispatch_seconds`` after it is done, and then takes longer by ``compute_per_wait`` of the time it has waited: its
     caches are cold, its core has slept. Between backward and the next forward the training loop itself takes
     ``turn_seconds``. Raises ValueError for a negative number.
@@ -133,7 +134,8 @@ class Profile:
     messages cost by their number and bytes.
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
     ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
-    has the 10th and the 90th percentile of what was measured several times, by name.
+    has the 10th and the 90th percentile of what was measured several times, by name. ``rehearsed`` has the seconds per step,
+    predicted with this profile and measured, of the plans that it was fitted to.
 
     Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot that
     there is not.
@@ -153,6 +155,7 @@ class Profile:
     copy_seconds_per_byte: float = 0.0
     about: dict[str, str] = field(default_factory=dict, hash=False)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    rehearsed: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -226,6 +229,7 @@ class Profile:
                 collectives=Collectives(**data["collectives"]),
                 contention=Contention(**data["contention"]),
                 spread={name: (low, high) for name, (low, high) in data["spread"].items()},
+                rehearsed={name: (predicted, measured) for name, (predicted, measured) in data["rehearsed"].items()},
                 **{
                     k: data[k]
                     for k in (

@@ -27,7 +27,7 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.runtime import misuse, optimizer_state, state
 from mdcs.runtime import refusals as checks
 from mdcs.runtime.account import Account
-from mdcs.runtime.buffers import Buffers, broadcast, check_buffers
+from mdcs.runtime.buffers import Buffers, broadcast, check_buffers, layout
 from mdcs.runtime.communicator import Communicator, backend_of
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
@@ -108,6 +108,7 @@ class Parallel:
         try:
             checks.fits_processes(plan, processes, backend_of(group, device), emulate)
             checks.covers(model, units, optimizer)
+            checks.keeps_order(model, backend_of(group, device))
             check_buffers(model)
             checks.fits_job(plan, clip_norm, loss_scale, optimizer)
             check(plan)
@@ -118,7 +119,8 @@ class Parallel:
         # Every rank learns of every rank's problem: one that raised alone would leave the others waiting.
         self._groups = Groups(group, device, timeout_s, needs_control=clip_norm is not None or loss_scale is not None)
         try:
-            checks.same_plan(plan, problem, self.rank, processes, self._groups.talk, started)
+            named = [*model.named_parameters(), *model.named_buffers()]
+            checks.same_plan(plan, problem, layout(named), started, self.rank, processes, self._groups.talk)
         except ValueError:
             self._groups.destroy()
             raise
@@ -129,7 +131,7 @@ class Parallel:
         self._meter, self._executor = current_meter(device), executor_for(device)
         if processes > 1:
             with torch.no_grad():  # as DDP does when it is built
-                for tensor in [*model.parameters(), *model.buffers()]:
+                for _, tensor in named:
                     broadcast(tensor, group)
         self._buffers = Buffers(model, broadcast_buffers)
         ledger = Ledger(plan, self.rank)
@@ -178,7 +180,8 @@ class Parallel:
         )
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self._walker)
-        self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward)) for u in units for m in u.modules]
+        before_all = [m for u in units if u.trainable for m in u.modules]  # the slots of frozen units in them, too
+        self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward), prepend=True) for m in before_all]
         self._handles += misuse.refuse_calls(optimizer, self.rank)
         for storage in self._storages:
             if not storage.is_plain:
@@ -210,6 +213,7 @@ class Parallel:
         Raises RunError where there was none, and for changes of which the updates have not known.
         """
         self._dispatcher.check()
+        self._not_lent("step()")
         if self._walker.after_micro_step:
             self._walker.end_short()
         if not self._walker.at_turn or not self._walker.due:
@@ -222,8 +226,8 @@ class Parallel:
         self._walker.due = False
         self._dispatcher.end_step()
         self._dispatcher.step = self._place.step = self._walker.step
-        if self._buffers.option and self._groups.world > 1:
-            self._buffers.broadcast(self._groups.talk, self._place)
+        if self._buffers.option:
+            self._buffers.broadcast(self._groups, self._groups.talk, self._place)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
 
     def drain(self) -> None:
@@ -231,10 +235,18 @@ class Parallel:
 
         Parameters of dp units can then be read, and changed alike on all ranks, until the next forward pass.
         """
+        self._drain("drain()")
+
+    def _drain(self, call: str) -> None:
+        """For this ``call`` of the loop, which all ranks make now, in the same step."""
         self._dispatcher.check()
-        self._not_lent("drain()")
+        self._not_lent(call)
         if not self._walker.at_turn:
-            raise self._place.error("drain() inside an iteration")
+            raise self._place.error(f"{call} inside an iteration")
+        with self._place.during(call):
+            problem = misuse.disagreement(self._groups.tell(call, self._walker.step))
+        if problem is not None:
+            raise self._place.error(f"{call}: {problem}")
         self._finish(self._walker.periods)
         for storage in self._storages:
             if storage.strategy.value == "dp" and storage.is_plain:
@@ -244,8 +256,8 @@ class Parallel:
     def _finish(self, period: int) -> None:
         """All messages issued, and the updates of a period."""
         self._dispatcher.finish_iteration(period * self._dispatcher.n)
-        if self._groups.world > 1 and self._buffers.option is not False:
-            self._buffers.broadcast(self._group, self._place)
+        if self._buffers.option is not False:
+            self._buffers.broadcast(self._groups, self._group, self._place)
 
     @torch.inference_mode(False)
     def abandon(self) -> None:
@@ -258,7 +270,7 @@ class Parallel:
         self._not_lent("abandon()")
         self._walker.leave_forward()
         with self._place.during("abandon()"):
-            answers = self._groups.exchange((self._walker.step, self._walker.progress, self._walker.is_torn))
+            answers = self._groups.tell("abandon()", self._walker.step, self._walker.progress, self._walker.is_torn)
         problem = misuse.disagreement(answers)
         if problem is not None:
             raise self._place.error(f"the iteration cannot be given up: {problem}: start again from a checkpoint")
@@ -278,9 +290,9 @@ class Parallel:
         return self._lend("evaluate()", self._evaluation.run)
 
     @contextlib.contextmanager
-    def _lend(self, what: str, run: Any, **options: Any) -> Iterator[None]:
-        self.drain()
-        self._walker.lent = what
+    def _lend(self, call: str, run: Any, **options: Any) -> Iterator[None]:
+        self._drain(call)
+        self._walker.lent = call
         try:
             with run(**options):
                 yield
@@ -304,7 +316,8 @@ class Parallel:
         """
         self._needs_ranks("full_parameters()")
         return self._lend(
-            "full_parameters()", state.full_parameters, storages=self._storages, gathering=self._gathering,
+            f"full_parameters({'writeback=True' if writeback else ''})", state.full_parameters,
+            storages=self._storages, gathering=self._gathering,
             keep=not rank0_only or self.rank == 0, cpu=cpu, writeback=self._write_back if writeback else None,
         )  # fmt: skip
 
@@ -323,7 +336,7 @@ class Parallel:
         It is gathered unit by unit; with ``cpu`` the device holds no more than a unit of it. Call it on every rank.
         """
         self._needs_ranks("state_dict()")
-        self.drain()
+        self._drain("state_dict()")
         return state.full_state(
             self.model, self._storages, self._gathering, keep=not rank0_only or self.rank == 0, cpu=cpu
         )
@@ -332,7 +345,7 @@ class Parallel:
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part; :func:`mdcs.merge_shards` of all ranks' gives the plain model's state dict."""
         self._needs_ranks("sharded_state_dict()")
-        self.drain()
+        self._drain("sharded_state_dict()")
         return state.sharded_state(self.model, self._storages)
 
     def _needs_ranks(self, what: str) -> None:
@@ -342,7 +355,7 @@ class Parallel:
     @torch.inference_mode(False)
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
-        self.drain()
+        self._drain("load_state_dict()")
         state.load_full(self.model, self._storages, full)
 
     @torch.no_grad()
@@ -353,7 +366,7 @@ class Parallel:
         It is gathered unit by unit, and with ``cpu`` kept there. Masters' state is in their precision. Call it on every rank.
         """
         self._needs_ranks("optimizer_state_dict()")
-        self.drain()
+        self._drain("optimizer_state_dict()")
         keep = not rank0_only or self.rank == 0
         found = self._state.whole(keep=keep, cpu=cpu)
         return optimizer_state.packed(self.optimizer, found) if keep else {}
@@ -366,7 +379,7 @@ class Parallel:
         Options, such as the rate, are taken from it as well. Raises ValueError for that of another optimizer, and for parameters
         that a plan updates together and that were not.
         """
-        self.drain()
+        self._drain("load_optimizer_state_dict()")
         found = optimizer_state.unpacked(self.optimizer, saved)
         named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
         optimizer_state.together(named, parameter_groups(self.optimizer), found)
@@ -406,7 +419,7 @@ class Parallel:
         watched, or was not updated since.
         """
         self._needs_ranks("gradients()")
-        self.drain()
+        self._drain("gradients()")
         for u, blocks in self._updates.kept.items():
             storage = self._storages[u]
             if storage.name == unit and len(blocks) == len(storage.blocks):
@@ -458,6 +471,7 @@ class Parallel:
         """
         if self._closed:
             return
+        self._not_lent("close()")
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
         if whole and self._emulate is None:
             why = self._gather_all()
@@ -472,9 +486,11 @@ class Parallel:
         walker = self._walker
         if self._dispatcher.error is not None:
             return str(self._dispatcher.error)
+        if self._groups.world > 1 and not dist.is_initialized():
+            return "the process group was destroyed before close()"
         try:
             walker.leave_forward()
-            answers = self._groups.exchange((walker.step, walker.progress, walker.is_torn))
+            answers = self._groups.tell("close()", walker.step, walker.progress, walker.is_torn)
             problem = misuse.disagreement(answers)
             if problem is not None:
                 return problem
@@ -531,7 +547,7 @@ class Parallel:
         """What using a closed parameter raises."""
         if self._ended is not None:
             return RunError(f"rank {self.rank}: {misuse.left_in_pieces(name, self._ended)}")
-        problem = misuse.use(name, what, self._walker.due)
+        problem = misuse.use(name, what, self._walker.has_gradients)
         return None if problem is None else self._place.error(problem)
 
 

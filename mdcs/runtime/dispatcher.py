@@ -273,6 +273,10 @@ class Dispatcher:
         after = self.plan.waits_for[index % self.n]
         return -1 if after < 0 or self._in_prologue(index) else index - index % self.n + after
 
+    def _behind(self, index: int) -> Any:
+        """The point of compute that the message starts behind."""
+        return self._marks.pop(index)
+
     def _start(self, index: int) -> tuple[Transfer, Any]:
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
@@ -280,8 +284,9 @@ class Dispatcher:
             for u, size in effect.full:  # of compute's memory, for compute frees it
                 self.storages[u].allocate_full()
                 self.account.book("full_parameters", size)
+            mark = self._behind(index)
             with self.executor.communicating():
-                self.executor.after(self._marks.pop(index))
+                self.executor.after(mark)
                 transfer = self.wire.allocate(message)
                 self.account.book("staging", effect.staging)
                 self.account.book("gradient_shards", effect.shards)

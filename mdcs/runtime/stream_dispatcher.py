@@ -126,6 +126,11 @@ class StreamDispatcher(Dispatcher):
         self._let_compute_wait()
         self.processed -= 1  # its turn is yet to come
 
+    def _behind(self, index: int) -> Any:
+        """Where compute is by now: it may have been told to wait for what had the memory that the message was given."""
+        del self._marks[index]
+        return self.executor.mark()
+
     def _free_gradients(self, gradients: Gradients) -> None:
         if self._is_tight and gradients:
             landed = self.executor.mark()

@@ -57,9 +57,9 @@ def few(cases: Iterable[Any], count: int = 1) -> list[Any]:
     return [pytest.param(case, marks=[pytest.mark.slow] if n >= count else []) for n, case in enumerate(cases)]
 
 
-def link(seconds_per_byte: float = 0.0, alpha: float = 0.0, depth: int = 1, block: int = 64) -> Link:
-    """The same α and β for all kinds."""
-    return Link((alpha,) * 4, (seconds_per_byte,) * 4, depth, block)
+def link(seconds_per_byte: float = 0.0, alpha: float = 0.0, depth: int = 1, block: int = 64, gap: float = 0.0) -> Link:
+    """The same α, β and gap for all kinds."""
+    return Link((alpha,) * 4, (seconds_per_byte,) * 4, depth, block, gap=(gap,) * 4)
 
 
 def chain(
@@ -140,11 +140,13 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
     )
     alpha = st.sampled_from([0.0, 1e-4, 3e-4])
     beta = st.sampled_from([0.0, 1e-7, 5e-7, 2e-6])
+    gap = st.sampled_from([0.0, 0.0, 5e-5, 2e-4])
     link_ = Link(
         draw(st.tuples(alpha, alpha, alpha, alpha)),
         draw(st.tuples(beta, beta, beta, beta)),
         depth=draw(st.integers(1, 3)),
         block=draw(st.sampled_from([400, 2000, 10**6])),
+        gap=draw(st.tuples(gap, gap, gap, gap)),
     )
     timed = replace(ADAM, seconds_per_element=1e-8, seconds_per_run=1e-5)
     return Profile(

@@ -173,8 +173,8 @@ class _Link:
             return False
         *_, block, op, p = heapq.heappop(self._ready)
         cost = self.mix.job.cost.message(op.kind, self.blocks[op.unit][block])
-        alpha = cost.alpha if self.mix.profile.link.depth == 1 else 0.0  # else hidden behind the message before it
-        self._began, self._free = begin, begin + alpha + cost.transfer
+        before = cost.alpha if self.mix.profile.link.depth == 1 else cost.gap  # latency hides behind the message before it
+        self._began, self._free = begin, begin + before + cost.transfer
         self.done[op, block, p] = self._free
         self.sent[op, block, p] = slot
         if op.kind is Kind.RS and self.mix.cross_iteration:

@@ -226,6 +226,14 @@ class Device(TorchDispatchMode):
             made.bytes, made.is_born = whole, True
         return self._known[storage._cdata][1]
 
+    def read(self, tensor: Tensor) -> Tensor:
+        """Its values once all that is enqueued is done."""
+        for stream in self.streams:
+            if stream.queue:
+                self.come_to(stream.queue[-1])
+        with _disable_current_modes(), torch.inference_mode(False):
+            return self.address(tensor)().clone()
+
     def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
         known = self._known.pop(storage._cdata, None)
         if known is not None and known[1] is not None:
@@ -347,6 +355,16 @@ class Device(TorchDispatchMode):
             return start
 
         return SimpleNamespace(**{name: queued(name) for name in ("all_reduce", "reduce_scatter", "all_gather")})
+
+
+def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What hosts tell each other, on tensors that are theirs."""
+
+    def outside(*arguments: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments, **options)
+
+    return outside
 
 
 def _is_leaf(x: Any) -> bool:

@@ -166,38 +166,6 @@ def test_what_messages_bring(algorithm: str):
     assert gradient.tolist() == [6, 9] * 3
 
 
-class Behind(CpuExecutor):
-    """Compute that comes to a point 5 ms after the host has issued it, as on a GPU."""
-
-    def mark(self) -> Any:
-        return time.monotonic() + 0.005
-
-    def after(self, mark: Any) -> None:
-        time.sleep(max(0.0, mark - time.monotonic()))
-
-
-def test_the_link_is_taken_when_compute_has_come_to_a_message_and_not_when_the_host_has(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(api, "executor_for", lambda device: Behind())
-    marks: dict[int, float] = {}
-    starts: dict[int, float] = {}
-    issue, started = Dispatcher.issue, Pacer.started
-
-    def noted_issue(self: Dispatcher, index: int, rest: int, mark: Any) -> None:
-        marks[index] = mark
-        issue(self, index, rest, mark)
-
-    def noted_start(self: Pacer, sequence: int) -> None:
-        starts[sequence] = time.monotonic()
-        started(self, sequence)
-
-    monkeypatch.setattr(Dispatcher, "issue", noted_issue)
-    monkeypatch.setattr(Pacer, "started", noted_start)
-    made = setup("tied")
-    run = emulated_run(made, optimizer_for("adam", made.model), How("zero1", "wfbp"), Emulation(0, 4), LINK, steps=4)
-    assert len(run.sent) > 8
-    assert [i for i in starts if starts[i] < marks[i]] == []
-
-
 def test_an_emulated_rank_is_one_of_its_world():
     with pytest.raises(ValueError, match="an emulated rank must be from 0 to 7, got 8"):
         Emulation(8, 8)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mdcs.runtime.dispatcher import RunError
     from mdcs.runtime.emulation import Emulation
     from mdcs.runtime.scaling import LossScale
+    from mdcs.runtime.start import materialize
     from mdcs.runtime.state import merge_shards
 
 # What needs torch is imported on first use: planning and analysis start without it.
@@ -46,6 +47,7 @@ _LAZY = {
     "RunError": "mdcs.runtime.dispatcher",
     "Emulation": "mdcs.runtime.emulation",
     "LossScale": "mdcs.runtime.scaling",
+    "materialize": "mdcs.runtime.start",
     "merge_shards": "mdcs.runtime.state",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.model.units"),
 }
@@ -54,7 +56,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ByClass", "ByLeaf", "BySize", "Collectives", "Emulation", "InfeasibleBudget", "Job", "Kind", "Link", "LossScale", "Message",
     "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan",
-    "autoprofile", "floor_bytes", "make_plan", "measure_profile", "merge_shards", "parallelize", "partition", "replay",
+    "autoprofile", "floor_bytes", "make_plan", "materialize", "measure_profile", "merge_shards", "parallelize", "partition",
+    "replay",
 ]  # fmt: skip
 
 

@@ -89,7 +89,8 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
 
 def ranks(profile: Profile) -> str:
     """How many, in words."""
-    return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks"
+    compute = ", timed compute" if profile.about.get("model.compute") == "timed" else ""
+    return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks{compute}"
 
 
 def rehearsed(profile: Profile) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mdcs.calibrate.agreement import on_rank_zero
 from mdcs.calibrate.autoprofile import autoprofile
+from mdcs.calibrate.trials import candidates, fastest
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
@@ -34,6 +35,7 @@ def autoplan(
     reserve: int = 0,
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
+    trials: int = 1,
 ) -> Plan:
     """A plan for training ``model`` within ``budget`` bytes per rank; collective: call it on every rank.
 
@@ -42,8 +44,10 @@ def autoplan(
     their names (:mod:`mdcs.planner.named`); the scheduler is priority unless one is given, and none for a strategy that decides
     the schedule. ``schedule_share`` is that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve``
     (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
-    :func:`mdcs.calibrate.slots.measure_profile`. On CPU, activations are measured in processes that are started with
-    :func:`mdcs.measure.memory.preload_env`; elsewhere a budget does not count them, with a warning.
+    :func:`mdcs.calibrate.slots.measure_profile`. With ``trials`` above 1 so many plans, the one asked for and the best of
+    heuristics, run for a few steps each, and the fastest is returned (:func:`mdcs.calibrate.trials.fastest`). On CPU,
+    activations are measured in processes that are started with :func:`mdcs.measure.memory.preload_env`; elsewhere a budget
+    does not count them, with a warning.
 
     Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
     rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits.
@@ -60,4 +64,7 @@ def autoplan(
             stacklevel=2,
         )
     job = Job(profile, micro_steps, cross_iteration, reserve)
-    return on_rank_zero(lambda: make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share))
+    plans = on_rank_zero(
+        lambda: candidates(make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share), trials)
+    )
+    return fastest(plans, model, units, step, optimizer)[0]

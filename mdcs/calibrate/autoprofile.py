@@ -33,6 +33,7 @@ def autoprofile(
     iterations: int = 3,
     about: dict[str, str] | None = None,
     emulate: Emulation | None = None,
+    computes: bool = True,
 ) -> Profile:
     """The profile of this job, the same on all ranks; collective: call it on every rank.
 
@@ -41,7 +42,7 @@ def autoprofile(
     slots and updates, in ``iterations`` steps, what computing and communicating cost each other, and a few plans in rehearsal,
     which tell how good predictions are (:attr:`mdcs.Profile.rehearsed`). ``step`` runs one forward pass on a typical batch and
     returns the loss. ``master_dtype``, ``grad_dtype`` and ``about`` are those of :func:`mdcs.measure_profile`, ``emulate`` that
-    of :func:`mdcs.parallelize`.
+    of :func:`mdcs.parallelize`. ``computes`` is False where computing only waits, so that messages take none of its time.
 
     Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` and
     :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
@@ -56,4 +57,10 @@ def autoprofile(
     )  # fmt: skip
     profile = agree(dataclasses.replace(profile, spread=profile.spread | link.spread))
     profile = measure_interference(profile, model, step, optimizer, emulate=emulate)
+    profile = profile if computes else _undisturbed(profile)
     return rehearse(profile, model, units, step, optimizer, emulate=emulate)
+
+
+def _undisturbed(profile: Profile) -> Profile:
+    free = dataclasses.replace(profile.contention, compute_per_message=0.0, compute_per_byte=0.0, compute_per_work=0.0)
+    return dataclasses.replace(profile, contention=free)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.calibrate.regression import factor, line
-from mdcs.calibrate.slots import slot_seconds, untouched
-from mdcs.measure.memory import current_meter
+from mdcs.calibrate.slots import slot_seconds
+from mdcs.calibrate.trials import cost_s, periods
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
@@ -31,12 +29,10 @@ from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
-from mdcs.runtime.api import parallelize
 from mdcs.runtime.emulation import Emulation
 from mdcs.simulator.simulate import replay
 
 _ROUNDS, _PERIODS = 3, 3
-_WARMUP = 1
 _MOST_SECONDS = 100.0  # for all rounds; there is one in any case
 
 _NOISE = 0.05  # of computing: by how much its time differs from minute to minute on a shared machine
@@ -160,30 +156,8 @@ def _run(
     emulate: Emulation | None,
 ) -> Seen:
     """Medians over the periods, averaged over the ranks."""
-    weights = {p: p.data for p in model.parameters()}
-    records = []
-    with untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
-        parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
-        try:
-            for _ in range(_WARMUP + _PERIODS + 1):  # the last is cut short
-                step().backward()
-                parallel.step()
-                records += parallel.records()
-            parallel.drain()
-            seen = [Seen.of(r.times) for r in records[_WARMUP:]]
-        finally:
-            parallel.undo(weights)
+    seen = [Seen.of(times) for times in periods(plan, model, units, step, optimizer, _PERIODS, emulate=emulate)]
     return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*seen, strict=True))))
-
-
-@contextmanager
-def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Updates inside are no training: they start without state, and leave that of the optimizer as it is."""
-    state, optimizer.state = optimizer.state, defaultdict(dict)
-    try:
-        yield
-    finally:
-        optimizer.state = state
 
 
 def _typical(rounds: Sequence[Seen], alone: Sequence[float]) -> Seen:
@@ -202,7 +176,7 @@ def _computing(profile: Profile, seconds: float) -> Profile:
 
 def _rounds(plans: Sequence[Plan]) -> int:
     """As many as there is time for, the same on every rank."""
-    seconds = sum(replay(plan).period_s for plan in plans) * (_WARMUP + _PERIODS + 1)
+    seconds = cost_s(plans, 1, _PERIODS)
     return max(1, min(_ROUNDS, int(_MOST_SECONDS / seconds))) if seconds else _ROUNDS
 
 

@@ -13,6 +13,7 @@ from mdcs.plan.ledger import Ledger, needs
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
+from mdcs.plan.widths import by_width
 from mdcs.profile.link import Kind
 
 
@@ -140,9 +141,12 @@ def _merge_blocks(plan: Plan) -> Plan | None:
 
     The whole unit goes where the last of its blocks went.
     """
-    unit = max(range(len(plan.blocks)), key=lambda u: len(plan.blocks[u]))
-    if len(plan.blocks[unit]) == 1:
+    layouts = plan.profile.layouts
+    unit = max(range(len(layouts)), key=lambda u: len(plan.blocks[u]) - len(layouts[u].sizes))
+    whole = layouts[unit].sizes
+    if len(plan.blocks[unit]) == len(whole):
         return None
+    blocks = (*plan.blocks[:unit], whole, *plan.blocks[unit + 1 :])
     keep: dict[Op, Message] = {}
     for m in plan.messages:
         if any(u == unit for u, _ in m.parts):
@@ -153,9 +157,7 @@ def _merge_blocks(plan: Plan) -> Plan | None:
     for m in plan.messages:
         parts = tuple(p for p in m.parts if p[0] != unit)
         if keep.get(Op(m.kind, unit, m.micro)) is m:
-            parts += ((unit, 0),)
-        if parts:
-            messages.append(dataclasses.replace(m, parts=parts))
-    blocks = list(plan.blocks)
-    blocks[unit] = (plan.padded(unit),)
-    return dataclasses.replace(plan, blocks=tuple(blocks), messages=tuple(messages))
+            parts += tuple((unit, b) for b in range(len(whole)))
+        alike = by_width(plan.profile, blocks, m.kind, parts) if parts else ()
+        messages += [dataclasses.replace(m, parts=each) for each in alike]
+    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))

@@ -41,11 +41,14 @@ from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.pacing import pacer_for
 from mdcs.runtime.record import Recorder, StepRecord
 from mdcs.runtime.scaling import LossScale
+from mdcs.runtime.start import Initialisation, Initialise, take_over
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_dispatcher import StreamDispatcher
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.walker import SlotWalker
 from mdcs.runtime.wire import Wire
+
+_CPU = torch.device("cpu")
 
 
 def parallelize(
@@ -60,6 +63,8 @@ def parallelize(
     broadcast_buffers: bool | None = None,
     timeout_s: float = 300.0,
     emulate: Emulation | None = None,
+    init: Initialise | None = None,
+    device: torch.device | str = "cpu",
 ) -> Parallel:
     """Train ``model`` as ``plan`` says, in the loop that you have.
 
@@ -77,13 +82,18 @@ def parallelize(
     ``loss_scale`` is for float16, and a barrier, too: call ``parallel.scaled(loss).backward()`` then.
     ``broadcast_buffers``: True gives rank 0's buffers to all ranks after every step, as DDP does; False leaves each rank its
     own; None gives rank 0's to all when training pauses, and refuses a model whose forward changes others than BatchNorm's.
+    What the model has on the meta device is made on ``device``, unit by unit, and initialised by ``init``, which is given a
+    module for its own parameters and buffers; None: by the module's ``reset_parameters()``.
     Where the plan's profile has masters, they start as the model's parameters, and stay in ``sharded_state_dict()``.
     ``timeout_s`` bounds every wait. With ``emulate`` this one process is a rank of the plan's world, on its emulated link
     (:mod:`mdcs.runtime.emulation`). Raises PlanError (ranks with another plan are named), ValueError for a plan
     that does not fit the model or a parameter that would not be trained, and RunError, naming rank, step and message, when
     something fails later. What a loop may do with model and optimizer meanwhile is in docs/loops.md.
     """
-    return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers)
+    return Parallel(
+        model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers, init,
+        torch.device(device),
+    )  # fmt: skip
 
 
 class Parallel:
@@ -92,7 +102,8 @@ class Parallel:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit],
         group: dist.ProcessGroup | None, clip_norm: float | None, timeout_s: float, emulate: Emulation | None = None,
-        loss_scale: LossScale | None = None, broadcast_buffers: bool | None = None,
+        loss_scale: LossScale | None = None, broadcast_buffers: bool | None = None, init: Initialise | None = None,
+        made_on: torch.device = _CPU,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.plan, self.units, self._emulate = model, optimizer, plan, units, emulate
         processes = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -101,8 +112,10 @@ class Parallel:
             self.rank = emulate.rank
         self._place = Place(self.rank)
         device = units[0].parameters[0][1].device
-        groups = parameter_groups(optimizer)
+        if device.type == "meta":
+            device = made_on
         ordered: list[list[tuple[str, nn.Parameter]]] = []
+        group_of: list[list[int]] = []
         started: optimizer_state.Together = {}
         problem: ValueError | None = None
         try:
@@ -112,7 +125,9 @@ class Parallel:
             check_buffers(model)
             checks.fits_job(plan, clip_norm, loss_scale, optimizer)
             check(plan)
-            ordered = checks.match(plan, units, groups)
+            groups = parameter_groups(optimizer)
+            ordered, group_of = checks.match(plan, units, groups)
+            initialisation = Initialisation(model, units, init, device)
             started = optimizer_state.together(ordered, groups, optimizer.state)
         except ValueError as e:
             problem = e
@@ -129,23 +144,25 @@ class Parallel:
         self._place.explain = self._last_words.after
         self._group = group = self._groups.messages
         self._meter, self._executor = current_meter(device), executor_for(device)
-        if processes > 1:
-            with torch.no_grad():  # as DDP does when it is built
-                for _, tensor in named:
-                    broadcast(tensor, group)
-        self._buffers = Buffers(model, broadcast_buffers)
         ledger = Ledger(plan, self.rank)
         self._ended: str | None = None  # why there are no whole parameters any more
+        self._started = False
         own = weakref.ref(self)  # that a closed model does not keep this
 
         def refuse(name: str, what: str) -> RunError | None:
             parallel = own()
             return RunError(misuse.left_in_pieces(name, "it is gone")) if parallel is None else parallel._refuse(name, what)
 
-        self._storages = [
-            UnitStorage(plan, u, parameters, self.rank, self._meter, refuse) for u, parameters in enumerate(ordered)
-        ]
-        group_of = [list(dict.fromkeys(groups[p] for _, p in ps if p in groups)) or [0] for ps in ordered]
+        try:
+            self._storages = take_over(
+                model, initialisation, lambda u: UnitStorage(plan, u, ordered[u], self.rank, self._meter, refuse, device),
+                group if processes > 1 else None, self._place,
+            )  # fmt: skip
+        except BaseException:
+            self._groups.destroy()
+            raise
+        self._started = True
+        self._buffers = Buffers(model, broadcast_buffers)
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
         lock = threading.RLock()
         if plan.budget is not None:
@@ -326,7 +343,8 @@ class Parallel:
     def _write_back(self, storage: UnitStorage) -> None:
         if self._groups.world > 1:
             with self._place.during(f"broadcast of {storage.name}"):
-                broadcast(storage.full, self._group)
+                for flat in storage.fulls:
+                    broadcast(flat, self._group)
         storage.adopt()
 
     @torch.inference_mode(False)
@@ -423,9 +441,7 @@ class Parallel:
         for u, blocks in self._updates.kept.items():
             storage = self._storages[u]
             if storage.name == unit and len(blocks) == len(storage.blocks):
-                flat = self._gathering.flat(u, blocks)
-                places = zip(storage.names, storage.places, strict=True)
-                return {name: flat[offset : offset + n].view(shape).clone() for name, (offset, n, shape) in places}
+                return self._gathering.by_parameter(u, blocks)
         raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
@@ -547,6 +563,8 @@ class Parallel:
         """What using a closed parameter raises."""
         if self._ended is not None:
             return RunError(f"rank {self.rank}: {misuse.left_in_pieces(name, self._ended)}")
+        if not self._started:
+            return self._place.error(f"the initialisation of a module used {name} ({what}), which is of another unit")
         problem = misuse.use(name, what, self._walker.has_gradients)
         return None if problem is None else self._place.error(problem)
 

@@ -136,23 +136,23 @@ class Dispatcher:
 
         Call with the lock held.
         """
-        if not ready():
+        deadline = time.monotonic() + self.timeout_s
+        while not ready():
+            self.check()
             self._awaited = lambda: self.error is not None or ready()
-            deadline = time.monotonic() + self.timeout_s
-            while not self._progress.wait_for(self._awaited, min(_LISTEN_SECONDS, max(0.0, deadline - time.monotonic()))):
-                heard = self.last_words.heard()
-                if heard or time.monotonic() >= deadline:
-                    raise self._gave_up(what, heard)
+            in_time = self._progress.wait_for(self._awaited, min(_LISTEN_SECONDS, deadline - time.monotonic()))
             self._awaited = None
+            if in_time:
+                continue
+            heard = self.last_words.heard()
+            if heard or time.monotonic() >= deadline:
+                first = "none" if self.processed == self.issued else self.describe(self.processed % self.n)
+                raise RunError(
+                    f"rank {self.wire.rank}, step {self.step}: waited {'' if heard else f'{self.timeout_s:g} s '}for {what}; "
+                    f"the first message that is not done: {first} ({self.issued - self.processed} issued, "
+                    f"{self.started - self.processed} of them started){f' ({heard})' if heard else ''}"
+                )
         self.check()
-
-    def _gave_up(self, what: str, heard: str) -> RunError:
-        first = "none" if self.processed == self.issued else self.describe(self.processed % self.n)
-        return RunError(
-            f"rank {self.wire.rank}, step {self.step}: waited {'' if heard else f'{self.timeout_s:g} s '}for {what}; "
-            f"the first message that is not done: {first} ({self.issued - self.processed} issued, "
-            f"{self.started - self.processed} of them started){f' ({heard})' if heard else ''}"
-        )
 
     def check(self) -> None:
         """Raise what has gone wrong in a thread."""
@@ -346,7 +346,9 @@ class Dispatcher:
                     transfer.free_staging()
                     self.account.book("staging", -effect.staging)
                     self._free_gradients(effect.gradients_after_link)
-                shards = [] if message.kind.is_gather else self._update(i, transfer)
+                if message.kind.is_gather:
+                    return
+                shards = self._update(i, transfer)
                 with self.lock:
                     for shard in shards:
                         shard.untyped_storage().resize_(0)
@@ -387,7 +389,7 @@ class Dispatcher:
         gradients: dict[tuple[int, int], Tensor] = {}
         for (u, b), shard in ready.items():
             storage = self.storages[u]
-            gradients[u, b] = storage.gradient[storage.region(b)] if shard is None else shard
+            gradients[u, b] = storage.gradient(b)[storage.region(b)] if shard is None else shard
         is_finite, scale = self._scale(gradients)
         with self.lock:
             self.account.book("update_scratch", effect.scratch)
@@ -409,7 +411,7 @@ class Dispatcher:
         """
         if self.clip_norm is None and self.loss_scale is None:
             return True, None
-        total = torch.zeros((), dtype=torch.float64, device=self.storages[0].full.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.storages[0].device)
         for (u, _), gradient in gradients.items():
             whole = self.plan.strategies[u].value == "dp"
             if not whole or self.wire.rank == 0:

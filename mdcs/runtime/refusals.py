@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mdcs.model.guard import Closed
-from mdcs.model.optimizers import in_group_order, optimizer_bytes
+from mdcs.model.optimizers import in_flat_order, optimizer_bytes
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
@@ -127,20 +127,30 @@ def same_plan(
 
 def match(
     plan: Plan, units: list[ModelUnit], groups: dict[nn.Parameter, int]
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of every unit in flat order. Raises ValueError where plan and model differ."""
+) -> tuple[list[list[tuple[str, nn.Parameter]]], list[list[int]]]:
+    """For every unit its parameters in flat order, and the optimizer's groups of its segments. Raises ValueError where plan and
+    model differ.
+    """
     if len(units) != len(plan.profile.units):
         raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}")
-    out = []
-    for unit, planned in zip(units, plan.profile.units, strict=True):
-        ordered, segments = in_group_order(unit, groups)
+    parameters, group_of = [], []
+    for unit, planned, layout in zip(units, plan.profile.units, plan.profile.layouts, strict=True):
+        ordered, found = in_flat_order(unit, groups)
+        segments = tuple(s.numel for s in found)
         if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
             raise ValueError(
                 f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
                 f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}"
             )
-        if ordered[0][1].element_size() != plan.profile.param_bytes:
-            width = plan.profile.param_bytes
-            raise ValueError(f"unit {unit.name} is {ordered[0][1].dtype}; the plan is for {width} bytes per element")
-        out.append(ordered)
-    return out
+        types: dict[torch.dtype, int] = {}
+        for s in found:
+            types[s.dtype] = types.get(s.dtype, 0) + s.numel
+        wanted = [(s.numel, s.param_bytes) for s in layout.sections]
+        if [(n, dtype.itemsize) for dtype, n in types.items()] != wanted:
+            raise ValueError(
+                f"unit {unit.name} has {', '.join(f'{n} {dtype}' for dtype, n in types.items())}; the plan is for "
+                f"{', '.join(f'{n} of {width} bytes' for n, width in wanted)}"
+            )
+        parameters.append(ordered)
+        group_of.append([s.group for s in found])
+    return parameters, group_of

@@ -4,8 +4,8 @@ A block's run (:func:`mdcs.plan.ledger.runs`) is a view of the rank's parameters
 Elementwise optimizers give the same bits on any cut.
 
 An instance's first step makes its state. What Adam and AdamW do after that is torch's function of their names, called
-here without the instance, which costs more than the update of a small block; where it is fused once for all blocks of a
-message.
+here without the instance, which costs more than the update of a small block. A fused one, which has no scratch, updates
+all blocks of a message at once.
 """
 
 from __future__ import annotations
@@ -32,15 +32,12 @@ Part = tuple[int, int]
 
 
 class _Run(NamedTuple):
-    """One whose state is there: its place in the block's gradient, and what the optimizer's function is given for it."""
+    """One that has state, and this update's gradient of it."""
 
     group: int
-    place: slice
     parameter: Tensor
-    mean: Tensor
-    square: Tensor
-    largest: Tensor | None
-    steps: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
 
 
 class Updates:
@@ -53,7 +50,7 @@ class Updates:
         self.optimizer, self.storages, self.meter = optimizer, storages, meter
         self.blocks: dict[Part, tuple[torch.optim.Optimizer, list[slice]]] = {}
         self._has_function = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        self._begun: dict[Part, list[_Run]] = {}  # blocks that have state
+        self._tagged: set[Part] = set()  # blocks whose state is counted as the optimizer's
         self.kept: dict[int, dict[int, Tensor]] = {}  # of units that are watched: what their blocks were last updated with
         for u, storage in enumerate(storages):
             if not storage.trainable:
@@ -104,45 +101,47 @@ class Updates:
         Gradients are scaled in place, unless the optimizer updates a copy in another precision.
         """
         with self.meter.tag("update_scratch"):
-            together: list[tuple[_Run, Tensor]] = []
+            together: list[_Run] = []
             for part, gradient in gradients.items():
                 if part not in self.blocks:
                     continue
-                like = self.blocks[part][0].param_groups[0]["params"][0]
+                optimizer, places = self.blocks[part]
+                like = optimizer.param_groups[0]["params"][0]
                 whole = gradient.dtype == like.dtype  # no copy that would have to go before the next one is made
                 gradient = gradient if whole else gradient.to(like.dtype)
                 if scale is not None:
                     gradient.mul_(scale)
                 if part[0] in self.kept:
                     self.kept[part[0]][part[1]] = gradient.clone()
-                if not self._has_function or part not in self._begun:
+                if not self._has_function or len(optimizer.state) < len(places):
                     self._whole_step(part, gradient)
                     continue
-                for run in self._begun[part]:
-                    one = run, gradient[run.place]
+                for group, place in zip(optimizer.param_groups, places, strict=True):
+                    p = group["params"][0]
+                    run = _Run(group["mdcs_group"], p, gradient[place], optimizer.state[p])
                     if whole and self._now[run.group]["fused"]:
-                        together.append(one)
+                        together.append(run)
                     else:
-                        self._apply([one])
+                        self._apply([run])
             if together:
                 self._apply(together)
         for unit, block in gradients:
             if self.storages[unit].strategy is Strategy.dp:  # of the others their gather does it
                 self.storages[unit].place_own(block)
 
-    def _apply(self, runs: Sequence[tuple[_Run, Tensor]]) -> None:
-        """The optimizer's function on runs that have state, once per parameter group."""
-        for index in dict.fromkeys(run.group for run, _ in runs):
+    def _apply(self, runs: Sequence[_Run]) -> None:
+        """The optimizer's function, once per parameter group."""
+        for index in dict.fromkeys(run.group for run in runs):
             options = self._now[index]
-            own = [pair for pair in runs if pair[0].group == index]
+            own = [run for run in runs if run.group == index]
             function = adamw if options.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)) else adam
             function(
-                [run.parameter for run, _ in own],
-                [gradient for _, gradient in own],
-                [run.mean for run, _ in own],
-                [run.square for run, _ in own],
-                [run.largest for run, _ in own if run.largest is not None],
-                [run.steps for run, _ in own],
+                [run.parameter for run in own],
+                [run.gradient for run in own],
+                [run.state["exp_avg"] for run in own],
+                [run.state["exp_avg_sq"] for run in own],
+                [run.state["max_exp_avg_sq"] for run in own] if options["amsgrad"] else [],
+                [run.state["step"] for run in own],
                 beta1=options["betas"][0], beta2=options["betas"][1],
                 **{name: options[name] for name in _OPTIONS},
             )  # fmt: skip
@@ -156,17 +155,12 @@ class Updates:
         optimizer.step()
         for group in optimizer.param_groups:
             group["params"][0].grad = None
-        if part in self._begun:
-            return
-        self._begun[part] = []
-        for group, place in zip(optimizer.param_groups, slices, strict=True):
-            state = optimizer.state[group["params"][0]]
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self.meter.retag(value, "optimizer")
-            if self._has_function:
-                tensors = state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq"), state["step"]
-                self._begun[part].append(_Run(group["mdcs_group"], place, group["params"][0], *tensors))
+        if part not in self._tagged:
+            self._tagged.add(part)
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        self.meter.retag(value, "optimizer")
 
 
 def _versions(group: dict[str, Any]) -> dict[str, tuple[int, int]]:

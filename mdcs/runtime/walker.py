@@ -264,8 +264,8 @@ class SlotWalker:
     def end_short(self) -> None:
         """End the accumulation of gradients before its last micro-step."""
         for storage in self.storages:
-            if storage.trainable:
-                storage.gradient.mul_(self._scale)
+            for gradient in storage.gradients:
+                gradient.mul_(self._scale)
         self.walk(2 * self.period.length + 1)
 
     def restart(self) -> None:

@@ -73,8 +73,10 @@ class Wire:
     def allocate(self, message: Message) -> Transfer:
         """Staging and gradient shards."""
         transfer, sizes = Transfer(message), self._sizes(message)
-        first = self.storages[message.parts[0][0]]
-        device, dtype = first.full.device, first.full.dtype if message.kind.is_gather else first.gradient_dtype
+        unit, block = message.parts[0]  # the others are of its type
+        first = self.storages[unit]
+        device = first.device
+        dtype = first.full(block).dtype if message.kind.is_gather else first.gradient_dtypes[first.sections[block]]
         packed = self.world > 1 and len(message.parts) > 1
         if packed or sizes.buffer:
             with self.meter.tag("staging"):
@@ -111,8 +113,8 @@ class Wire:
         if buffer is None:
             [buffer] = self._blocks(message)
         elif message.kind.is_gather:
-            full = [(self.storages[u].full, self.storages[u].own(b)) for u, b in message.parts]
-            torch.cat([flat[own] for flat, own in full], out=self._rows(buffer)[self.rank])
+            own = [self.storages[u].full(b)[self.storages[u].own(b)] for u, b in message.parts]
+            torch.cat(own, out=self._rows(buffer)[self.rank])
         else:
             torch.cat([self._rows(block) for block in self._blocks(message)], dim=1, out=self._rows(buffer))
         with self.meter.tag("staging"):  # a backend may copy
@@ -149,21 +151,21 @@ class Wire:
         storage = self.storages[unit]
         for b in range(len(storage.blocks)):
             storage.place_own(b)
-        return self.gather_flat(unit, storage.full)
+        return self.gather_flat(unit, storage.fulls)
 
-    def gather_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
-        """Gather what is laid out as the unit is, and of which every rank has its parts."""
+    def gather_flat(self, unit: int, flats: list[Tensor]) -> list[Waitable]:
+        """Gather what is laid out as the unit is, by section, and of which every rank has its parts."""
         if self._outside is None:
             return []
         storage = self.storages[unit]
-        return [self._outside.all_gather(flat[storage.region(b)]) for b in range(len(storage.blocks))]
+        return [self._outside.all_gather(flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
 
     def _blocks(self, message: Message) -> list[Tensor]:
         """The message's parts of the flat parameters or gradients."""
         storages = self.storages
         if message.kind.is_gather:
-            return [storages[u].full[storages[u].region(b)] for u, b in message.parts]
-        return [storages[u].gradient[storages[u].region(b)] for u, b in message.parts]
+            return [storages[u].full(b)[storages[u].region(b)] for u, b in message.parts]
+        return [storages[u].gradient(b)[storages[u].region(b)] for u, b in message.parts]
 
     def _rows(self, buffer: Tensor) -> Tensor:
         """As a matrix with a row per rank."""

@@ -34,6 +34,7 @@ from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
 from mdcs.sizes import MIB
 
@@ -108,12 +109,14 @@ def of_job(plan: Plan, **settings: Any) -> Plan:
 
 @st.composite
 def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
-    """A chain with random bytes and times; the first unit may be tied to the last use, units may be frozen."""
+    """A chain with random bytes and times; the first unit may be tied to the last use, units may be frozen or of two types."""
     count = draw(st.integers(1, max_units))
     again = count > 1 and draw(st.booleans())
     uses = [*range(count), *([0] if again else [])]
     world = draw(st.sampled_from([1, 2, 2, 3]))
     segments = st.lists(st.integers(1, 900), min_size=1, max_size=3).map(tuple)
+    narrow = draw(st.sampled_from([(4, 4, 0), (4, 2, 0), (2, 4, 4), (2, 2, 0), (2, 2, 4)]))
+    is_mixed, wider = draw(st.booleans()), (8, 8, 0) if narrow[0] == 4 else (4, 4, 0)
     frozen = st.booleans() if draw(st.booleans()) else st.just(False)
     trained_from = draw(st.integers(0, 1)) if count > 1 and not again else 0  # what is before gets no gradient
     used = [[i for i, u in enumerate(uses) if u == unit] for unit in range(count)]
@@ -125,7 +128,12 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         if u >= first_backward:
             backward = len(uses) - 1 - spans[-1], len(uses) - 1 - spans[0]
         trainable = backward is not None and not draw(frozen)
-        units.append(Unit(f"u{u}", draw(segments), trainable, (spans[0], spans[-1]), backward))
+        lengths = draw(segments)
+        wide = draw(st.integers(0, len(lengths))) if is_mixed else 0  # segments, from the first on
+        sections = [Section(sum(part), *widths) for part, widths in ((lengths[:wide], wider), (lengths[wide:], narrow)) if part]
+        units.append(
+            Unit(f"u{u}", lengths, trainable, (spans[0], spans[-1]), backward, tuple(sections) if wide else ())
+        )
     seconds = st.integers(0, 30).map(lambda n: n * 1e-4)
     sizes = st.integers(0, 4000)
     order = [(u, "F") for u in uses] + [(u, "B") for u in reversed(uses) if u >= first_backward]
@@ -155,8 +163,7 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         world,
         link_,
         draw(st.sampled_from([Optimizer(), timed, replace(timed, scratch_fixed=64)])),
-        param_bytes=draw(st.sampled_from([4, 4, 2])),
-        grad_bytes=draw(st.sampled_from([4, 4, 2])),
+        *narrow,
         collectives=Collectives(*(draw(st.sampled_from(names)) for names in ALGORITHMS["gloo"].values())),
         interference=draw(st.sampled_from([0.0, 0.0, 0.3])),
         copy_seconds_per_byte=draw(st.sampled_from([0.0, 1e-8])),

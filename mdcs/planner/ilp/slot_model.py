@@ -386,7 +386,9 @@ class SlotModel:
                 part = 1.0 if end <= start else max(0.0, high - low) / (end - start)
                 for u, b in m.parts:
                     if part:
-                        yield Op(m.kind, u, m.micro), i + shift, part * plan.blocks[u][b] / plan.padded(u)
+                        op = Op(m.kind, u, m.micro)
+                        size = plan.blocks[u][b] * plan.width(m)
+                        yield op, i + shift, part * size / self.mixes[Strategy.dp].payload(op)
                 if end <= stages[i + 1]:
                     break
                 i += 1

@@ -17,6 +17,7 @@ from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.widths import sections_of
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.schedulers.dear import Dear
@@ -107,12 +108,15 @@ def test_units_are_cut_into_equal_blocks_without_a_small_tail() -> None:
 def test_blocks_cover_their_unit(job: Job, block: int) -> None:
     mix = Mix(Job(job.profile), (dp,) * len(job.profile.units))
     world = job.profile.world
-    for (total,), sizes in zip(mix.whole(), mix.cut(block), strict=True):
-        assert sum(sizes) == total
-        assert all(size > 0 and size % world == 0 for size in sizes)
-        assert len(set(sizes[:-1])) <= 1
-        if len(sizes) > 1:
-            assert 0.5 * sizes[0] <= sizes[-1] <= 1.5 * sizes[0]
+    for layout, whole, cut in zip(job.profile.layouts, mix.whole(), mix.cut(block), strict=True):
+        assert sum(cut) == sum(whole)
+        assert all(size > 0 and size % world == 0 for size in cut)
+        of = sections_of(layout, cut)
+        for section, total in enumerate(whole):
+            sizes = [size for size, s in zip(cut, of, strict=True) if s == section]
+            assert sum(sizes) == total and len(set(sizes[:-1])) <= 1
+            if len(sizes) > 1:
+                assert 0.5 * sizes[0] <= sizes[-1] <= 1.5 * sizes[0]
 
 
 def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> None:

@@ -306,13 +306,13 @@ class Device(TorchDispatchMode):
                 return answer
         like = tree_map(lambda x: _meta(x) if isinstance(x, Tensor) else "meta" if isinstance(x, torch.device) else x, (args, kwargs))
         shapes = func(*like[0], **like[1])
-        names = {r.alias_info.before_set.copy().pop(): i for i, r in enumerate(schema.arguments) if _is_written(r)}
         several = isinstance(shapes, (tuple, list))
         outs, fresh = [], []
         for given, shape in zip(schema.returns, shapes if several else [shapes], strict=False) if shapes is not None else ():
             if given.alias_info is not None:
-                where = schema.arguments[names[next(iter(given.alias_info.before_set))]]
-                outs.append(kwargs[where.name] if where.kwarg_only else args[schema.arguments.index(where)])
+                written = given.alias_info.before_set
+                [(i, where)] = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.before_set == written]
+                outs.append(kwargs[where.name] if where.kwarg_only else args[i])
             elif isinstance(shape, Tensor):
                 outs.append(torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype))
                 touched.append(self.allocate(outs[-1].untyped_storage(), outs[-1].untyped_storage().nbytes()))
@@ -369,10 +369,6 @@ def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_leaf(x: Any) -> bool:
     return isinstance(x, Tensor)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _is_view(schema: Any) -> bool:

@@ -4,7 +4,7 @@
 under the smallest budget they can run in, with drains, evaluations (some of which raise), state dicts, saved and loaded,
 loans of whole parameters, looks at gradients, collectives of the loop's own, batches that raise or that are left out, and
 other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no multiple of the
-ranks.
+ranks; every fourth time units of two types, too.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     between = [rng.choice(BETWEEN) for _ in range(STEPS)]
     job = Job("tied", rng.choice([1, 1, 2, 3]), rng.choice(["adam", "sgd", "adamw"]), double=double, steps=STEPS)
+    if seed % 4 == 3 and not double:
+        job = dataclasses.replace(job, model="wider" if "sgd" in job.optimizer else "mixed")
     wanted = reference(job)
     made = setup(job.model, job.double)
     optimizer = optimizer_for(job.optimizer, made.model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -24,9 +25,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # as a script, from any folder and without being installed
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from rich import box
 from rich.console import Console
@@ -35,6 +35,7 @@ from rich.table import Table
 from mdcs.sizes import GIB, MIB
 
 SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "there is no GPU here: nothing was run, and nothing is claimed"
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -128,7 +129,8 @@ def run_all(parts: Sequence[Part], out: Path, seconds: float, run: Run, console:
         else:
             console.print(f"{part.name} …")
             try:
-                result.rows = run(part, out / part.name.replace(", ", "-").replace(" ", "-"), min(part.seconds, deadline - begin))
+                folder = out / part.name.replace(", ", "-").replace(" ", "-")
+                result.rows = run(part, folder, min(part.seconds, deadline - begin))
             except RuntimeError as e:
                 result.reason = str(e)
         result.seconds = time.monotonic() - begin
@@ -138,23 +140,20 @@ def run_all(parts: Sequence[Part], out: Path, seconds: float, run: Run, console:
 
 def in_a_process(part: Part, folder: Path, seconds: float) -> list[Row]:
     """Run a part in a process of its own, whose output is kept."""
-    import os
-
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.json").unlink(missing_ok=True)
+    written, output = folder / "rows.json", folder / "output.txt"
+    written.unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--part", part.measure, "--out", str(folder)]
-    output = folder / "output.txt"
+    environment = {**os.environ, **part.environment}
     with output.open("w", encoding="utf-8") as file:
         try:
-            subprocess.run(
-                command, env={**os.environ, **part.environment}, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=True
-            )
+            subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"not done in {seconds:.0f} s: see {output}") from None
-        except subprocess.CalledProcessError as e:
-            said = output.read_text(encoding="utf-8").strip().splitlines()
-            raise RuntimeError(f"{said[-1] if said else f'exit code {e.returncode}'}: see {output}") from None
-    rows: list[Row] = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    if not written.exists():
+        said = output.read_text(encoding="utf-8").strip().splitlines()
+        raise RuntimeError(f"{said[-1] if said else 'it has said nothing'}: see {output}")
+    rows: list[Row] = json.loads(written.read_text(encoding="utf-8"))
     return rows
 
 
@@ -235,13 +234,14 @@ def _of_emulated(part: str, rows: Sequence[Row]) -> list[Finding]:
     worst = max(errors, key=abs)
     beyond = [row for row in rows if row["budget"] is not None and row["peak_bytes"] > row["budget"]]
     off = max(abs(row["peak_bytes"] - row["predicted_bytes"]) / row["predicted_bytes"] for row in rows)
+    retries = sum(row["retries"] for row in rows)
     return [
         Finding(part, "step, measured against predicted: median", "within 5 %", f"{statistics.median(errors):+.1%}",
                 abs(statistics.median(errors)) <= 0.05),
         Finding(part, "step, measured against predicted: worst", "within 5 %", f"{worst:+.1%}", abs(worst) <= 0.05),
         Finding(part, "peak against predicted: worst", "", f"{off:.1%}", None),
         Finding(part, "runs above their budget", "0", str(len(beyond)), not beyond),
-        Finding(part, "allocator retries", "0", str(sum(row["retries"] for row in rows)), not any(row["retries"] for row in rows)),
+        Finding(part, "allocator retries", "0", str(retries), retries == 0),
     ]  # fmt: skip
 
 
@@ -252,7 +252,8 @@ def _of_curve(part: str, rows: Sequence[Row]) -> list[Finding]:
         best = min(own, key=lambda row: row["measured_s"])
         predicted = min(own, key=lambda row: row["predicted_s"])
         cost = predicted["measured_s"] / best["measured_s"]
-        out.append(Finding(part, f"{name}: the predicted stop point beside the measured one", "≤ 1.05 ×", f"{cost:.3f} ×", cost <= 1.05))
+        what = f"{name}: the predicted stop point beside the measured one"
+        out.append(Finding(part, what, "≤ 1.05 ×", f"{cost:.3f} ×", cost <= 1.05))
     return out
 
 
@@ -299,7 +300,8 @@ def picture(results: Sequence[Result], path: Path) -> bool:
     worlds = rows.get("worlds", [])
     for world in dict.fromkeys(row["world"] for row in worlds):
         own = [row for row in worlds if row["world"] == world]
-        left.plot([r["predicted_s"] * 1e3 for r in own], [r["measured_s"] * 1e3 for r in own], "o", label=f"{world} ranks, emulated")
+        ms = [[row[key] * 1e3 for row in own] for key in ("predicted_s", "measured_s")]
+        left.plot(*ms, "o", label=f"{world} ranks, emulated")
     if worlds:
         ends = [min(r["predicted_s"] for r in worlds) * 1e3, max(r["predicted_s"] for r in worlds) * 1e3]
         left.plot(ends, ends, "--", color="grey", label="as predicted")
@@ -309,8 +311,9 @@ def picture(results: Sequence[Result], path: Path) -> bool:
     for i, name in enumerate(dict.fromkeys(row["planner"] for row in curve)):
         own = sorted((row for row in curve if row["planner"] == name), key=lambda row: row["budget"])
         budgets = [row["budget"] / GIB for row in own]
-        right.plot(budgets, [row["measured_s"] * 1e3 for row in own], "o-", color=f"C{i}", label=f"{name}, measured")
-        right.plot(budgets, [row["predicted_s"] * 1e3 for row in own], "o--", color=f"C{i}", mfc="none", label=f"{name}, predicted")
+        measured, predicted = ([row[key] * 1e3 for row in own] for key in ("measured_s", "predicted_s"))
+        right.plot(budgets, measured, "o-", color=f"C{i}", label=f"{name}, measured")
+        right.plot(budgets, predicted, "o--", color=f"C{i}", mfc="none", label=f"{name}, predicted")
     if curve:
         right.legend()
     right.set(xlabel="budget (GiB)", ylabel="step time (ms)", title="step time over memory")

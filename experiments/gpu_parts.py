@@ -24,11 +24,11 @@ from torch import Tensor, nn
 import mdcs
 from experiments.gpu import ROOT, Row, counts
 from mdcs.measure.timeline import Span, intersection, length
+from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
-from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 
@@ -139,8 +139,8 @@ def timed(step: Callable[[], object], steps: int, device: torch.device) -> tuple
 def tests(scale: Scale, folder: Path) -> list[Row]:
     """The tests that are marked gpu; two ranks on the one GPU are among them."""
     xml = folder / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=", "-rA", f"--junitxml={xml.resolve()}", "tests/mdcs/runtime/test_cuda.py"]
-    subprocess.run(command, cwd=ROOT, check=False)  # what failed is in the file
+    options = ["-m", "gpu", "-o", "addopts=", "-rA", f"--junitxml={xml.resolve()}", "tests/mdcs/runtime/test_cuda.py"]
+    subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, check=False)  # what failed is in the file
     if not xml.exists():
         raise RuntimeError("pytest has written no results")
     return [counts(xml, "tests on the GPU"), counts(xml, "two ranks on one GPU train as one", "two_ranks")]
@@ -324,7 +324,8 @@ def curve(scale: Scale, folder: Path) -> list[Row]:
         for name, planners in (("greedy + priority", (Greedy(), Priority())), ("joint", (Joint(seconds=scale.solver_s), None))):
             plan = mdcs.make_plan(profile, *planners, budget=budget)
             model = model_of(scale, *scale.large)
-            rows.append({"planner": name, "world": profile.world, **run(scale, model, optimizer_of(model), units_of(model), plan, tokens)})
+            row = run(scale, model, optimizer_of(model), units_of(model), plan, tokens)
+            rows.append({"planner": name, "world": profile.world, **row})
             (folder / "so-far.json").write_text(json.dumps(rows), encoding="utf-8")
     return rows
 

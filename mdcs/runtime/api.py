@@ -351,10 +351,13 @@ class Parallel:
     def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
         """The whole model's state dict for the plain model, on every rank or on rank 0 (else empty); :meth:`drain` included.
 
-        It is gathered unit by unit; with ``cpu`` the device holds no more than a unit of it. Call it on every rank.
+        It is gathered unit by unit; with ``cpu``, and where the budget has no room for more, the device holds no more than a unit
+        of it, and it is on the CPU. Call it on every rank.
         """
         self._needs_ranks("state_dict()")
         self._drain("state_dict()")
+        sizes = [storage.full_bytes for storage in self._storages]
+        cpu = cpu or not self._gathering.fits(sum(sizes) + max(sizes))
         return state.full_state(
             self.model, self._storages, self._gathering, keep=not rank0_only or self.rank == 0, cpu=cpu
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from experiments import gpu, gpu_parts
 from experiments.gpu import PARTS, Part, Result, Row
 
 ABOUT = {"device": "H200, 139 GiB", "torch": "2.13.0", "cuda": "13.0", "driver": "580", "date": "2026-11-22T18:00:00+00:00"}
+QUIET = Console(file=io.StringIO())
 SMALL = gpu_parts.Scale(
     torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, large=(2, 64), worlds=(4,), rates_gbit=(1.0,),
     rounds=1, steps=2, budgets=2, solver_s=2.0,
@@ -54,7 +56,7 @@ def test_without_a_gpu_it_says_so_and_claims_nothing(tmp_path: Path):
 
 
 def test_one_table_one_picture_one_json(tmp_path: Path):
-    console = Console(width=130, record=True, file=open("/dev/null", "w"))
+    console = Console(width=130, record=True, file=io.StringIO())
     code = gpu.report(results(), ABOUT, tmp_path, console)
     said = console.export_text()
     assert code == 1  # the predicted stop point is 11 % slower than the measured one
@@ -67,8 +69,8 @@ def test_one_table_one_picture_one_json(tmp_path: Path):
 
 
 def test_what_is_wanted_and_was_not_found():
-    good = verdicts(results())
-    assert [what for what, ok in good.items() if ok is False] == ["curve: joint: the predicted stop point beside the measured one"]
+    missed = [what for what, ok in verdicts(results()).items() if ok is False]
+    assert missed == ["curve: joint: the predicted stop point beside the measured one"]
     slow = Result("world of one", 1.0, [{"engine": "mdcs, x", "step_s": 0.1, "host_s": 0.1, "over_plain": 1.03, "busy": 0.8}])
     off = Result("worlds", 1.0, [emulated(1.06, peak=111)])
     failed = Result("tests", 1.0, [{"what": "tests", "passed": 1, "failed": 1, "skipped": 0}])
@@ -82,10 +84,10 @@ def test_a_part_that_fails_does_not_end_the_others_and_the_last_has_no_time():
             raise RuntimeError("CUDA error: out of memory")
         return [{"seconds": seconds}]
 
-    found = gpu.run_all(PARTS, Path("out"), 100.0, run, Console(file=open("/dev/null", "w")))
+    found = gpu.run_all(PARTS, Path("out"), 100.0, run, QUIET)
     assert {r.name: r.reason for r in found if r.reason} == {"worlds": "CUDA error: out of memory"}
     assert found[0].rows[0]["seconds"] == pytest.approx(100.0, abs=1.0)
-    assert {r.reason for r in gpu.run_all(PARTS, Path("out"), 5.0, run, Console(file=open("/dev/null", "w")))} == {"no time was left"}
+    assert {r.reason for r in gpu.run_all(PARTS, Path("out"), 5.0, run, QUIET)} == {"no time was left"}
 
 
 def test_a_process_that_dies_says_why(tmp_path: Path):
@@ -118,6 +120,7 @@ def test_overlap_in_a_trace():
     assert gpu_parts.hidden_share([]) == gpu_parts.busy([]) == 0.0
 
 
+@pytest.mark.slow
 def test_the_parts_run_on_a_small_scale(tmp_path: Path):
     """Their figures mean nothing on a CPU; that they have all that the table asks for does."""
     found = [

@@ -3,10 +3,11 @@
 Inside of a :class:`Device` every tensor operation is a kernel, put on the queue of the stream that is current. Streams know
 nothing of each other but what events say. Memory is the device's own: kernels hold addresses, so to say, and the host's
 tensors only shapes. As with torch's caching allocator, memory belongs to the stream that it was asked for on, and what the
-host frees is given away to the next that is allocated there, in *that stream's* order: from there on it is poison, and whoever touches it is written down,
-as is whoever touches memory before its stream has come to where it was given out. So freeing too early, allocating on the
-wrong stream and missing waits are found whatever the machine does, by an order of execution that is legal and bad:
-``ahead`` names the streams that do at once all that they may. What no event orders is then done in the worst order.
+host frees is given away to the next that is allocated there, in *that stream's* order: from there on it is poison. Whoever
+touches it is written down, as is whoever touches memory before its stream has come to where it was given out. So freeing too
+early, allocating on the wrong stream and missing waits are found whatever the machine does, by an order of execution that
+is legal and bad: ``ahead`` names the streams that do at once all that they may. What no event orders is then done in the
+worst order.
 """
 
 from __future__ import annotations
@@ -304,14 +305,15 @@ class Device(TorchDispatchMode):
                 for tensor in tensors if schema.name.startswith("c10d::") else ():
                     tensor.copy_(self.address(tensor)())  # for who reads it on the host
                 return answer
-        like = tree_map(lambda x: _meta(x) if isinstance(x, Tensor) else "meta" if isinstance(x, torch.device) else x, (args, kwargs))
-        shapes = func(*like[0], **like[1])
+        like, named_like = tree_map(_meta, (args, kwargs))
+        shapes = func(*like, **named_like)
         several = isinstance(shapes, (tuple, list))
         outs, fresh = [], []
         for given, shape in zip(schema.returns, shapes if several else [shapes], strict=False) if shapes is not None else ():
             if given.alias_info is not None:
                 written = given.alias_info.before_set
-                [(i, where)] = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.before_set == written]
+                places = enumerate(schema.arguments)
+                [(i, where)] = [(i, a) for i, a in places if a.alias_info and a.alias_info.before_set == written]
                 outs.append(kwargs[where.name] if where.kwarg_only else args[i])
             elif isinstance(shape, Tensor):
                 outs.append(torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype))
@@ -375,5 +377,8 @@ def _is_view(schema: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+def _meta(x: Any) -> Any:
+    """Of tensors their shapes, on no device."""
+    if isinstance(x, torch.device):
+        return "meta"
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x

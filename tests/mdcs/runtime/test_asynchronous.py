@@ -56,7 +56,9 @@ def plan_for(how: How, world: int = 1) -> mdcs.Plan:
     return mdcs.make_plan(job, strategy_for(how), scheduler_for(how), budget=budget)
 
 
-def train(plan: mdcs.Plan, device: Device, each: Callable[[mdcs.Parallel], object] = lambda parallel: None, **options: Any) -> Trained:
+def train(
+    plan: mdcs.Plan, device: Device, each: Callable[[mdcs.Parallel], object] = lambda parallel: None, **options: Any
+) -> Trained:
     """A loop that pauses, evaluates and saves, every tensor of it on the device."""
     executor = CudaExecutor(CPU, device)
     with pytest.MonkeyPatch.context() as patch, device:
@@ -164,7 +166,10 @@ def test_one_rank_with_every_strategy_and_scheduler(strategy: str):
         assert wrong(plan_for(How(strategy, scheduler, seed=i)), wanted) == [], scheduler
 
 
-@pytest.mark.parametrize("how", [How("fsdp", "wfbp", budget=1.0), How("random", "priority", budget=1.05), How("zero1", "dear", False)])
+BOUND = [How("fsdp", "wfbp", budget=1.0), How("random", "priority", budget=1.05), How("zero1", "dear", False)]
+
+
+@pytest.mark.parametrize("how", BOUND, ids=lambda how: f"{how.strategy}-{how.scheduler}")
 def test_one_rank_with_a_budget_or_a_barrier(how: How):
     assert wrong(plan_for(how), plain_run(CPU, STEPS)) == []
 
@@ -177,7 +182,8 @@ def train_two(hows: Sequence[How]) -> list[str]:
     wanted, found = plain_run(CPU, STEPS), []
     for i, how in enumerate(hows):
         plan = on_rank_zero(lambda how=how: plan_for(how, 2))  # type: ignore[misc]
-        found += [f"{how.strategy}-{how.scheduler} {problem}" for problem in wrong(plan, wanted, [ORDERS[i % 2], 3 + dist.get_rank()])]
+        problems = wrong(plan, wanted, [ORDERS[i % 2], 3 + dist.get_rank()])
+        found += [f"{how.strategy}-{how.scheduler} {problem}" for problem in problems]
     return found
 
 

@@ -6,7 +6,6 @@ Losses and weights of sharded units mean nothing there; of replicated ones they 
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import pytest
@@ -18,11 +17,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.plan.ledger import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.runtime import api
-from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
-from mdcs.runtime.executor import CpuExecutor
-from mdcs.runtime.pacing import Pacer
 from tests.mdcs.runtime.devices import Emulated, emulated_run
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, optimizer_for, scheduler_for, setup, strategy_for

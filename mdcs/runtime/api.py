@@ -43,7 +43,7 @@ from mdcs.runtime.record import Recorder, StepRecord
 from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.start import Initialisation, Initialise, take_over
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.stream_dispatcher import StreamDispatcher
+from mdcs.runtime.stream_dispatcher import StreamDispatcher, bytes_apart
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.walker import SlotWalker
 from mdcs.runtime.wire import Wire
@@ -166,7 +166,7 @@ class Parallel:
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
         lock = threading.RLock()
         if plan.budget is not None:
-            self._executor.limit(plan.budget)
+            self._executor.limit(plan.budget + (bytes_apart(ledger) if self._executor.runs_ahead else 0))
         cap = None if plan.budget is None else plan.budget - plan.reserve
 
         def connect(collectives: Collectives) -> Communicator | EmulatedCommunicator:

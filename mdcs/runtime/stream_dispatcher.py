@@ -13,10 +13,12 @@ has been told to wait for the message, which is when a slot needs the message, o
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from typing import Any, NamedTuple
 
+from mdcs.plan.ledger import Ledger, MessageBytes
 from mdcs.plan.messages import Message
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.errors import RunError
@@ -36,6 +38,16 @@ class _Sent(NamedTuple):
     gradients: Gradients
 
 
+def bytes_apart(ledger: Ledger) -> int:
+    """The most that a plan's messages have of the communication stream's memory, which compute cannot have meanwhile."""
+    return sum(e.shards_held for e in ledger.messages) + max((_own(e) for e in ledger.messages), default=0)
+
+
+def _own(effect: MessageBytes) -> int:
+    """Of a message, and of no other after it. Beside its gradients: they are freed later here, not before the update."""
+    return effect.shards - effect.shards_held + max(effect.staging, effect.scratch)
+
+
 class StreamDispatcher(Dispatcher):
     """See the module. Bytes are promised and taken back in the host's order."""
 
@@ -44,8 +56,7 @@ class StreamDispatcher(Dispatcher):
         self._gradients: Gradients = ()  # of the message that is being enqueued
         self._is_tight = False  # there is no room to keep them
         self._ends: deque[Any] = deque()  # of iterations
-        # Gradients not beside their update, as they are where the host sees a message's parts end.
-        self._most = [e.shards - e.shards_held + max(e.staging, e.scratch) for e in self.ledger.messages]
+        self._own = [_own(e) for e in self.ledger.messages]
         # Without a budget, what the plan was predicted to take: nobody else would ever make compute wait for a gradient.
         predicted = self.plan.prediction
         self._wanted = self.account.cap if predicted is None or self.account.cap is not None else predicted.peak_bytes
@@ -58,7 +69,7 @@ class StreamDispatcher(Dispatcher):
             self._skipped.discard(index)
             self._sent.append(None)
         else:
-            self._is_tight = not self._make_room(effect.held + activations + self._most[i])
+            self._is_tight = not self._make_room(effect.held + activations + self._own[i])
             if self._is_tight:
                 self._insist(effect.held + activations + self._transient[i], f"bytes for {self.describe(i)}")
             self.account.reserve((effect.held,))
@@ -90,9 +101,10 @@ class StreamDispatcher(Dispatcher):
 
     def stop(self) -> None:
         """Wait a little for what is in flight: its memory may be given away after this."""
-        with self.executor.communicating():
-            end = self.executor.mark()
-        self.executor.wait(end, 5.0)
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            with self.executor.communicating():
+                end = self.executor.mark()
+            self.executor.wait(end, 5.0)
 
     def _make_room(self, size: int) -> bool:
         while not (fits := self._wanted is None or self.account.reserved + size <= self._wanted) and self._sent:

@@ -180,6 +180,12 @@ class Device(TorchDispatchMode):
             with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
                 first.run()
 
+    def come_to_all(self) -> None:
+        """Do all that is enqueued."""
+        for stream in self.streams:
+            if stream.queue:
+                self.come_to(stream.queue[-1])
+
     def host_waits(self, what: str) -> None:
         self.waits.append(what)
 
@@ -229,9 +235,7 @@ class Device(TorchDispatchMode):
 
     def read(self, tensor: Tensor) -> Tensor:
         """Its values once all that is enqueued is done."""
-        for stream in self.streams:
-            if stream.queue:
-                self.come_to(stream.queue[-1])
+        self.come_to_all()
         with _disable_current_modes(), torch.inference_mode(False):
             return self.address(tensor)().clone()
 
@@ -298,6 +302,8 @@ class Device(TorchDispatchMode):
             *real, named = tree_map(lambda get: get(), held)
             return func(*real, **named)
 
+        if schema.name.startswith("c10d::"):
+            self.come_to_all()
         if schema.name in _ANSWERS or schema.name.startswith("c10d::"):
             self.synchronize(self.current, schema.name)
             with _disable_current_modes():
@@ -330,6 +336,16 @@ class Device(TorchDispatchMode):
         self.enqueue(self.current, schema.name, run, touches=touched)
         return (type(shapes)(outs) if several else outs[0]) if outs else None
 
+    def talking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What hosts tell each other, on tensors that are theirs. While one waits for another its device goes on."""
+
+        def outside(*arguments: Any, **options: Any) -> Any:
+            self.come_to_all()
+            with _disable_current_modes():
+                return function(*arguments, **options)
+
+        return outside
+
     # -- messages -----------------------------------------------------------------------------------------------
 
     def connect(self, collectives: Collectives, group: Any) -> Any:
@@ -357,16 +373,6 @@ class Device(TorchDispatchMode):
             return start
 
         return SimpleNamespace(**{name: queued(name) for name in ("all_reduce", "reduce_scatter", "all_gather")})
-
-
-def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What hosts tell each other, on tensors that are theirs."""
-
-    def outside(*arguments: Any, **options: Any) -> Any:
-        with _disable_current_modes():
-            return function(*arguments, **options)
-
-    return outside
 
 
 def _is_leaf(x: Any) -> bool:

@@ -40,6 +40,8 @@ def fit(plan: Plan, budget: int) -> Plan:
             if coarser is not None:
                 plan = coarser
                 continue
+            messages = _units_together(plan, q)
+        if messages is None:
             raise PlanError(
                 f"slot {q} ({plan.period.name(q)}) needs {budget + excess} bytes of {budget}, "
                 f"with every gather as late and every reduction as early as can be"
@@ -134,6 +136,22 @@ def _split(plan: Plan, q: int) -> tuple[Message, ...] | None:
     for m in plan.messages:
         out += [dataclasses.replace(m, parts=piece) for piece in pieces] if m is target else [m]
     return tuple(out)
+
+
+def _units_together(plan: Plan, q: int) -> tuple[Message, ...] | None:
+    """At slot q reduce one unit of several types after the other, its blocks in order: the last frees the gradient of all."""
+    first: dict[int, int] = {}
+    for i, m in enumerate(plan.messages):
+        if m.slot == q and not m.kind.is_gather:
+            first.setdefault(m.parts[0][0], i)
+
+    def key(item: tuple[int, Message]) -> tuple[int, int]:
+        i, m = item
+        unit, block = m.parts[0]
+        return (first[unit], block) if m.slot == q and not m.kind.is_gather else (i, 0)
+
+    messages = tuple(m for _, m in sorted(enumerate(plan.messages), key=key))
+    return messages if messages != plan.messages else None
 
 
 def _merge_blocks(plan: Plan) -> Plan | None:

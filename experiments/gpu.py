@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -35,7 +34,6 @@ from rich.table import Table
 from mdcs.sizes import GIB, MIB
 
 SCHEMA = 1
-ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "there is no GPU here: nothing was run, and nothing is claimed"
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -320,16 +318,6 @@ def picture(results: Sequence[Result], path: Path) -> bool:
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True
-
-
-def counts(xml: Path, what: str, of: str = "") -> Row:
-    """Passed, failed and skipped tests in a JUnit file, of those whose name has ``of`` in it."""
-    row: Row = {"what": what, "passed": 0, "failed": 0, "skipped": 0}
-    for case in ElementTree.parse(xml).iter("testcase"):
-        if of in case.get("name", ""):
-            tags = {child.tag for child in case}
-            row["failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"] += 1
-    return row
 
 
 if __name__ == "__main__":

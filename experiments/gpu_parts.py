@@ -16,13 +16,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from experiments.gpu import ROOT, Row, counts
 from mdcs.measure.timeline import Span, intersection, length
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.schedulers.fusion import Fusion
@@ -31,6 +31,10 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,16 @@ def tests(scale: Scale, folder: Path) -> list[Row]:
     if not xml.exists():
         raise RuntimeError("pytest has written no results")
     return [counts(xml, "tests on the GPU"), counts(xml, "two ranks on one GPU train as one", "two_ranks")]
+
+
+def counts(xml: Path, what: str, of: str = "") -> Row:
+    """Passed, failed and skipped tests in a JUnit file, of those whose name has ``of`` in it."""
+    row: Row = {"what": what, "passed": 0, "failed": 0, "skipped": 0}
+    for case in ElementTree.parse(xml).iter("testcase"):
+        if of in case.get("name", ""):
+            tags = {child.tag for child in case}
+            row["failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"] += 1
+    return row
 
 
 def world_of_one(scale: Scale, folder: Path) -> list[Row]:

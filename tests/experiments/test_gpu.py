@@ -50,7 +50,7 @@ def test_without_a_gpu_it_says_so_and_claims_nothing(tmp_path: Path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     command = [sys.executable, "experiments/gpu.py", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=gpu_parts.ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, gpu.NO_GPU, "")
     assert not (tmp_path / "out").exists()
 
@@ -100,8 +100,8 @@ def test_a_process_that_dies_says_why(tmp_path: Path):
 def test_results_of_tests_are_counted(tmp_path: Path):
     cases = "<testcase name='a[two_ranks]'/><testcase name='b'><failure/></testcase><testcase name='c'><skipped/></testcase>"
     (tmp_path / "x.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    assert gpu.counts(tmp_path / "x.xml", "all") == {"what": "all", "passed": 1, "failed": 1, "skipped": 1}
-    assert gpu.counts(tmp_path / "x.xml", "two", "two_ranks") == {"what": "two", "passed": 1, "failed": 0, "skipped": 0}
+    assert gpu_parts.counts(tmp_path / "x.xml", "all") == {"what": "all", "passed": 1, "failed": 1, "skipped": 1}
+    assert gpu_parts.counts(tmp_path / "x.xml", "two", "two_ranks") == {"what": "two", "passed": 1, "failed": 0, "skipped": 0}
 
 
 def test_overlap_in_a_trace():

@@ -33,7 +33,7 @@ Gradients = tuple[tuple[int, int], ...]
 class _Sent(NamedTuple):
     """A message that compute has not been told to wait for: where it ends, and whose gradients are free then."""
 
-    index: int
+    number: int
     end: Any
     gradients: Gradients
 
@@ -121,7 +121,7 @@ class StreamDispatcher(Dispatcher):
         if sent is not None:
             self.executor.after(sent.end)
             super()._free_gradients(sent.gradients)
-            super()._release(sent.index % self.n)
+            super()._release(sent.number % self.n)
         self.processed += 1
 
     def _enqueue(self, index: int, mark: Any) -> None:

@@ -93,8 +93,8 @@ class Masters:
     """An optimizer of fp32 copies, as a plain loop in bf16 has it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.copies = [nn.Parameter(p.detach().float()) for p in self.parameters]
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self.copies: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self.parameters]
         self.optimizer = torch.optim.AdamW(self.copies, lr=1e-4, fused=True)
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ class Masters:
         self.optimizer.step()
         for copy in self.copies:
             copy.grad = None
-        torch._foreach_copy_(self.parameters, [c.detach() for c in self.copies])
+        torch._foreach_copy_(self.parameters, self.copies)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install sweep bench test test-slow docs lint format clean
+.PHONY: help install sweep bench gpu test test-slow docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the tab
 
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
 	$(RUN) experiments/bench.py
+
+gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, emulated worlds (under ten minutes)
+	$(RUN) experiments/gpu.py
 
 # The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.
 test test-slow: export PYTHONDONTWRITEBYTECODE =

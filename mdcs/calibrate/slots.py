@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mdcs.calibrate.clock import now
+from mdcs.calibrate.clock import Mark
 from mdcs.calibrate.regression import spread
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.measure.memory import UNTAGGED, Meter, current_meter
@@ -204,7 +204,7 @@ class _Recorder:
     def begin(self, keep: bool) -> None:
         self._keep = keep
         self._now: list[tuple[int, str]] = []
-        self._times: list[float] = []
+        self._times: list[Mark] = []
         self._lives: list[int] = []
         self._peaks: list[int] = []
         self._gradients: list[Tensor] = []
@@ -220,7 +220,7 @@ class _Recorder:
         live = self.meter.live() or {}
         self._peaks.append(window.get(UNTAGGED) or self._untagged(window))
         self._lives.append(live.get(UNTAGGED) or self._untagged(live))
-        self._times.append(now(self.device))
+        self._times.append(Mark(self.device))
 
     def _untagged(self, reading: object) -> int:
         """Where only a total is measured: what parameters and gradients leave of it."""
@@ -287,7 +287,7 @@ class _Recorder:
             self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
         if self._now != self.order:
             raise UnsupportedModel("the model's units run in another order from step to step: not supported")
-        self.seconds.append([b - a for a, b in zip(self._times, self._times[1:], strict=False)])
+        self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
         self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
         self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
 

@@ -43,6 +43,7 @@ from mdcs.runtime.record import Recorder, StepRecord
 from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.start import Initialisation, Initialise, take_over
 from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.stream_dispatcher import StreamDispatcher, bytes_apart
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.walker import SlotWalker
 from mdcs.runtime.wire import Wire
@@ -69,9 +70,8 @@ def parallelize(
 
     Call it on every rank after ``init_process_group``, with the same plan (its hash is checked) and the ``units`` the
     plan was made for. Parameters are broadcast from rank 0. ``optimizer`` (SGD, Adam or AdamW) keeps its options
-    and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. On gloo the
-    messages have a process group of their own, so the loop may use ``group`` for its collectives; on NCCL it may
-    only after :meth:`Parallel.drain`. Then::
+    and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. The messages have
+    a process group of their own, so the loop may use ``group`` for its collectives. Then::
 
         for batch in loader:
             loss = model(**batch).loss
@@ -166,7 +166,7 @@ class Parallel:
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
         lock = threading.RLock()
         if plan.budget is not None:
-            self._executor.limit(plan.budget)
+            self._executor.limit(plan.budget + (bytes_apart(ledger) if self._executor.runs_ahead else 0))
         cap = None if plan.budget is None else plan.budget - plan.reserve
 
         def connect(collectives: Collectives) -> Communicator | EmulatedCommunicator:
@@ -175,7 +175,8 @@ class Parallel:
         self._account = Account(lock, cap, ledger.at_rest)
         self._wire = Wire(plan, self._storages, connect, self._meter)
         self._recorder = Recorder(plan, self._executor)
-        self._dispatcher = Dispatcher(
+        made = StreamDispatcher if self._executor.runs_ahead else Dispatcher
+        self._dispatcher = made(
             plan, ledger, self._storages, self._wire, self._updates, self._account, self._executor, self._recorder,
             control=self._groups.control, pacer=pacer_for(plan, self.rank, group, processes), clip_norm=clip_norm,
             loss_scale=loss_scale, timeout_s=timeout_s, last_words=self._last_words,
@@ -240,6 +241,7 @@ class Parallel:
         self._recorder.step(self._walker.step, self._executor.stamp())
         self._walker.step += 1
         self._walker.due = False
+        self._dispatcher.end_step()
         self._dispatcher.step = self._place.step = self._walker.step
         if self._buffers.option:
             self._buffers.broadcast(self._groups, self._groups.talk, self._place)
@@ -349,10 +351,13 @@ class Parallel:
     def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
         """The whole model's state dict for the plain model, on every rank or on rank 0 (else empty); :meth:`drain` included.
 
-        It is gathered unit by unit; with ``cpu`` the device holds no more than a unit of it. Call it on every rank.
+        It is gathered unit by unit; with ``cpu``, and where the budget has no room for more, the device holds no more than a unit
+        of it, and it is on the CPU. Call it on every rank.
         """
         self._needs_ranks("state_dict()")
         self._drain("state_dict()")
+        sizes = [storage.full_bytes for storage in self._storages]
+        cpu = cpu or not self._gathering.fits(sum(sizes) + max(sizes))
         return state.full_state(
             self.model, self._storages, self._gathering, keep=not rank0_only or self.rank == 0, cpu=cpu
         )
@@ -406,12 +411,15 @@ class Parallel:
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
         """Finished iterations not given before; the last one only with ``flush``, after :meth:`drain`."""
-        return self._recorder.finished(self._walker.step - (1 if flush else 2))
+        return self._recorder.finished(self._walker.step - (1 if flush else 2), flush)
 
     @property
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last clipped iteration."""
-        return self._recorder.norm
+        """Global gradient norm of the last clipped iteration; on CUDA the host waits for it."""
+        if self._recorder.norm is None:
+            return None
+        with self._executor.communicating():
+            return float(self._recorder.norm)
 
     def watch_gradients(self, *units: str) -> None:
         """Keep what units (by name, as in the plan; none: no more) are updated with from now on, at the cost of its bytes.
@@ -459,6 +467,10 @@ class Parallel:
     def memory_by_slot(self) -> list[Any]:
         """:class:`mdcs.measure.timeline.SlotMemory` of every slot of a period, as last seen."""
         return [m for _, m in sorted(self._walker.memory.items())]
+
+    def watch_memory(self) -> None:
+        """Measure every slot from now on, for :meth:`memory_by_slot`: on CUDA only when asked for, because it takes time."""
+        self._walker.watches_memory = True
 
     def reset_memory(self) -> None:
         """Let :meth:`memory` count peaks from now on."""

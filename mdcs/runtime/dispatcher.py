@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
+from mdcs.plan.messages import Message, Plan
 from mdcs.runtime.account import Account, InFlight
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.executor import Executor
+from mdcs.runtime.executor import Executor, between
 from mdcs.runtime.last_words import LastWords
 from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.record import Recorder
@@ -86,6 +86,9 @@ class Dispatcher:
         self._transient = [e.transient for e in ledger.messages]
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
         self.last_reduction = reductions[-1] if reductions else -1
+        self._begin()
+
+    def _begin(self) -> None:
         self._thread = threading.Thread(target=self._run, name="mdcs-finisher", daemon=True)
         self._thread.start()
 
@@ -179,38 +182,39 @@ class Dispatcher:
         ]
         if not ahead:
             return
+        put_away = self._put_away()
         mark = self.executor.mark()
-        put_away = self._put_away(mark)
         for index in ahead:
-            self._marks[index] = mark
-            with self.lock:
-                transfer, begin = self._start(index)
-            self._finish(index, transfer, begin)
+            self._send_now(index, mark)
             self._skipped.add(index)
         for unit in put_away:
             self._fetch(unit)
 
-    def _put_away(self, mark: Any) -> list[int]:
+    def _send_now(self, index: int, mark: Any) -> None:
+        self._marks[index] = mark
+        with self.lock:
+            transfer, begin = self._start(index)
+        self._finish(index, transfer, begin)
+
+    def _put_away(self) -> list[int]:
         """Free what is gathered ahead for the next forward: the plan has no room beside it for reductions at this slot."""
         if self.account.cap is None:
             return []
         units = [u for u, s in enumerate(self.storages) if s.strategy.sharded and s.is_full]
-        with self.executor.communicating():
-            self.executor.after(mark)
-            with self.lock:
-                for u in units:
-                    self.storages[u].free_full()
-                    self.account.book("full_parameters", -self.storages[u].full_bytes)
+        with self.lock:
+            for u in units:
+                self.storages[u].free_full()
+                self.account.book("full_parameters", -self.storages[u].full_bytes)
         return units
 
     def _fetch(self, unit: int) -> None:
         """Gather a unit again that was put away; its bytes are still reserved."""
         storage = self.storages[unit]
+        with self.lock:
+            storage.allocate_full()
+            self.account.book("full_parameters", storage.full_bytes)
         try:
-            with self.executor.communicating():
-                with self.lock:
-                    storage.allocate_full()
-                    self.account.book("full_parameters", storage.full_bytes)
+            with between(self.executor):
                 self.executor.finish(self.wire.gather_now(unit))
         except RuntimeError as e:
             raise RunError(f"rank {self.wire.rank}, step {self.step}: gather of {storage.name}: {e}") from e
@@ -233,6 +237,9 @@ class Dispatcher:
             self._shards.clear()
         return self.first_period
 
+    def end_step(self) -> None:
+        """Compute has come to the end of an iteration."""
+
     def stop(self) -> None:
         """End the finisher; what is in flight is waited for."""
         with self.lock:
@@ -245,8 +252,6 @@ class Dispatcher:
     def _start_ready(self) -> None:
         """Start what can start now."""
         while (index := self._next()) is not None:
-            if not self.executor.has_come(self._marks[index]):
-                return
             transfer, begin = self._start(index)
             self._in_flight.append((index, transfer, begin))
             self.started = index + 1
@@ -268,16 +273,20 @@ class Dispatcher:
         after = self.plan.waits_for[index % self.n]
         return -1 if after < 0 or self._in_prologue(index) else index - index % self.n + after
 
+    def _behind(self, index: int) -> Any:
+        """The point of compute that the message starts behind."""
+        return self._marks.pop(index)
+
     def _start(self, index: int) -> tuple[Transfer, Any]:
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         try:
-            mark = self._marks.pop(index)
+            for u, size in effect.full:  # of compute's memory, for compute frees it
+                self.storages[u].allocate_full()
+                self.account.book("full_parameters", size)
+            mark = self._behind(index)
             with self.executor.communicating():
                 self.executor.after(mark)
-                for u, size in effect.full:
-                    self.storages[u].allocate_full()
-                    self.account.book("full_parameters", size)
                 transfer = self.wire.allocate(message)
                 self.account.book("staging", effect.staging)
                 self.account.book("gradient_shards", effect.shards)
@@ -295,19 +304,16 @@ class Dispatcher:
     def _run(self) -> None:
         try:
             while self._has_work():
-                if self._in_flight:
-                    self._finish_oldest()
-                else:
-                    self._wait_for_compute()
+                self._finish_oldest()
         except BaseException as e:
             with self.lock:
                 self.error = self.error or (e if isinstance(e, RunError) else RunError(str(e)))
                 self._progress.notify()
 
     def _has_work(self) -> bool:
-        """Wait for a message in flight, or one that waits for compute alone; False at the end."""
+        """Wait for a message in flight; False at the end."""
         with self.lock:
-            while not self._in_flight and self._next() is None:
+            while not self._in_flight:
                 if self._stop or self.error is not None:
                     return False
                 self._idle = True
@@ -326,51 +332,46 @@ class Dispatcher:
             if self._awaited is not None and self._awaited():
                 self._progress.notify()
 
-    def _wait_for_compute(self) -> None:
-        with self.lock:
-            index = self._next()
-            mark = None if index is None else self._marks[index]
-        if index is not None:
-            with self.executor.communicating():
-                self.executor.after(mark)
-        self._start_more()
-
-    def _start_more(self) -> None:
-        with self.lock:
-            self._start_ready()
-
     def _finish(self, index: int, transfer: Transfer, begin: Any) -> None:
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         try:
-            self.executor.finish(transfer.works, self._start_more)
-            if self.pacer is not None:
-                self.pacer.hold(index, message.kind, self.plan.wire(message))
             with self.executor.communicating():
+                self.executor.finish(transfer.works)
+                self._hold(index, message)
                 end = self.executor.stamp()
                 self.recorder.message(i, index // self.n - self._periods_ahead, begin, end)
                 self.wire.land(transfer)
-                self.executor.finish(())
                 with self.lock:
                     transfer.free_staging()
                     self.account.book("staging", -effect.staging)
-                    for u, size in effect.gradients_after_link:
-                        self.storages[u].free_gradient()
-                        self.account.book("gradients", -size)
+                    self._free_gradients(effect.gradients_after_link)
                 if message.kind.is_gather:
                     return
                 shards = self._update(i, transfer)
                 with self.lock:
                     for shard in shards:
                         shard.untyped_storage().resize_(0)
-                    for u, size in effect.gradients_after_update:
-                        self.storages[u].free_gradient()
-                        self.account.book("gradients", -size)
+                    self._free_gradients(effect.gradients_after_update)
                     self.account.book("gradient_shards", -effect.shards_freed)
-                    freed = effect.gradients_after_link + effect.gradients_after_update
-                    self.account.release((effect.shards_of_others, *(size for _, size in freed)))
+                    self._release(i)
         except Exception as e:
             raise self._failure(index, e) from e
+
+    def _hold(self, index: int, message: Message) -> None:
+        """Let the message take as long as the emulated link does, if there is one."""
+        if self.pacer is not None:
+            self.pacer.hold(index, message.kind, self.plan.wire(message))
+
+    def _free_gradients(self, gradients: tuple[tuple[int, int], ...]) -> None:
+        for u, size in gradients:
+            self.storages[u].free_gradient()
+            self.account.book("gradients", -size)
+
+    def _release(self, i: int) -> None:
+        """Take back what was promised to bytes that a message frees."""
+        effect = self.ledger.messages[i]
+        self.account.release((effect.freed,))
 
     def _update(self, i: int, transfer: Transfer) -> list[Tensor]:
         """Update the blocks that the message has reduced; in barrier mode all of them, with the last.
@@ -395,39 +396,39 @@ class Dispatcher:
         begin = self.executor.stamp()
         if is_finite:
             self.updates.step(gradients, scale)
-        self.executor.finish(())
         self.recorder.update(i, begin, self.executor.stamp())
         self._shards.clear()
         with self.lock:
             self.account.book("update_scratch", -effect.scratch)
         return [shard for shard in ready.values() if shard is not None]
 
-    def _scale(self, gradients: dict[tuple[int, int], Tensor]) -> tuple[bool, float | None]:
+    def _scale(self, gradients: dict[tuple[int, int], Tensor]) -> tuple[bool, Tensor | None]:
         """Whether all gradients are finite, and the factor that undoes the loss scale and brings their global norm down to
         ``clip_norm``, as torch's clip_grad_norm_ does. (True, None) where there is nothing to scale.
 
-        Shards are counted by their owner, whole (dp) gradients by rank 0; their squares are summed in float64.
+        Shards are counted by their owner, whole (dp) gradients by rank 0; their squares are summed in float64. Only a loss
+        scale needs to be told on the host.
         """
         if self.clip_norm is None and self.loss_scale is None:
             return True, None
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.storages[0].device)
         for (u, _), gradient in gradients.items():
             whole = self.plan.strategies[u].value == "dp"
             if not whole or self.wire.rank == 0:
                 # In the gradient's own precision, if it has enough: in another one torch would make a whole copy of it.
                 precision = torch.float32 if gradient.element_size() < 4 else None
-                total += torch.linalg.vector_norm(gradient, dtype=precision).double().cpu() ** 2
+                total += torch.linalg.vector_norm(gradient, dtype=precision).double() ** 2
         if self.control is not None:
             dist.all_reduce(total, group=self.control)
-        norm, scale = float(total.sqrt()), 1.0
+        norm, scale = total.sqrt(), torch.ones_like(total)
         if self.loss_scale is not None:
-            is_finite, scale = math.isfinite(norm), 1 / self.loss_scale.value
+            is_finite, scale = math.isfinite(float(norm)), scale / self.loss_scale.value
             self.loss_scale.update(is_finite)
             if not is_finite:
                 return False, None
         self.recorder.norm = norm * scale
         if self.clip_norm is not None:
-            scale *= min(1.0, self.clip_norm / (self.recorder.norm + 1e-6))
+            scale *= (self.clip_norm / (self.recorder.norm + 1e-6)).clamp(max=1.0)
         return True, scale
 
     def _failure(self, index: int, e: Exception) -> RunError:

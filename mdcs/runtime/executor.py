@@ -1,21 +1,21 @@
 """All device code: what the runtime needs of a CPU or a CUDA device, behind one interface.
 
-On both, a message is *done* when its bytes have really arrived and its update has really run, on the host's
-clock: buffers are freed then and not before, so no allocation depends on ``record_stream``. On CUDA messages
-run on one communication stream, and the dispatcher's thread watches events: for compute to come to where a message
-was issued, and for messages. Neither stream waits for the other. In the communication stream whatever is queued behind
-a wait for compute would wait too, the ends of earlier messages among it; compute would wait for messages queued behind
-the one it needs.
+On a CPU computing is done when a call returns, and messages are when a thread of the host has seen that they are. On
+CUDA the host only enqueues, and runs ahead: messages are on one communication stream, and what must come before what is
+said with events, which streams wait for and the host does not. ``docs/gpu.md`` has the rules by which memory is freed
+there without ``record_stream``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+
+from mdcs.runtime.errors import RunError
 
 
 class Waitable(Protocol):
@@ -26,34 +26,41 @@ class Waitable(Protocol):
         ...
 
 
-def _nothing() -> None:
-    pass
-
-
 class Executor(Protocol):
-    """What the runtime needs of a device."""
+    """What the runtime needs of a device. ``runs_ahead``: the host only enqueues what the device then does in order."""
+
+    runs_ahead: bool
 
     def communicating(self) -> AbstractContextManager[Any]:
         """Run what is inside on the communication stream."""
         ...
 
+    def computing(self) -> AbstractContextManager[Any]:
+        """Inside of :meth:`communicating`: run what is inside on the stream that it was entered from."""
+        ...
+
     def mark(self) -> Any:
-        """A point on the compute stream."""
+        """The point to which the caller's stream has come."""
         ...
 
     def after(self, mark: Any) -> None:
-        """Block this thread until compute has come to a point: what communicates afterwards sees what is before it."""
+        """Let what the caller's stream does from now on see all that was done before a point."""
         ...
 
     def has_come(self, mark: Any) -> bool:
-        """Whether compute has come to a point."""
+        """Whether the device has come to a point, or a stamp."""
         ...
 
-    def finish(self, works: Sequence[Waitable], meanwhile: Callable[[], object] = _nothing) -> None:
-        """Block this thread until the collectives, and all queued on the communication stream, are done.
+    def wait(self, mark: Any, timeout_s: float) -> bool:
+        """Block the host until the device has come to a point; False if it has not within ``timeout_s``."""
+        ...
 
-        Where compute comes to its marks without a thread of the host, ``meanwhile`` is called again and again.
-        """
+    def finish(self, works: Sequence[Waitable]) -> None:
+        """Let what the caller's stream does from now on see what collectives bring."""
+        ...
+
+    def pause(self, seconds: float) -> None:
+        """Let the caller's stream do nothing for so long."""
         ...
 
     def stamp(self) -> Any:
@@ -73,13 +80,30 @@ class Executor(Protocol):
         ...
 
 
+@contextmanager
+def between(executor: Executor) -> Iterator[None]:
+    """Communicate here: what is inside sees what compute has done so far, and compute sees it from now on."""
+    here = executor.mark()
+    with executor.communicating():
+        executor.after(here)
+        yield
+        there = executor.mark()
+    executor.after(there)
+
+
 class CpuExecutor:
     """Computing is done when a call returns, and threads communicate beside it."""
+
+    runs_ahead = False
 
     def __init__(self) -> None:
         self._same = nullcontext()
 
     def communicating(self) -> AbstractContextManager[Any]:
+        """There is no stream to enter."""
+        return self._same
+
+    def computing(self) -> AbstractContextManager[Any]:
         """There is no stream to enter."""
         return self._same
 
@@ -90,14 +114,22 @@ class CpuExecutor:
     def after(self, mark: None) -> None:
         """Return at once."""
 
-    def has_come(self, mark: None) -> bool:
+    def has_come(self, mark: Any) -> bool:
         """Yes."""
         return True
 
-    def finish(self, works: Sequence[Waitable], meanwhile: Callable[[], object] = _nothing) -> None:
+    def wait(self, mark: None, timeout_s: float) -> bool:
+        """It has come."""
+        return True
+
+    def finish(self, works: Sequence[Waitable]) -> None:
         """Wait for the collectives."""
         for work in works:
             work.wait()
+
+    def pause(self, seconds: float) -> None:
+        """Block the caller for so long."""
+        time.sleep(seconds)
 
     def stamp(self) -> float:
         """Seconds of ``time.perf_counter``."""
@@ -122,76 +154,108 @@ _FINE_SECONDS = 10.0
 """CUDA tells times between events in single precision: to about a microsecond over so long, to a millisecond over hours."""
 
 _POLL_SECONDS = 20e-6
-"""Between looks at an event: to wait for one keeps a core busy."""
+"""Between looks at an event, where the host waits after all: CUDA's own wait keeps a core busy, and has no end."""
+
+_PATIENCE_SECONDS = 300.0
+"""How long somebody who asks for a time waits for it."""
+
+_CYCLES = 20_000_000
+"""Of the kernel by which the length of a cycle is measured: some 10 ms."""
 
 
 class CudaExecutor:
-    """One communication stream, and events; see the module."""
+    """One communication stream, and events; see the module. ``cuda`` is torch.cuda, or what stands in for it in tests."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self._zero = torch.cuda.Event(enable_timing=True)
-        self._zero.record(torch.cuda.current_stream(device))
+    runs_ahead = True
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self.device, self._cuda = device, cuda
+        self.stream = cuda.Stream(device, priority=-1)
+        self._compute = cuda.current_stream(device)
+        self._seconds_per_cycle: float | None = None
+        self._zero = cuda.Event(enable_timing=True)
+        self._zero.record(self._compute)
         self._zero.synchronize()
         self._zero_seconds = time.perf_counter()
 
     def communicating(self) -> AbstractContextManager[Any]:
         """The communication stream."""
-        return torch.cuda.stream(self.stream)
+        current = self._cuda.current_stream(self.device)
+        if current != self.stream:
+            self._compute = current
+        entered: AbstractContextManager[Any] = self._cuda.stream(self.stream)
+        return entered
 
-    def mark(self) -> torch.cuda.Event:
+    def computing(self) -> AbstractContextManager[Any]:
+        """The stream that :meth:`communicating` was called on."""
+        entered: AbstractContextManager[Any] = self._cuda.stream(self._compute)
+        return entered
+
+    def mark(self) -> Any:
         """An event on the stream of the caller."""
-        event = torch.cuda.Event(blocking=True)  # the thread that waits for it takes no core from others
-        event.record(torch.cuda.current_stream(self.device))
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self.device))
         return event
 
-    def after(self, mark: torch.cuda.Event) -> None:
-        """Wait for the event."""
-        mark.synchronize()
+    def after(self, mark: Any) -> None:
+        """The caller's stream waits for the event; the host does not."""
+        self._cuda.current_stream(self.device).wait_event(mark)
 
-    def has_come(self, mark: torch.cuda.Event) -> bool:
+    def has_come(self, mark: Any) -> bool:
         """Whether the event has happened."""
-        return mark.query()
+        return bool(mark.query())
 
-    def finish(self, works: Sequence[Waitable], meanwhile: Callable[[], object] = _nothing) -> None:
-        """Wait for an event behind the collectives on the communication stream."""
-        with torch.cuda.stream(self.stream):
-            for work in works:
-                work.wait()
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        while not event.query():
-            meanwhile()
+    def wait(self, mark: Any, timeout_s: float) -> bool:
+        """Look at the event again and again."""
+        deadline = time.monotonic() + timeout_s
+        while not mark.query():
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(_POLL_SECONDS)
+        return True
 
-    def stamp(self) -> torch.cuda.Event:
+    def finish(self, works: Sequence[Waitable]) -> None:
+        """The caller's stream waits for NCCL's own; over gloo the host does, too."""
+        for work in works:
+            work.wait()
+
+    def pause(self, seconds: float) -> None:
+        """A kernel that counts cycles. The first call measures how long one takes, and waits for it."""
+        if self._seconds_per_cycle is None:
+            begin = self.stamp()
+            self._cuda._sleep(_CYCLES)
+            end = self.stamp()
+            self._seconds_per_cycle = (self.seconds(end) - self.seconds(begin)) / _CYCLES
+        self._cuda._sleep(int(seconds / self._seconds_per_cycle))
+
+    def stamp(self) -> Any:
         """An event with a time, on the stream of the caller."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self.device))
         return event
 
-    def seconds(self, stamp: torch.cuda.Event) -> float:
-        """The event's time; waits for it."""
-        stamp.synchronize()
+    def seconds(self, stamp: Any) -> float:
+        """The event's time; waits for it. Raises RunError if it does not come."""
+        if not self.wait(stamp, _PATIENCE_SECONDS):
+            raise RunError(f"{self.device} has not come in {_PATIENCE_SECONDS:g} s to where a time was taken")
         elapsed = self._zero.elapsed_time(stamp) / 1e3
-        seconds = self._zero_seconds + elapsed
+        seconds: float = self._zero_seconds + elapsed
         if elapsed > _FINE_SECONDS:
             self._zero, self._zero_seconds = stamp, seconds
         return seconds
 
     def limit(self, size: int | None) -> None:
         """See :meth:`Executor.limit`."""
-        whole = torch.cuda.get_device_properties(self.device).total_memory
+        whole = self._cuda.get_device_properties(self.device).total_memory
         share = 1.0
         if size is not None:
-            torch.cuda.empty_cache()  # what profiling has left there would count
+            self._cuda.empty_cache()  # what profiling has left there would count
             share = min(1.0, (size + _SEGMENTS) / whole)
-        torch.cuda.set_per_process_memory_fraction(share, self.device)
+        self._cuda.set_per_process_memory_fraction(share, self.device)
 
     def retries(self) -> int:
         """Since the process began."""
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+        return int(self._cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
 def executor_for(device: torch.device) -> Executor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mdcs.runtime.account import Account
 from mdcs.runtime.errors import Place
-from mdcs.runtime.executor import Executor
+from mdcs.runtime.executor import Executor, between
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Wire
 
@@ -32,11 +32,9 @@ class Gathering:
         """Make the unit whole and up to date, for all to use."""
         storage = self._storages[unit]
         if storage.strategy.value != "dp":
-            here = self._executor.mark()
-            with self._executor.communicating(), torch.inference_mode(False), torch.no_grad():
-                self._executor.after(here)  # compute may still read what the unit before it left
+            with torch.inference_mode(False), torch.no_grad():
                 self.allocate(unit)
-                with self._place.during(f"gather of {storage.name}"):
+                with between(self._executor), self._place.during(f"gather of {storage.name}"):
                     self._executor.finish(self._wire.gather_now(unit))
         storage.guard.open()
 
@@ -66,7 +64,7 @@ class Gathering:
         for b, part in blocks.items():
             wholes[storage.sections[b]][storage.own(b)] = part
         if storage.strategy.value != "dp":
-            with self._executor.communicating(), self._place.during(f"gather of {storage.name}'s {what}"):
+            with between(self._executor), self._place.during(f"gather of {storage.name}'s {what}"):
                 self._executor.finish(self._wire.gather_flat(unit, wholes))
         places = zip(storage.names, storage.places, strict=True)
         return {name: wholes[s][offset : offset + n].view(shape).clone() for name, (s, offset, n, shape) in places}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +24,8 @@ _WORDS = 4
 class Groups:
     """Of the ranks of ``group``: ``messages`` are the plan's, ``control`` the finisher thread's, ``talk`` the training thread's.
 
-    On gloo each is a new group, whose collectives give up after ``timeout_s``; on NCCL messages take ``group`` itself. None
-    for all where there is one process. ``needs_control``: the finisher has something to say.
+    Each is a new group, whose collectives give up after ``timeout_s``. On NCCL what control says is on the device, between
+    messages, and so in their group. None for all where there is one process. ``needs_control``: there is something to say.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool) -> None:
@@ -34,19 +35,24 @@ class Groups:
         if self.world == 1:
             return
         timeout = timedelta(seconds=timeout_s)
-        self.messages = self._new(group, timeout) if backend_of(group, device) == "gloo" else group
-        self.control = self._new(group, timeout) if needs_control else None
+        backend = backend_of(group, device)
+        if backend == "nccl" and _keeps_buffers_for_streams():
+            os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
+        self.messages = self._new(group, timeout, backend)
+        self.control = None
+        if needs_control:
+            self.control = self.messages if backend == "nccl" else self._new(group, timeout)
         self.talk = self._new(group, timeout)
 
-    def _new(self, group: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
+    def _new(self, group: dist.ProcessGroup | None, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
         if self.world == dist.get_world_size():
-            new = dist.new_group(timeout=timeout, backend="gloo")
+            new = dist.new_group(timeout=timeout, backend=backend)
             self._own.append(new)
         else:
             # Other ranks do not take part. Such a group is named after its ranks: once destroyed, the next one would
             # find its addresses in the store and connect to nobody. So it is left.
             ranks = dist.get_process_group_ranks(group)
-            new = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            new = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         return new
 
     @torch.inference_mode(False)
@@ -84,3 +90,9 @@ class Groups:
             group = self._own.pop()
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+
+
+def _keeps_buffers_for_streams() -> bool:
+    """Whether this torch's NCCL group has the allocator keep what it sends until a stream has come by: before 2.8 it did."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return (major, minor) < (2, 8)

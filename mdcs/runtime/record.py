@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from mdcs.measure.timeline import Interval, step_times
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
@@ -36,7 +38,7 @@ class Recorder:
 
     plan: Plan
     executor: Executor
-    norm: float | None = None
+    norm: Tensor | None = None
     _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[Interval] = field(default_factory=list)
     _steps: list[tuple[int, Any]] = field(default_factory=list)
@@ -106,11 +108,11 @@ class Recorder:
             self._intervals = [i for i in self._intervals if i.end > keep_from]
 
     def _resolve(self, upto: int | None = None) -> None:
-        """Stamps to seconds. Compute of iterations after ``upto`` is left: on CUDA, asking would wait for it."""
+        """Stamps to seconds. Of iterations after ``upto`` what has been enqueued, and has perhaps not been done, is left."""
         later = []
         for _ in range(len(self._raw)):
             raw = iteration, lane, index, begin, end, period = self._raw.popleft()
-            if upto is not None and lane == "compute" and iteration > upto:
+            if upto is not None and iteration > upto and (lane == "compute" or self.executor.runs_ahead):
                 later.append(raw)
                 continue
             if lane == "message":
@@ -120,8 +122,14 @@ class Recorder:
             self._intervals.append(self._interval(lane, index, begin, end))
         self._raw.extendleft(reversed(later))
 
-    def finished(self, upto: int) -> list[StepRecord]:
-        """Records of the iterations that ended with step ``upto`` or before; each is given once."""
+    def finished(self, upto: int, is_last: bool = False) -> list[StepRecord]:
+        """Records of the iterations that ended with step ``upto`` or before; each is given once.
+
+        On a device that the host runs ahead of, those whose end it has not come to are given later.
+        """
+        if self.executor.runs_ahead and not is_last:
+            under_way = [iteration for iteration, *_, end, _ in self._raw if not self.executor.has_come(end)]
+            upto = min(upto, min(under_way, default=upto + 1) - 1)
         self._resolve(upto)
         out = []
         while len(self._steps) >= 2 and self._steps[1][0] <= upto:

@@ -95,7 +95,7 @@ class Updates:
                     return i, name
         return None
 
-    def step(self, gradients: Mapping[Part, Tensor], scale: float | None = None) -> None:
+    def step(self, gradients: Mapping[Part, Tensor], scale: float | Tensor | None = None) -> None:
         """Update blocks with ``scale`` (None: 1) times this rank's reduced gradients of them, flat, as long as its parts.
 
         Gradients are scaled in place, unless the optimizer updates a copy in another precision.

@@ -41,6 +41,7 @@ class SlotWalker:
         self.step = 1
         self.periods = 0  # periods begun; the first is the prologue
         self.due = False  # the last micro-step's backward has begun, and step() has not ended the iteration
+        self.watches_memory = not executor.runs_ahead  # asking CUDA's allocator takes longer than enqueuing a layer
         self.lent: str | None = None  # what the parameters are for just now, if not for training
         self.position = self.period.turn  # the slot to enter next
         self.arrived = False
@@ -176,14 +177,11 @@ class SlotWalker:
         for storage in self._closes[q - 1] if has_run else ():
             storage.guard.close()
         if previous.released and has_run:
-            here = self.executor.mark()  # compute must have left what is freed, and only then is it waited for
-            with self.executor.communicating():
-                self.executor.after(here)
-                with lock:
-                    for u, size in previous.released:
-                        self.storages[u].free_full()
-                        self.account.book("full_parameters", -size)
-                    self.account.release(size for _, size in previous.released)
+            with lock:
+                for u, size in previous.released:
+                    self.storages[u].free_full()
+                    self.account.book("full_parameters", -size)
+                self.account.release(size for _, size in previous.released)
         with lock:
             self._window((q - 1) % self.period.length)
             self.account.enter(slot.live)
@@ -196,7 +194,8 @@ class SlotWalker:
     def _window(self, ended: int) -> None:
         """Keep the peaks of the slot that ended: those of the last ``length`` slots are one period."""
         name, predicted = self.period.name(ended), self.account.window()
-        measured = {k: v for k, v in (self.meter.window() or {}).items() if v is not None}
+        reading = self.meter.window() if self.watches_memory else None
+        measured = {k: v for k, v in (reading or {}).items() if v is not None}
         self.memory[ended] = SlotMemory(name, predicted, measured or None)
 
     def _enter(self) -> None:
@@ -274,13 +273,10 @@ class SlotWalker:
 
         What the updates have made of the parameters stays.
         """
-        here = self.executor.mark()
-        with self.executor.communicating():
-            self.executor.after(here)
-            with self.account.lock:
-                for storage in self.storages:
-                    storage.forget()
-                self.account.restart()
+        with self.account.lock:
+            for storage in self.storages:
+                storage.forget()
+            self.account.restart()
         for seen in self._gradients:
             seen.clear()
         self.periods = self.dispatcher.restart()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +11,7 @@ from torch import Tensor, nn
 import mdcs
 from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.named import SCHEDULERS
-from mdcs.runtime.executor import Executor
+from mdcs.runtime.executor import CpuExecutor, Executor, between
 from mdcs.runtime.record import StepRecord
 from tests.mdcs.runtime.training import How, Setup, scheduler_for, strategy_for
 
@@ -49,19 +45,31 @@ def communication_sees_compute_up_to_the_mark(executor: Executor, device: torch.
     with executor.communicating():
         executor.after(mark)
         y = x.clone()
-        executor.finish([])
+        there = executor.mark()
+    executor.after(there)
     assert bool((y == 1).all())
 
 
-def compute_sees_what_is_finished(executor: Executor, device: torch.device) -> None:
+def compute_sees_what_it_waits_for(executor: Executor, device: torch.device) -> None:
     y = torch.zeros(1 << 20, device=device)
-    mark = executor.mark()
-    with executor.communicating():
-        executor.after(mark)
+    with between(executor):
         busy(device)
         y += 1
-    executor.finish([])
-    assert float(y.sum()) == float(1 << 20)  # on the compute stream, with no other ordering than finish()
+    assert float(y.sum()) == float(1 << 20)
+
+
+def the_host_can_wait(executor: Executor, device: torch.device) -> None:
+    busy(device)
+    mark = executor.mark()
+    assert executor.wait(mark, 60.0) and executor.has_come(mark)
+
+
+def a_pause_takes_its_time(executor: Executor, device: torch.device) -> None:
+    executor.pause(0.001)  # the first may measure something
+    begin = executor.stamp()
+    executor.pause(0.02)
+    end = executor.stamp()
+    assert 0.018 <= executor.seconds(end) - executor.seconds(begin) < 2.0
 
 
 def finish_waits_for_every_work(executor: Executor, device: torch.device) -> None:
@@ -78,7 +86,8 @@ def stamps_are_on_one_clock(executor: Executor, device: torch.device) -> None:
         executor.after(middle)
         busy(device)
         sent = executor.stamp()
-    executor.finish([])
+        there = executor.mark()
+    executor.after(there)
     end = executor.stamp()
     times = [executor.seconds(s) for s in (begin, sent, end)]
     assert times == sorted(times) and times[-1] - times[0] < 60
@@ -98,70 +107,26 @@ def communicating_is_left_again(executor: Executor, device: torch.device) -> Non
 
 CONTRACT = (
     communication_sees_compute_up_to_the_mark,
-    compute_sees_what_is_finished,
+    compute_sees_what_it_waits_for,
+    the_host_can_wait,
+    a_pause_takes_its_time,
     finish_waits_for_every_work,
     stamps_are_on_one_clock,
     communicating_is_left_again,
 )
 
 
-class Watching:
-    """An executor that checks how it is used: marks and frees only mean what they should outside and inside of
-    ``communicating``.
-    """
+class Limited(CpuExecutor):
+    """An executor whose allocator can be limited, and has tried again seven times."""
 
-    def __init__(self, inner: Executor) -> None:
-        self.inner = inner
-        self.here = threading.local()  # a stream is current in one thread
-        self.marks: list[Any] = []
-        self.waited = 0
-        self.misuse: list[str] = []
+    def __init__(self) -> None:
+        super().__init__()
         self.limits: list[int | None] = []
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        self.here.depth = self.depth + 1
-        try:
-            with self.inner.communicating():
-                yield
-        finally:
-            self.here.depth -= 1
-
-    @property
-    def depth(self) -> int:
-        return getattr(self.here, "depth", 0)
-
-    def communicating(self) -> AbstractContextManager[Any]:
-        return self._entered()
-
-    def mark(self) -> Any:
-        if self.depth:
-            self.misuse.append("a mark inside of communicating() is a point of communication, not of compute")
-        self.marks.append(object())
-        return self.marks[-1], self.inner.mark()
-
-    def after(self, mark: Any) -> None:
-        if not self.depth:
-            self.misuse.append("after() outside of communicating()")
-        self.waited += 1
-        self.inner.after(mark[1])
-
-    def has_come(self, mark: Any) -> bool:
-        return self.inner.has_come(mark[1])
-
-    def finish(self, works: list[Any], meanwhile: Any = lambda: None) -> None:
-        self.inner.finish(works, meanwhile)
-
-    def stamp(self) -> Any:
-        return self.inner.stamp()
-
-    def seconds(self, stamp: Any) -> float:
-        return self.inner.seconds(stamp)
 
     def limit(self, size: int | None) -> None:
         self.limits.append(size)
 
-    def retries(self) -> int:
+    def retries(self) -> int:  # type: ignore[override]
         return 7
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.profile.algorithms import Collectives
-from mdcs.runtime.executor import CudaExecutor, executor_for
+from mdcs.runtime.executor import CudaExecutor, between, executor_for
 from tests.mdcs.runtime.devices import CONTRACT, HOWS, emulated_run, equal, parallel_run, plain_run
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, optimizer_for, setup
@@ -37,6 +38,7 @@ def test_a_mark_holds_communication_back():
     """Without after() communication overtakes compute; with it, it does not."""
     executor = CudaExecutor(cuda())
     flag = torch.zeros(1, device=cuda())
+    torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # about 0.1 s on the compute stream
     flag += 1
     mark = executor.mark()
@@ -44,20 +46,30 @@ def test_a_mark_holds_communication_back():
         early = flag.clone()
         executor.after(mark)
         late = flag.clone()
-    executor.finish([])
+        there = executor.mark()
+    executor.after(there)
     assert (early.item(), late.item()) == (0, 1)
+
+
+def test_the_host_does_not_wait_for_what_it_has_enqueued():
+    executor = CudaExecutor(cuda())
+    begin = time.perf_counter()
+    with between(executor):
+        torch.cuda._sleep(1_000_000_000)  # about 0.5 s
+    assert time.perf_counter() - begin < 0.2
+    assert executor.wait(executor.mark(), 10.0)
+    assert time.perf_counter() - begin > 0.2
 
 
 def test_compute_does_not_wait_for_messages_behind():
     executor = CudaExecutor(cuda())
     with executor.communicating():
         torch.cuda._sleep(1_000_000_000)
-        communicated = torch.cuda.Event()
-        communicated.record()
+        communicated = executor.mark()
     torch.ones(8, device=cuda()).sum()
     torch.cuda.current_stream(cuda()).synchronize()
-    assert not communicated.query()
-    executor.finish([])
+    assert not executor.has_come(communicated)
+    assert executor.wait(communicated, 10.0)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +96,12 @@ def train_on_one_gpu(how: How) -> bool:
     return close or equal(ours, alone)
 
 
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp"])
 @pytest.mark.parametrize("scheduler", ["sequential", "wfbp", "fusion"])
-def test_two_ranks_on_one_gpu_over_gloo(two: Ranks, scheduler: str):
-    """gloo reduces and broadcasts CUDA tensors; it has no all-to-all for them, so all units are dp."""
-    assert two.run(train_on_one_gpu, How("dp", scheduler), timeout_s=120) == [True, True]
+def test_two_ranks_on_one_gpu_over_gloo(two: Ranks, strategy: str, scheduler: str):
+    """gloo reduces and broadcasts CUDA tensors, and does nothing else with them."""
+    how = How(strategy, scheduler, collectives=Collectives(reduce_scatter="native"))
+    assert two.run(train_on_one_gpu, how, timeout_s=120) == [True, True]
 
 
 # ---- emulated worlds, budgets

@@ -6,7 +6,6 @@ Losses and weights of sharded units mean nothing there; of replicated ones they 
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import pytest
@@ -18,11 +17,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.plan.ledger import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.runtime import api
-from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
-from mdcs.runtime.executor import CpuExecutor
-from mdcs.runtime.pacing import Pacer
 from tests.mdcs.runtime.devices import Emulated, emulated_run
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, optimizer_for, scheduler_for, setup, strategy_for
@@ -164,38 +159,6 @@ def test_what_messages_bring(algorithm: str):
     assert gradient.tolist() == [0, 3, 6, 9, 12, 15]
     communicator.all_gather(gradient).wait()
     assert gradient.tolist() == [6, 9] * 3
-
-
-class Behind(CpuExecutor):
-    """Compute that comes to a point 5 ms after the host has issued it, as on a GPU."""
-
-    def mark(self) -> Any:
-        return time.monotonic() + 0.005
-
-    def after(self, mark: Any) -> None:
-        time.sleep(max(0.0, mark - time.monotonic()))
-
-
-def test_the_link_is_taken_when_compute_has_come_to_a_message_and_not_when_the_host_has(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(api, "executor_for", lambda device: Behind())
-    marks: dict[int, float] = {}
-    starts: dict[int, float] = {}
-    issue, started = Dispatcher.issue, Pacer.started
-
-    def noted_issue(self: Dispatcher, index: int, rest: int, mark: Any) -> None:
-        marks[index] = mark
-        issue(self, index, rest, mark)
-
-    def noted_start(self: Pacer, sequence: int) -> None:
-        starts[sequence] = time.monotonic()
-        started(self, sequence)
-
-    monkeypatch.setattr(Dispatcher, "issue", noted_issue)
-    monkeypatch.setattr(Pacer, "started", noted_start)
-    made = setup("tied")
-    run = emulated_run(made, optimizer_for("adam", made.model), How("zero1", "wfbp"), Emulation(0, 4), LINK, steps=4)
-    assert len(run.sent) > 8
-    assert [i for i in starts if starts[i] < marks[i]] == []
 
 
 def test_an_emulated_rank_is_one_of_its_world():

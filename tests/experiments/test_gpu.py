@@ -1,0 +1,135 @@
+"""The command that qualifies a GPU machine: its table, JSON and picture by figures that are made up, its parts on a CPU."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments import gpu, gpu_parts
+from experiments.gpu import PARTS, Part, Result, Row
+
+ABOUT = {"device": "H200, 139 GiB", "torch": "2.13.0", "cuda": "13.0", "driver": "580", "date": "2026-11-22T18:00:00+00:00"}
+QUIET = Console(file=io.StringIO())
+SMALL = gpu_parts.Scale(
+    torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, large=(2, 64), worlds=(4,), rates_gbit=(1.0,),
+    rounds=1, steps=2, budgets=2, solver_s=2.0,
+)  # fmt: skip
+
+
+def emulated(measured_s: float = 1.0, peak: int = 100) -> Row:
+    return {
+        "world": 8, "rate_gbit": 100.0, "plan": "fsdp + priority", "predicted_s": 1.0, "measured_s": measured_s, "budget": 110,
+        "predicted_bytes": 100, "peak_bytes": peak, "reserved_bytes": 150, "pools": [1 << 20, 1 << 21], "retries": 0,
+    }  # fmt: skip
+
+
+def results() -> list[Result]:
+    one = {"engine": "mdcs, dp + wfbp", "step_s": 0.1, "host_s": 0.05, "over_plain": 1.01, "busy": 0.99}
+    return [
+        Result("tests", 60.0, [{"what": "tests on the GPU", "passed": 30, "failed": 0, "skipped": 1}]),
+        Result("world of one", 60.0, [{**one, "engine": "plain loop", "over_plain": 1.0}, one]),
+        Result("worlds", 60.0, [emulated(), emulated(1.02)]),
+        Result("curve", 60.0, [{**emulated(), "planner": "joint"}, {**emulated(0.9), "planner": "joint", "budget": 200}]),
+        Result("overlap", 9.0, [{"plan": "dp + wfbp", "ours": 0.80, "profiler": 0.82}]),
+        Result("allocator", 9.0, [emulated()]),
+    ]
+
+
+def verdicts(found: list[Result]) -> dict[str, bool | None]:
+    return {f"{f.part}: {f.what}": f.ok for f in gpu.findings(found)}
+
+
+def test_without_a_gpu_it_says_so_and_claims_nothing(tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    command = [sys.executable, "experiments/gpu.py", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=gpu_parts.ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, gpu.NO_GPU, "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_table_one_picture_one_json(tmp_path: Path):
+    console = Console(width=130, record=True, file=io.StringIO())
+    code = gpu.report(results(), ABOUT, tmp_path, console)
+    said = console.export_text()
+    assert code == 1  # the predicted stop point is 11 % slower than the measured one
+    assert "H200" in said and "30 passed, 0 failed, 1 skipped" in said and "1.111 ×" in said
+    document = json.loads((tmp_path / "gpu.json").read_text())
+    assert document["schema"] == gpu.SCHEMA and document["machine"] == ABOUT
+    assert [part["name"] for part in document["parts"]] == [r.name for r in results()]
+    assert len(document["findings"]) == len(gpu.findings(results()))
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_wanted_and_was_not_found():
+    missed = [what for what, ok in verdicts(results()).items() if ok is False]
+    assert missed == ["curve: joint: the predicted stop point beside the measured one"]
+    slow = Result("world of one", 1.0, [{"engine": "mdcs, x", "step_s": 0.1, "host_s": 0.1, "over_plain": 1.03, "busy": 0.8}])
+    off = Result("worlds", 1.0, [emulated(1.06, peak=111)])
+    failed = Result("tests", 1.0, [{"what": "tests", "passed": 1, "failed": 1, "skipped": 0}])
+    assert not any(ok for ok in verdicts([slow, failed]).values())
+    assert [what for what, ok in verdicts([off]).items() if ok] == ["worlds: allocator retries"]
+
+
+def test_a_part_that_fails_does_not_end_the_others_and_the_last_has_no_time():
+    def run(part: Part, folder: Path, seconds: float) -> list[Row]:
+        if part.name == "worlds":
+            raise RuntimeError("CUDA error: out of memory")
+        return [{"seconds": seconds}]
+
+    found = gpu.run_all(PARTS, Path("out"), 100.0, run, QUIET)
+    assert {r.name: r.reason for r in found if r.reason} == {"worlds": "CUDA error: out of memory"}
+    assert found[0].rows[0]["seconds"] == pytest.approx(100.0, abs=1.0)
+    assert {r.reason for r in gpu.run_all(PARTS, Path("out"), 5.0, run, QUIET)} == {"no time was left"}
+
+
+def test_a_process_that_dies_says_why(tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("it would run")
+    with pytest.raises(RuntimeError, match="nothing was run, and nothing is claimed: see .*output.txt"):
+        gpu.in_a_process(Part("curve", 60.0, "curve"), tmp_path, 60.0)
+
+
+def test_results_of_tests_are_counted(tmp_path: Path):
+    cases = "<testcase name='a[two_ranks]'/><testcase name='b'><failure/></testcase><testcase name='c'><skipped/></testcase>"
+    (tmp_path / "x.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert gpu_parts.counts(tmp_path / "x.xml", "all") == {"what": "all", "passed": 1, "failed": 1, "skipped": 1}
+    assert gpu_parts.counts(tmp_path / "x.xml", "two", "two_ranks") == {"what": "two", "passed": 1, "failed": 0, "skipped": 0}
+
+
+def test_overlap_in_a_trace():
+    """Two seconds of NCCL, one of them beside a kernel; copies are computation, what the host does is neither."""
+    event = {"ph": "X", "cat": "kernel"}
+    trace = {"traceEvents": [
+        {**event, "name": "ncclDevKernel_AllGather", "ts": 0, "dur": 2e6},
+        {**event, "name": "gemm", "ts": 1e6, "dur": 0.5e6},
+        {**event, "name": "Memcpy", "cat": "gpu_memcpy", "ts": 1.5e6, "dur": 1.5e6},
+        {**event, "name": "aten::mm", "cat": "cpu_op", "ts": 0, "dur": 9e6},
+        {**event, "name": "gemm", "ts": 4e6, "dur": 1e6},
+    ]}  # fmt: skip
+    kernels = gpu_parts.kernels_of(trace)
+    assert gpu_parts.hidden_share(kernels) == pytest.approx(0.5)
+    assert gpu_parts.busy(kernels) == pytest.approx(0.8)
+    assert gpu_parts.hidden_share([]) == gpu_parts.busy([]) == 0.0
+
+
+@pytest.mark.slow
+def test_the_parts_run_on_a_small_scale(tmp_path: Path):
+    """Their figures mean nothing on a CPU; that they have all that the table asks for does."""
+    found = [
+        Result("worlds", 0.0, gpu_parts.worlds(SMALL, tmp_path)),
+        Result("curve", 0.0, gpu_parts.curve(SMALL, tmp_path)),
+        Result("overlap", 0.0, gpu_parts.overlap(SMALL, tmp_path)),
+        Result("allocator", 0.0, gpu_parts.allocator(SMALL, tmp_path)),
+        Result("world of one", 0.0, gpu_parts.world_of_one(SMALL, tmp_path)),
+    ]
+    assert {f.part for f in gpu.findings(found)} == {r.name for r in found}
+    assert [row["engine"] for row in found[-1].rows] == ["plain loop", "DDP", "mdcs, dp + wfbp", "mdcs, fsdp + priority"]
+    assert len(found[0].rows) == 2 and len(found[1].rows) == 4

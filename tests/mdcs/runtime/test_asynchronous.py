@@ -1,0 +1,321 @@
+"""The runtime on a device that is as asynchronous as CUDA: that its order of events suffices, and that the host runs ahead.
+
+What CUDA would do to memory that is freed too early or read too soon is done here by construction
+(:mod:`tests.mdcs.runtime.asynchronous`), whatever the timing; so is what would come of a wait that is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mdcs
+from mdcs.calibrate.slots import measure_profile
+from mdcs.planner.named import SCHEDULERS
+from mdcs.profile.algorithms import Collectives
+from mdcs.runtime import api
+from mdcs.runtime.executor import CudaExecutor
+from mdcs.runtime.groups import Groups
+from mdcs.runtime.stream_dispatcher import StreamDispatcher
+from tests.mdcs.runtime.asynchronous import Device
+from tests.mdcs.runtime.devices import emulated_run, equal, loss_of, make, plain_run
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import How, optimizer_for, scheduler_for, setup, strategy_for
+
+CPU = torch.device("cpu")
+STEPS = 4
+ORDERS: tuple[Sequence[str] | int, ...] = (("compute",), ("communication", "nccl"), 1, 2)
+"""Which streams run ahead: those that find what communication, and what compute, has not waited for; and by chance."""
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plan_for(how: How, world: int = 1) -> mdcs.Plan:
+    """Made on the host: not what is tested."""
+    model, optimizer = make(CPU)
+    units = mdcs.partition(model, mdcs.ByLeaf())
+    link = mdcs.Link.uniform(10.0, 10.0, how.depth)
+    profile = measure_profile(
+        model, units, lambda: loss_of(model, 0, CPU), optimizer, world=world, link=link, iterations=1, collectives=how.collectives
+    )
+    job = mdcs.Job(profile, cross_iteration=how.cross_iteration)
+    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(job))
+    return mdcs.make_plan(job, strategy_for(how), scheduler_for(how), budget=budget)
+
+
+def train(
+    plan: mdcs.Plan, device: Device, each: Callable[[mdcs.Parallel], object] = lambda parallel: None, **options: Any
+) -> Trained:
+    """A loop that pauses, evaluates and saves, every tensor of it on the device."""
+    executor = CudaExecutor(CPU, device)
+    with pytest.MonkeyPatch.context() as patch, device:
+        patch.setattr(api, "executor_for", lambda _: executor)
+        patch.setattr(api, "Communicator", device.connect)
+        talk = ((dist, "all_gather_object"), (dist, "broadcast_object_list"), (Groups, "tell"))
+        for owner, name in talk if dist.is_initialized() else ():
+            patch.setattr(owner, name, device.talking(getattr(owner, name)))
+        model, optimizer = make(CPU)
+        units = mdcs.partition(model, mdcs.ByLeaf())
+        losses = []
+        with mdcs.parallelize(model, optimizer, plan, units, timeout_s=20, **options) as parallel:
+            for step in range(STEPS):
+                loss = loss_of(model, step, CPU)
+                parallel.scaled(loss).backward()
+                parallel.step()
+                each(parallel)
+                losses.append(loss.detach())
+                if step == 1:
+                    with parallel.evaluate(), torch.no_grad():
+                        loss_of(model, 99, CPU)
+            state = parallel.state_dict()
+            records = parallel.records(flush=True)
+            peak = parallel.memory()["predicted"]["total"]
+        assert [r.step for r in records][-1] == STEPS and all(r.times.step_s > 0 for r in records)
+        assert plan.budget is None or peak <= plan.budget
+        return [device.read(x).item() for x in losses], {name: device.read(value) for name, value in state.items()}
+
+
+def wrong(plan: mdcs.Plan, wanted: Trained, orders: Sequence[Any] = ORDERS) -> list[str]:
+    """What is wrong with training by this plan, in any order of execution."""
+    found = []
+    for order in orders:
+        device = Device(order)
+        trained = train(plan, device)
+        found += [f"{order}: {problem}" for problem in device.misuse[:2]]
+        found += [] if equal(trained, wanted) else [f"{order}: other weights"]
+    return found
+
+
+# ---- the device itself
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_in_order_is_what_the_cpu_computes(order: Any):
+    wanted = plain_run(CPU, STEPS)
+    with Device(order) as device:
+        losses, state = plain_run(CPU, STEPS)
+        read = {name: device.read(value) for name, value in state.items()}
+    assert equal((losses, read), wanted)
+    assert device.misuse == [] and device.waits == ["aten::_local_scalar_dense"] * STEPS
+
+
+def two_streams(order: Any, waits: bool) -> tuple[float, list[str]]:
+    """One stream reads what another has made."""
+    with Device(order) as device:
+        other, event = device.Stream(), device.Event()
+        with device.stream(other):
+            made = torch.full((4,), 3.0)
+            event.record(device.current)
+        if waits:
+            device.current.wait_event(event)
+        return device.read(made * 2)[0].item(), device.misuse
+
+
+def test_a_missing_wait_is_found():
+    assert [two_streams(order, True) for order in ORDERS] == [(6.0, [])] * len(ORDERS)
+    read, misuse = two_streams(("compute",), False)
+    assert read != 6.0 and misuse == ["aten::mul on compute touches memory of communication before it was free"]
+
+
+def test_what_is_freed_too_early_is_found():
+    """The host lets go of what the other stream has not read: its own stream gives it away."""
+    with Device(("compute",)) as device:
+        other, event = device.Stream(), device.Event()
+        made = torch.full((4,), 3.0)
+        event.record(device.current)
+        other.wait_event(event)
+        with device.stream(other):
+            doubled = made * 2
+        del made
+        torch.zeros(4)
+        assert device.read(doubled).isnan().all()
+        assert device.misuse == ["aten::mul on communication touches memory of compute after it was freed"]
+
+
+# ---- the runtime
+
+
+STRATEGIES = ("dp", "zero1", "sdp", "fsdp", "random")
+
+
+def test_one_rank_trains_like_a_plain_loop():
+    """Every strategy and every scheduler, and every order of execution with each strategy or so."""
+    wanted = plain_run(CPU, STEPS)
+    for i, scheduler in enumerate(SCHEDULERS):
+        how = How(STRATEGIES[i % len(STRATEGIES)], scheduler, seed=i)
+        assert wrong(plan_for(how), wanted, [ORDERS[i % 2], ORDERS[2 + i % 2]]) == [], how
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_with_every_strategy_and_scheduler(strategy: str):
+    wanted = plain_run(CPU, STEPS)
+    for i, scheduler in enumerate(SCHEDULERS):
+        assert wrong(plan_for(How(strategy, scheduler, seed=i)), wanted) == [], scheduler
+
+
+BOUND = [How("fsdp", "wfbp", budget=1.0), How("random", "priority", budget=1.05), How("zero1", "dear", False)]
+
+
+@pytest.mark.parametrize("how", BOUND, ids=lambda how: f"{how.strategy}-{how.scheduler}")
+def test_one_rank_with_a_budget_or_a_barrier(how: How):
+    assert wrong(plan_for(how), plain_run(CPU, STEPS)) == []
+
+
+def train_two(hows: Sequence[How]) -> list[str]:
+    """Both ranks have the same batches, so their average is what one alone would do."""
+    torch.set_num_threads(1)
+    from mdcs.calibrate.agreement import on_rank_zero
+
+    wanted, found = plain_run(CPU, STEPS), []
+    for i, how in enumerate(hows):
+        plan = on_rank_zero(lambda how=how: plan_for(how, 2))  # type: ignore[misc]
+        problems = wrong(plan, wanted, [ORDERS[i % 2], 3 + dist.get_rank()])
+        found += [f"{how.strategy}-{how.scheduler} {problem}" for problem in problems]
+    return found
+
+
+def test_two_ranks_train_like_a_plain_loop(two: Ranks):
+    hows = [How("dp", "fusion"), How("zero1", "priority"), How("sdp", "wfbp"), How("fsdp", "dear")]
+    assert two.run(train_two, hows, timeout_s=60) == [[], []]
+
+
+@pytest.mark.slow
+def test_two_ranks_with_every_strategy_and_scheduler(two: Ranks):
+    hows = [How(strategy, scheduler, seed=7) for strategy in ("dp", "zero1", "sdp", "fsdp", "random") for scheduler in SCHEDULERS]
+    assert two.run(train_two, hows, timeout_s=500) == [[], []]
+
+
+# ---- what is left out is found
+
+
+def _after(which: str) -> Callable[[pytest.MonkeyPatch], None]:
+    after = CudaExecutor.after
+
+    def only_other(self: CudaExecutor, mark: Any) -> None:
+        if self._cuda.current_stream().name != which:
+            after(self, mark)
+
+    return lambda patch: patch.setattr(CudaExecutor, "after", only_other)
+
+
+def _free_when_enqueued(patch: pytest.MonkeyPatch) -> None:
+    from mdcs.runtime.dispatcher import Dispatcher
+
+    patch.setattr(StreamDispatcher, "_free_gradients", Dispatcher._free_gradients)
+
+
+def _as_when_it_was_issued(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamDispatcher, "_behind", lambda self, index: self._marks.pop(index))
+
+
+def _release_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Staging of compute's memory, where the stream that uses it does not own it."""
+    from mdcs.runtime.wire import Wire
+
+    allocate = Wire.allocate
+
+    def outside(self: Wire, message: Any) -> Any:
+        device = torch.utils._python_dispatch._get_current_dispatch_mode()
+        with device.stream(device.compute):
+            return allocate(self, message)
+
+    patch.setattr(Wire, "allocate", outside)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "how"),
+    [
+        pytest.param(_after("communication"), How("zero1", "wfbp"), id="communication does not wait for compute"),
+        pytest.param(_after("compute"), How("fsdp", "wfbp"), id="compute does not wait for messages"),
+        pytest.param(_free_when_enqueued, How("dp", "wfbp"), id="gradients are freed when their message is enqueued"),
+        pytest.param(_as_when_it_was_issued, How("fsdp", "wfbp"), id="a message starts before its memory is compute's to give"),
+        pytest.param(_release_at_once, How("zero1", "fusion"), id="a message's own buffers are compute's memory"),
+    ],
+)
+def test_a_mutated_runtime_is_found_out(mutate: Callable[[pytest.MonkeyPatch], None], how: How, monkeypatch: pytest.MonkeyPatch):
+    plan, wanted = plan_for(how), plain_run(CPU, STEPS)
+    assert wrong(plan, wanted) == []
+    mutate(monkeypatch)
+    assert wrong(plan, wanted) != []
+
+
+def without_the_backend_s_wait() -> list[str]:
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaExecutor, "finish", lambda self, works: None)
+        return train_two([How("zero1", "wfbp")])
+
+
+def test_not_waiting_for_the_backend_is_found_out(two: Ranks):
+    assert all(two.run(without_the_backend_s_wait))
+
+
+# ---- the host runs ahead
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "waits"),
+    [
+        (How("dp", "wfbp"), {}, 0),
+        (How("fsdp", "priority"), {}, 0),
+        (How("random", "fusion", budget=1.05), {}, 0),
+        (How("zero1", "wfbp", False), {"clip_norm": 0.1}, 0),
+        (How("fsdp", "wfbp", False), {"loss_scale": mdcs.LossScale(8.0)}, 1),  # whether gradients are finite
+    ],
+)
+def test_how_often_the_host_waits_in_a_step(how: How, options: dict[str, Any], waits: int):
+    """Never for a slot or a message. On a device that lags, as here, for the end of the step before the last."""
+    device = Device(())
+    seen: list[tuple[int, int]] = []
+    train(plan_for(how), device, lambda parallel: seen.append((len(device.waits), device.not_yet)), **options)
+    assert (seen[-1][0] - seen[-2][0], seen[-1][1] - seen[-2][1]) == (waits, 1 - waits)
+    assert device.misuse == []
+
+
+def test_asking_for_records_waits_for_nothing():
+    device = Device(())
+    asked: list[int] = []
+
+    def each(parallel: mdcs.Parallel) -> None:
+        before = len(device.waits)
+        asked.append(len(parallel.records()))
+        assert len(device.waits) == before
+
+    train(plan_for(How("zero1", "wfbp")), device, each)
+    assert sum(asked) < STEPS  # the others are given at the end
+
+
+def test_an_emulated_link_takes_its_time_on_the_device():
+    """A pause per message, behind what compute has done for it."""
+    device, pauses = Device(("communication",)), []
+    device._sleep = lambda cycles: pauses.append(device.current.name)  # type: ignore[method-assign]
+    made, link = setup("tied"), mdcs.Link.uniform(1.0, 10.0, depth=1, emulated=True)
+    executor = CudaExecutor(CPU, device)
+    executor._seconds_per_cycle = 1e-9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "executor_for", lambda _: executor)
+        parallelize = mdcs.parallelize
+
+        def on_device(*arguments: Any, **options: Any) -> Any:
+            device.__enter__()
+            return parallelize(*arguments, **options)
+
+        patch.setattr(mdcs, "parallelize", on_device)
+        how = How("zero1", "wfbp", collectives=Collectives(reduce_scatter="native"))
+        run = emulated_run(made, optimizer_for("adam", made.model), how, mdcs.Emulation(1, 4), link)
+        device.__exit__(None, None, None)
+    assert device.misuse == [] and set(pauses) == {"communication"} and len(pauses) >= 4 * len(run.plan.messages)

@@ -17,7 +17,7 @@ from experiments.config.identity import identity
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
-from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import measure_link
 from mdcs.calibrate.rehearsal import rehearse
@@ -85,7 +85,7 @@ class Workload:
     def profile(self) -> mdcs.Profile:
         """The profile that is known, or one measured now on all ranks at once."""
         config = self.config
-        known = profiles.known(config)
+        known = on_rank_zero(lambda: profiles.known(config))  # whose file it is
         if known is not None:
             return known
         made = profiles.emulated(config)

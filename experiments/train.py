@@ -19,7 +19,7 @@ from rich.console import Console
 
 import analysis
 from experiments.config.schema import Config
-from experiments.job import app, checkpointing, sweep
+from experiments.job import app, checkpointing, frozen, sweep
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch.place import NoPlace, place
@@ -55,7 +55,7 @@ def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[[Co
             print(f"the run is in {folder}; python -m analysis {folder} draws it", flush=True)
         return outcome.reason
 
-    return app.run(train, on_sweep_end=lambda session: sweep.report(session, started))
+    return app.run(train, on_sweep_end=lambda session: sweep.report(session, started), freeze=frozen.freeze)
 
 
 if __name__ == "__main__":

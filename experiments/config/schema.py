@@ -256,6 +256,7 @@ def schema() -> DictConfig:
 
 def register() -> None:
     """Make the schema known to Hydra; conf/config.yaml starts from it."""
+    import hydra_plugins._mdcs_slurm
     import hydra_plugins._mdcs_sweeper  # noqa: F401  # which conf/config.yaml chooses, registers its own schema
 
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema())

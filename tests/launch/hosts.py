@@ -1,8 +1,8 @@
 """Hosts on this machine: `python -m tests.launch.hosts FOLDER COMMAND …` runs the command in each of two network namespaces.
 
 `{node}` in it is the host's number, `{address}` the first one's address; each has a folder of its own, FOLDER/host{node}, to be
-in, for its output (`log`) and for its cache. Once FOLDER/vanish is there the second host is gone: its link first, so that
-nothing says goodbye, then its processes. Exits with the first host's code.
+in, for its output (`log`) and for its cache. The host that FOLDER/vanish names is gone: its link first, so that nothing says
+goodbye, then its processes. Exits with the code of the first that is left.
 """
 
 import os
@@ -33,16 +33,16 @@ def main(folder: Path, command: list[str]) -> int:
                     env={**os.environ, "MDCS_CACHE": str(own / "cache")},
                 )  # fmt: skip
             )
+    gone: int | None = None
     try:
-        gone = False
-        while hosts[0].poll() is None or (not gone and hosts[1].poll() is None):
-            if not gone and (folder / "vanish").exists():
-                gone = True
-                subprocess.run(["ip", "link", "set", "port1", "down"], check=True)
-                end(hosts[1].pid)
+        while any(host.poll() is None for node, host in enumerate(hosts) if node != gone):
+            if gone is None and (said := folder / "vanish").exists():
+                gone = int(said.read_text())
+                subprocess.run(["ip", "link", "set", f"port{gone}", "down"], check=True)
+                end(hosts[gone].pid)
                 (folder / "vanished").write_text(str(time.time()))
             time.sleep(0.05)
-        return hosts[0].returncode
+        return next(host.returncode for node, host in enumerate(hosts) if node != gone)
     finally:
         for host in hosts:
             end(host.pid)

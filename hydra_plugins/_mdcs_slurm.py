@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING as NEEDED
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -33,7 +34,9 @@ JOB = "frozen.yaml"
 
 _POLL_SECONDS = 0.5
 _SHOW_SECONDS = 30.0
-_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
+_ENDED = "ended"
+_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+"""What squeue still calls a job for a while."""
 
 
 @dataclass
@@ -129,7 +132,7 @@ class MdcsLauncher(Launcher):
         print(f"handed in: {', '.join(job.job_id for job in handed)}; logs are in {logs}", flush=True)
         if asked.wait:
             try:
-                wait(handed, folders)
+                wait(handed, folders, _states if asked.executor == "slurm" else _own_states)
             except BaseException:
                 for job in handed:
                     job.cancel(check=False)
@@ -215,12 +218,12 @@ def snapshot(target: Path) -> Path:
     return target
 
 
-def wait(handed: Sequence[Any], folders: Sequence[Path]) -> None:
+def wait(handed: Sequence[Any], folders: Sequence[Path], states_of: Callable[[Sequence[Any]], list[str]]) -> None:
     """Until every job has ended, saying now and then how far they are."""
     shown, said = 0.0, ""
     while True:
-        states = [job.state if not job.done() else "ended" for job in handed]
-        over = all(state == "ended" or state.partition(" ")[0] in _ENDED for state in states)
+        states = states_of(handed)
+        over = all(state == _ENDED for state in states)
         rows = zip(handed, states, folders, strict=True)
         table = "\n".join(f"  {job.job_id:12} {state:10} {folder}" for job, state, folder in rows)
         if table != said and (over or time.monotonic() - shown > _SHOW_SECONDS):
@@ -229,3 +232,19 @@ def wait(handed: Sequence[Any], folders: Sequence[Path]) -> None:
         if over:
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _own_states(handed: Sequence[Any]) -> list[str]:
+    """Of jobs of this machine."""
+    return [_ENDED if job.done() else job.state for job in handed]
+
+
+def _states(handed: Sequence[Any]) -> list[str]:
+    """Of every job: SLURM's word while it has the job, which a cluster without accounting forgets a while after its end."""
+    try:
+        listed = subprocess.run(["squeue", "-h", "-r", "-o", "%i %T"], capture_output=True, text=True, check=True).stdout
+    except subprocess.CalledProcessError:  # its controller may be away for a moment
+        return ["unknown"] * len(handed)
+    known = dict(line.split() for line in listed.splitlines())
+    left = [known.get(job.job_id, _ENDED) for job in handed]
+    return [_ENDED if state in _OVER else state for state in left]

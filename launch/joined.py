@@ -310,7 +310,9 @@ class _Line(threading.Thread):
         return max(0.0, self.answered - self._changed.get(key, self.answered))
 
     def flush(self, seconds: float) -> None:
-        """Wait until what was said until now has been heard, but no longer than so."""
+        """Wait until what was said until now has been heard, but no longer than so, and not for a host that is silent."""
+        if time.monotonic() - self.answered > seconds:
+            return
         with self._lock:
             target = self._round + 2
             self._lock.wait_for(lambda: self._round >= target or not self.is_alive(), seconds)

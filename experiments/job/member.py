@@ -6,6 +6,7 @@ Rank 0 alone composes, and its folder is the job's; the others get the resolved 
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
+from launch import orphans
 from launch.elastic import Cluster, Outcome
 from launch.joined import Gone, Membership
 from launch.place import NoPlace, Place, described
@@ -27,6 +29,7 @@ Program = Callable[[jobs.Start, Callable[[Config], Config]], int]
 
 def take_part(place: Place, program: Program) -> int:
     """Be the program as rank 0, or one of its ranks; returns the exit code, which all have."""
+    orphans.die_with_parent(os.getppid())
     try:
         with Membership(place) as member:
             return _lead(member, program) if place.rank == 0 else _follow(member)

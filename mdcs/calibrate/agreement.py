@@ -6,14 +6,14 @@ import dataclasses
 import pickle
 import statistics
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Link
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 def agree(profile: Profile, link: Link | None = None) -> Profile:
@@ -42,13 +42,13 @@ def agree(profile: Profile, link: Link | None = None) -> Profile:
     return dataclasses.replace(first, slots=slots, link=link or first.link, spread=spread)
 
 
-def on_rank_zero(make: Callable[[], Made]) -> Made:
-    """What rank 0 makes, on every rank: a plan, say. Raises what ``make`` raises, on every rank, too.
+def on_rank_zero(make: Callable[[], T]) -> T:
+    """What rank 0 makes, plans for instance, on every rank. Raises what ``make`` raises, on every rank, too.
 
     Collective: call it on every rank; ``make`` is called on rank 0 only. An error that cannot be sent is a RuntimeError of
     its text on the other ranks.
     """
-    made: Any = None
+    made: T | Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             made = make()
@@ -57,10 +57,11 @@ def on_rank_zero(make: Callable[[], Made]) -> Made:
     if dist.is_initialized() and dist.get_world_size() > 1:
         box = [_portable(made) if isinstance(made, Exception) else made]
         dist.broadcast_object_list(box, src=0)
-        made = made if dist.get_rank() == 0 else box[0]
+        made = box[0] if made is None else made
     if isinstance(made, Exception):
         raise made
-    return cast(Made, made)
+    assert made is not None
+    return made
 
 
 def _portable(error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Sweeps on a real SLURM of two nodes: jobs over both with two ranks each; one that fails, one that is cancelled, a node that goes.
+"""Sweeps on a real SLURM of two nodes: jobs over both, with two ranks each; one fails, one is cancelled, a node goes.
 
 The ranks run a stub, but for one job that trains.
 """

@@ -153,6 +153,7 @@ class Membership:
         """Run a job's rank to its end in `folder`, and hear from rank 0 how all have ended. Raises Gone."""
         over = f"{job.number}/over"
         self._number = job.number + 1
+        elastic.clear(folder)
         child = _Child(self, folder, job, env)
         self._line.follow((over,))
         self._line.say_always(said_by(job, self.place.rank), child.said)

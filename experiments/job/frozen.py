@@ -16,15 +16,15 @@ from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpointing
 from experiments.job import run as jobs
+from hydra_plugins._mdcs_slurm import JOB
 from launch.place import NoPlace, place
 
-FROZEN = "frozen.yaml"
 WORKER = "MDCS_WORKER"
 
 
 def freeze(config: Config, folder: Path) -> None:
     """Leave the config for a job that starts later, perhaps elsewhere."""
-    checks.save(config, folder / FROZEN)
+    checks.save(config, folder / JOB)
 
 
 def main(folder: Path) -> int:
@@ -41,7 +41,7 @@ def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> i
     """The job itself, on rank 0."""
     console, worker = Console(), os.environ.get(WORKER, jobs.WORKER)
     try:
-        config, reason = checkpointing.decide(adapt(checks.load(folder / FROZEN)), folder, console, module=worker, start=start)
+        config, reason = checkpointing.decide(adapt(checks.load(folder / JOB)), folder, console, module=worker, start=start)
         reason = reason or jobs.run(config, folder, console, worker=worker, start=start).reason
     except ConfigError as error:
         print(error, file=sys.stderr)

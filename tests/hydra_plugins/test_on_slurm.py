@@ -17,7 +17,7 @@ from tests.hydra_plugins import slurm_cluster
 
 WHY_NOT = slurm_cluster.missing()
 pytestmark = [
-    pytest.mark.slurm, pytest.mark.alone, pytest.mark.timeout(550),
+    pytest.mark.slurm, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(550),
     pytest.mark.skipif(bool(WHY_NOT), reason=f"no SLURM: {WHY_NOT}"),
 ]  # fmt: skip
 

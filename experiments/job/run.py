@@ -70,6 +70,8 @@ def run(
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
+    if config.cluster.name == "joined" and start is None:
+        raise ConfigError("cluster.name", "joined is for ranks that torchrun or srun has started, and nobody has")
     rate = config.cluster.rate_gbit
     if rate is not None and (why := network.refusal(rate)):
         raise ConfigError("cluster.name", f"shaped is not possible here: {why}")

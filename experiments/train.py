@@ -2,12 +2,14 @@
 
     python experiments/train.py strategy=greedy scheduler=fusion budget.gib=0.5
     python experiments/train.py -m strategy=dp,fsdp scheduler=wfbp,fusion
+    torchrun --nnodes 2 --nproc-per-node 4 … experiments/train.py strategy=fsdp
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
@@ -17,28 +19,43 @@ from rich.console import Console
 
 import analysis
 from experiments.config.schema import Config
-from experiments.job import app, checkpointing, sweep
+from experiments.job import app, checkpointing, frozen, sweep
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
+from launch.place import NoPlace, place
 
 
 def main(worker: str = jobs.WORKER) -> int:
     """Run what the command line asks for; returns the exit code. The ranks run the module `worker`."""
+    try:
+        joined = place()
+    except NoPlace as error:
+        print(error, file=sys.stderr)
+        return 2
+    if joined is None:
+        return program(worker)
+    from experiments.job import member
+
+    return member.take_part(joined, lambda start, adapt: program(worker, start=start, adapt=adapt))
+
+
+def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
+    """The program, with ranks that `start` starts for the configs that `adapt` makes of those that were composed."""
     started, console, profiles = time.time(), Console(), Profiles()
 
     def train(config: Config, folder: Path) -> str:
         in_sweep = config.run.sweep is not None
-        config, reason = checkpointing.decide(config, folder, console, known=profiles, module=worker)
+        config, reason = checkpointing.decide(adapt(config), folder, console, known=profiles, module=worker, start=start)
         if reason:
             return reason
-        outcome = jobs.run(config, folder, console, known=profiles, worker=worker)
+        outcome = jobs.run(config, folder, console, known=profiles, worker=worker, start=start)
         if outcome.ok and not in_sweep:
             print()
             analysis.print_table(analysis.load_sweep(folder))
             print(f"the run is in {folder}; python -m analysis {folder} draws it", flush=True)
         return outcome.reason
 
-    return app.run(train, on_sweep_end=lambda session: sweep.report(session, started))
+    return app.run(train, on_sweep_end=lambda session: sweep.report(session, started), freeze=frozen.freeze)
 
 
 if __name__ == "__main__":

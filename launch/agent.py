@@ -2,7 +2,7 @@
 
 Reads `launch.json`, runs the ranks to their end with no restarts, and writes each failed rank's exit code
 to `agent.json`. What a failure means is decided by the launcher (`launch.elastic`), which also sees the
-ranks' own reasons. With NODE it runs that one rank, and other agents the others (`launch.shaped`).
+ranks' own reasons. With NODE it runs that node's, and other agents the others (`launch.shaped`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(folder: Path, parent: int, node: int | None) -> int:
 
     os.environ.update(job["env"])  # for the ranks only: this process has started without, e.g. unmeasured
     os.environ[AGENT_PID] = str(os.getpid())
-    agents = 1 if node is None else job["ranks"]  # all serve or use the store of the first
+    agents = 1 if node is None else job["nodes"]  # all serve or use the store of the first
     addresses = [LOOPBACK] if node is None else network.addresses(agents)
     rendezvous.offer(addresses[0], 0 if node is None else _PORT, node=node or 0, nodes=agents)
     with tempfile.TemporaryDirectory() as logs:

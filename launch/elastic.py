@@ -2,7 +2,7 @@
 
     launcher (this process) → torch's elastic agent (`launch.agent`) → ranks (`launch.rank`)
 
-A shaped cluster has an agent per rank, and `launch.shaped` between them and this process; "the agent" is that then.
+A shaped cluster has an agent per namespace, and `launch.shaped` between them and this process; "the agent" is that then.
 The agent starts the ranks and sees them die; this process watches both, since an agent only notices
 processes that end. It ends a job in which no rank moves, gives a failing job a moment to report, and kills
 whatever is left. Every rank leads a session of its own, so a rank's children go with it.
@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from launch import network, orphans, status
 from launch.agent import report_of
@@ -29,7 +29,7 @@ from launch.reserved import ReservedFile
 from launch.status import Status
 
 _POLL_SECONDS = 0.1
-_REPORT_SECONDS = 3.0
+REPORT_SECONDS = 3.0
 """What a failing job gets to end by itself, so that the first reason, not the last, is known."""
 _WATCHDOG_SECONDS = 1.0
 """How much longer than a timeout the watchdog waits: a rank whose own timeout fires knows more."""
@@ -49,15 +49,16 @@ class Cluster:
     """How many ranks, and how long a job may stand still.
 
     timeout_s: seconds without any rank's status changing after which the job is ended; startup_s: added to
-    it until every rank has reported a step. rate_gbit: shaped, each rank in a network namespace of its own behind a
-    link of this rate (`launch.network`); None: all share this machine's loopback. Raises ValueError when one is out
-    of range.
+    it until every rank has reported a step. rate_gbit: shaped, network namespaces, each behind a
+    link of this rate (`launch.network`); None: all share this machine's loopback. nodes: namespaces that the ranks are in, as
+    many in each; None: one rank in each. Raises ValueError when one is out of range.
     """
 
     ranks: int
     timeout_s: float = 60.0
     startup_s: float = 120.0
     rate_gbit: float | None = None
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -68,6 +69,8 @@ class Cluster:
             )
         if self.rate_gbit is not None and not self.rate_gbit > 0:
             raise ValueError(f"rate_gbit must be > 0, got {self.rate_gbit}")
+        if self.nodes is not None and (self.nodes < 1 or self.ranks % self.nodes):
+            raise ValueError(f"nodes must divide ranks={self.ranks}, got {self.nodes}")
 
     @property
     def interface(self) -> str:
@@ -108,7 +111,7 @@ def run(
     exception from `on_tick` and Ctrl-C included, has ended every rank too. Raises OSError where `run_dir` has no room.
     """
     run_dir = run_dir.resolve()
-    _clear(run_dir)
+    clear(run_dir)
     for file in _reserved(run_dir, cluster):
         file.take()  # here, where it can be told that there is no room
     orphans.adopt_orphans()  # ranks, once the agent is gone
@@ -116,6 +119,7 @@ def run(
         "schema": 1,
         "id": uuid.uuid4().hex,
         "ranks": cluster.ranks,
+        "nodes": cluster.nodes or cluster.ranks,
         "rate_gbit": cluster.rate_gbit,
         "module": module,
         "arguments": list(arguments),
@@ -139,16 +143,21 @@ def run(
         )
     stuck: str | None = None
     try:
-        stuck = _watch(run_dir, cluster, agent, on_tick)
+        stuck = watch(run_dir, cluster, agent, on_tick)
     finally:
         _end(run_dir, cluster, agent)
-    return _outcome(run_dir, cluster, agent.returncode, stuck)
+    return outcome_of(run_dir, cluster, agent.returncode, stuck)
 
 
-def _watch(
+class Agent(Protocol):
+    def poll(self) -> int | None:
+        """None while its ranks run, 0 once all have ended well, something else when one has not."""
+
+
+def watch(
     run_dir: Path,
     cluster: Cluster,
-    agent: subprocess.Popen[bytes],
+    agent: Agent,
     on_tick: Callable[[Sequence[Status | None]], None],
 ) -> str | None:
     """Wait until the agent ends or has to be ended; returns why when that is because nothing moves."""
@@ -162,7 +171,7 @@ def _watch(
         on_tick(statuses)
         if any((run_dir / f"rank{rank}.error").exists() for rank in range(cluster.ranks)):
             failed = failed or now
-            if now - failed > _REPORT_SECONDS:
+            if now - failed > REPORT_SECONDS:
                 return None
         started = all(said is not None and said.step > 0 for said in statuses)
         limit = cluster.timeout_s + (0 if started else cluster.startup_s)
@@ -179,13 +188,13 @@ def _end(run_dir: Path, cluster: Cluster, agent: subprocess.Popen[bytes]) -> Non
     ranks = [each.pid for each in said if each is not None]
     orphans.kill_groups([agent.pid, *ranks])  # the agent first: a rank it sees die it would report
     agent.wait()
-    orphans.wait_until_gone(ranks, _REPORT_SECONDS)
+    orphans.wait_until_gone(ranks, REPORT_SECONDS)
     orphans.reap([agent.pid, *ranks])
     for unused in _reserved(run_dir, cluster):
         unused.give_back()
 
 
-def _clear(run_dir: Path) -> None:
+def clear(run_dir: Path) -> None:
     """Remove what an earlier job in the same folder said: pids in it may be others' by now."""
     run_dir.mkdir(parents=True, exist_ok=True)
     for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent*.json"):
@@ -195,14 +204,15 @@ def _clear(run_dir: Path) -> None:
 
 def _reserved(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
     """What the processes of a job leave when they end."""
-    nodes = [None] if cluster.rate_gbit is None else range(cluster.ranks)
+    nodes = [None] if cluster.rate_gbit is None else range(cluster.nodes or cluster.ranks)
     return [*(report_of(run_dir, node) for node in nodes), *(reason_of(run_dir, rank) for rank in range(cluster.ranks))]
 
 
 # ---- what happened
 
 
-def _outcome(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | None) -> Outcome:
+def outcome_of(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | None) -> Outcome:
+    """What the files that a job's processes left in its folder say of its end."""
     errors = sorted((_read(file) for file in run_dir.glob("rank*.error")), key=lambda error: error["time"])
     reports = [_read(file) for file in run_dir.glob("agent*.json")]
     codes = {int(rank): code for report in reports for rank, code in report["exit_codes"].items()}

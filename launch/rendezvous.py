@@ -31,19 +31,27 @@ def offer(address: str, port: int, *, node: int, nodes: int) -> None:
     )
 
 
+def serve(address: str, port: int = 0) -> tuple[TCPStore, int]:
+    """A store that listens on `address` alone, and its port: 0 takes one that is free. It goes with the process."""
+    listener = socket.create_server((address, port), backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, None, True, _JOIN, wait_for_workers=False, master_listen_fd=listener.detach()), port
+
+
+def join(address: str, port: int) -> TCPStore:
+    """The store that somebody serves there, once it is there."""
+    return TCPStore(address, port, None, False, _JOIN, wait_for_workers=False)
+
+
 class Rendezvous(RendezvousHandler):
     """What torch's agent asks for its place in a job; raises OSError where the address is not this machine's, or taken."""
 
     def __init__(self, address: str, port: int, node: int, nodes: int, run_id: str) -> None:
         self._node, self._nodes, self._run_id = node, nodes, run_id
         if node == 0:
-            listener = socket.create_server((address, port), backlog=socket.SOMAXCONN)
-            port = listener.getsockname()[1]
-            self._store = TCPStore(
-                address, port, None, True, _JOIN, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
+            self._store, port = serve(address, port)
         else:
-            self._store = TCPStore(address, port, None, False, _JOIN, wait_for_workers=False)
+            self._store = join(address, port)
         self._place = RendezvousStoreInfo(address, port)
 
     def get_backend(self) -> str:

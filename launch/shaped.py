@@ -1,6 +1,6 @@
 """Between the launcher and the agents of a shaped cluster: `python -m launch.shaped RUN_DIR LAUNCHER_PID`.
 
-    launcher → this process, which holds the network (`launch.network`) → an agent per rank, in its namespace → the rank
+    launcher → this process, which holds the network (`launch.network`) → an agent per node, in its namespace → its ranks
 
 To the launcher it is what one agent is on a plain cluster: the leader of a process group, which ends when the ranks
 have, with 1 if one failed. Agents and ranks are killed by the kernel when it ends, and the network goes with them.
@@ -20,7 +20,7 @@ from launch.network import Network, NetworkError
 
 _POLL_SECONDS = 0.05
 _REPORT_SECONDS = 1.0
-"""What the other agents get when one has failed: its rank need not be the first to have failed."""
+"""What the other agents get when one has failed: its ranks need not be the first to have failed."""
 
 
 def main(folder: Path, launcher: int) -> int:
@@ -28,14 +28,14 @@ def main(folder: Path, launcher: int) -> int:
     job = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
     orphans.die_with_parent(launcher)
     try:
-        network = Network(job["ranks"], job["rate_gbit"])
+        network = Network(job["nodes"], job["rate_gbit"])
     except NetworkError as error:
         print(error)  # the last line of agent.log is the launcher's reason
         return 1
     agents = []
-    for rank in range(job["ranks"]):
-        with network.inside(rank):
-            command = [sys.executable, "-m", "launch.agent", str(folder), str(os.getpid()), str(rank)]
+    for node in range(job["nodes"]):
+        with network.inside(node):
+            command = [sys.executable, "-m", "launch.agent", str(folder), str(os.getpid()), str(node)]
             agents.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
     _wait(agents)
     for agent in agents:

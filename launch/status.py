@@ -73,6 +73,13 @@ def current() -> Status | None:
     )
 
 
+def write(folder: Path, said: Status) -> None:
+    """Leave what a rank of another host said where `read` finds it."""
+    written = _path(folder, said.rank).with_suffix(".part")
+    written.write_text(json.dumps(asdict(said)), "ascii")
+    written.replace(_path(folder, said.rank))
+
+
 def read(folder: Path, rank: int) -> Status | None:
     """What `rank` last said, or None before it said anything."""
     try:

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config.errors import explain
 from experiments.config.files import CONF
-from experiments.config.identity import job_identity
+from experiments.config.identity import hosts_identity, job_identity
 from experiments.config.schema import (
     OPTION_GROUPS,
     CollectivesConfig,
@@ -122,9 +122,14 @@ def as_mapping(config: Config) -> dict[str, Any]:
     }
 
 
+def as_yaml(config: Config) -> str:
+    """The resolved config, as `load` reads it."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_mapping(config)))
+
+
 def save(config: Config, path: Path) -> None:
     """Write the resolved config as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(as_mapping(config))), encoding="utf-8")
+    path.write_text(as_yaml(config), encoding="utf-8")
 
 
 def load(path: Path) -> Config:
@@ -200,6 +205,7 @@ def _check_combinations(config: Config) -> None:
     if config.cluster.backend == "nccl" and config.cluster.device != "cuda":
         raise ConfigError("cluster.backend", f"nccl needs cluster.device=cuda, got {config.cluster.device}")
     _check_emulation(config)
+    _check_hosts(config)
     if config.cluster.name == "shaped" and config.cluster.device != "cpu":
         raise ConfigError("cluster.device", f"must be cpu with cluster.name=shaped, got {config.cluster.device}")
     if config.cluster.name == "shaped" and config.link.name == "emulated":
@@ -281,6 +287,14 @@ def _check_emulation(config: Config) -> None:
         raise ConfigError("run.eval_every", f"must be null with cluster=emulated, without losses; got {config.run.eval_every}")
 
 
+def _check_hosts(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.name == "shaped" and cluster.ranks % cluster.hosts:
+        raise ConfigError("cluster.nodes", f"must divide cluster.ranks={cluster.ranks}, got {cluster.nodes}")
+    if cluster.name == "joined" and cluster.hosts > 1 and config.link.name == "emulated":
+        raise ConfigError("link.name", f"must be real: the ranks of {cluster.hosts} hosts have no common clock to pace by")
+
+
 def _check_profile(config: Config, path: Path) -> None:
     if not path.is_file():
         raise ConfigError("profile.path", f"no such file: {path}")
@@ -290,8 +304,9 @@ def _check_profile(config: Config, path: Path) -> None:
         raise ConfigError("profile.path", f"{path} is not a profile.json: {error}") from error
     job = job_identity(config)
     if config.link.name == "real":
-        job["shaped_link"] = config.cluster.shaped_link()
-    about = {"cluster.ranks": str(profile.world), **profile.about}  # one written by hand may say nothing of itself
+        job |= {"shaped_link": config.cluster.shaped_link(), "hosts": "", "network": ""} | hosts_identity(config)
+    # One written by hand may say nothing of itself, and one of a single host says nothing of hosts.
+    about = {"cluster.ranks": str(profile.world), "hosts": "", "network": "", **profile.about}
     for key, value in job.items():
         if about.get(key, value) != value:
             was = f"{path} was measured with {key} {about[key] or 'none'}"

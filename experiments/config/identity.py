@@ -43,6 +43,7 @@ def machine_identity(config: Config) -> dict[str, str]:
         "collectives": " ".join(f"{operation}={name}" for operation, name in config.collectives.named().items()),
         "shaped_link": cluster.shaped_link(),
         "congestion_control": network.congestion_control(),
+        **hosts_identity(config),
         **({"emulated": f"rank {cluster.rank}"} if cluster.emulated else {}),
         "threads": str(cluster.resolved_threads()),
         "backend": cluster.resolved_backend(),
@@ -52,6 +53,13 @@ def machine_identity(config: Config) -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
     }
+
+
+def hosts_identity(config: Config) -> dict[str, str]:
+    """Several ranks on each of several hosts, and the network between them."""
+    cluster = config.cluster
+    told = {"hosts": f"{cluster.hosts}", "network": cluster.network or ""}
+    return {} if cluster.nodes is None else told
 
 
 def identity(config: Config) -> dict[str, str]:

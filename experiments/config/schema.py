@@ -102,11 +102,17 @@ class CollectivesConfig:
 class ClusterConfig:
     name: str = option(
         "local",
-        "local: a process per rank; shaped: each behind a real link of its own, of a set rate; emulated: one process, and "
-        "messages that only take time",
-        choices=("local", "shaped", "emulated"),
+        "local: a process per rank; shaped: nodes behind real links of a set rate; emulated: one process, and messages that "
+        "only take time; joined: the ranks that torchrun or srun has started, which a program says by itself",
+        choices=("local", "shaped", "emulated", "joined"),
     )
-    ranks: int = option(2, "ranks", at_least=1)
+    ranks: int = option(2, "ranks; of joined: as many as were started", at_least=1)
+    nodes: int | None = option(
+        None, "hosts, with as many ranks each; null with shaped: one for each rank", at_least=1, used_by=("shaped", "joined")
+    )
+    network: str | None = option(
+        None, "between the hosts: profiles are kept by it; null: interface and rate", used_by=("joined",)
+    )
     rank: int = option(0, "which of the ranks the one process is", at_least=0, used_by=("emulated",))
     rate_gbit: float | None = option(
         None, "of a rank's link, in each direction", at_least=0.001, used_by=("shaped",), needed_by=("shaped",)
@@ -130,9 +136,15 @@ class ClusterConfig:
     def processes(self) -> int:
         return 1 if self.emulated else self.ranks
 
+    @property
+    def hosts(self) -> int:
+        """Machines, or what stands for them."""
+        return self.nodes or (self.ranks if self.name == "shaped" else 1)
+
     def resolved_threads(self) -> int:
-        """Threads per rank: as given, or an equal part of the cores this process may use."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.processes)
+        """Threads per rank: as given, or an equal part of the cores this process may use with the other ranks of its machine."""
+        here = -(-self.ranks // self.hosts) if self.name == "joined" else self.processes
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // here)
 
     def resolved_backend(self) -> str:
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
@@ -244,6 +256,7 @@ def schema() -> DictConfig:
 
 def register() -> None:
     """Make the schema known to Hydra; conf/config.yaml starts from it."""
+    import hydra_plugins._mdcs_slurm
     import hydra_plugins._mdcs_sweeper  # noqa: F401  # which conf/config.yaml chooses, registers its own schema
 
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema())

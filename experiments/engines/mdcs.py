@@ -89,18 +89,21 @@ class MdcsEngine:
         }
 
     def write(self, folder: Path) -> None:
-        """The last whole period of every rank, on the clock that starts with rank 0's."""
+        """The last whole period of every rank, on the clock that starts with that of its machine's first rank."""
         import torch.distributed as dist
 
+        from mdcs.calibrate.clock import machine
+
         begin, end, intervals = self._parallel.last_period()
-        own = (self.workload.rank, intervals, self._parallel.memory_by_slot())
+        own = (self.workload.rank, intervals, self._parallel.memory_by_slot(), (machine(), begin))
         gathered: list[Any] = [None] * self.workload.processes
         dist.all_gather_object(gathered, own)
         if not self.workload.writes or not intervals:
             return
+        zero = dict(clock for *_, clock in reversed(gathered))  # of each machine: the first of its ranks stays
         ranks = tuple(
-            RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - begin, end=i.end - begin) for i in theirs))
-            for r, theirs, _ in gathered
+            RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - zero[m], end=i.end - zero[m]) for i in theirs))
+            for r, theirs, _, (m, _) in gathered
         )
         names = tuple(self.plan.period.name(q) for q in range(self.plan.period.length))
         timeline = Timeline(end - begin, names, ranks, tuple(gathered[0][2]))

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -28,19 +28,24 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from analysis.events import METRICS, read_events
 from experiments.config import help
 from experiments.config.checks import from_composed
 from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
+from hydra_plugins._mdcs_slurm import MdcsLauncher
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
 from launch.claim import Occupied, claim
 from mdcs.planner.interfaces import decides_schedule
 
+HANDED_IN = "handed in"
+_HANDS_IN = "hydra_plugins._mdcs_slurm."
+
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended. status: ok, failed, or invalid (its config is wrong; it has no folder)."""
+    """How a job ended. status: ok, failed, invalid (its config is wrong; it has no folder), or handed in: it has not ended."""
 
     status: str
     overrides: tuple[str, ...]
@@ -63,26 +68,37 @@ Job = Callable[[Config, Path], str]
 """(config, its folder) → the reason why it failed, empty when it ended well. Raises ConfigError before it starts."""
 
 
-def run(job: Job, *, on_sweep_end: Callable[[Session], None] | None = None) -> int:
+def run(
+    job: Job,
+    *,
+    on_sweep_end: Callable[[Session], None] | None = None,
+    freeze: Callable[[Config, Path], None] | None = None,
+) -> int:
     """Run `job` for what the command line asks for; returns the exit code.
 
     Without `on_sweep_end` a sweep is refused. It is called after the last job of a sweep in which any job
-    ran.
+    ran. `freeze` leaves in a job's folder what a launcher that hands jobs in takes to run it; without it there is none.
     """
     session = Session()
     with session.claimed:
-        return _run(session, job, on_sweep_end)
+        return _run(session, job, on_sweep_end, freeze)
 
 
-def _run(session: Session, job: Job, on_sweep_end: Callable[[Session], None] | None) -> int:
+def _run(
+    session: Session,
+    job: Job,
+    on_sweep_end: Callable[[Session], None] | None,
+    freeze: Callable[[Config, Path], None] | None,
+) -> int:
     register()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: ranks are ended before this process is
-    Plugins.instance().register(MdcsSweeper)
+    for plugin in (MdcsSweeper, MdcsLauncher):
+        Plugins.instance().register(plugin)
     MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, compose, overrides))
 
     def task(composed: DictConfig) -> None:
-        _run_job(session, job, composed, sweeps=on_sweep_end is not None)
+        _run_job(session, job, composed, sweeps=on_sweep_end is not None, freeze=freeze)
 
     # Hydra takes flags before or after all overrides, but not between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
@@ -114,12 +130,15 @@ def _run(session: Session, job: Job, on_sweep_end: Callable[[Session], None] | N
     finally:
         if not wants_tracebacks:
             del os.environ["HYDRA_FULL_ERROR"]
+    session.results = [_ended(result) if result.status == HANDED_IN else result for result in session.results]
     if session.sweep is not None and on_sweep_end is not None and any(r.folder for r in session.results):
         on_sweep_end(session)
     return _exit_code(session)
 
 
-def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) -> None:
+def _run_job(
+    session: Session, job: Job, composed: DictConfig, *, sweeps: bool, freeze: Callable[[Config, Path], None] | None
+) -> None:
     # Nothing may be raised to Hydra: it would print its own words, and end a sweep at the first failure.
     settings = HydraConfig.get()
     overrides, folder = tuple(settings.overrides.task), Path(settings.runtime.output_dir)
@@ -133,6 +152,12 @@ def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) 
             config.run.sweep = config.run.sweep or _sweep_name(sweep)
         elif unused := _unused(config, overrides):
             print(f"{_decides(config)}: not used: {' '.join(unused)}", file=sys.stderr)
+        if settings.mode == RunMode.MULTIRUN and str(settings.launcher._target_).startswith(_HANDS_IN):
+            if freeze is None:
+                raise ConfigError("hydra/launcher", "this program's jobs cannot be handed in")
+            freeze(config, folder)
+            session.results.append(JobResult(HANDED_IN, overrides, "" if settings.launcher.wait else HANDED_IN, folder))
+            return
         reason = job(config, folder)
     except ConfigError as error:
         session.results.append(JobResult("invalid", overrides, str(error)))
@@ -143,6 +168,22 @@ def _run_job(session: Session, job: Job, composed: DictConfig, *, sweeps: bool) 
     session.results.append(JobResult("failed" if reason else "ok", overrides, reason, folder))
     if reason:
         print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr)
+
+
+def _ended(result: JobResult) -> JobResult:
+    """What a job that was handed in has left in its folder says of it."""
+    assert result.folder is not None
+    metrics = result.folder / METRICS
+    last = next(reversed(read_events(metrics)), None) if metrics.exists() else None
+    if last is None or last["event"] not in ("summary", "failure"):
+        if result.reason == HANDED_IN:  # and nobody has waited
+            return result
+        reason = "it has ended and says nothing of how"
+    else:
+        reason = last.get("reason", "")
+    if reason:
+        print(f"failed: {reason} (its logs are in {result.folder})", file=sys.stderr)
+    return replace(result, status="failed" if reason else "ok", reason=reason)
 
 
 def _claim_sweep(session: Session, folder: Path) -> None:
@@ -184,7 +225,7 @@ def _unused(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def _exit_code(session: Session) -> int:
-    bad = [result for result in session.results if result.status != "ok"]
+    bad = [result for result in session.results if result.status not in ("ok", HANDED_IN)]
     if session.sweep is not None and bad:
         names = "; ".join(" ".join(result.overrides) or "(no overrides)" for result in bad)
         print(f"{len(bad)} of {len(session.results)} jobs failed: {names}", file=sys.stderr)

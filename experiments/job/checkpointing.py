@@ -20,8 +20,9 @@ _WAYS = {"without": False, "with": True}
 
 
 def decide(
-    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER
-) -> tuple[Config, str]:
+    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER,
+    start: jobs.Start | None = None,
+) -> tuple[Config, str]:  # fmt: skip
     """The config with `model.checkpointing` decided if it is auto, and why that is not possible (empty if it is).
 
     What was planned is in folders beside the job's, `checkpointing-with` and `checkpointing-without`.
@@ -34,7 +35,7 @@ def decide(
     found, reasons = dict[str, float](), dict[str, str]()
     for way, job in ways.items():
         own = folder / f"checkpointing-{way}"
-        reasons[way] = jobs.plan(job, own, console, known=known, worker=module)
+        reasons[way] = jobs.plan(job, own, console, known=known, worker=module, start=start)
         if not reasons[way]:
             prediction = Plan.from_json((own / "plan.json").read_text(encoding="utf-8")).prediction
             assert prediction is not None

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,6 +38,9 @@ from mdcs.sizes import GIB, MIB
 
 WORKER = "experiments.job.worker"
 
+Start = Callable[..., Outcome]
+"""Runs ranks to their end, as `launch.elastic.run` does and with its arguments."""
+
 _WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4 * GIB)}
 """glibc gives large blocks back to the system at every free, and faults each page in again: buffers that
 are released and allocated every step cost five times as much that way. Bytes are counted as they are
@@ -53,11 +56,13 @@ def run(
     known: Profiles | None = None,
     only: str | None = None,
     worker: str = WORKER,
+    start: Start | None = None,
 ) -> Outcome:
     """Run the job in `folder` to its end; how it ended is in metrics.jsonl too. Ctrl-C ends the ranks and
     is raised again.
 
     known: the profiles that this program knows; jobs that are given the same ones share what they measure.
+    start: what starts the ranks and waits; None: `launch.elastic.run`.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
     that is not of ranks, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
     for an engine that cannot run here or, with `only`, does not plan; and for a folder that another job is in. A folder that
@@ -65,6 +70,8 @@ def run(
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
+    if config.cluster.name == "joined" and start is None:
+        raise ConfigError("cluster.name", "joined is for ranks that torchrun or srun has started, and nobody has")
     rate = config.cluster.rate_gbit
     if rate is not None and (why := network.refusal(rate)):
         raise ConfigError("cluster.name", f"shaped is not possible here: {why}")
@@ -74,12 +81,14 @@ def run(
     config.engine.require()
     try:
         with _claimed(folder):
-            return _run(config, folder.resolve(), console, known or Profiles(), only, worker)
+            return _run(config, folder.resolve(), console, known or Profiles(), only, worker, start or elastic.run)
     except OSError as error:  # nothing has run yet
         return _failed(error)
 
 
-def _run(config: Config, folder: Path, console: Console, known: Profiles, only: str | None, worker: str) -> Outcome:
+def _run(
+    config: Config, folder: Path, console: Console, known: Profiles, only: str | None, worker: str, start: Start
+) -> Outcome:
     reused = known.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
@@ -103,10 +112,11 @@ def _run(config: Config, folder: Path, console: Console, known: Profiles, only: 
                     ended_well = ended_well or event.get("event") == "summary"
 
             cluster = elastic.Cluster(
-                config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s, config.cluster.rate_gbit
+                config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s, config.cluster.rate_gbit,
+                config.cluster.nodes,
             )
             arguments = [str(folder), *([f"--{only}-only"] if only else [])]
-            outcome = elastic.run(
+            outcome = start(
                 folder, cluster, environment(resolved), module=worker, arguments=arguments, on_tick=on_tick
             )
         if outcome.ok and not ended_well:
@@ -168,7 +178,10 @@ def _known_profile(config: Config, folder: Path, console: Console, known: Profil
     return resolved, profile
 
 
-def plan(config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER) -> str:
+def plan(
+    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER,
+    start: Start | None = None,
+) -> str:  # fmt: skip
     """Leave plan.json in the folder, without ranks if the profile is known; the reason why there is none, empty if there is.
     Raises ConfigError as `run` and `known_profile` do.
     """
@@ -186,7 +199,7 @@ def plan(config: Config, folder: Path, console: Console, *, known: Profiles | No
                 return str(error)
             write_plan(folder, made)
             return ""
-    return run(config, folder, console, known=known, only="plan", worker=worker).reason
+    return run(config, folder, console, known=known, only="plan", worker=worker, start=start).reason
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Workload:
     def profile(self) -> mdcs.Profile:
         """The profile that is known, or one measured now on all ranks at once."""
         config = self.config
-        known = profiles.known(config)
+        known = on_rank_zero(lambda: profiles.known(config))  # whose file it is
         if known is not None:
             return known
         emulated = profiles.emulated(config)

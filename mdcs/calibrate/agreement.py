@@ -6,7 +6,7 @@ import dataclasses
 import pickle
 import statistics
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -48,7 +48,7 @@ def on_rank_zero(make: Callable[[], T]) -> T:
     Collective: call it on every rank; ``make`` is called on rank 0 only. An error that cannot be sent is a RuntimeError of
     its text on the other ranks.
     """
-    made: T | Exception | None = None
+    made: Any = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             made = make()
@@ -60,8 +60,7 @@ def on_rank_zero(make: Callable[[], T]) -> T:
         made = box[0] if made is None else made
     if isinstance(made, Exception):
         raise made
-    assert made is not None
-    return made
+    return cast(T, made)
 
 
 def _portable(error: Exception) -> Exception:

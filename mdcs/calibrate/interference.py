@@ -14,6 +14,7 @@ import dataclasses
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.clock import now
+from mdcs.calibrate.clock import machine, now
 from mdcs.calibrate.regression import line, spread
 from mdcs.calibrate.slots import untouched
 from mdcs.measure.memory import current_meter
@@ -102,15 +103,16 @@ def measure_interference(
         for each in running:
             each.parallel.close(whole=False)
     processes = dist.get_world_size()
-    seen: list[list[Probe]] = [[] for _ in range(processes)]
-    dist.all_gather_object(seen, probes)
-    probes = [_median(versions) for versions in zip(*seen, strict=True)]
+    seen: list[tuple[str, list[Probe]]] = [("", []) for _ in range(processes)]
+    dist.all_gather_object(seen, (machine(), probes))
+    probes = [_median(versions) for versions in zip(*(theirs for _, theirs in seen), strict=True)]
     shown = {f"step beside messages of {p.size} bytes": spread(p.slowdowns) for p in probes}
     profile = dataclasses.replace(profile, spread=profile.spread | shown)
     if device.type == "cuda":
         return dataclasses.replace(profile, interference=interference(probes))
-    cores, threads = len(os.sched_getaffinity(0)), processes * torch.get_num_threads()
-    fraction = min(1.0, max(0.0, 1 - (cores - threads) / processes))  # of the processor time of messages: none is spare
+    beside = Counter(name for name, _ in seen)[seen[0][0]]  # share the cores of rank 0's machine
+    cores, threads = len(os.sched_getaffinity(0)), beside * torch.get_num_threads()
+    fraction = min(1.0, max(0.0, 1 - (cores - threads) / beside))  # of the processor time of messages: none is spare
     return dataclasses.replace(profile, contention=contention(probes, fraction))
 
 

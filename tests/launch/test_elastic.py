@@ -45,7 +45,7 @@ def assert_nothing_left(folder: Path, count: int = 4) -> None:
 def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
     leave(tmp_path, {1: 1}, [(1, 1.0, "no such luck")])
     status.StatusFile(tmp_path, 1).set(step=7, phase="all-reduce")
-    assert not elastic._outcome(tmp_path, CLUSTER, 1, None).ok
+    assert not elastic.outcome_of(tmp_path, CLUSTER, 1, None).ok
     seen = []
     env = {"MDCS_SAYS": "hello"}
     cluster = elastic.Cluster(ranks=2)  # its timeout is generous: nothing here hangs
@@ -163,15 +163,15 @@ def leave(folder: Path, codes: dict[int, int], errors: list[tuple[int, float, st
 
 def test_the_earliest_error_wins(tmp_path):
     leave(tmp_path, {0: 1, 1: 1}, [(0, 2.0, "Connection closed by peer"), (1, 1.0, "out of memory")])
-    assert elastic._outcome(tmp_path, CLUSTER, 1, None).reason == "rank 1 failed at step 7: out of memory"
+    assert elastic.outcome_of(tmp_path, CLUSTER, 1, None).reason == "rank 1 failed at step 7: out of memory"
 
 
 def test_a_rank_that_aborts_after_anothers_error_is_not_the_cause(tmp_path):
     leave(tmp_path, {0: -signal.SIGABRT, 1: 1}, [(1, 1.0, "out of memory")])
-    assert elastic._outcome(tmp_path, CLUSTER, 1, None).rank == 1
+    assert elastic.outcome_of(tmp_path, CLUSTER, 1, None).rank == 1
 
 
 def test_a_rank_that_aborts_alone_is_the_cause(tmp_path):
     status.StatusFile(tmp_path, 0).set(step=5)
     leave(tmp_path, {0: -signal.SIGABRT, 1: -signal.SIGTERM})
-    assert elastic._outcome(tmp_path, CLUSTER, 1, None).reason == "rank 0 was killed by SIGABRT at step 5"
+    assert elastic.outcome_of(tmp_path, CLUSTER, 1, None).reason == "rank 0 was killed by SIGABRT at step 5"

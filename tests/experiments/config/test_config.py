@@ -148,6 +148,10 @@ WRONG = {
     "cluster=shaped cluster.rate_gbit=0": "cluster.rate_gbit: must be >= 0.001, got 0",
     "cluster=shaped cluster.rate_gbit=null": "cluster.rate_gbit: is needed with cluster.name=shaped, got null",
     "cluster=shaped cluster.device=cuda": "cluster.device: must be cpu with cluster.name=shaped, got cuda",
+    "cluster=shaped cluster.ranks=4 cluster.nodes=3": "cluster.nodes: must divide cluster.ranks=4, got 3",
+    "cluster.nodes=2": "cluster.nodes: has no effect with cluster.name=local, got 2",
+    "cluster.name=joined cluster.nodes=2 link=emulated":
+        "link.name: must be real: the ranks of 2 hosts have no common clock to pace by",
     "cluster=shaped link=emulated": "link.name: must be real with cluster.name=shaped, got emulated",
     "cluster=shapd": "cluster: no such option shapd; options: cuda, emulated, local, shaped",
     "run.steps=0": "run.steps: must be >= 1, got 0",

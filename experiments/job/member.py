@@ -1,0 +1,85 @@
+"""A program whose ranks torchrun or srun has started: rank 0 is the program, the others run what it hands them.
+
+Rank 0 alone composes, and its folder is the job's; the others get the resolved config, and have a folder that does not stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from experiments.config import checks
+from experiments.config.schema import Config, ConfigError
+from experiments.job import run as jobs
+from launch import orphans
+from launch.elastic import Cluster, Outcome
+from launch.joined import Gone, Membership
+from launch.place import NoPlace, Place, described
+
+Program = Callable[[jobs.Start, Callable[[Config], Config]], int]
+"""(what starts ranks, what makes a composed config that of these ranks) → the exit code."""
+
+
+def take_part(place: Place, program: Program) -> int:
+    """Be the program as rank 0, or one of its ranks; returns the exit code, which all have."""
+    orphans.die_with_parent(os.getppid())
+    try:
+        with Membership(place) as member:
+            return _lead(member, program) if place.rank == 0 else _follow(member)
+    except (NoPlace, Gone) as error:
+        print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def adapted(config: Config, place: Place, network: str) -> Config:
+    """The config with the ranks that there are. Raises ConfigError for a cluster that starts its own."""
+    if config.cluster.name not in ("local", "joined"):
+        raise ConfigError("cluster.name", f"must be local: {place.starter} has started the ranks; got {config.cluster.name}")
+    several = place.hosts > 1
+    cluster = dataclasses.replace(
+        config.cluster,
+        name="joined",
+        ranks=place.world,
+        nodes=place.hosts if several else None,
+        network=(config.cluster.network or network) if several else None,
+    )
+    config = dataclasses.replace(config, cluster=cluster)
+    checks.check(config)
+    return config
+
+
+def _lead(member: Membership, program: Program) -> int:
+    def start(
+        folder: Path, cluster: Cluster, env: Mapping[str, str], *, module: str, arguments: Sequence[str], on_tick: Any
+    ) -> Outcome:
+        config = checks.load(folder / "config.yaml")
+        payload = checks.as_yaml(dataclasses.replace(config, profile=dataclasses.replace(config.profile, path=None)))
+        return member.run(
+            folder, cluster, env, payload=payload, module=module, arguments=arguments[1:], on_tick=on_tick
+        )  # a rank's folder is its own
+
+    network = described(member.interface)
+    return member.leave(program(start, lambda config: adapted(config, member.place, network)))
+
+
+def _follow(member: Membership) -> int:
+    signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the rank is ended before this process is
+    while not isinstance(job := member.receive(), int):
+        with tempfile.TemporaryDirectory(prefix="mdcs-rank-") as made:
+            folder = Path(made)
+            (folder / "config.yaml").write_text(job.payload, encoding="utf-8")
+            member.take_part(job, folder, jobs.environment(checks.load(folder / "config.yaml")))
+    return job
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

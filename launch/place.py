@@ -1,0 +1,145 @@
+"""Whether this process is a rank already, started by torchrun or srun, and where it stands among the others."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.rank import AGENT_PID
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SIOCGIFADDR = 0x8915
+_SRUN_PORTS = 20_000, 10_000
+"""First, and how many: each step of a SLURM job has one of them, the same on all hosts."""
+
+
+class NoPlace(RuntimeError):
+    """The starter has left out, or said wrongly, what a rank has to know; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of `world`, `beside` of which are on its host; `hosts` have them all. Those that are to meet do so at `address` and
+    `port`, where `serves` tells that this process has to open it.
+    """
+
+    rank: int
+    world: int
+    local: int
+    beside: int
+    hosts: int
+    address: str
+    port: int
+    serves: bool
+    starter: str
+
+    def environment(self) -> dict[str, str]:
+        """What torch asks for, but for the port."""
+        said = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.local, "LOCAL_WORLD_SIZE": self.beside}
+        return {key: str(value) for key, value in said.items()} | {"MASTER_ADDR": self.address}
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's; None: nobody has made it a rank. Raises NoPlace."""
+    if AGENT_PID in environment:  # a rank of `launch.agent`, which runs no program of its own
+        return None
+    if all(key in environment for key in _TORCHRUN):
+        return _of_torchrun(environment)
+    if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return _of_srun(environment)
+    return None
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Place:
+    rank, world, local, beside = (_number(environment, key) for key in _TORCHRUN[:4])
+    hosts = _number(environment, "GROUP_WORLD_SIZE", -(-world // beside))
+    served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(
+        rank, world, local, beside, hosts, environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"),
+        serves=rank == 0 and not served, starter="torchrun",
+    )  # fmt: skip
+
+
+def _of_srun(environment: Mapping[str, str]) -> Place:
+    rank, world = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
+    hosts = _number(environment, "SLURM_STEP_NUM_NODES", 1)
+    first, *_ = expand(environment.get("SLURM_STEP_NODELIST", "")) or [""]
+    beside = _number({"": environment.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]}, "", world)
+    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID", 0)
+    start, count = _SRUN_PORTS
+    return Place(
+        rank, world, _number(environment, "SLURM_LOCALID"), beside, hosts, resolved(first), start + (job * 7 + step) % count,
+        serves=rank == 0, starter="srun",
+    )  # fmt: skip
+
+
+def expand(nodes: str) -> list[str]:
+    """The hosts of SLURM's `n[1-3],m7`, by SLURM itself where it is short."""
+    if "[" not in nodes:
+        return [name for name in nodes.split(",") if name]
+    try:
+        return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NoPlace(f"scontrol does not say which hosts {nodes} are: {error}") from error
+
+
+def resolved(host: str) -> str:
+    """The address of `host`. Raises NoPlace: a name that means nothing is never taken for this machine."""
+    try:
+        return socket.gethostbyname(host) if host else _unnamed()
+    except OSError as error:
+        raise NoPlace(f"host {host} has no address here: {error.strerror}") from error
+
+
+def _unnamed() -> str:
+    raise NoPlace("nobody says which host the first rank is on")
+
+
+def interface(place: Place) -> tuple[str, str]:
+    """The network interface that leads to the others, and this host's address there.
+
+    Raises NoPlace where it leads nowhere: to this machine's loopback, with ranks on several hosts.
+    """
+    address = resolved(place.address)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, place.port))  # sends nothing: the kernel chooses a way
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise NoPlace(f"no way leads to {place.address}: {error.strerror}") from error
+    if own.startswith("127.") and place.hosts > 1:
+        raise NoPlace(f"{place.address} is this machine's loopback ({own}), which the ranks of {place.hosts} hosts do not share")
+    return next((name for _, name in socket.if_nameindex() if _address(name) == own), ""), own
+
+
+def described(name: str) -> str:
+    """An interface in words, with its rate if that is known."""
+    try:
+        rate = int(Path(f"/sys/class/net/{name}/speed").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        rate = -1
+    return f"{name} {rate / 1000:g} Gbit/s" if rate > 0 else name
+
+
+def _address(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
+        except OSError:  # it has none
+            return ""
+
+
+def _number(environment: Mapping[str, str], key: str, default: int | None = None) -> int:
+    text = environment.get(key, "")
+    if not text and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise NoPlace(f"{key} must be a whole number, got {text or 'nothing'}") from None

@@ -1,0 +1,91 @@
+"""Two hosts (network namespaces) with two ranks each, started by torchrun or by the program: they train as four ranks of one host
+do, share no files, and when one of them is gone the other says so and ends.
+"""
+
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from analysis.events import read_events
+from experiments.config import checks
+from experiments.job import run as jobs
+from launch import network
+from mdcs.profile.contents import Profile
+
+WHY_NOT = network.refusal(1.0)
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = (
+    sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--node-rank={node}",
+    "--master-addr={address}", "--master-port=29500",
+)  # fmt: skip
+JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "cluster.threads=1", "run.profile_iterations=1", "run.warmup_steps=1")
+TIMEOUT_S = 15
+
+
+def start(folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
+    command = [*TORCHRUN, str(ROOT / "experiments/train.py"), *JOB, *overrides, "hydra.run.dir=out"]
+    return subprocess.Popen([sys.executable, "-m", "tests.launch.hosts", str(folder), *command], cwd=ROOT)
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
+
+
+def test_two_hosts_train_as_one_does(tmp_path):
+    exact = ("run.steps=4", "run.precision=fp64")
+    (tmp_path / "torchrun").mkdir()
+    assert start(tmp_path / "torchrun", *exact).wait(300) == 0, (tmp_path / "torchrun/host0/log").read_text()
+    out = tmp_path / "torchrun/host0/out"
+    found = {"torchrun": losses(out)}
+    for name, cluster in (("one", ["cluster.ranks=4"]), ("shaped", ["cluster=shaped", "cluster.nodes=2", "cluster.ranks=4"])):
+        with checks.composing():
+            config = checks.compose_config([*JOB, *exact, *cluster])
+        outcome = jobs.run(config, tmp_path / name, Console(file=io.StringIO()))
+        assert outcome.ok, outcome.reason
+        found[name] = losses(tmp_path / name)
+    assert len(found["one"]) == 4
+    for name in ("torchrun", "shaped"):
+        assert found[name] == pytest.approx(found["one"], rel=1e-12)
+    # The second host has written nothing that stays; profiles of one host, and of another network, are others.
+    assert [file.name for file in (tmp_path / "torchrun/host1").iterdir()] == ["log"]
+    about = {name: Profile.from_json((tmp_path / name / "profile.json").read_text()).about for name in ("one", "shaped")}
+    about["torchrun"] = Profile.from_json((out / "profile.json").read_text()).about
+    assert [about[name].get("hosts") for name in ("one", "shaped", "torchrun")] == [None, "2", "2"]
+    assert about["torchrun"]["network"].startswith(network.INTERFACE) and about["shaped"]["network"] == ""
+    cluster = yaml.safe_load((out / "config.yaml").read_text())["cluster"]
+    assert (cluster["name"], cluster["ranks"], cluster["nodes"]) == ("joined", 4, 2)
+
+
+@pytest.mark.parametrize("gone", [1, 0])
+def test_a_host_that_is_gone_ends_the_job_on_the_other(tmp_path, gone):
+    hosts = start(tmp_path, "run.steps=100000", f"cluster.timeout_s={TIMEOUT_S}")
+    metrics, deadline = tmp_path / "host0/out/metrics.jsonl", time.monotonic() + 200
+    while not (metrics.exists() and any(event["event"] == "step" for event in read_events(metrics))):
+        assert hosts.poll() is None and time.monotonic() < deadline, (tmp_path / "host0/log").read_text()
+        time.sleep(0.2)
+    (tmp_path / "vanish").write_text(str(gone))
+    log, ended = tmp_path / "host1/log", 0.0
+    while hosts.poll() is None and gone == 0 and "rank 2: " not in log.read_text():
+        time.sleep(0.1)
+        ended = time.time()
+    assert hosts.wait(TIMEOUT_S + 60) != 0
+    vanished = float((tmp_path / "vanished").read_text())
+    address = network.addresses(2)[gone]
+    if gone == 1:
+        last = read_events(metrics)[-1]
+        assert last["event"] == "failure" and last["rank"] == 2 and last["step"] > 0
+        assert f"({address}) has not answered for " in last["reason"] and "rank 2 was at step " in last["reason"]
+        assert "rank 3 was at step " in last["reason"]
+        ended = last["time"]
+    else:
+        said = next(line for line in log.read_text().splitlines() if line.startswith("rank 2: "))
+        assert f"host {address}, that of rank 0, has not answered for " in said and "was at step " in said
+    assert ended - vanished < TIMEOUT_S + 5

@@ -1,0 +1,81 @@
+"""Sweeps on a real SLURM of two nodes: jobs over both, with two ranks each; one fails, one is cancelled, a node goes.
+
+The ranks run a stub, but for one job that trains.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from analysis.events import read_events
+from tests.hydra_plugins import slurm_cluster
+
+WHY_NOT = slurm_cluster.missing()
+pytestmark = [
+    pytest.mark.slurm, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(550),
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"no SLURM: {WHY_NOT}"),
+]  # fmt: skip
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ("hydra/launcher=mdcs_slurm", "hydra.launcher.nodes=2", "hydra.launcher.ranks_per_node=2", "hydra.launcher.parallel=1")
+JOB = ("model=mlp", "data=synthetic", "cluster.threads=1", "run.warmup_steps=1", "profile.cache=false")
+
+
+def start(folder: Path, *overrides: str, stub: bool = True, **pipes: int) -> "subprocess.Popen[str]":
+    pytest.importorskip("submitit")
+    train = [sys.executable, str(ROOT / "experiments/train.py"), "-m", *LAUNCHER, *JOB, *overrides, "hydra.sweep.dir=sweep"]
+    unshare = shutil.which("unshare")
+    assert unshare is not None
+    cluster = [unshare, "-nm", sys.executable, "-m", "tests.hydra_plugins.slurm_cluster", str(folder / "slurm"), *train]
+    own = {"MDCS_WORKER": "tests.experiments.stub_worker"} if stub else {}
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    return subprocess.Popen(cluster, cwd=folder, env={**os.environ, **own, "PYTHONPATH": paths}, text=True, **pipes)
+
+
+def until(there, process: "subprocess.Popen[str]", seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def last_event(folder: Path) -> dict:
+    return read_events(folder / "metrics.jsonl")[-1]
+
+
+def test_a_failed_rank_fails_its_job_and_the_sweep_and_no_other(tmp_path):
+    piped = start(tmp_path, "run.name=raise,fine", "run.steps=2", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = piped.communicate(timeout=500)
+    reason = "rank 1 failed before step 1 (planning): RuntimeError: the stub fails as told"
+    assert piped.returncode == 1, (out, err)
+    assert f"failed: {reason} (its logs are in {tmp_path / 'sweep/0'})" in err
+    assert last_event(tmp_path / "sweep/0")["reason"] == reason
+    assert last_event(tmp_path / "sweep/1")["event"] == "summary"
+    assert {"1_0", "1_1"} <= set(out.replace(",", " ").replace(";", " ").split())
+
+
+def test_a_job_trains_over_both_nodes(tmp_path):
+    assert start(tmp_path, "strategy=fsdp", "run.steps=3", "run.profile_iterations=1", stub=False).wait(500) == 0
+    steps = [event for event in read_events(tmp_path / "sweep/0/metrics.jsonl") if event["event"] == "step"]
+    assert len(steps) == 3 and "nodes: 2" in (tmp_path / "sweep/0/config.yaml").read_text()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "gone"])
+def test_a_job_that_is_cancelled_or_loses_a_node_has_failed(tmp_path, how):
+    running = start(tmp_path, "run.name=slow", "run.steps=1000", stderr=subprocess.PIPE)
+    metrics = tmp_path / "sweep/0/metrics.jsonl"
+    until(lambda: metrics.exists() and any(event["event"] == "step" for event in read_events(metrics)), running)
+    if how == "cancelled":
+        env = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm/slurm.conf")}
+        inside = ["nsenter", f"--target={running.pid}", "--net", "--mount"]
+        subprocess.run([*inside, "scancel", "1"], env=env, check=True)
+    else:
+        for pid in slurm_cluster.processes_of(tmp_path / "slurm", "n1"):
+            os.kill(pid, 9)
+    err = running.communicate(timeout=300)[1]
+    assert running.returncode == 1 and f"its logs are in {tmp_path / 'sweep/0'}" in err, err

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from mdcs.runtime import misuse, optimizer_state, state
 from mdcs.runtime import refusals as checks
 from mdcs.runtime.account import Account
 from mdcs.runtime.buffers import Buffers, broadcast, check_buffers
+from mdcs.runtime.checkpointing import Checkpoints, Resumed, Saving
 from mdcs.runtime.communicator import Communicator, backend_of
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
@@ -84,6 +86,17 @@ def parallelize(
     something fails later. What a loop may do with model and optimizer meanwhile is in docs/loops.md.
     """
     return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers)
+
+
+def resume(parallel: Parallel, path: str | Path) -> Resumed | None:
+    """Go on where :meth:`Parallel.checkpoint` was called, on any number of ranks and with any plan; call it on every rank.
+
+    ``path`` is the root that ``checkpoint`` was given, of which the newest that is whole is taken, with a warning for every newer
+    one, or the folder of a step. Returns the step, and what the loop gave as extra; None where there is no checkpoint yet.
+    At the number of ranks that wrote it, with the same plan, training goes on bit for bit. Raises CheckpointError where none is
+    whole, or the one is of another model or optimizer, by name.
+    """
+    return parallel._resume(Path(path))
 
 
 class Parallel:
@@ -172,6 +185,10 @@ class Parallel:
         self._state = OptimizerState(self._updates, self._storages, self._gathering, self._groups.exchange)
         self._state.load(optimizer.state)
         optimizer.state.clear()  # it is on shards from now on
+        self._checkpoints = Checkpoints(
+            model, optimizer, self._storages, self._state, self._buffers, loss_scale, self._groups, self._meter, self._place
+        )
+        self._resumed_after = 0
         self._evaluation = Evaluation(
             units, self._storages, ledger, self._gathering, self._groups, self._place
         )
@@ -371,6 +388,42 @@ class Parallel:
         optimizer_state.take_options(self.optimizer, saved)
         self._state.load(found)
 
+    @property
+    def steps(self) -> int:
+        """Iterations done, those before a checkpoint that was resumed included."""
+        return self._resumed_after + self._walker.step - 1
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def checkpoint(self, root: str | Path, *, extra: Any = None, keep: int | None = None, wait: bool = True) -> Saving:
+        """Write ``root/step-N`` for :func:`mdcs.resume`, on every rank, into a folder that all see; :meth:`drain` included.
+
+        ``extra``, of numbers, texts, containers and tensors, comes back from ``resume``: a schedule's state, the place in the
+        data. All but the last ``keep`` (None: all) are deleted when it counts. Without ``wait`` this rank's part is copied to the
+        host, and written while training goes on, one at a time; where the plan's budget has no room for the copy on a CPU, it is
+        written first. Raises RunError, on every rank and naming the one, for what cannot be written, at the latest in the next
+        call or :meth:`close`; the checkpoints before stay as they are.
+        """
+        self._needs_ranks("checkpoint()")
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self.drain()
+        spare = None
+        if self.plan.budget is not None and not self._storages[0].full.is_cuda:
+            peak = self.plan.prediction.peak_bytes if self.plan.prediction else self.plan.budget
+            spare = self.plan.budget - self.plan.reserve - peak
+        return self._checkpoints.save(Path(root), self.steps, extra, keep=keep, spare=spare, wait=wait)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _resume(self, path: Path) -> Resumed | None:
+        self._needs_ranks("resume()")
+        self.drain()
+        resumed = self._checkpoints.resume(path)
+        if resumed is not None:
+            self._resumed_after = resumed.step - (self._walker.step - 1)
+        return resumed
+
     # -- what happened ------------------------------------------------------------------------------------------
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
@@ -445,16 +498,23 @@ class Parallel:
         An iteration under way is given up. The optimizer has its state, whole as that of a plain loop.
         Without ``whole``, and where it cannot be (after an error, when a rank does not take part within ``timeout_s``, when
         updates of an iteration have begun), the optimizer's state is lost, and parameters that are not whole on this rank say so
-        when they are used.
+        when they are used. Waits for the checkpoint that is being written, and raises RunError, closed, if it could not be.
         """
         if self._closed:
             return
+        unwritten: RunError | None = None
+        try:
+            self._checkpoints.finish()
+        except RunError as e:  # what is trained is whole all the same
+            unwritten = e
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
         if whole and self._emulate is None:
             why = self._gather_all()
             if why:
                 warnings.warn(f"rank {self.rank}: closed without the optimizer's state: {why}", stacklevel=2)
         self._end(why)
+        if unwritten is not None:
+            raise unwritten
 
     @torch.no_grad()
     @torch.inference_mode(False)

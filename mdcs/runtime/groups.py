@@ -21,6 +21,7 @@ class Groups:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool) -> None:
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._own: list[dist.ProcessGroup] = []
+        self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self.messages = self.control = self.talk = None
         if self.world == 1:
             return
@@ -39,6 +40,10 @@ class Groups:
             ranks = dist.get_process_group_ranks(group)
             new = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         return new
+
+    def another(self) -> dist.ProcessGroup | None:
+        """A group more, for a thread of its own; all ranks must call it."""
+        return None if self.world == 1 else self._new(self._group, self._timeout)
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank; all ranks must call it. Raises RuntimeError when one is gone or does not."""

@@ -52,11 +52,11 @@ def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> di
     }  # fmt: skip
 
 
-def step_event(workload: Workload, engine: Engine, record: Record, loss: float) -> dict[str, Any]:
-    """A step that has ended; loss and norm are null where ranks are emulated: they mean nothing there."""
+def step_event(workload: Workload, engine: Engine, record: Record, loss: float, warmup: int) -> dict[str, Any]:
+    """A step that has ended, and whether it is warm-up; loss and norm are null where ranks are emulated: they mean nothing."""
     retries = engine.allocator_retries()
     return {
-        "event": "step", "step": record.step, "warmup": record.step <= workload.config.run.warmup_steps,
+        "event": "step", "step": record.step, "warmup": record.step <= warmup,
         "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes, "messages": record.messages,
         "throughput_samples_s": workload.samples_per_step / record.times.step_s,
         "peak_bytes": engine.peak_bytes(),

@@ -13,6 +13,7 @@ from torch import Tensor
 from analysis.events import METRICS
 from experiments.engines.base import Engine, Record
 from experiments.job import events
+from experiments.job.checkpointing import Checkpointing
 from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
 from launch import status
@@ -26,7 +27,6 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     metrics = JsonLines(folder / METRICS) if workload.writes else None
     if metrics:
         metrics.write(events.start_event(config, plan, floor))
-    batches = workload.batches()
     if run.eval_every:
         workload.batches(held_out=True, epochs=1)  # too few samples are an error now, not at the first evaluation
     losses: dict[int, float] = {}
@@ -35,22 +35,28 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     gc.disable()  # a collection in the middle of a slot would be measured as compute
     with config.engine.prepare(config, workload) as engine:
         schedule = make_schedule(config, engine.optimizer)
-        for step in range(1, run.steps + 1):
+        checkpointing = Checkpointing(config, folder, engine, schedule, metrics)
+        done = checkpointing.resume()
+        warmup = min(done + run.warmup_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
+        batches = workload.batches(first_step=done * run.accumulation)
+        for step in range(done + 1, run.steps + 1):
             status.set(step=step, phase="training")
             losses[step] = train_step(workload, batches, engine)
             engine.step()
             schedule.step()
-            if step == run.warmup_steps:
+            if step == warmup:
                 engine.reset_memory()
-            kept += report(metrics, workload, engine, losses, flush=False)
+            kept += report(metrics, workload, engine, losses, warmup, flush=False)
             if run.eval_every and step % run.eval_every == 0:
                 evaluate(metrics, workload, engine, step)
+            checkpointing.after(step)
             if step % 50 == 0:
                 gc.collect()
         engine.drain()
         status.set(phase="finishing")
-        kept += report(metrics, workload, engine, losses, flush=True)
-        kept = [record for record in kept if record.step > run.warmup_steps]
+        checkpointing.finish()
+        kept += report(metrics, workload, engine, losses, warmup, flush=True)
+        kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before the ranks talk of it, which takes bytes too
         summary = events.summary_event(workload, kept, losses[run.steps], highest_peak(workload, engine), floor)
         engine.write(folder)
@@ -87,13 +93,13 @@ def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step
 
 
 def report(
-    metrics: JsonLines | None, workload: Workload, engine: Engine, losses: dict[int, float], *, flush: bool
+    metrics: JsonLines | None, workload: Workload, engine: Engine, losses: dict[int, float], warmup: int, *, flush: bool
 ) -> list[Record]:
     """Write the steps that have ended, messages included: one step later than compute."""
     records = engine.records(flush=flush)
     if metrics:
         for record in records:
-            metrics.write(events.step_event(workload, engine, record, losses[record.step]))
+            metrics.write(events.step_event(workload, engine, record, losses[record.step], warmup))
     return records
 
 

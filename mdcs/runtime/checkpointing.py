@@ -145,16 +145,12 @@ class Checkpoints:
                 files += [partial / ".metadata", partial / RUN]
             return folder.sums(files)
 
-        def count(files: folder.Sums) -> None:
-            folder.finish(root, step, files, world=self._groups.world)
-            if keep is not None:
-                folder.keep_last(root, keep)
-
-        self._stage(step, "its folder", lambda: folder.begin(root, step) if first else None)
-        self._stage(step, "tensors", lambda: pieces.save(partial, tree, self._files))
-        sums = self._stage(step, "checksums", mine)
-        together = {name: sum_ for ranks in sums for name, sum_ in ranks.items()}
-        self._stage(step, "its manifest", lambda: count(together) if first else None)
+        self._stage(step, "made its folder", lambda: folder.begin(root, step) if first else None)
+        self._stage(step, "written tensors", lambda: pieces.save(partial, tree, self._files))
+        sums = {name: own for ranks in self._stage(step, "written its file", mine) for name, own in ranks.items()}
+        self._stage(step, "written the manifest", lambda: folder.finish(root, step, sums, world=self._groups.world) if first else None)
+        if keep is not None:
+            self._stage(step, "deleted older ones", lambda: folder.keep_last(root, keep) if first else None)
 
     def _stage(self, step: int, what: str, work: Callable[[], Any]) -> list[Any]:
         """Every rank's result. Every rank learns of every rank's problem."""
@@ -166,11 +162,11 @@ class Checkpoints:
         answers: list[Any] = [(answer, problem)]
         if self._files is not None:
             answers *= self._groups.world
-            with self._place.during(f"checkpoint of step {step}: {what}"):
+            with self._place.during(f"checkpoint of step {step}: every rank has {what}"):
                 dist.all_gather_object(answers, (answer, problem), group=self._files)
         for rank, (_, problem) in enumerate(answers):
             if problem:
-                raise self._place.error(f"the checkpoint of step {step} was not written: rank {rank}, {what}: {problem}")
+                raise self._place.error(f"checkpoint of step {step}: rank {rank} has not {what}: {problem}")
         return [answer for answer, _ in answers]
 
     def _tree(self) -> Tree:

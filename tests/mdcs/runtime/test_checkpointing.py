@@ -210,21 +210,22 @@ def test_a_checkpoint_that_is_not_whole_is_named_and_the_one_before_is_used(two:
 def fault(root: str) -> list[Any]:
     """A fault of each rank at each stage: every rank is told which, and what counted before still does."""
     out: list[Any] = []
-    stages = [(folder, name) for name in ("begin", "sums", "finish", "keep_last")] + [(pieces.FileSystemWriter, "write_data")]
+    stages = [(pieces.FileSystemWriter, "write_data"), *((folder, name) for name in ("begin", "sums", "finish", "keep_last"))]
     with parallel_for(Job("tied"), how("zero1")) as (made, parallel, _):
         one_step(made, parallel)
         parallel.checkpoint(root, keep=1)
-        one_step(made, parallel)
         for where, name in stages:
             for rank in (0, 1) if name in ("write_data", "sums") else (0,):
                 for wait in (True, False):
+                    one_step(made, parallel)
+                    steps = parallel.steps
                     with pytest.MonkeyPatch.context() as patch:
                         if dist.get_rank() == rank:
                             patch.setattr(where, name, failing)
                         told = said(lambda wait=wait: parallel.checkpoint(root, keep=1, wait=wait).wait())
                     dist.barrier()
                     resumed = mdcs.resume(parallel, root)
-                    out.append((name, rank, told, resumed and resumed.step))
+                    out.append((name, rank, steps, told, resumed and resumed.step))
         one_step(made, parallel)
         out.append(parallel.checkpoint(root, keep=1).folder.name)
         dist.barrier()
@@ -239,9 +240,9 @@ def failing(*_: Any, **__: Any) -> None:
 def test_a_fault_of_any_rank_at_any_stage_leaves_the_one_before(two: Ranks, tmp_path):
     for *faults, last, left in two.run(fault, str(tmp_path)):
         assert len(faults) == 14
-        for name, rank, told, step in faults:
-            assert f"the checkpoint of step 2 was not written: rank {rank}, " in told and "No space left" in told, (name, told)
-            assert step == (2 if name == "keep_last" else 1)
+        for name, rank, steps, told, resumed in faults:
+            assert f"checkpoint of step {steps}: rank {rank} has not " in told and "No space left" in told, (name, told)
+            assert resumed == (steps if name == "keep_last" else 1)
         assert left == [last]
 
 

@@ -33,15 +33,17 @@ class Spread:
 class Line:
     """An engine under a budget.
 
-    Times are those of :class:`mdcs.plan.times.StepTimes`. ratio: its step time as a multiple of the base's. above: by how much of
-    each bound its step is longer than that bound. fits: whether no rank of any run held more than the budget; None where memory
-    was not measured.
+    Times are those of :class:`mdcs.plan.times.StepTimes`. ratio: its step time as a multiple of the base's. predicted_s: that of
+    its plan. processor_s: what a rank's threads compute in a step. above: by how much of each bound its step is longer than that
+    bound. fits: whether no rank of any run held more than the budget; None where memory was not measured.
     """
 
     engine: str
     fits: bool | None
     step_s: Spread
     ratio: Spread | None
+    predicted_s: float | None
+    processor_s: float | None
     compute_s: float | None
     communication_s: float | None
     exposed_s: float | None
@@ -70,6 +72,8 @@ def lines(
                 fits=fits,
                 step_s=step,
                 ratio=Spread.of(ratios) if ratios else None,
+                predicted_s=_median(rows, "predicted_step_s"),
+                processor_s=_median(rows, "processor_s"),
                 compute_s=_median(rows, "compute_s"),
                 communication_s=_median(rows, "communication_s"),
                 exposed_s=_median(rows, "exposed_s"),
@@ -84,7 +88,7 @@ def lines(
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:
-    known = [float(value) for row in rows if (value := row[key]) is not None]
+    known = [float(value) for row in rows if (value := row.get(key)) is not None]
     return statistics.median(known) if len(known) == len(rows) else None
 
 

@@ -45,6 +45,7 @@ COLUMNS: tuple[str, ...] = (
         "extra_communication_s",
         "loss",
         "throughput_samples_s",
+        "processor_s",
     ),
     "peak_bytes",
     *(f"predicted_{name}" for name in PREDICTED),
@@ -133,7 +134,7 @@ class Run:
         """Medians over the measured steps, replaced by the summary's values where it has them."""
         steps, summary = self.measured_steps, self.summary
         values: dict[str, Any] = {}
-        for key in (*TIMES, "throughput_samples_s"):
+        for key in (*TIMES, "throughput_samples_s", "processor_s"):
             if key in steps and steps[key].notna().any():
                 values[key] = float(steps[key].median())
         if "step_s" in values:
@@ -148,7 +149,7 @@ class Run:
             key: steps[key].iloc[-1] if key in steps and len(steps) else None for key in ("bytes", "messages")
         }
 
-        known = {key: summary[key] for key in (*TIMES[1:], "extra_communication_s", "loss", "throughput_samples_s")
+        known = {key: summary[key] for key in (*TIMES[1:], "extra_communication_s", "loss", "throughput_samples_s", "processor_s")
                  if summary.get(key) is not None}  # fmt: skip
         values |= known
         if summary.get("step_s"):

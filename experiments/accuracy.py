@@ -1,15 +1,18 @@
-"""How well step times are predicted: runs on the emulated link, each beside the replay of its plan.
+"""How well step times are predicted: runs, each beside the replay of its plan.
 
-    python experiments/accuracy.py [--models gpt2 bert resnet] [--ranks 2 3] [override …]
+    python experiments/accuracy.py [--models gpt2 bert resnet] [--ranks 2 3] [override …]     # on the emulated link
+    python experiments/accuracy.py --timed [--ranks 2 4] [override …]     # compute that takes no core, behind real links
 
-The rate of the link is set so that the communication of all-zero1 takes 0.5, 1 and 3 × as long as computing. Strategies
-and schedulers take turns. The error is (predicted - measured) / measured of the median step.
+The rate of the link is set so that the communication of all-zero1 takes 0.5, 1 and 3 × as long as computing. Strategies,
+schedulers and, with `--timed`, budgets take turns. The error is (predicted - measured) / measured of the median step.
+`--json FILE` writes all runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
 import tempfile
@@ -28,6 +31,7 @@ from experiments.config.checks import compose_config, positive, run_composing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from mdcs.profile.contents import Profile
+from mdcs.sizes import MIB
 
 MODELS = {
     "gpt2": "model=gpt2-tiny data=stdlib_bytes model.layers=6 model.width=192 model.sequence=128 data.batch_size=4",
@@ -46,40 +50,67 @@ PLANS = (
     "strategy=greedy scheduler=memory_aware budget=over_floor budget.over_floor=0.2",
 )
 PER_RATIO = 2  # plans, the next in turn
+TIMED = "model=timed data=synthetic optimizer.fused=true cluster.threads=1"
+TIMED_PLANS = (
+    "strategy=zero1 scheduler=priority",
+    "strategy=dp scheduler=wfbp",
+    "strategy=joint",
+    "strategy=greedy scheduler=priority budget=over_floor budget.over_floor=0.1",
+    "strategy=joint budget=over_floor budget.over_floor=0.3",
+    "strategy=fsdp scheduler=wfbp",
+    "strategy=zero1 scheduler=dear",
+    "strategy=sdp scheduler=partitioning",
+    "strategy=joint budget=over_floor budget.over_floor=0.1",
+    "strategy=greedy scheduler=memory_aware budget=over_floor budget.over_floor=0.3",
+    "strategy=greedy scheduler=dear budget=over_floor budget.over_floor=0.6",
+    "strategy=joint budget=over_floor budget.over_floor=0.6",
+)
+TIMED_PER_RATIO = 6
 STEPS = "run.steps=26 run.warmup_steps=5 run.profile_iterations=12"
 
 
 Row = tuple[str, int, float, dict[str, Any]]
 """Model, ranks, ratio, and what the run gave."""
+KEPT = ("strategy", "scheduler", "budget_gib", "shaped_gbit", "predicted_step_s", "step_s", "step_s_p10", "step_s_p90")
+"""Of what the run gave: written as JSON."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python experiments/accuracy.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 3])
+    parser.add_argument("--timed", action="store_true", help="the stand-in, behind shaped links, instead of the models")
+    parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2 3; with --timed 2 4")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all runs, as JSON")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. run.steps=30")
     arguments = parser.parse_args()
-    return run_composing(lambda: measure(arguments.models, arguments.ranks, arguments.overrides))
+    return run_composing(lambda: measure(arguments))
 
 
-def measure(models: list[str], counts: list[int], overrides: list[str]) -> int:
+def measure(arguments: argparse.Namespace) -> int:
     """Run everything and show the table, of the runs that ended well; returns the exit code. Raises ConfigError."""
-    turn, failed = itertools.cycle(PLANS), 0
+    models = {"timed": TIMED} if arguments.timed else MODELS
+    turn, each = (TIMED_PLANS, TIMED_PER_RATIO) if arguments.timed else (PLANS, PER_RATIO)
+    in_turn, failed = itertools.cycle(turn), 0
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="mdcs-accuracy-") as folder:
-        for model, ranks in itertools.product(MODELS, counts):
-            plans = list(itertools.islice(turn, len(RATIOS) * PER_RATIO))
-            if model not in models:  # the others keep their plans
+        for model, ranks in itertools.product(models, arguments.ranks or ([2, 4] if arguments.timed else [2, 3])):
+            plans = list(itertools.islice(in_turn, len(RATIOS) * each))
+            if not arguments.timed and model not in arguments.models:  # the others keep their plans
                 continue
-            common = [*f"{MODELS[model]} cluster.ranks={ranks} {STEPS}".split(), *overrides]
-            for row in compare(Path(folder) / f"{model}-{ranks}", common, plans):
+            common = [*f"{models[model]} cluster.ranks={ranks} {STEPS}".split(), *arguments.overrides]
+            for row in compare(Path(folder) / f"{model}-{ranks}", common, plans, shaped=arguments.timed):
                 failed += row is None
                 rows += [] if row is None else [(model, ranks, *row)]
-    show(rows)
+    show(rows, "compute is timed, links are shaped" if arguments.timed else "emulated link")
+    if arguments.json:
+        kept = [{"model": m, "ranks": n, "ratio": r, **{key: row[key] for key in KEPT}} for m, n, r, row in rows]
+        arguments.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     return 1 if failed else 0
 
 
-def compare(folder: Path, common: list[str], plans: list[str]) -> Iterator[tuple[float, dict[str, Any]] | None]:
+def compare(
+    folder: Path, common: list[str], plans: list[str], *, shaped: bool
+) -> Iterator[tuple[float, dict[str, Any]] | None]:
     """The runs of one model on so many ranks, each with its ratio; None for one that failed."""
     known, console = Profiles(), Console(stderr=True)
 
@@ -94,9 +125,11 @@ def compare(folder: Path, common: list[str], plans: list[str]) -> Iterator[tuple
         yield None
         return
     profile = Profile.from_json((first / "profile.json").read_text(encoding="utf-8"))
+    each = len(plans) // len(RATIOS)
     for i, ratio in enumerate(RATIOS):
-        link = ("profile.refresh=true", "link=emulated", f"link.rate_gbit={rate_gbit(profile, ratio):.4g}")
-        for plan in plans[i * PER_RATIO :][:PER_RATIO]:
+        kind = "cluster=shaped cluster" if shaped else "link=emulated link"
+        link = ("profile.refresh=true", *f"{kind}.rate_gbit={rate_gbit(profile, ratio):.4g}".split())
+        for plan in plans[i * each :][:each]:
             path = run(f"{ratio} {plan}", *link, *plan.split())
             yield None if path is None else (ratio, load_run(path).row())
 
@@ -108,16 +141,17 @@ def rate_gbit(profile: Profile, ratio: float) -> float:
     return sent * 8e-9 / (ratio * sum(slot.seconds for slot in profile.slots))
 
 
-def show(rows: list[Row]) -> None:
-    table = Table(title="step time by replay and as measured, emulated link")
-    for heading in ("model", "ranks", "comm. / comp.", "strategy", "scheduler", "predicted ms", "measured ms", "error"):
+def show(rows: list[Row], link: str) -> None:
+    table = Table(title=f"step time by replay and as measured; {link}")
+    for heading in ("model", "ranks", "comm. / comp.", "strategy", "scheduler", "budget", "predicted ms", "measured ms", "error"):
         table.add_column(heading, justify="left" if heading in ("model", "strategy", "scheduler") else "right")
     errors = []
     for model, ranks, ratio, row in rows:
         predicted, measured = row["predicted_step_s"], row["step_s"]
         errors.append(predicted / measured - 1)
         table.add_row(
-            model, str(ranks), f"{ratio:g}", row["strategy"], row["scheduler"], f"{predicted * 1e3:.1f}",
+            model, str(ranks), f"{ratio:g}", row["strategy"], row["scheduler"],
+            "–" if row["budget_bytes"] is None else f"{row['budget_bytes'] / MIB:.0f} MiB", f"{predicted * 1e3:.1f}",
             f"{measured * 1e3:.1f}", f"{errors[-1]:+.1%}",
         )  # fmt: skip
     console = Console(width=110)

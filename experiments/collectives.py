@@ -2,17 +2,24 @@
 
     python experiments/collectives.py cluster.ranks=2
     python experiments/collectives.py cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
+    python experiments/collectives.py cluster=shaped cluster.rate_gbit=0.5 --repeat 10
 
-Prints median milliseconds by algorithm and message size, in which * is the fastest, what one rank sends and holds, and
-at which rate it sends the largest message.
+Prints median milliseconds per message in trains by algorithm and message size, in which * is the fastest, what one rank sends
+and holds, and at which rate it sends the largest message. With --repeat it measures the link as often as a profile would, and
+prints how far that differs from time to time: rate, gap and latency, what was chosen, and how much slower that is than the
+fastest in trains of all algorithms that are sent meanwhile.
 An emulated link would make all algorithms alike: this always measures the real one.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import statistics
 import sys
+import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +37,20 @@ from experiments.job import app
 from experiments.job import run as jobs
 from launch import network
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
+from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
-FILE = "collectives.json"
+FILE, REPEAT = "collectives.json", "repeat"
+_BLOCK = MIB  # payload bytes of the messages by which repeated choices are judged
 
 
 def main() -> int:
     """Measure what the command line asks for and print the table; returns the exit code."""
     console = Console(width=110)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--repeat", type=int, default=0)
+    asked, sys.argv[1:] = parser.parse_known_args()
 
     def compare(config: Config, folder: Path) -> str:
         if config.cluster.emulated:
@@ -46,28 +58,50 @@ def main() -> int:
         if config.cluster.ranks < 2:
             return "cluster.ranks: must be >= 2 to compare collectives, got 1"
         config.run.name = config.run.name or "collectives"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / REPEAT).write_text(str(asked.repeat), encoding="utf-8")
         outcome = jobs.run(config, folder, console, only="plan", worker="experiments.collectives")
         if outcome.ok:
-            rows = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            console.print(table(rows, config.cluster.ranks, config.cluster.resolved_backend(), shaped_link(config)))
+            about = config.cluster.ranks, config.cluster.resolved_backend(), shaped_link(config)
+            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            console.print(repeated(found["links"], found["rows"], *about) if asked.repeat else table(found["rows"], *about))
         return outcome.reason
 
     return app.run(compare)
 
 
 def measure(folder: Path) -> None:
-    """A rank's part; rank 0 writes the medians."""
+    """A rank's part; rank 0 writes what was found."""
     import torch.distributed as dist
 
     from experiments.job.worker import start
-    from mdcs.calibrate.link_timing import measure_algorithms
+    from launch import status
+    from mdcs.calibrate.link_timing import Timing, measure_link, measure_trains
 
     config = load(folder / "config.yaml")
-    device = start(config)
-    timings = measure_algorithms(device, ALGORITHMS[config.cluster.resolved_backend()], SIZES, repeats=15)
+    repeat = int((folder / REPEAT).read_text(encoding="utf-8"))
+    device, candidates = start(config), ALGORITHMS[config.cluster.resolved_backend()]
+    links: list[dict[str, Any]] = []
+    trains: list[list[Timing]] = []  # a few at a time: a rank may not be silent for long
+    for _ in range(repeat):
+        status.set()
+        dist.barrier()
+        begin = time.perf_counter()
+        link, chosen, _ = measure_link(device, depth=config.link.depth, wanted=config.collectives.named())
+        own = {"seconds": time.perf_counter() - begin, "alpha": link.alpha, "gap": link.gap, "beta": link.beta}
+        links.append(own | {"block": link.block, "chosen": {op: chosen.of(kind) for op, kind in KIND.items()}})
+        trains.append(measure_trains(device, candidates, (_BLOCK,), turns=1))
+    for size in () if repeat else SIZES:
+        status.set()
+        trains.append(measure_trains(device, candidates, (size,)))
+    timings, *more = trains
+    for others in more:
+        for timing, other in zip(timings, others, strict=True):
+            for size, samples in other.samples.items():
+                timing.samples.setdefault(size, []).extend(samples)
     if dist.get_rank() == 0:
         rows = [{"operation": t.operation, "algorithm": t.algorithm, "seconds": list(t.seconds.values())} for t in timings]
-        (folder / FILE).write_text(json.dumps(rows), encoding="utf-8")
+        (folder / FILE).write_text(json.dumps({"links": links, "rows": rows}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -80,7 +114,7 @@ def shaped_link(config: Config) -> str:
 
 def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
     """``seconds`` of a row are by size; bytes sent and held are per byte of the message."""
-    made = Table(title=f"{backend}, {world} ranks{link}: median ms", title_justify="left", box=box.SIMPLE_HEAD)
+    made = Table(title=f"{backend}, {world} ranks{link}: median ms per message", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("operation", "algorithm"):
         made.add_column(heading, no_wrap=True)
     for heading in (*(f"{s >> 10}K" if s < MIB else f"{s >> 20}M" for s in SIZES), "sent", "buffer", "Gbit/s"):
@@ -95,6 +129,28 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
             rate = collectives.sent(kind, SIZES[-1], world) * 8e-9 / row["seconds"][-1]
             made.add_row(operation, row["algorithm"], *times, *share, f"{rate:.2f}")
         made.add_section()
+    return made
+
+
+def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
+    """How far repeated measurements differ: least and most; of the rate, also in percent of the median."""
+    seconds = statistics.median(each["seconds"] for each in links)
+    title = f"{backend}, {world} ranks{link}: the link, measured {len(links)} times in {seconds:.1f} s each (median)"
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("operation", "chosen", "slower than the fastest by", "Gbit/s", "differ by", "gap µs", "α µs"):
+        made.add_column(heading, justify="left" if heading in ("operation", "chosen") else "right")
+    for operation, kind in KIND.items():
+        took = {row["algorithm"]: row["seconds"][0] for row in rows if row["operation"] == operation}
+        chosen = Counter(each["chosen"][operation] for each in links)
+        beta, gap, alpha = ([each[name][list(Kind).index(kind)] for each in links] for name in ("beta", "gap", "alpha"))
+        made.add_row(
+            operation,
+            ", ".join(f"{name} {count}" for name, count in chosen.most_common()),
+            f"{max(took[name] for name in chosen) / min(took.values()) - 1:.1%}",
+            f"{8e-9 / max(beta):.3f} – {8e-9 / min(beta):.3f}",
+            f"{(max(beta) - min(beta)) / statistics.median(beta):.1%}",
+            *(f"{min(values) * 1e6:.0f} – {max(values) * 1e6:.0f}" for values in (gap, alpha)),
+        )
     return made
 
 

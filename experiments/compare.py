@@ -34,7 +34,7 @@ from rich.table import Table
 import mdcs
 from analysis import load_run, pictures
 from analysis.comparison import Row, lines, loss_differences
-from analysis.table import WIDTH, milliseconds
+from analysis.table import milliseconds
 from experiments.config.checks import compose_config, positive, run_composing
 from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
@@ -46,10 +46,13 @@ from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.sizes import GIB, MIB
 
 SCHEMA = 2
+WIDTH = 150  # of tables where there is no terminal
 BOUNDS_S = 20.0  # for each of two solves
 PEERS = {
     "ddp": "engine=ddp",
+    "ddp-8MiB": "engine=ddp engine.bucket_mib=8",
     "ddp-4MiB": "engine=ddp engine.bucket_mib=4",
+    "ddp-1MiB": "engine=ddp engine.bucket_mib=1",
     "ddp-no-overlap": "engine=ddp_no_overlap",
     "fsdp2": "engine=fsdp2 model.wrap=block",  # a group per block of the model, as its users have
     "fsdp2-keep": "engine=fsdp2 model.wrap=block engine.reshard=never",
@@ -228,7 +231,7 @@ class Comparison:
         differences = {} if base is None else loss_differences(self.curves, base)
         return {
             "schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "device": device_name(config),
-            "torch": importlib.metadata.version("torch"), "model": config.model.name, "options": plain(config.model),
+            "torch": importlib.metadata.version("torch"), "model": config.model.label, "options": plain(config.model),
             "batch_size": config.data.batch_size, "world": config.cluster.ranks, "shaped_link": config.cluster.shaped_link(),
             "threads": config.cluster.resolved_threads(), "steps": config.run.steps,
             "rounds": whole, "overrides": self.asked.overrides, "base": BASE, "floor_bytes": floor,
@@ -267,6 +270,8 @@ def show(document: dict[str, Any]) -> None:
         if part["ideal_ddp_s"] is not None:
             console.print(over_ddp(document, part))
         console.print()
+    if len(document["budgets"]) > 1:
+        console.print(overview(document))
     losses = document["losses"]
     for engine, difference in losses["differences"].items():
         if difference is None or difference > losses["tolerance"]:
@@ -302,8 +307,8 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
     title = f"{document['model']}, {document['world']} ranks{link}, medians of {document['rounds']} rounds; {limit}"
     made = Table(title=f"{title}\n{bounds}", title_justify="left", box=box.SIMPLE_HEAD)
     made.add_column("engine", no_wrap=True)
-    headings = ("step ms\n[range]", f"× {document['base']}\n[range]", "stalled\nms", "exposed\nms", "overlap\nratio", "peak\nMiB",
-                *(f"above\n{name}" for name in part["bounds"]))  # fmt: skip
+    headings = ("step ms\n[range]", "pred.\nms", f"× {document['base']}\n[range]", "stalled\nms", "exposed\nms",
+                "overlap\nratio", "CPU\nms", "peak\nMiB", *(f"above\n{name}" for name in part["bounds"]))  # fmt: skip
     for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
     for line in part["lines"]:
@@ -311,12 +316,52 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
             step, ratio = line["step_s"], line["ratio"]
             made.add_row(
                 line["engine"], f"{step['median'] * 1e3:.1f} [{step['low'] * 1e3:.1f}–{step['high'] * 1e3:.1f}]",
+                milliseconds(line["predicted_s"]),
                 "–" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]",
                 milliseconds(line["stalled_s"]), milliseconds(line["exposed_s"]),
                 "–" if line["overlap_ratio"] is None else f"{line['overlap_ratio']:.2f}",
+                milliseconds(line["processor_s"]),
                 _mib(line["peak_bytes"]), *(f"{above:+.0%}" for above in line["above"].values()),
             )  # fmt: skip
     return made
+
+
+def overview(document: dict[str, Any]) -> Table:
+    """A row per budget: of what fits, the best variant of each peer and the best plan of mdcs; its prediction, and the bound."""
+    table = Table(title="the best of each that fits, step ms", title_justify="left", box=box.SIMPLE_HEAD)
+    families = {"DDP": "ddp", "FSDP2": "fsdp2", "other peers": ""}
+    base = document["base"]
+    for heading in ("budget", *families, f"other plans\nof {base}", base, "predicted", "structural\nbound", "best peer\n× mdcs"):
+        table.add_column(heading, justify="left" if heading == "budget" else "right")
+    for part in document["budgets"]:
+        fitting = {line["engine"]: line for line in part["lines"] if line["fits"]}
+        steps = {name: line["step_s"]["median"] for name, line in fitting.items()}
+        peers = {name: step for name, step in steps.items() if name.partition(" ")[0] != base}
+        best = [_best({name: step for name, step in peers.items() if _family(name) == of}) for of in families.values()]
+        others = {name: step for name, step in steps.items() if name.startswith(f"{base} ")}
+        own = steps.get(base)
+        ratio = min(peers.values()) / own if peers and own else None
+        limit = "none" if part["budget_bytes"] is None else (
+            f"{part['budget_bytes'] / MIB:.0f} MiB" if part["over_floor"] is None else f"floor + {part['over_floor']:.0%}"
+        )  # fmt: skip
+        table.add_row(
+            limit, *best, _best(others), milliseconds(own),
+            milliseconds(fitting[base]["predicted_s"] if base in fitting else None),
+            milliseconds(part["bounds"].get("structural")), "–" if ratio is None else f"{ratio:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _family(name: str) -> str:
+    """DDP and FSDP2 have several variants that overlap; of all others one name."""
+    family = name.partition("-")[0]
+    return family if family in ("ddp", "fsdp2") and name != "ddp-no-overlap" else ""
+
+
+def _best(steps: dict[str, float]) -> str:
+    """The least, with its name."""
+    name = min(steps, key=steps.__getitem__, default=None)
+    return "–" if name is None else f"{steps[name] * 1e3:.1f}\n{name}"
 
 
 def _mib(size: float | None) -> str:

@@ -21,7 +21,7 @@ from rich.table import Table
 from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
-from experiments.job.profiles import ranks
+from experiments.job.profiles import ranks, rehearsed
 from mdcs.profile.algorithms import OPERATION
 from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.link import Kind
@@ -49,6 +49,8 @@ def show(profile: Profile, console: Console) -> None:
     console.print(units_table(profile))
     console.print(link_table(profile))
     console.print(interference_table(profile))
+    if line := rehearsed(profile):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def units_table(profile: Profile) -> Table:
@@ -70,7 +72,7 @@ def units_table(profile: Profile) -> Table:
 
 
 def link_table(profile: Profile) -> Table:
-    """A row per collective kind: latency, rate, and how much of it a block reaches."""
+    """A row per collective kind: latency, gap, rate, and how much of it blocks that follow each other reach."""
     link = profile.link
     kind = "emulated link" if link.emulated else "link"
     if shaped := profile.about.get("shaped_link"):
@@ -78,18 +80,18 @@ def link_table(profile: Profile) -> Table:
     about = f"{kind}: {link.depth} messages in flight, blocks of {profile.block / MIB:.2f} MiB"
     table = Table(title=about, title_justify="left", box=box.SIMPLE_HEAD)
     rates = sorted({name.partition(" with ")[2] for name in profile.spread if name.endswith(" in flight")})
-    for heading in ("collective", "α µs", "Gbit/s", "a block's share of the rate", *rates):
+    for heading in ("collective", "α µs", "gap µs", "Gbit/s", "a block's share of the rate", *rates):
         table.add_column(heading, justify="left" if heading == "collective" else "right")
     for kind in Kind:
-        alpha, beta = link.alpha_of(kind), link.beta_of(kind)
+        alpha, beta, gap = link.alpha_of(kind), link.beta_of(kind), link.gap_of(kind)
         rate = f"{8e-9 / beta:.2f}" if beta else "∞"
-        served = beta * profile.block
-
+        served, before = beta * profile.block, gap if link.depth > 1 else max(alpha, gap)
         operation = OPERATION[kind]
         alphas, betas = (_between(profile, f"{what} of {operation}", scale) for what, scale in (("α", 1e6), ("1/β", 8e-9)))
         flights = (_between(profile, f"{operation} with {name}", 8e-9) for name in rates)
-        share = f"{served / (alpha + served):.0%}" if alpha + served else "–"
-        table.add_row(str(kind), f"{alpha * 1e6:.1f} {alphas}".strip(), f"{rate} {betas}".strip(), share, *flights)
+        share = f"{served / (before + served):.0%}" if before + served else "–"
+        latency = f"{alpha * 1e6:.1f} {alphas}".strip()
+        table.add_row(str(kind), latency, f"{gap * 1e6:.1f}", f"{rate} {betas}".strip(), share, *flights)
     return table
 
 

@@ -27,6 +27,7 @@ from mdcs.simulator.simulate import replay
 
 if TYPE_CHECKING:
     from mdcs.calibrate.autoplan import autoplan
+    from mdcs.calibrate.autoprofile import autoprofile
     from mdcs.calibrate.slots import measure_profile
     from mdcs.checkpoint.folder import CheckpointError
     from mdcs.checkpoint.plain import export_pretrained, read_checkpoint
@@ -35,11 +36,13 @@ if TYPE_CHECKING:
     from mdcs.runtime.dispatcher import RunError
     from mdcs.runtime.emulation import Emulation
     from mdcs.runtime.scaling import LossScale
+    from mdcs.runtime.start import materialize
     from mdcs.runtime.state import merge_shards
 
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
     "autoplan": "mdcs.calibrate.autoplan",
+    "autoprofile": "mdcs.calibrate.autoprofile",
     "measure_profile": "mdcs.calibrate.slots",
     "Parallel": "mdcs.runtime.api",
     "parallelize": "mdcs.runtime.api",
@@ -49,6 +52,7 @@ _LAZY = {
     "RunError": "mdcs.runtime.dispatcher",
     "Emulation": "mdcs.runtime.emulation",
     "LossScale": "mdcs.runtime.scaling",
+    "materialize": "mdcs.runtime.start",
     "merge_shards": "mdcs.runtime.state",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.model.units"),
 }
@@ -57,8 +61,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget", "Job", "Kind", "Link",
     "LossScale", "Message", "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel",
-    "autoplan", "export_pretrained", "floor_bytes", "make_plan", "measure_profile", "merge_shards", "parallelize", "partition",
-    "read_checkpoint", "replay", "resume",
+    "autoplan", "autoprofile", "export_pretrained", "floor_bytes", "make_plan", "materialize", "measure_profile", "merge_shards",
+    "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 
 

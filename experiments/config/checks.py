@@ -195,6 +195,8 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("run.warmup_steps", f"must be < run.steps={run.steps}, got {run.warmup_steps}")
     if run.grad_precision != "same" and run.precision not in HALF:
         raise ConfigError("run.grad_precision", f"has no effect with run.precision={run.precision}, got {run.grad_precision}")
+    if config.model.norms_fp32 and run.precision not in HALF:
+        raise ConfigError("model.norms_fp32", f"has no effect with run.precision={run.precision}, got true")
     if config.cluster.backend == "nccl" and config.cluster.device != "cuda":
         raise ConfigError("cluster.backend", f"nccl needs cluster.device=cuda, got {config.cluster.device}")
     _check_emulation(config)

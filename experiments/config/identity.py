@@ -28,6 +28,7 @@ def job_identity(config: Config) -> dict[str, str]:
         described = plain(made) or {}
         out[group] = str(described.pop(TARGET))
         out |= {f"{group}.{name}": shown(value) for name, value in described.items() if name not in left_out}
+    out |= {f"model.{name}": value for name, value in config.model.made_of.items()}
     for key in _JOB_KEYS:
         group, _, name = key.partition(".")
         out[key] = shown(getattr(getattr(config, group), name))

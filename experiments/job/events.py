@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from mdcs.plan.times import TIMES
 if TYPE_CHECKING:  # which import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
     from experiments.job.workload import Workload
+    from mdcs.calibrate.trials import Trial
 
 
 def job_event(config: Config) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def job_event(config: Config) -> dict[str, Any]:
     plans, cluster = config.engine.plans, config.cluster
     return {
         "event": "job", "schema": SCHEMA, "time": time.time(), "name": config.run.name, "sweep": config.run.sweep,
-        "model": config.model.name, "engine": config.engine.name,
+        "model": config.model.label, "engine": config.engine.name,
         "strategy": config.strategy.name if plans else config.engine.label,
         "scheduler": (config.scheduler or config.strategy).name if plans else "own",
         "cross_iteration": config.run.cross_iteration if plans else None,
@@ -36,8 +37,10 @@ def job_event(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> dict[str, Any]:
-    """That training begins, and with which plan; a peer has none."""
+def start_event(
+    config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial] = ()
+) -> dict[str, Any]:
+    """That training begins, and with which plan, of those that were tried; a peer has none."""
     begins = {"event": "start", "time": time.time(), "congestion_control": network.congestion_control()}
     if plan is None:
         return begins
@@ -49,16 +52,23 @@ def start_event(config: Config, plan: mdcs.Plan | None, floor: int | None) -> di
         "collectives": str(plan.profile.collectives), "cross_iteration": plan.cross_iteration,
         "budget_bytes": budget_bytes(config, floor), "admission_bytes": plan.budget, "floor_bytes": floor,
         "outcome": plan.outcome, "bound_s": plan.bound_s, "predicted": predicted,
+        "tried": [{"strategy": t.plan.strategy, "scheduler": t.plan.scheduler, "messages": len(t.plan.messages),
+                   "predicted_s": t.predicted_s, "measured_s": t.measured_s} for t in trials],
     }  # fmt: skip
 
 
-def step_event(workload: Workload, engine: Engine, record: Record, loss: float, warmup: int) -> dict[str, Any]:
-    """A step that has ended, and whether it is warm-up; loss and norm are null where ranks are emulated: they mean nothing."""
+def step_event(
+    workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float, warmup: int
+) -> dict[str, Any]:
+    """A step that has ended, and whether it is one of the first, up to `warmup`. `processor_s` is of all threads of this process,
+    until its training thread has ended the step; loss and norm are null where ranks are emulated: they mean nothing there.
+    """
     retries = engine.allocator_retries()
     return {
         "event": "step", "step": record.step, "warmup": record.step <= warmup,
         "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes, "messages": record.messages,
         "throughput_samples_s": workload.samples_per_step / record.times.step_s,
+        "processor_s": processor_s,
         "peak_bytes": engine.peak_bytes(),
         **({} if retries is None else {"allocator_retries": retries}),
         **({} if engine.grad_norm is None else {"grad_norm": workload.shown(engine.grad_norm)}),
@@ -71,10 +81,11 @@ def whole_step(records: Sequence[Record]) -> Record:
 
 
 def summary_event(
-    workload: Workload, records: Sequence[Record], loss: float, peak: int | None, floor: int | None
-) -> dict[str, Any]:
+    workload: Workload, records: Sequence[Record], loss: float, peak: int | None, floor: int | None,
+    processor: Mapping[int, float],
+) -> dict[str, Any]:  # fmt: skip
     """Medians over `records`, the steps after warm-up; bytes and messages of a whole period, as every one sends the same;
-    `loss` is the last step's, `peak` that of the rank that held most.
+    `loss` is the last step's, `peak` that of the rank that held most, `processor` has this rank's seconds by step.
     """
     config, times = workload.config, [record.times for record in records]
 
@@ -89,6 +100,7 @@ def summary_event(
         "step_s": {"median": middle, "p10": p10, "p90": p90},
         **{name: median(name) for name in TIMES if name != "step_s"},
         "loss": workload.shown(loss), "throughput_samples_s": workload.samples_per_step / middle,
+        "processor_s": float(np.median([processor[record.step] for record in records])),
         "bytes": whole.bytes, "messages": whole.messages, "peak_bytes": peak,
         "fits": None if peak is None or budget is None else peak <= budget,
     }  # fmt: skip

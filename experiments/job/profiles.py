@@ -16,7 +16,7 @@ from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.profile.contents import SCHEMA, Profile
 from mdcs.profile.link import Link
 
-_MEASURED = 3
+_MEASURED = 4
 """Raised when equal jobs measure something else than before: the runtime, the links or what is measured have changed."""
 
 
@@ -89,7 +89,14 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
 
 def ranks(profile: Profile) -> str:
     """How many, in words."""
-    return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks"
+    compute = ", timed compute" if profile.about.get("model.compute") == "timed" else ""
+    return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks{compute}"
+
+
+def rehearsed(profile: Profile) -> str:
+    """A line: how far predictions with this profile are from the steps of the plans that were rehearsed; empty if none was."""
+    off = (f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in profile.rehearsed.items())
+    return "predicted against measured in rehearsal: " + ", ".join(off) if profile.rehearsed else ""
 
 
 def _analytic(c: ProfileConfig, depth: int) -> Profile:

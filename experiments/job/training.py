@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,14 +27,16 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     config, plan, run = workload.config, workload.plan, workload.config.run
     metrics = JsonLines(folder / METRICS) if workload.writes else None
     if metrics:
-        metrics.write(events.start_event(config, plan, floor))
+        metrics.write(events.start_event(config, plan, floor, workload.trials))
     if run.eval_every:
         workload.batches(held_out=True, epochs=1)  # too few samples are an error now, not at the first evaluation
     losses: dict[int, float] = {}
+    processor: dict[int, float] = {}
     kept: list[Record] = []
     gc.collect()
     gc.disable()  # a collection in the middle of a slot would be measured as compute
     with config.engine.prepare(config, workload) as engine:
+        used = time.process_time()
         schedule = make_schedule(config, engine.optimizer)
         checkpointing = Checkpointing(config, folder, engine, schedule, metrics)
         done = checkpointing.resume()
@@ -44,9 +47,10 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
             losses[step] = train_step(workload, batches, engine)
             engine.step()
             schedule.step()
+            processor[step], used = time.process_time() - used, time.process_time()
             if step == warmup:
                 engine.reset_memory()
-            kept += report(metrics, workload, engine, losses, warmup, flush=False)
+            kept += report(metrics, workload, engine, losses, processor, warmup, flush=False)
             if run.eval_every and step % run.eval_every == 0:
                 evaluate(metrics, workload, engine, step)
             checkpointing.after(step)
@@ -55,10 +59,10 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         engine.drain()
         status.set(phase="finishing")
         checkpointing.finish()
-        kept += report(metrics, workload, engine, losses, warmup, flush=True)
+        kept += report(metrics, workload, engine, losses, processor, warmup, flush=True)
         kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before the ranks talk of it, which takes bytes too
-        summary = events.summary_event(workload, kept, losses[run.steps], highest_peak(workload, engine), floor)
+        summary = events.summary_event(workload, kept, losses[run.steps], highest_peak(workload, engine), floor, processor)
         engine.write(folder)
     gc.enable()
     if metrics:
@@ -93,13 +97,14 @@ def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step
 
 
 def report(
-    metrics: JsonLines | None, workload: Workload, engine: Engine, losses: dict[int, float], warmup: int, *, flush: bool
-) -> list[Record]:
-    """Write the steps that have ended, messages included: one step later than compute."""
+    metrics: JsonLines | None, workload: Workload, engine: Engine, losses: Mapping[int, float], processor: Mapping[int, float],
+    warmup: int, *, flush: bool,
+) -> list[Record]:  # fmt: skip
+    """Write the steps that have ended, messages included: one step later than compute; losses and processor seconds by step."""
     records = engine.records(flush=flush)
     if metrics:
         for record in records:
-            metrics.write(events.step_event(workload, engine, record, losses[record.step], warmup))
+            metrics.write(events.step_event(workload, engine, record, losses[record.step], processor[record.step], warmup))
     return records
 
 

@@ -54,6 +54,8 @@ def plan_job(folder: Path, workload: Workload, only: str | None) -> int:
     if only != "profile":
         status.set(phase="planning")
         workload.plan = on_rank_zero(lambda: make_plan(config, job, floor))
+        if only is None:
+            workload.try_plans()
         if workload.writes:
             write_plan(folder, workload.plan)
     return floor

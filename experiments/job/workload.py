@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 import mdcs
 from experiments.config.identity import identity
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
-from mdcs.calibrate.agreement import agree
-from mdcs.calibrate.interference import measure_interference
-from mdcs.calibrate.link_timing import measure_link
-from mdcs.calibrate.rehearsal import rehearse
+from mdcs.calibrate.agreement import on_rank_zero
+from mdcs.calibrate.link_timing import MeasuredLink
+from mdcs.calibrate.trials import Trial, candidates, cost_s, fastest
+
+_TRIALS, _TRIALS_COST = 3, 0.03
+"""Plans that are tried where a config does not say how many, and the most of a run that it may take."""
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,8 +40,11 @@ class Workload:
         self.grad_dtype = torch.float32 if config.run.grad_precision == "fp32" else None
         self.task = config.model.build(seed=config.run.seed)
         self.model: nn.Module = self.task.model.to(device=device, dtype=self.dtype)
+        if config.model.norms_fp32:
+            widen_norms(self.model)
         freeze(self.model, config.model.frozen)
         self.plan: mdcs.Plan | None = None
+        self.trials: tuple[Trial, ...] = ()
         self.config = config
         self.samples_per_step = config.data.batch_size * config.run.accumulation * self.world
 
@@ -88,29 +92,36 @@ class Workload:
         known = profiles.known(config)
         if known is not None:
             return known
-        made = profiles.emulated(config)
-        link, collectives, spread = (*made, {}) if made else measure_link(
-            self.device, depth=config.link.depth, wanted=config.collectives.named()
-        )
+        emulated = profiles.emulated(config)
+        return mdcs.autoprofile(
+            self.model, self.optimizer, self.units, self._trying(), link=MeasuredLink(*emulated, {}) if emulated else None,
+            depth=config.link.depth, collectives=config.collectives.named(), master_dtype=self.master_dtype,
+            grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=identity(config), emulate=self.emulate,
+            computes=config.model.computes,
+        )  # fmt: skip
+
+    def try_plans(self) -> None:
+        """Put the fastest of the plan and the best heuristics' in the plan's place, if the config asks for trials."""
+        plan, asked = self.plan, getattr(self.config.strategy, "trials", 1)
+        assert plan is not None and plan.prediction is not None
+        if asked is None:
+            cost = cost_s([plan] * _TRIALS)
+            asked = _TRIALS if cost <= _TRIALS_COST * self.config.run.steps * plan.prediction.step_s else 1
+        if asked == 1:
+            return
+        status.set(phase="trying plans")
+        plans = on_rank_zero(lambda: candidates(plan, asked))
+        self.plan, self.trials = fastest(plans, self.model, self.units, self._trying(), self.optimizer, emulate=self.emulate)
+
+    def _trying(self) -> Callable[[], Tensor]:
+        """Forward passes on batches from the first on, for what is measured before training."""
         batches = self.batches()
 
         def step() -> Tensor:
             status.set()  # it goes on: with many ranks on few cores for longer than a rank may be silent
-            return self._next_loss(batches)
+            return self.loss(next(batches))
 
-        status.set()
-        dist.barrier()
-        profile = mdcs.measure_profile(
-            self.model, self.units, step, self.optimizer, world=self.world, link=link,
-            iterations=config.run.profile_iterations, collectives=collectives, about=identity(config),
-            master_dtype=self.master_dtype, grad_dtype=self.grad_dtype,
-        )  # fmt: skip
-        profile = dataclasses.replace(profile, spread=profile.spread | spread)
-        profile = measure_interference(agree(profile), self.model, step, self.optimizer, emulate=self.emulate)
-        return rehearse(profile, self.model, self.units, step, self.optimizer, emulate=self.emulate)
-
-    def _next_loss(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
-        return self.loss(next(batches))
+        return step
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
@@ -121,6 +132,16 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             raise ValueError(f"model.frozen: {pattern!r} matches no parameter")
         for p in matched:
             p.requires_grad_(False)
+
+
+def widen_norms(model: nn.Module) -> None:
+    """Let norms compute in float32, parameters and statistics included, in a model of another precision.
+
+    They take inputs of less precision as they are, and give outputs of that.
+    """
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, _NormBase)):
+            module.float()
 
 
 def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass | mdcs.BySize | mdcs.ByLeaf:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from experiments.tasks.inputs import Inputs
 from mdcs.options import Checked, option
@@ -21,15 +21,29 @@ if TYPE_CHECKING:
 class Model(Checked, ABC):
     """The options that all models have. A subclass adds its numbers, and says what it reads and how it is made."""
 
+    computes: ClassVar[bool] = True
+    """Whether forward and backward take the cores' time."""
+
     name: str = option("", "of these numbers, in tables", profiled=False)
     wrap: str = option("block", "what becomes a unit", choices=("block", "size", "leaf"))
     wrap_min_params: int = option(100_000, "wrap=size: the smallest unit, in parameters", at_least=1)
     frozen: tuple[str, ...] = option((), "parameters that are not trained: patterns of their names (fnmatch)")
+    norms_fp32: bool = option(False, "norms keep fp32 in run.precision=bf16 or fp16")
 
     @property
     def checkpointing(self) -> bool | str:
         """Whether activations are recomputed in backward; "auto" leaves that to planning. An option where a model can."""
         return False
+
+    @property
+    def label(self) -> str:
+        """What tables and pictures call it."""
+        return self.name
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """What a profile depends on beside the options, by name: contents of files."""
+        return {}
 
     @property
     @abstractmethod

@@ -6,13 +6,14 @@ import dataclasses
 import pickle
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from mdcs.plan.messages import Plan
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Link
+
+T = TypeVar("T")
 
 
 def agree(profile: Profile, link: Link | None = None) -> Profile:
@@ -41,13 +42,13 @@ def agree(profile: Profile, link: Link | None = None) -> Profile:
     return dataclasses.replace(first, slots=slots, link=link or first.link, spread=spread)
 
 
-def on_rank_zero(make: Callable[[], Plan]) -> Plan:
-    """The plan that rank 0 makes, on every rank. Raises what ``make`` raises, on every rank, too.
+def on_rank_zero(make: Callable[[], T]) -> T:
+    """What rank 0 makes, plans for instance, on every rank. Raises what ``make`` raises, on every rank, too.
 
     Collective: call it on every rank; ``make`` is called on rank 0 only. An error that cannot be sent is a RuntimeError of
     its text on the other ranks.
     """
-    made: Plan | Exception | None = None
+    made: T | Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             made = make()

@@ -6,12 +6,11 @@ import warnings
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.calibrate.link_timing import measure_link
-from mdcs.calibrate.slots import measure_profile
+from mdcs.calibrate.agreement import on_rank_zero
+from mdcs.calibrate.autoprofile import autoprofile
+from mdcs.calibrate.trials import candidates, fastest
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
@@ -36,15 +35,19 @@ def autoplan(
     reserve: int = 0,
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
+    trials: int = 1,
 ) -> Plan:
     """A plan for training ``model`` within ``budget`` bytes per rank; collective: call it on every rank.
 
+    The profile is that of :func:`mdcs.autoprofile`; with one that is at hand :func:`mdcs.make_plan` plans alike.
     ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` and ``scheduler`` are planners or
     their names (:mod:`mdcs.planner.named`); the scheduler is priority unless one is given, and none for a strategy that decides
     the schedule. ``schedule_share`` is that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve``
     (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
-    :func:`mdcs.calibrate.slots.measure_profile`. On CPU, activations are measured in processes that are started with
-    :func:`mdcs.measure.memory.preload_env`; elsewhere a budget does not count them, with a warning.
+    :func:`mdcs.calibrate.slots.measure_profile`. With ``trials`` above 1 so many plans, the one asked for and the best of
+    heuristics, run for a few steps each, and the fastest is returned (:func:`mdcs.calibrate.trials.fastest`). On CPU,
+    activations are measured in processes that are started with :func:`mdcs.measure.memory.preload_env`; elsewhere a budget
+    does not count them, with a warning.
 
     Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
     rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits.
@@ -53,13 +56,7 @@ def autoplan(
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    link, collectives, _ = measure_link(units[0].parameters[0][1].device)
-    profile = measure_profile(
-        model, units, step, optimizer, world=world, link=link, collectives=collectives,
-        master_dtype=master_dtype, grad_dtype=grad_dtype,
-    )  # fmt: skip
-    profile = agree(profile)
+    profile = autoprofile(model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype)
     if budget is not None and not any(slot.peak for slot in profile.slots):
         warnings.warn(
             "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
@@ -67,4 +64,7 @@ def autoplan(
             stacklevel=2,
         )
     job = Job(profile, micro_steps, cross_iteration, reserve)
-    return on_rank_zero(lambda: make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share))
+    plans = on_rank_zero(
+        lambda: candidates(make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share), trials)
+    )
+    return fastest(plans, model, units, step, optimizer)[0]

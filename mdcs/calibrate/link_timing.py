@@ -1,9 +1,16 @@
-"""Measure the link: every algorithm of every operation over a sweep of message sizes, on the process group itself.
+"""Measure the link: trains of messages by every algorithm, sent as the runtime sends them, and single messages beside them.
 
-Each is run as the runtime runs it (:mod:`mdcs.runtime.communicator`). The fastest of an operation is the one whose
-mean is smallest at the size nearest to a block, not counting its slowest sample: some algorithms are at times twice as
-slow, when two ranks happen to send one after the other. α and β are fitted to its medians. How many messages should be
-in flight is measured, if asked for, with a few blocks one after the other: as few as are nearly as fast as any number.
+A train is a row of messages of one size, a few in flight, each with buffers that are allocated when it starts, and summed and
+freed when it has ended (:mod:`mdcs.runtime.communicator`). Between the ends of two messages, with as many in flight beside both,
+lie gap + β · bytes for each: neither the latency shows there, nor what a link lets through after a pause. A train's time is the
+median over its pairs of ends, for a rank that shares its cores may come late to see one. Algorithms take turns, so that what else
+the machine does falls on all of them alike.
+
+All algorithms send trains of two sizes once. Those that are near the fastest at either send more of the size that saturates
+the link; the fastest is the one with the least median. The chosen ones then send all sizes: gap and β are the highest line below
+the medians of every size, since what else the machine does adds to them, and most to those of short trains; the latency is the
+least of small single messages. How many messages should be in flight is measured, if asked for, with trains of blocks: as few as
+are nearly as fast as any number.
 """
 
 from __future__ import annotations
@@ -11,31 +18,36 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from mdcs.calibrate import regression
-from mdcs.calibrate.clock import now
+from mdcs.calibrate.clock import Mark
+from mdcs.calibrate.regression import Line, below, spread
 from mdcs.profile.algorithms import ALGORITHMS, KIND, OPERATION, Collectives
 from mdcs.profile.link import Kind, Link
 from mdcs.runtime.communicator import Communicator, Running, backend_of
 from mdcs.sizes import MIB
 
-SIZES = (MIB // 16, MIB // 4, MIB, 4 * MIB)  # payload bytes
-_REPEATS = 7
+_SIZES = MIB // 4, MIB, 4 * MIB  # payload bytes of the messages of trains; larger ones leave a CPU's caches, and are slower
+_LARGER = 16 * MIB, 64 * MIB  # on CUDA
+_LONG = 1.0  # seconds: a train that would take more is not sent
+_MESSAGES, _TRAIN = (4, 12), 6 * MIB  # so many in a train, as they make about so many bytes
+_TURNS = 3
+_NEAR = 1.3  # times as slow as the fastest: may be the fastest in another turn
+_ALONE, _REPEATS = MIB // 256, 15  # payload bytes of a single message: so few that they take next to no time
 _SATURATED = 0.97
-_BLOCKS = MIB // 4, 4 * MIB  # the smallest and the largest
-_DEPTHS, _QUEUED, _NEARLY = (1, 2, 3, 4), 8, 1.05
+_DEPTHS, _NEARLY = (1, 2, 4), 1.05
 
 
 class MeasuredLink(NamedTuple):
     """The link, the algorithms it was measured with, and how much that varied.
 
-    ``spread`` has the 10th and 90th percentile of α (seconds) and 1/β (bytes sent per second) by operation, and of the
+    ``spread`` has the 10th and 90th percentile of α and gap (seconds) and 1/β (bytes sent per second) by operation, and of the
     bytes sent per second with so many messages in flight, if that was measured.
     """
 
@@ -46,31 +58,25 @@ class MeasuredLink(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one algorithm by payload bytes, sample by sample: until its result is there (``done``), and
-    until all is received, before the sum that follows (``served``).
-
-    An algorithm is chosen by the first; α and β are fitted to the second.
-    """
+    """Seconds per message in trains of one algorithm, by payload bytes, turn by turn; the same on all ranks."""
 
     operation: str
-    algorithm: str
-    done: dict[int, list[float]]
-    served: dict[int, list[float]]
+    collectives: Collectives
+    samples: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the algorithm."""
+        return self.collectives.of(KIND[self.operation])
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Median seconds until the result is there, by payload bytes."""
-        return {size: statistics.median(samples) for size, samples in self.done.items()}
+        """Medians over the turns."""
+        return {size: statistics.median(samples) for size, samples in self.samples.items()}
 
-    @property
-    def link_s(self) -> dict[int, float]:
-        """Median seconds until all is received, by payload bytes."""
-        return {size: statistics.median(samples) for size, samples in self.served.items()}
-
-    def expected(self, size: int) -> float:
-        """Mean seconds in all but the slowest sample."""
-        samples = sorted(self.done[size])
-        return statistics.fmean(samples[: max(1, len(samples) - 1)])
+    def turn(self, number: int) -> Timing:
+        """What one turn showed."""
+        return replace(self, samples={size: [samples[number]] for size, samples in self.samples.items()})
 
 
 def measure_link(
@@ -80,7 +86,7 @@ def measure_link(
     depth: int | None = 2,
     wanted: Mapping[str, str] | None = None,
 ) -> MeasuredLink:
-    """The algorithm of each operation, and α–β of the link with them by least squares over four sizes.
+    """The algorithm of each operation, and the link's α, gap and β with them.
 
     ``depth`` is how many messages are in flight; None: measured.
 
@@ -98,69 +104,113 @@ def measure_link(
         operation: (getattr(chosen, operation),) if only_default or operation in wanted else names
         for operation, names in ALGORITHMS[backend].items()
     }
-    timings = measure_algorithms(device, candidates, SIZES, group=group)
-    block = _link(timings, chosen, world, 1)[0].block
-    nearest = min(SIZES, key=lambda size: abs(math.log(size / block)))
-    for operation in candidates:
-        fastest = min((t for t in timings if t.operation == operation), key=lambda t: t.expected(nearest))
-        chosen = replace(chosen, **{operation: fastest.algorithm})
-    link, spread = _link(timings, chosen, world, depth or 1)
+    ranks, in_flight = _Ranks(device, group), depth or 2
+    timings = ranks.timings(candidates)
+    ranks.trains(timings, _SIZES[:2], in_flight, 1)
+    near = [t for t in timings if _is_near(t, timings)]
+    sizes = [*_SIZES[:2], *_larger(near, device)]
+    nearest = _nearest(sizes[1:], _block(_lines(near)))  # the shortest trains are the most disturbed
+    ranks.trains(near, [nearest], in_flight)
+    fastest = _fastest(near, nearest)
+    ranks.trains(fastest, sizes, in_flight)
+    alone = ranks.alone(fastest)
+
+    chosen = replace(chosen, **{t.operation: t.algorithm for t in fastest})
+    lines, turns = _lines(fastest), [_lines([t.turn(number) for t in fastest]) for number in range(_TURNS)]
+    varied = {f"α of {operation}": spread(samples) for operation, samples in alone.items()}
+    for operation in alone:
+        varied[f"gap of {operation}"] = spread([turn[operation].intercept for turn in turns])
+        sent = chosen.sent(KIND[operation], MIB, world) / MIB
+        if rates := [sent / turn[operation].slope for turn in turns if turn[operation].slope]:
+            varied[f"1/β of {operation}"] = spread(rates)
+    block = min(max(_block(lines), sizes[0]), sizes[-1])
     if depth is None:
-        rates = measure_depths(device, chosen, link.block, group=group)
-        link = replace(link, depth=max(_shallowest(by_depth) for by_depth in rates.values()))
-        for operation, by_depth in rates.items():
-            spread |= {f"{operation} with {n} in flight": regression.spread(samples) for n, samples in by_depth.items()}
-    return MeasuredLink(link, chosen, spread)
+        in_flight, rates_by_depth = _depth(ranks, fastest, _nearest(sizes, block))
+        varied |= rates_by_depth
+    by_kind = [
+        (min(alone[OPERATION[kind]]), gap, beta * MIB / chosen.sent(kind, MIB, world))
+        for kind, (gap, beta) in ((kind, lines[OPERATION[kind]]) for kind in Kind)
+    ]
+    alphas, gaps, betas = zip(*by_kind, strict=True)
+    return MeasuredLink(Link(alphas, betas, in_flight, block, gap=gaps), chosen, varied)
 
 
-def measure_algorithms(
+def measure_trains(
     device: torch.device,
-    candidates: Mapping[str, Sequence[str]],
-    sizes: Sequence[int],
+    candidates: Mapping[str, Iterable[str]],
+    sizes: Iterable[int],
     *,
     group: dist.ProcessGroup | None = None,
-    repeats: int = _REPEATS,
+    depth: int = 2,
+    turns: int = _TURNS,
 ) -> list[Timing]:
-    """Times of the ``candidates`` (algorithms by operation), the same on all ranks: a message ends when it has on each.
+    """Trains of the ``candidates`` (algorithms by operation) for every size (payload bytes), ``depth`` messages in flight.
 
-    ``sizes`` are payload bytes; of each, ``repeats`` samples follow one that warms up. Algorithms take turns, so that what
-    else the machine does falls on all of them alike. Collective: call it on every rank.
+    Collective: call it on every rank.
     """
-    pairs = [(operation, name) for operation, names in candidates.items() for name in names]
-    timings = [Timing(operation, name, {}, {}) for operation, name in pairs]
-    for size in sizes:
-        default = Collectives.default(backend_of(group, device))
-        messages = [_Message(replace(default, **{op: name}), op, size, device, group) for op, name in pairs]
-        samples = torch.tensor(
-            [[_time(message, device, group) for message in messages] for _ in range(1 + repeats)],
-            dtype=torch.float64, device=device,
-        )[1:]  # fmt: skip
-        dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
-        for timing, column in zip(timings, samples.transpose(0, 1).tolist(), strict=True):
-            served, done = zip(*column, strict=True)
-            timing.served[size], timing.done[size] = list(served), list(done)
+    ranks = _Ranks(device, group)
+    timings = ranks.timings(candidates)
+    ranks.trains(timings, sizes, depth, turns)
     return timings
 
 
-def measure_depths(
-    device: torch.device, collectives: Collectives, block: int, *, group: dist.ProcessGroup | None = None
-) -> dict[str, dict[int, list[float]]]:
-    """Bytes sent per second by operation and number of messages in flight, sample by sample, the same on all ranks.
+def _depth(ranks: _Ranks, timings: Sequence[Timing], size: int) -> tuple[int, dict[str, tuple[float, float]]]:
+    """How many messages of ``size`` bytes should be in flight; how many bytes are sent per second with how many of them."""
+    trains = {depth: [replace(t, samples={}) for t in timings] for depth in _DEPTHS}
+    for turn in range(_TURNS):
+        for depth, own in trains.items():
+            ranks.trains(own, [size], depth, turn + 1)
+    shallowest, shown = 1, dict[str, tuple[float, float]]()
+    for number, t in enumerate(timings):
+        sent = t.collectives.sent(KIND[t.operation], size, ranks.world)
+        rates = {depth: [sent / seconds for seconds in own[number].samples[size]] for depth, own in trains.items()}
+        shallowest = max(shallowest, _shallowest(rates))
+        shown |= {f"{t.operation} with {depth} in flight": spread(samples) for depth, samples in rates.items()}
+    return shallowest, shown
 
-    Messages have ``block`` payload bytes. Collective: call it on every rank.
-    """
-    rates: dict[str, dict[int, list[float]]] = {}
-    for operation, kind in KIND.items():
-        messages = [_Message(collectives, operation, block, device, group) for _ in range(max(_DEPTHS))]
-        samples = torch.tensor(
-            [[_queue(messages[:depth], device, group) for depth in _DEPTHS] for _ in range(1 + _REPEATS)],
-            dtype=torch.float64, device=device,
-        )[1:]  # fmt: skip
-        dist.all_reduce(samples, op=dist.ReduceOp.MAX, group=group)
-        sent = _QUEUED * collectives.sent(kind, block, dist.get_world_size(group))
-        columns = samples.transpose(0, 1).tolist()
-        rates[operation] = {n: [sent / s for s in column] for n, column in zip(_DEPTHS, columns, strict=True)}
-    return rates
+
+def _larger(timings: Iterable[Timing], device: torch.device) -> list[int]:
+    """The sizes beyond the first two of which a train is not too long."""
+    most = max(t.seconds[_SIZES[1]] / _SIZES[1] for t in timings)
+    sizes = (*_SIZES[2:], *_LARGER) if device.type == "cuda" else _SIZES[2:]
+    return [size for size in sizes if most * size * _messages(size) <= _LONG]
+
+
+def _is_near(timing: Timing, timings: Iterable[Timing]) -> bool:
+    """Whether it is nearly as fast as the fastest of its operation at any size: a train may have been disturbed."""
+    others = [t for t in timings if t.operation == timing.operation]
+    return any(s <= _NEAR * min(t.seconds[size] for t in others) for size, s in timing.seconds.items())
+
+
+def _fastest(timings: Iterable[Timing], size: int) -> list[Timing]:
+    """One of each operation."""
+    best: dict[str, Timing] = {}
+    for t in timings:
+        if t.operation not in best or t.seconds[size] < best[t.operation].seconds[size]:
+            best[t.operation] = t
+    return list(best.values())
+
+
+def _nearest(sizes: Iterable[int], block: int) -> int:
+    return min(sizes, key=lambda size: abs(math.log(size / block)))
+
+
+def _lines(timings: Iterable[Timing]) -> dict[str, Line]:
+    """By operation: seconds = gap + slope · payload bytes, below the medians of each size."""
+    samples: dict[str, dict[int, list[float]]] = {}
+    for t in timings:
+        for size, seconds in t.samples.items():
+            samples.setdefault(t.operation, {}).setdefault(size, []).extend(seconds)
+    return {
+        operation: below([(size, statistics.median(seconds)) for size, seconds in by_size.items()])
+        for operation, by_size in samples.items()
+    }
+
+
+def _block(lines: Mapping[str, Line]) -> int:
+    """Payload bytes with which the link has 97 % of its rate: the gap is 3 % of the whole."""
+    blocks = [gap / slope * _SATURATED / (1 - _SATURATED) for gap, slope in lines.values() if slope]
+    return max(1, int(max(blocks, default=0)))
 
 
 def _shallowest(rates: Mapping[int, Sequence[float]]) -> int:
@@ -169,76 +219,99 @@ def _shallowest(rates: Mapping[int, Sequence[float]]) -> int:
     return min(depth for depth, rate in medians.items() if rate * _NEARLY >= max(medians.values()))
 
 
-def _link(
-    timings: list[Timing], collectives: Collectives, world: int, depth: int
-) -> tuple[Link, dict[str, tuple[float, float]]]:
-    fits, spread = {}, {}
-    for t in timings:
-        kind = KIND[t.operation]
-        if collectives.of(kind) == t.algorithm:
-            sent = {size: collectives.sent(kind, size, world) for size in t.link_s}
-            fits[kind] = _alpha_beta([(sent[size], s) for size, s in t.link_s.items()])
-            rounds = zip(*t.served.values(), strict=True)
-            each = [_alpha_beta(list(zip(sent.values(), seconds, strict=True))) for seconds in rounds]
-            spread[f"α of {t.operation}"] = regression.spread([a for a, _ in each])
-            if rates := [1 / b for _, b in each if b]:
-                spread[f"1/β of {t.operation}"] = regression.spread(rates)
-    alpha, beta = zip(*(fits[KIND[OPERATION[kind]]] for kind in Kind), strict=True)
-    block = int(max(alpha) / max(beta) * _SATURATED / (1 - _SATURATED)) if max(beta) > 0 else MIB
-    return Link(alpha, beta, depth, min(max(block, _BLOCKS[0]), _BLOCKS[1])), spread
+def _messages(size: int) -> int:
+    """Of a train, beside those that come before and behind them."""
+    return min(max(_TRAIN // size, _MESSAGES[0]), _MESSAGES[1])
+
+
+class _Ranks:
+    """What sends, on all ranks of a group at once. What it returns is the same on all."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.device, self.group, self.world = device, group, dist.get_world_size(group)
+
+    def timings(self, candidates: Mapping[str, Iterable[str]]) -> list[Timing]:
+        """Of the ``candidates``, algorithms by operation, before anything is sent."""
+        default = Collectives.default(backend_of(self.group, self.device))
+        pairs = ((operation, name) for operation, names in candidates.items() for name in names)
+        return [Timing(operation, replace(default, **{operation: name})) for operation, name in pairs]
+
+    def trains(self, timings: Sequence[Timing], sizes: Iterable[int], depth: int, turns: int = _TURNS) -> None:
+        """Send trains of each size until every algorithm has sent it in so many turns."""
+        for size in sizes:
+            while behind := [t for t in timings if len(t.samples.get(size, ())) < turns]:
+                for t, seconds in zip(behind, self._mean([self._train(t, size, depth) for t in behind]), strict=True):
+                    t.samples.setdefault(size, []).append(seconds)
+
+    def alone(self, timings: Sequence[Timing]) -> dict[str, list[float]]:
+        """Seconds of single small messages, by operation."""
+        samples = [self._mean([self._single(t) for t in timings]) for _ in range(1 + _REPEATS)]
+        columns = zip(*samples[1:], strict=True)  # the first warms up
+        return {t.operation: list(column) for t, column in zip(timings, columns, strict=True)}
+
+    def _mean(self, seconds: list[float]) -> list[float]:
+        """Of the ranks."""
+        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, group=self.group)
+        mean: list[float] = (found / self.world).tolist()
+        return mean
+
+    def _train(self, timing: Timing, size: int, depth: int) -> float:
+        """Seconds per message: the median over pairs of those that end with as many in flight behind them."""
+        messages = [_Message(timing, size, self.device, self.group) for _ in range(depth)]
+        counted = -(-_messages(size) // depth) * depth  # some algorithms end those in flight all at once
+        dist.barrier(group=self.group)
+        in_flight = deque(message.start() for message in messages)
+        ends, unused = [], [0.0]
+        for ended in range(counted + depth):
+            in_flight.popleft().wait()
+            ends.append(Mark(self.device))
+            message = messages[ended % depth]
+            message.land()
+            # If nothing was on its way meanwhile: a sum is no time on the link.
+            unused.append(unused[-1] + (0.0 if in_flight or not message.sums else ends[-1].until(Mark(self.device))))
+            if ended < counted:
+                in_flight.append(message.start())
+        return statistics.median(
+            (ends[i].until(ends[j]) - (unused[j] - unused[i])) / (j - i)
+            for i in range(counted)
+            for j in range(i + depth, counted + 1, depth)
+        )
+
+    def _single(self, timing: Timing) -> float:
+        message = _Message(timing, _ALONE, self.device, self.group)
+        dist.barrier(group=self.group)
+        begin = Mark(self.device)
+        message.start().wait()
+        return begin.until(Mark(self.device))
 
 
 class _Message:
-    """One message of ``size`` bytes with buffers of its own, to be sent again and again."""
+    """One message, to be sent again and again; what else it needs is allocated each time."""
 
-    def __init__(
-        self, collectives: Collectives, operation: str, size: int, device: torch.device, group: dist.ProcessGroup | None
-    ) -> None:
-        self.collectives, self.kind, self.communicator = collectives, KIND[operation], Communicator(collectives, group)
+    def __init__(self, timing: Timing, size: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.collectives, self.kind = timing.collectives, KIND[timing.operation]
+        self.sums = self.collectives.sums_afterwards(self.kind)
+        self.communicator = Communicator(self.collectives, group)
         self.world = self.communicator.world
-        elements = size // 4 // self.world * self.world
-        self.buffer = torch.zeros(elements, device=device)
-        self.received = torch.zeros(collectives.buffer(self.kind, elements, self.world), device=device)
-        self.out = torch.zeros(elements // self.world, device=device)
+        self.buffer = torch.zeros(size // 4 // self.world * self.world, device=device)
+        self.received: Tensor | None = None
+        self.out: Tensor | None = None
 
     def start(self) -> Running:
+        elements = self.buffer.numel()
+        if self.kind.is_gather:
+            return self.communicator.all_gather(self.buffer)
+        if self.collectives.of(self.kind) != "native":
+            self.received = self.buffer.new_empty(self.collectives.buffer(self.kind, elements, self.world))
         if self.kind is Kind.AR:
             return self.communicator.all_reduce(self.buffer, self.received)
-        if self.kind is Kind.RS:
-            return self.communicator.reduce_scatter(self.buffer, self.received, self.out)
-        return self.communicator.all_gather(self.buffer)
+        self.out = self.buffer.new_empty(elements // self.world)
+        return self.communicator.reduce_scatter(self.buffer, self.received, self.out)
 
     def land(self) -> None:
-        """What follows the collective."""
-        if self.collectives.sums_afterwards(self.kind):
+        """Sum what the collective has left to sum, and free."""
+        if self.sums:
+            assert self.received is not None
             torch.sum(self.received.view(self.world, -1), dim=0, out=self.out)
-
-
-def _time(message: _Message, device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """Seconds until the collective is done, and until what follows it is."""
-    dist.barrier(group=group)
-    begin = now(device)
-    message.start().wait()
-    middle = now(device)
-    message.land()
-    return middle - begin, now(device) - begin
-
-
-def _queue(messages: Sequence[_Message], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Seconds that a few messages take in a row, as many in flight as there are ``messages``."""
-    in_flight: deque[Running] = deque()
-    dist.barrier(group=group)
-    begin = now(device)
-    for number in range(_QUEUED):
-        if len(in_flight) == len(messages):
-            in_flight.popleft().wait()
-        in_flight.append(messages[number % len(messages)].start())
-    for running in in_flight:
-        running.wait()
-    return now(device) - begin
-
-
-def _alpha_beta(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(α, β) of (bytes, seconds), neither negative; where α would be, β is still what more bytes cost."""
-    alpha, beta = regression.line(points)
-    return alpha, max(beta, regression.least_squares(points).slope)
+        self.received = self.out = None

@@ -44,6 +44,24 @@ def line(points: Sequence[tuple[float, float]], *, relative: bool = False) -> Li
     return Line(0.0, max(0.0, float((x @ y) / (x @ x))))
 
 
+def below(points: Sequence[tuple[float, float]]) -> Line:
+    """The highest line that no point lies below, with neither intercept nor slope below 0: for what disturbances only add to.
+
+    It maximises Σ intercept + slope · x, a linear program in two variables, by trying its corners: lines through two points,
+    through one and the origin, level through one. For x and y above 0; (0, 0) without points.
+    """
+    x, y, _ = _columns(points, relative=False)
+    if not x.size:
+        return Line(0.0, 0.0)
+    corners = [Line(0.0, float((y / x).min())), Line(float(y.min()), 0.0)]
+    for i, j in zip(*np.triu_indices(len(x), 1), strict=True):
+        if x[i] != x[j]:
+            slope = float((y[j] - y[i]) / (x[j] - x[i]))
+            corners.append(Line(float(y[i] - slope * x[i]), slope))
+    possible = (c for c in corners if min(c) >= 0 and (c.intercept + c.slope * x <= y * (1 + 1e-9)).all())
+    return max(possible, key=lambda c: float((c.intercept + c.slope * x).sum()))
+
+
 def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
     """What turns modelled into seen losses (seconds): their least squares, drawn to 1 by as much as they are ``noise``.
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.calibrate.regression import factor, line
-from mdcs.calibrate.slots import slot_seconds, untouched
-from mdcs.measure.memory import current_meter
+from mdcs.calibrate.slots import slot_seconds
+from mdcs.calibrate.trials import cost_s, periods
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
@@ -31,12 +29,10 @@ from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
-from mdcs.runtime.api import parallelize
 from mdcs.runtime.emulation import Emulation
 from mdcs.simulator.simulate import replay
 
 _ROUNDS, _PERIODS = 3, 3
-_WARMUP = 1
 _MOST_SECONDS = 100.0  # for all rounds; there is one in any case
 
 _NOISE = 0.05  # of computing: by how much its time differs from minute to minute on a shared machine
@@ -49,6 +45,7 @@ _REHEARSED: tuple[tuple[str, Scheduler], ...] = (
     ("fsdp", Wfbp()),
     ("dp", Wfbp()),
 )
+_NAMES = tuple(f"{strategy} {scheduler.name}" for strategy, scheduler in _REHEARSED)
 
 
 class Seen(NamedTuple):
@@ -57,6 +54,11 @@ class Seen(NamedTuple):
     computing: float
     waiting: float
     communicating: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the iteration."""
+        return self.computing + self.waiting
 
     @classmethod
     def of(cls, times: StepTimes) -> Seen:
@@ -99,7 +101,7 @@ def rehearse(
 
 
 def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Profile:
-    """The profile with its contention fitted to what was seen of the rehearsed ``plans``."""
+    """The profile with its contention fitted to what was seen of the rehearsed ``plans``, and how well it predicts them."""
     sequential, dear, wfbp, all_reduces = zip(plans, seen, strict=True)
     overlapping = [dear, wfbp, all_reduces]
 
@@ -114,7 +116,9 @@ def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pro
         later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).waiting
         waits.append(((later - waiting) / _SMALL, times.waiting - waiting))
     waited = line(waits)
-    return _with(profile, dispatch_seconds=waited.slope, turn_seconds=waited.intercept)
+    profile = _with(profile, dispatch_seconds=waited.slope, turn_seconds=waited.intercept)
+    steps = zip(_NAMES, (_replay(plan, profile).step for plan in plans), (times.step for times in seen), strict=True)
+    return dataclasses.replace(profile, rehearsed={name: (predicted, measured) for name, predicted, measured in steps})
 
 
 def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]) -> float:
@@ -152,30 +156,8 @@ def _run(
     emulate: Emulation | None,
 ) -> Seen:
     """Medians over the periods, averaged over the ranks."""
-    weights = {p: p.data for p in model.parameters()}
-    records = []
-    with untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
-        parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
-        try:
-            for _ in range(_WARMUP + _PERIODS + 1):  # the last is cut short
-                step().backward()
-                parallel.step()
-                records += parallel.records()
-            parallel.drain()
-            seen = [Seen.of(r.times) for r in records[_WARMUP:]]
-        finally:
-            parallel.undo(weights)
+    seen = [Seen.of(times) for times in periods(plan, model, units, step, optimizer, _PERIODS, emulate=emulate)]
     return Seen(*_mean_of_ranks(*(statistics.median(values) for values in zip(*seen, strict=True))))
-
-
-@contextmanager
-def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Updates inside are no training: they start without state, and leave that of the optimizer as it is."""
-    state, optimizer.state = optimizer.state, defaultdict(dict)
-    try:
-        yield
-    finally:
-        optimizer.state = state
 
 
 def _typical(rounds: Sequence[Seen], alone: Sequence[float]) -> Seen:
@@ -194,7 +176,7 @@ def _computing(profile: Profile, seconds: float) -> Profile:
 
 def _rounds(plans: Sequence[Plan]) -> int:
     """As many as there is time for, the same on every rank."""
-    seconds = sum(replay(plan).period_s for plan in plans) * (_WARMUP + _PERIODS + 1)
+    seconds = cost_s(plans, 1, _PERIODS)
     return max(1, min(_ROUNDS, int(_MOST_SECONDS / seconds))) if seconds else _ROUNDS
 
 

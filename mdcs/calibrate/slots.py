@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +24,11 @@ from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.measure.memory import UNTAGGED, Meter, current_meter
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
-from mdcs.model.optimizers import in_group_order, parameter_groups
+from mdcs.model.optimizers import Segment, in_flat_order, parameter_groups
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Profile, Slot, Unit
+from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
 
 
@@ -48,39 +51,75 @@ def measure_profile(
 
     ``step`` runs a forward pass and returns the loss; its backward is run here. ``world``, ``link`` and ``collectives`` are those
     of the job, which is not asked for them; ``about`` is kept as it is. In mixed precision the optimizer updates a copy of
-    the parameters in ``master_dtype``, and gradients are summed in ``grad_dtype`` (None for either: that of the parameters).
+    the parameters in ``master_dtype``, and gradients are summed in ``grad_dtype`` (None for either: that of the parameters, as it
+    is for parameters that are as wide).
 
     Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
-    Raises ValueError for a type that is neither the parameters' nor a wider float, and UnsupportedModel when a parameter gets
-    no gradient or is used outside its module's forward, when units run in another order from step to step, and for an
-    optimizer that cannot run on shards.
+    Raises ValueError for a type that is neither the parameters' nor a wider float than some, and UnsupportedModel when a
+    parameter is on the meta device, gets no gradient or is used outside its module's forward, when units run in another order
+    from step to step, and for an optimizer that cannot run on shards.
     """
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
+    weight = min((p for unit in units for _, p in unit.parameters), key=lambda p: p.element_size())
     for name, dtype in (("master_dtype", master_dtype), ("grad_dtype", grad_dtype)):
-        own = units[0].parameters[0][1].dtype
+        own = weight.dtype
         if dtype not in (None, own) and (dtype not in (torch.float32, torch.float64) or dtype.itemsize <= own.itemsize):
             raise ValueError(f"{name} must be {own}, or wider and float32 or float64, got {dtype}")
     for unit in units:
-        for _, p in unit.parameters:
+        for parameter, p in unit.parameters:
+            if p.is_meta:
+                raise UnsupportedModel(f"{parameter}: is on the meta device, where nothing can be measured: see mdcs.materialize")
             meter.retag(p.data, "parameters")
     recorder = _recorded(model, units, step, iterations, warmup)
     groups = parameter_groups(optimizer)
-    weight = units[0].parameters[0][1]
+    updated = weight.dtype if master_dtype is None else master_dtype
+    wider = {p.dtype for unit in units for _, p in unit.parameters if p.element_size() > updated.itemsize}
+    widths = _Widths(
+        weight.element_size(),
+        (grad_dtype or weight.dtype).itemsize,
+        0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
+    )
     return Profile(
-        units=recorder.units(groups),
+        units=recorder.units(groups, widths),
         slots=recorder.slots(),
         world=world,
         link=link,
-        optimizer=optimizer_costs(optimizer, weight.new_empty(0, dtype=master_dtype), meter),
-        param_bytes=weight.element_size(),
-        grad_bytes=(grad_dtype or weight.dtype).itemsize,
-        master_bytes=0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
+        optimizer=_optimizer_costs(optimizer, weight.new_empty(0, dtype=master_dtype), wider, meter),
+        param_bytes=widths.param_bytes,
+        grad_bytes=widths.grad_bytes,
+        master_bytes=widths.master_bytes,
         collectives=collectives or Collectives(),
         copy_seconds_per_byte=copy_seconds_per_byte(weight),
         about=about or {},
         spread={f"slot {i}": spread(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
+
+
+class _Widths(NamedTuple):
+    """Bytes of an element of the narrowest parameters: in compute, of gradients, of masters (0: none)."""
+
+    param_bytes: int
+    grad_bytes: int
+    master_bytes: int
+
+    def sections(self, segments: Sequence[Segment]) -> tuple[Section, ...]:
+        """Those of a unit, none if all of it is as narrow. Wider parameters have neither narrower gradients nor masters."""
+        sections = []
+        for dtype, members in itertools.groupby(segments, key=lambda s: s.dtype):
+            width = dtype.itemsize
+            master = self.master_bytes if self.master_bytes > width else 0
+            sections.append(Section(sum(s.numel for s in members), width, max(self.grad_bytes, width), master))
+        return () if [s.param_bytes for s in sections] == [self.param_bytes] else tuple(sections)
+
+
+def _optimizer_costs(
+    optimizer: torch.optim.Optimizer, like: Tensor, others: Iterable[torch.dtype], meter: Meter
+) -> Optimizer:
+    """Of updates of the type of ``like``, with what is different for other types."""
+    costs = optimizer_costs(optimizer, like, meter)
+    fixed = [(dtype.itemsize, optimizer_costs(optimizer, like.to(dtype), meter).scratch_fixed) for dtype in others]
+    return replace(costs, scratch_fixed_of=tuple(sorted(fixed)))
 
 
 def slot_seconds(
@@ -97,7 +136,7 @@ def _recorded(
     meter = current_meter(device)
     with untouched(model, meter):
         recorder = _Recorder(units, meter, device, [Guard(unit.parameters, _used_outside) for unit in units])
-        hooks = Hooks(units, recorder)
+        hooks, before = Hooks(units, recorder), _weights(units)
         try:
             for i in range(warmup + iterations):
                 recorder.begin(keep=i >= warmup)
@@ -107,7 +146,18 @@ def _recorded(
             hooks.remove()
             for guard in recorder.guards:
                 guard.open()
+        changed = [name for name, weight in _weights(units).items() if weight != before[name]]
+        if changed:
+            raise UnsupportedModel(
+                f"{changed[0]}: is changed by forward (max_norm, clamping, .data), which would be lost where it is sharded: "
+                "change weights between steps, in full_parameters(writeback=True)"
+            )
     return recorder
+
+
+def _weights(units: Sequence[ModelUnit]) -> dict[str, tuple[int, str]]:
+    """Where every parameter is, and its norm."""
+    return {n: (p.data_ptr(), str(torch.linalg.vector_norm(p.detach()).item())) for u in units for n, p in u.parameters}
 
 
 def _used_outside(name: str, what: str) -> UnsupportedModel | None:
@@ -161,6 +211,7 @@ class _Recorder:
         self._arrived: set[tuple[int, int]] = set()
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.guards)
+        self._ended = False
         for guard in self.guards:
             guard.close()
 
@@ -224,6 +275,9 @@ class _Recorder:
             self._spans[unit, "B"][1] = sum(p == "B" for _, p in self._now) - 1
 
     def backward_end(self) -> None:
+        if self._ended:
+            raise UnsupportedModel("a step runs backward, or torch.autograd.grad, twice: not supported")
+        self._ended = True
         self._boundary()
         self._gradients.clear()
         if not self._keep:
@@ -248,9 +302,12 @@ class _Recorder:
                 if unit.trainable and (u, i) not in self._arrived:
                     raise UnsupportedModel(f"{name}: gets no gradient in a step; freeze it (requires_grad_(False))")
             if unit.trainable and (u, "B") not in self._spans:
-                raise UnsupportedModel(f"{unit.name}: no gradient reaches its output (reentrant checkpointing?)")
+                raise UnsupportedModel(
+                    f"{unit.name}: no gradient reaches its output (reentrant checkpointing? neither tensor, list, dict nor "
+                    "dataclass?)"
+                )
 
-    def units(self, groups: dict[nn.Parameter, int]) -> tuple[Unit, ...]:
+    def units(self, groups: dict[nn.Parameter, int], widths: _Widths) -> tuple[Unit, ...]:
         inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
         out = []
         for u, unit in enumerate(self.model_units):
@@ -261,9 +318,10 @@ class _Recorder:
                 nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
                 ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
                 backward = [backward[0], max([backward[1], *ends])]
-            _, segments = in_group_order(unit, groups)
+            _, segments = in_flat_order(unit, groups)
             span = None if backward is None else (backward[0], backward[1])
-            out.append(Unit(unit.name, segments, unit.trainable, (forward[0], forward[1]), span))
+            lengths, sections = tuple(s.numel for s in segments), widths.sections(segments)
+            out.append(Unit(unit.name, lengths, unit.trainable, (forward[0], forward[1]), span, sections))
         return tuple(out)
 
     def slots(self) -> tuple[Slot, ...]:

@@ -6,11 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from mdcs.checkpoint import folder, pieces
+from mdcs.checkpoint import folder, numbers, pieces
 from mdcs.checkpoint.folder import CheckpointError
+from mdcs.checkpoint.numbers import RUN
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -20,13 +20,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     ``torch.save`` writes what comes back, and ``weights_only`` reads it. Raises CheckpointError where none is whole.
     """
     chosen = _choose(Path(path))
-    run = torch.load(chosen / "run.pt", weights_only=True)
+    run = numbers.load(chosen / RUN)
     tree = pieces.whole(chosen)
-    state, numbers, groups = tree.get("optimizer", {}).get("state", {}), {}, []
+    state, places, groups = tree.get("optimizer", {}).get("state", {}), {}, []
     for group in run["param_groups"]:
-        own = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+        own = [places.setdefault(name, len(places)) for name in group["params"]]
         groups.append({**group, "params": own})
-    packed = {"state": {number: state[name] for name, number in numbers.items() if name in state}, "param_groups": groups}
+    packed = {"state": {place: state[name] for name, place in places.items() if name in state}, "param_groups": groups}
     return {"model": tree["model"], "optimizer": packed, "step": run["step"]}
 
 

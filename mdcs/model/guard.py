@@ -39,10 +39,10 @@ _HARMLESS = {
             "is_floating_point", "is_complex", "is_inference", "get_device", "register_hook", "__len__",
         )
     ),
-    _TENSOR.grad.__set__, _TENSOR.grad.__delete__,
 }  # fmt: skip
 _NAMES = {
     _TENSOR.data.__get__: ".data", _TENSOR.data.__set__: ".data", _TENSOR.grad.__get__: GRADIENT,
+    _TENSOR.grad.__set__: GRADIENT, _TENSOR.grad.__delete__: GRADIENT,
     _TENSOR.requires_grad.__set__: THAW, _TENSOR.requires_grad_: THAW,
 }  # fmt: skip
 

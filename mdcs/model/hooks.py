@@ -6,6 +6,7 @@ order is that of execution, so modules called twice, tied parameters and nested 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from mdcs.model.units import ModelUnit
+from mdcs.model.units import ModelUnit, UnsupportedModel
 
 
 class Listener(Protocol):
@@ -40,7 +41,10 @@ class Listener(Protocol):
 
 
 class Hooks:
-    """Installed hooks, which tell ``listener``; :meth:`remove` takes them off. Only passes with gradients enabled make slots."""
+    """Installed hooks, which tell ``listener``; :meth:`remove` takes them off.
+
+    Only forward passes with gradients enabled make slots, and those of frozen units, which often run without.
+    """
 
     def __init__(self, units: Sequence[ModelUnit], listener: Listener) -> None:
         self._listener = listener
@@ -49,11 +53,12 @@ class Hooks:
         for u, unit in enumerate(units):
             for module in unit.modules:
                 # Ahead of hooks that others have put there: those may read parameters, as weight_norm's does.
-                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._before(u)), prepend=True))
-                self._handles.append(module.register_forward_hook(ModuleHook(self._after(u))))
+                before, after = self._before(u, unit.trainable), self._after(u, unit.trainable)
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+                self._handles.append(module.register_forward_hook(ModuleHook(after)))
             if unit.trainable:
-                for i, (_, p) in enumerate(unit.parameters):
-                    self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i)))
+                for i, (name, p) in enumerate(unit.parameters):
+                    self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i, name)))
 
     def remove(self) -> None:
         """Take all hooks off; the listener hears nothing more."""
@@ -67,13 +72,13 @@ class Hooks:
         inside: bool = torch._C._current_graph_task_id() != -1
         return inside
 
-    def _skip(self) -> bool:
+    def _skip(self, trainable: bool) -> bool:
         # A forward inside backward is activation checkpointing: its slot is the backward slot it runs in.
-        return self.in_backward or not torch.is_grad_enabled()
+        return self.in_backward or trainable and not torch.is_grad_enabled()
 
-    def _before(self, unit: int) -> Any:
+    def _before(self, unit: int, trainable: bool) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if not self._skip():
+            if not self._skip(trainable):
                 self._end_queued = False  # a backward that raised has not said that it ended
                 self._listener.forward_begin(unit)
             elif self.in_backward:
@@ -81,17 +86,17 @@ class Hooks:
 
         return hook
 
-    def _after(self, unit: int) -> Any:
+    def _after(self, unit: int, trainable: bool) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._skip():
+            if self._skip(trainable):
                 return
-            seen = [False]  # an output of several tensors begins one backward slot
+            seen: set[int] = set()  # backward passes: an output of several tensors begins one slot in each
             self_ref = weakref.ref(self)
 
             def begin(grad: Tensor) -> None:
-                hooks = self_ref()
-                if hooks is not None and not seen[0]:
-                    seen[0] = True
+                hooks, now = self_ref(), torch._C._current_graph_task_id()
+                if hooks is not None and now not in seen:
+                    seen.add(now)
                     hooks._begin_backward()
                     hooks._listener.backward_begin(unit)
 
@@ -102,8 +107,10 @@ class Hooks:
 
         return hook
 
-    def _accumulated(self, unit: int, index: int) -> Any:
+    def _accumulated(self, unit: int, index: int, name: str) -> Any:
         def hook(p: nn.Parameter) -> None:
+            if p.grad is not None and p.grad.requires_grad:
+                raise UnsupportedModel(f"{name}: backward(create_graph=True) is not supported: its gradient is taken at once")
             self._begin_backward()
             self._listener.gradient(unit, index, p)
 
@@ -153,3 +160,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for v in value:
             yield from _tensors(v)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name, None))

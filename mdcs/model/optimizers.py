@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +16,34 @@ def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int
     return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
-def in_group_order(
+class Segment(NamedTuple):
+    """Neighbours in a unit's flat order, of one type and one of the optimizer's groups (frozen ones: 0)."""
+
+    numel: int
+    dtype: torch.dtype
+    group: int
+
+
+def in_flat_order(
     unit: ModelUnit, groups: dict[nn.Parameter, int]
-) -> tuple[list[tuple[str, nn.Parameter]], tuple[int, ...]]:
-    """The unit's (name, parameter) pairs in flat order, those of one group together, and the elements of each group's segment.
+) -> tuple[list[tuple[str, nn.Parameter]], tuple[Segment, ...]]:
+    """The unit's (name, parameter) pairs in flat order, those of one type together and of them those of one group, and the
+    segments that they make.
 
-    A frozen unit is one segment in the order of registration.
-
-    Raises UnsupportedModel for a trainable parameter that the optimizer does not have.
+    Types are in the order of the unit's parameters, what is frozen in the order of registration. Raises UnsupportedModel for a
+    trainable parameter that the optimizer does not have.
     """
-    if not unit.trainable:
-        return list(unit.parameters), (unit.numel,)
+    types = list(dict.fromkeys(p.dtype for _, p in unit.parameters))
+    keyed = []
     for name, p in unit.parameters:
-        if p not in groups:
+        if unit.trainable and p not in groups:
             raise UnsupportedModel(f"{name}: is trainable but not in the optimizer")
-    ordered = sorted(unit.parameters, key=lambda item: groups[item[1]])
-    sizes: dict[int, int] = {}
-    for _, p in ordered:
-        sizes[groups[p]] = sizes.get(groups[p], 0) + p.numel()
-    return ordered, tuple(sizes.values())
+        keyed.append(((types.index(p.dtype), groups[p] if unit.trainable else 0), (name, p)))
+    keyed.sort(key=lambda item: item[0])
+    sizes: dict[tuple[int, int], int] = {}
+    for key, (_, p) in keyed:
+        sizes[key] = sizes.get(key, 0) + p.numel()
+    return [pair for _, pair in keyed], tuple(Segment(n, types[t], group) for (t, group), n in sizes.items())
 
 
 def same_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.optim.Optimizer:

@@ -11,10 +11,11 @@ import copy
 import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class UnsupportedModel(ValueError):
@@ -23,7 +24,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnit:
-    """A unit of a live model, whose parameters are all trainable or all frozen, of one type and on one device.
+    """A unit of a live model, whose parameters are all trainable or all frozen, and on one device.
 
     ``modules`` are those whose forward uses the parameters; ``parameters`` are (name in the model, parameter) pairs.
     """
@@ -136,8 +137,8 @@ class ByLeaf:
 def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
     """Units in the order in which the model registers their first module; every parameter is in one of them.
 
-    Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, on the meta device, with
-    sparse gradients), for a unit of several types or devices, and for a model without a trainable parameter.
+    Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, with sparse gradients), for a
+    unit on several devices, for several types of one width, and for a model without a trainable parameter.
     """
     roots = policy.roots(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -146,8 +147,9 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
         for local, p in module._parameters.items():
             if p is not None:
                 path = f"{module_name}.{local}" if module_name else local
-                owners.setdefault(p, []).append((module_name, path))
+                owners.setdefault(p, []).append((_caller_of(module_name, modules), path))
 
+    _one_type_per_width((places[0][1], p) for p, places in owners.items())
     groups: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
     for p, places in owners.items():
         _refuse(places[0][1], p)
@@ -164,7 +166,9 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
         for trainable in (True, False):
             chosen = tuple((n, p) for n, p in members if p.requires_grad is trainable)
             if chosen:
-                _same_type(name, (p for _, p in chosen))
+                _same_device(name, (p for _, p in chosen))
+                if not any(p.numel() for _, p in chosen):
+                    raise UnsupportedModel(f"{chosen[0][0]}: has no elements, and its unit no others: wrap the module around it")
                 suffix = "" if trainable or len(chosen) == len(members) else "[frozen]"
                 units.append(ModelUnit(name + suffix, tuple(modules[m] for m in key), chosen, trainable))
     for name, module in modules.items():
@@ -185,16 +189,36 @@ def _root_of(module: str, roots: Iterable[str]) -> str:
     return module
 
 
+def _caller_of(module: str, modules: dict[str, nn.Module]) -> str:
+    """The module whose forward uses the parameters of this one: its own, unless it is a list or dictionary of them."""
+    if isinstance(modules[module], (nn.ParameterList, nn.ParameterDict)):
+        while module and isinstance(modules[module], (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)):
+            module = module.rpartition(".")[0]
+    return module
+
+
 def _refuse(name: str, p: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(p):
+        raise UnsupportedModel(f"{name}: is not initialised yet: run a forward pass of the plain model first")
+    kind: Any = p
+    if is_traceable_wrapper_subclass(kind):
+        raise UnsupportedModel(f"{name}: parameters that are tensors around tensors ({type(p).__name__}) are not supported")
     if not p.is_floating_point():
         raise UnsupportedModel(f"{name}: {p.dtype} parameters are not supported")
     if p.layout is not torch.strided:
         raise UnsupportedModel(f"{name}: {p.layout} parameters are not supported")
-    if p.is_meta:
-        raise UnsupportedModel(f"{name}: is on the meta device; materialise the model first")
 
 
-def _same_type(unit: str, parameters: Iterable[nn.Parameter]) -> None:
-    types = {(p.dtype, p.device) for p in parameters}
-    if len(types) > 1:
-        raise UnsupportedModel(f"unit {unit} mixes parameters of {sorted(map(str, types))}: wrap them apart")
+def _same_device(unit: str, parameters: Iterable[nn.Parameter]) -> None:
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        raise UnsupportedModel(f"unit {unit} is on several devices, {sorted(map(str, devices))}: wrap its modules apart")
+
+
+def _one_type_per_width(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Types are told apart by the bytes of an element."""
+    seen: dict[int, tuple[str, torch.dtype]] = {}
+    for name, p in parameters:
+        other, dtype = seen.setdefault(p.dtype.itemsize, (name, p.dtype))
+        if p.dtype != dtype:
+            raise UnsupportedModel(f"{name} is {p.dtype} and {other} {dtype}: types of one width in one model are not supported")

@@ -1,7 +1,8 @@
 """The cost model: what messages, their sums and their updates take, in seconds. Beside the ledger, which has the bytes.
 
-A message of B wire bytes takes α + β·B on the link (:mod:`mdcs.profile.link`); beside computing it keeps the link for at least
-what was measured there (:class:`mdcs.profile.contents.Contention`). Then follow, on its rank, what it is copied and summed by
+A message of B wire bytes takes α + β·B on the link if it is alone, and keeps it for gap + β·B if others are in flight
+(:mod:`mdcs.profile.link`); beside computing for at least what was measured there, which has the gap in it
+(:class:`mdcs.profile.contents.Contention`). Then follow, on its rank, what it is copied and summed by
 (packing and unpacking of a fused message: two passes over its payload; a sum of what an all-to-all has brought: one) and, after a
 reduction, the update of its elements: all of them after an all-reduce, this rank's part after a reduce-scatter.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 
 class Cost(NamedTuple):
-    """Seconds of a message: latency and bytes on the link, then summing and unpacking, then the update.
+    """Seconds of a message: latency, gap and bytes on the link, then summing and unpacking, then the update.
 
     ``idle`` is ``transfer`` while nothing computes, ``lost`` what computing loses when the message is done beside it.
     """
 
     alpha: float
+    gap: float
     transfer: float
     copy: float
     update: float
@@ -39,23 +41,25 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._known: dict[tuple[Kind, int, int, bool], Cost] = {}
+        self._known: dict[tuple[Kind, int, int, bool, int | None], Cost] = {}
 
-    def payload(self, kind: Kind, elements: int) -> int:
-        """Bytes of a message of so many elements: parameters are gathered, gradients reduced."""
-        return elements * (self.profile.param_bytes if kind.is_gather else self.profile.grad_bytes)
+    def payload(self, kind: Kind, elements: int, width: int | None = None) -> int:
+        """Bytes of a message of so many elements of ``width`` bytes; None: the profile's, of what is gathered or reduced."""
+        return elements * (width or (self.profile.param_bytes if kind.is_gather else self.profile.grad_bytes))
 
     def link_s(self, kind: Kind, wire: int) -> float:
         """α + β·wire: a message of ``wire`` bytes that is alone on the link."""
         return self.profile.link.alpha_of(kind) + self.profile.link.beta_of(kind) * wire
 
     def transfer_s(self, kind: Kind, wire: int) -> float:
-        """Seconds for which the link serves a message while something computes.
+        """Seconds for which the link serves a message, after its gap, while something computes.
 
-        max(β·wire, message_seconds + seconds_per_byte·wire), the latter two of the profile's contention.
+        max(β·wire, message_seconds + seconds_per_byte·wire - gap), with message_seconds and seconds_per_byte of the profile's
+        contention: they are of messages in a train, gap included.
         """
-        contention = self.profile.contention
-        return max(self.profile.link.beta_of(kind) * wire, contention.message_seconds + contention.seconds_per_byte * wire)
+        link, contention = self.profile.link, self.profile.contention
+        least = contention.message_seconds + contention.seconds_per_byte * wire
+        return max(link.beta_of(kind) * wire, least - link.gap_of(kind))
 
     def copy_s(self, kind: Kind, payload: int, parts: int = 1) -> float:
         """Seconds of packing, summing and unpacking a message of so many bytes with so many parts.
@@ -85,26 +89,32 @@ class CostModel:
         lost = c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
         return c.all_reduce * lost if kind is Kind.AR else lost
 
-    def message(self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False) -> Cost:
-        """All of a message; with ``blocking`` compute waits for it, and does not slow it down."""
-        key = kind, elements, parts, blocking
+    def message(
+        self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False, width: int | None = None
+    ) -> Cost:
+        """All of a message whose :meth:`payload` this is; with ``blocking`` compute waits for it, and does not slow it down."""
+        key = kind, elements, parts, blocking, width
         cost = self._known.get(key)
         if cost is None:
             cost = self._known[key] = self._message(*key)
         return cost
 
-    def _message(self, kind: Kind, elements: int, parts: int, blocking: bool) -> Cost:
-        payload = self.payload(kind, elements)
+    def _message(self, kind: Kind, elements: int, parts: int, blocking: bool, width: int | None) -> Cost:
+        payload, link = self.payload(kind, elements, width), self.profile.link
         wire = self.profile.wire(kind, payload)
-        idle = self.profile.link.beta_of(kind) * wire
+        idle = link.beta_of(kind) * wire
         copy, update = self.copy_s(kind, payload, parts), self.update_s(kind, elements, parts)
         transfer = idle if blocking else self.transfer_s(kind, wire)
-        return Cost(self.profile.link.alpha_of(kind), transfer, copy, update, idle, self.lost_s(kind, wire, copy + update))
+        lost = self.lost_s(kind, wire, copy + update)
+        return Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
 
     def messages(self, plan: Plan) -> list[Cost]:
         """The cost of every message of a plan; behind a barrier the last reduction brings all updates."""
         blocks = plan.blocks
-        out = [self.message(m.kind, sum([blocks[u][b] for u, b in m.parts]), len(m.parts), m.blocking) for m in plan.messages]
+        out = [
+            self.message(m.kind, sum([blocks[u][b] for u, b in m.parts]), len(m.parts), m.blocking, plan.width(m))
+            for m in plan.messages
+        ]
         if plan.cross_iteration:
             return out
         total = sum(cost.update for cost in out)
@@ -120,22 +130,24 @@ class CostModel:
 
         A sharded unit is gathered in every micro-step; it is reduced and updated once, as zero1 is gathered once.
         """
-        u = self.profile.units[unit]
-        total = pad(u.numel, self.profile.world)
+        u, layout = self.profile.units[unit], self.profile.layouts[unit]
         seconds = 0.0
         for kind in strategy.kinds(u.trainable, u.backward is not None):
-            size = self.payload(kind, total)
             times = micro_steps if kind.is_gather and strategy.sharded else 1
-            seconds += times * self.link_s(kind, self.profile.wire(kind, size))
-            seconds += self.copy_s(kind, size)
-            seconds += self.update_s(kind, total)
+            for section, elements in zip(layout.sections, layout.sizes, strict=True):
+                size = elements * section.width(kind.is_gather)
+                seconds += times * self.link_s(kind, self.profile.wire(kind, size))
+                seconds += self.copy_s(kind, size)
+                seconds += self.update_s(kind, elements)
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:
         """Seconds, (bytes sent - bytes of all-dp) · β per iteration; ``sent`` is wire bytes by kind (:meth:`Plan.sent_bytes`)."""
         profile = self.profile
         all_dp = sum(
-            profile.wire(Kind.AR, pad(u.numel, profile.world) * profile.grad_bytes) for u in profile.units if u.trainable
+            profile.wire(Kind.AR, layout.grad_bytes)
+            for unit, layout in zip(profile.units, profile.layouts, strict=True)
+            if unit.trainable
         )
         seconds = sum(profile.link.beta_of(Kind(kind)) * size for kind, size in sent.items())
         return seconds - profile.link.beta_of(Kind.AR) * all_dp

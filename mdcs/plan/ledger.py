@@ -22,9 +22,11 @@ from typing import NamedTuple
 
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op, Period
-from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.widths import sections_of
 from mdcs.profile.contents import Profile
+from mdcs.profile.layout import Layout
 from mdcs.profile.link import Kind
 
 CATEGORIES = (
@@ -116,18 +118,15 @@ def _total(pairs: tuple[tuple[int, int], ...]) -> int:
 def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:
     """(start, length, segment) of the pieces of a block that ``rank`` updates, in flat elements.
 
-    dp updates all of the block, the others the rank's share of it; padding belongs to the last segment.
+    dp updates all of the block, the others the rank's share of it; padding belongs to the last segment of its section.
     """
     size, start = plan.blocks[unit][block], plan.offsets[unit][block]
     if plan.strategies[unit] is not Strategy.dp:
         size //= plan.world
         start += rank * size
     pieces, end = [], 0
-    segments = plan.profile.units[unit].segments
-    for s, length in enumerate(segments):
-        begin, end = end, end + length
-        if s == len(segments) - 1:
-            end = plan.padded(unit)
+    for s, ends in enumerate(plan.profile.layouts[unit].segment_ends(plan.profile.units[unit].segments)):
+        begin, end = end, ends
         low, high = max(begin, start), min(end, start + size)
         if low < high:
             pieces.append((low, high - low, s))
@@ -147,9 +146,8 @@ class _Cuts(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _cuts(segments: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cuts:
-    """``parts`` is the world, or 1 for a unit that every rank updates whole."""
-    ends = list(itertools.accumulate(segments))[:-1]  # padding belongs to the last segment
+def _cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cuts:
+    """``ends`` are those of segments, ``parts`` is the world, or 1 for a unit that every rank updates whole."""
     counts: Counter[int] = Counter()
     largest = []
     start = 0
@@ -176,21 +174,31 @@ def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
     allocated: dict[int, list[tuple[int, int]]] = {}
     released: dict[int, list[tuple[int, int]]] = {}
     for u, (unit, strategy) in enumerate(zip(profile.units, strategies, strict=True)):
-        elements = pad(unit.numel, profile.world)
+        layout = profile.layouts[u]
         if unit.trainable:
             span = period.backward(u, 0)
             assert span is not None
-            allocated.setdefault(span[0] % period.length, []).append((u, elements * profile.grad_bytes))
+            allocated.setdefault(span[0] % period.length, []).append((u, layout.grad_bytes))
         if strategy.sharded:
             for kind in strategy.kinds(False, unit.backward is not None):
                 for micro in range(period.micro_steps):
                     end = period.release(Op(kind, u, micro), strategy)
-                    released.setdefault(end % period.length, []).append((u, elements * profile.param_bytes))
+                    released.setdefault(end % period.length, []).append((u, layout.param_bytes))
     slots = []
     for q, s in enumerate(period.slots):
         slot = profile.slots[s.place]
         slots.append(SlotBytes(tuple(allocated.get(q, ())), tuple(released.get(q, ())), slot.live, slot.peak))
     return slots
+
+
+def rest_of(layout: Layout, strategy: Strategy) -> dict[str, int]:
+    """Bytes that a unit holds between steps before its optimizer has state: its parameters, and masters with the optimizer."""
+    rest = {"parameters": 0, "optimizer": 0}
+    for section, size in zip(layout.sections, layout.sizes, strict=True):
+        if not (strategy.sharded and section.master_bytes):  # its master shard is all there is
+            rest["parameters"] += size * section.param_bytes // (layout.world if strategy.sharded else 1)
+        rest["optimizer"] += size // (1 if strategy is Strategy.dp else layout.world) * section.master_bytes
+    return rest
 
 
 class Ledger:
@@ -203,30 +211,32 @@ class Ledger:
     def __init__(self, plan: Plan, rank: int | None = None) -> None:
         self.plan, self.rank = plan, rank
         profile, opt = plan.profile, plan.profile.optimizer
-        w, g, updated = profile.param_bytes, profile.grad_bytes, profile.updated_bytes
         self.at_rest = {"parameters": 0, "optimizer": 0}
         self._scratch: dict[tuple[int, int], int] = {}
         pieces, more = 0, Counter[int]()
-        for u, (unit, strategy) in enumerate(zip(profile.units, plan.strategies, strict=True)):
-            total, blocks = plan.padded(u), plan.blocks[u]
-            if not (strategy.sharded and unit.trainable and profile.master_bytes):  # its master shard is all there is
-                self.at_rest["parameters"] += total * w // (plan.world if strategy.sharded else 1)
+        for u, (unit, strategy, layout) in enumerate(zip(profile.units, plan.strategies, profile.layouts, strict=True)):
+            parts = 1 if strategy is Strategy.dp else plan.world
+            for category, size in rest_of(layout, strategy).items():
+                self.at_rest[category] += size
             if not unit.trainable:
                 continue
-            parts = 1 if strategy is Strategy.dp else plan.world
-            cuts = _cuts(unit.segments, blocks, parts)
-            self.at_rest["optimizer"] += int(total // parts * (updated * opt.state_tensors + profile.master_bytes))
+            for section, total in zip(layout.sections, layout.sizes, strict=True):
+                self.at_rest["optimizer"] += int(total // parts * (section.updated_bytes * opt.state_tensors))
+            blocks = plan.blocks[u]
+            cuts = _cuts(layout.segment_ends(unit.segments), blocks, parts)
             pieces += len(blocks) + cuts.everywhere
             more.update(dict(cuts.on_rank))
-            for b in range(len(blocks)):
+            for b, s in enumerate(sections_of(layout, blocks)):
+                updated = layout.sections[s].updated_bytes
                 largest = cuts.largest[b] if rank is None else max(n for _, n, _ in runs(plan, u, b, rank))
-                cast = blocks[b] // parts * updated if updated != g else 0  # the gradient in the optimizer's precision
-                self._scratch[u, b] = opt.scratch_tensors * updated * largest + opt.scratch_fixed + cast
+                # The gradient in the optimizer's precision.
+                cast = blocks[b] // parts * updated if updated != layout.sections[s].grad_bytes else 0
+                self._scratch[u, b] = opt.scratch(largest, updated) + cast
         pieces += max(more.values(), default=0) if rank is None else more[rank]
         self.at_rest["optimizer"] += pieces * opt.state_fixed
         self.rest_bytes = sum(self.at_rest.values())
-        self.full = [pad(unit.numel, plan.world) * w for unit in profile.units]
-        self.gradients = [pad(unit.numel, plan.world) * g for unit in profile.units]
+        self.full = [layout.param_bytes for layout in profile.layouts]
+        self.gradients = [layout.grad_bytes for layout in profile.layouts]
         self.slots = _slots(plan.period, plan.strategies)
         self.messages = self._messages()
 
@@ -241,7 +251,7 @@ class Ledger:
         return packed + plan.profile.collectives.buffer(message.kind, size, plan.world)
 
     def _messages(self) -> list[MessageBytes]:
-        plan, g = self.plan, self.plan.profile.grad_bytes
+        plan = self.plan
         first_of = self._first_gathers()
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
         last_reduction = reductions[-1] if reductions else None
@@ -255,7 +265,7 @@ class Ledger:
                 effects.append(_message_bytes(full, self.staging(m), 0, 0, 0, (), ()))
                 continue
             units = dict.fromkeys([u for u, _ in m.parts])
-            shards = plan.elements(m) // plan.world * g if m.kind is Kind.RS else 0
+            shards = plan.payload(m) // plan.world if m.kind is Kind.RS else 0
             held_shards += shards
             grads = tuple([(u, self.gradients[u]) for u in units if last_of[u] == i])
             if plan.cross_iteration:
@@ -290,8 +300,7 @@ class Ledger:
         return out
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes that must fit at a slot: on arrival, while compute waits for messages, and in the slot."""
 
     arrival: int
@@ -365,19 +374,29 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     own, if it is at hand.
     """
     ledger = ledger or Ledger(plan)
-    held = ledger.rest_bytes
-    by_period: list[list[Need]] = [[], [], []]
-    for period, q, messages in walk(plan):
-        slot, arrival = ledger.slots[q], 0
-        for i in messages:
-            e = ledger.messages[i]
-            arrival = max(arrival, held + e.held + e.transient + slot.live)
-            held += e.held - e.freed
-        held += slot.allocated
-        by_period[period].append(Need(arrival, held + slot.peak))
-        held -= slot.freed
-    prologue, _, out = by_period  # the prologue issues at the turn what later periods issue at the slots before
-    for q, other in enumerate(prologue, plan.period.turn):
+    issued: list[list[tuple[bool, int, int]]] = [[] for _ in ledger.slots]  # whether in the prologue, bytes at most, bytes left
+    for m, e in zip(plan.messages, ledger.messages, strict=True):
+        issued[m.slot].append((plan.in_prologue(m), e.held + e.transient, e.held - e.freed))
+    slots = [(own, s.live, s.allocated, s.peak, s.freed) for own, s in zip(issued, ledger.slots, strict=True)]
+    turn, held = plan.period.turn, ledger.rest_bytes
+    by_turn = [each for own in issued[: turn + 1] for each in own]
+    begun = [(by_turn, *slots[turn][1:]), *slots[turn + 1 :]]
+    out: list[Need] = []
+    prologue: list[Need] = []
+    for period in range(3):  # as :func:`walk` goes
+        out = []
+        for messages, live, allocated, peak, freed in slots if period else begun:
+            arrival = 0
+            for in_prologue, most, left in messages:
+                if period or in_prologue:
+                    if held + most + live > arrival:
+                        arrival = held + most + live
+                    held += left
+            held += allocated
+            out.append(Need(arrival, held + peak))
+            held -= freed
+        prologue = prologue or out
+    for q, other in enumerate(prologue, turn):  # it issues at the turn what later periods issue at the slots before
         out[q] = Need(max(out[q].arrival, other.arrival), max(out[q].running, other.running))
     return out
 
@@ -387,14 +406,31 @@ def smallest_budget(plan: Plan) -> int:
     return max(need.bytes for need in needs(plan)) + plan.reserve
 
 
+def start_bytes(plan: Plan, together: Sequence[Sequence[int]] | None = None) -> int:
+    """The most bytes of parameters and masters that :func:`mdcs.parallelize` holds of a model that was on the meta device, until
+    it returns: what units before keep at rest, and units whole that one module has parameters in (``together``; None: none).
+    """
+    held = most = 0
+    layouts = plan.profile.layouts
+    for members in together or [[u] for u in range(len(layouts))]:
+        held += sum(layouts[u].param_bytes for u in members)
+        for u in members:
+            strategy, whole = plan.strategies[u], layouts[u].param_bytes
+            held += sum(rest_of(layouts[u], strategy).values()) - (0 if strategy.sharded else whole)
+            most = max(most, held)
+            held -= whole if strategy.sharded else 0
+    return most
+
+
 def bytes_beyond_fsdp(profile: Profile, unit: int, strategy: Strategy) -> int:
     """What a unit holds at the end of the forward pass beyond what it would as fsdp: the usual place of the peak."""
-    total = pad(profile.units[unit].numel, profile.world)
-    world, is_updated = profile.world, profile.units[unit].trainable
-    master = profile.master_bytes if is_updated else 0
-    whole = total * profile.param_bytes
-    shard = 0 if master else whole // world
-    state = int(total * (profile.optimizer.state_tensors * profile.updated_bytes + master)) if is_updated else 0
+    layout, is_updated = profile.layouts[unit], profile.units[unit].trainable
+    whole, shard = layout.param_bytes, rest_of(layout, Strategy.fsdp)["parameters"]
+    state = sum(
+        int(total * (profile.optimizer.state_tensors * section.updated_bytes + section.master_bytes)) if is_updated else 0
+        for section, total in zip(layout.sections, layout.sizes, strict=True)
+    )
+    world = profile.world
     more = {Strategy.sdp: whole, Strategy.zero1: whole - shard, Strategy.dp: whole - shard + state - state // world}
     return more.get(strategy, 0)
 

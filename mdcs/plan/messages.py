@@ -14,6 +14,7 @@ from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError, validate
+from mdcs.plan.widths import width_of
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
@@ -22,7 +23,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Message:
-    """One collective on the wire: ``kind`` and its ``parts`` as (unit, block) pairs.
+    """One collective on the wire: ``kind`` and its ``parts`` as (unit, block) pairs, whose elements have one width.
 
     Several units make a fused message, a block of a unit a partitioned one. It may start once compute has
     arrived at ``slot`` (an index into the period); with ``blocking`` compute waits there until it is done,
@@ -37,11 +38,9 @@ class Message:
     micro: int = 0
 
 
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Strategy per unit, blocks per unit (elements, each a multiple of ``world``), messages in wire order.
+    """Strategy per unit, blocks per unit (elements, each a multiple of ``world`` and in one section), messages in wire order.
 
     ``budget`` (bytes, None for unlimited) is what admission enforces, the job's reserve of it kept free. ``outcome`` is what
     became of a solver's work, if one was asked, and ``bound_s`` the step time below which it has proven that no plan within the
@@ -112,8 +111,13 @@ class Plan:
 
     def payload(self, message: Message) -> int:
         """Bytes of the full (unsharded) payload."""
-        width = self.profile.param_bytes if message.kind.is_gather else self.profile.grad_bytes
-        return self.elements(message) * width
+        return self.elements(message) * self.width(message)
+
+    def width(self, message: Message) -> int:
+        """Bytes of an element of what the message carries, which is all of one width."""
+        if self.profile.is_mixed:
+            return width_of(self.profile, self.blocks, message.kind, message.parts[0])
+        return self.profile.param_bytes if message.kind.is_gather else self.profile.grad_bytes
 
     def wire(self, message: Message) -> int:
         """Bytes that one rank sends."""

@@ -9,8 +9,9 @@ from functools import cached_property
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op, Period
-from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.widths import by_width
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
@@ -89,11 +90,16 @@ class Mix:
 
     def payload(self, op: Op) -> int:
         """Bytes of a whole unit, padded: of its parameters for a gather, of its gradients for a reduction."""
-        return self.job.cost.payload(op.kind, pad(self.profile.units[op.unit].numel, self.profile.world))
+        layout = self.profile.layouts[op.unit]
+        return layout.param_bytes if op.kind.is_gather else layout.grad_bytes
 
     def whole(self) -> tuple[tuple[int, ...], ...]:
-        """One block per unit: all its elements, padded."""
-        return tuple((pad(u.numel, self.profile.world),) for u in self.profile.units)
+        """One block per unit, all its elements, padded; one per section where a unit has several types."""
+        return tuple(layout.sizes for layout in self.profile.layouts)
+
+    def parts(self, unit: int) -> tuple[tuple[int, int], ...]:
+        """The (unit, block) pairs of all of a unit, in the blocks of :meth:`whole`."""
+        return tuple((unit, b) for b in range(len(self.profile.layouts[unit].sections)))
 
     def cut(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
         """Blocks (elements) of about ``block_bytes`` of payload per unit, cut at multiples of 16 elements per rank.
@@ -103,19 +109,21 @@ class Mix:
         if block_bytes < 1:
             raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
         world = self.profile.world
-        step = max(1, round(block_bytes / self.profile.param_bytes / world / 16)) * 16 * world
         out = []
-        for unit in self.profile.units:
-            total = pad(unit.numel, world)
-            count = max(1, round(total / step))  # no tail much smaller than a block: α is paid per message
-            sizes = [step] * (count - 1)
-            out.append((*sizes, total - step * (count - 1)))
+        for layout in self.profile.layouts:
+            sizes: list[int] = []
+            for section, total in zip(layout.sections, layout.sizes, strict=True):
+                step = max(1, round(block_bytes / section.param_bytes / world / 16)) * 16 * world
+                count = max(1, round(total / step))  # no tail much smaller than a block: α is paid per message
+                sizes += [*[step] * (count - 1), total - step * (count - 1)]
+            out.append(tuple(sizes))
         return tuple(out)
 
     def plan(self, name: str, blocks: Sequence[tuple[int, ...]], drafts: Iterable[Draft]) -> Plan:
         """The plan of these blocks (elements) and drafts, ordered by slot; reductions go first at the barrier.
 
-        Raises PlanError for drafts that make no valid plan.
+        A draft whose parts are of several widths becomes a message for each, one after the other. Raises PlanError for drafts
+        that make no valid plan.
         """
         length = self.period.length
         turn = self.period.turn
@@ -126,7 +134,9 @@ class Mix:
             return slot, int(behind)
 
         messages = tuple(
-            Message(d.kind, d.parts, d.slot % length, d.blocking, d.micro) for d in sorted(drafts, key=key)
+            Message(d.kind, parts, d.slot % length, d.blocking, d.micro)
+            for d in sorted(drafts, key=key)
+            for parts in by_width(self.profile, blocks, d.kind, d.parts)
         )
         return Plan(self.job, self.strategies, tuple(blocks), messages, scheduler=name)
 
@@ -138,7 +148,7 @@ def sequential(mix: Mix) -> Plan:
     drafts = []
     for op in mix.ops:
         first, last = mix.window(op)
-        drafts.append(Draft(op.kind, ((op.unit, 0),), last if op.kind.is_gather else first, op.micro, True))
+        drafts.append(Draft(op.kind, mix.parts(op.unit), last if op.kind.is_gather else first, op.micro, True))
     # At one boundary the reduction comes first: its gradients are freed before the next unit is gathered.
     drafts.sort(key=lambda d: d.kind.is_gather)
     return mix.plan("sequential", mix.whole(), drafts)

@@ -31,8 +31,3 @@ class Strategy(str, Enum):
             return update
         again = (Kind.AG_B,) if self is Strategy.fsdp and has_backward else ()
         return (*update, Kind.AG_F, *again)
-
-
-def pad(numel: int, world: int) -> int:
-    """Elements of a flat buffer that ``world`` ranks can divide."""
-    return -(-numel // world) * world

@@ -5,12 +5,14 @@ Whether its bytes fit a budget is asked elsewhere (:func:`mdcs.plan.ledger.check
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mdcs.plan.period import Period
-from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.widths import by_width
 from mdcs.profile.link import Kind
 
 if TYPE_CHECKING:
@@ -49,9 +51,12 @@ def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tu
     world = period.profile.world
     out: set[Block] = set()
     for u, (unit, strategy, sizes) in enumerate(zip(period.profile.units, strategies, blocks, strict=True)):
-        total = pad(unit.numel, world)
+        layout = period.profile.layouts[u]
+        total = layout.elements
         if sizes != (total,) and (sum(sizes) != total or any(b <= 0 or b % world for b in sizes)):
             raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {world}, and sum to {total}")
+        if len(layout.ends) > 1 and not set(layout.ends).issubset(itertools.accumulate(sizes)):
+            raise PlanError(f"unit {unit.name}: blocks {sizes} must be cut where its sections end, at {layout.ends}")
         for kind in strategy.kinds(unit.trainable, unit.backward is not None):
             micros = period.micro_steps if kind.is_gather and strategy.sharded else 1
             out.update([(kind, u, micro, b) for micro in range(micros) for b in range(len(sizes))])
@@ -64,6 +69,9 @@ def _check_contents(plan: Plan) -> None:
     expected = _expected(plan.period, plan.strategies, plan.blocks)
     carried = [(m.kind, u, m.micro, b) for m in plan.messages for u, b in m.parts]
     if len(carried) == len(expected) and set(carried) == expected:
+        for i, m in enumerate(plan.messages) if plan.profile.is_mixed else ():
+            if by_width(plan.profile, plan.blocks, m.kind, m.parts) != [m.parts]:
+                raise PlanError(f"{_where(plan, i)}: carries elements of several widths")
         return
     for i, m in enumerate(plan.messages):
         for u, b in m.parts:

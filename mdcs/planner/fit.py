@@ -13,6 +13,7 @@ from mdcs.plan.ledger import Ledger, needs
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
+from mdcs.plan.widths import by_width
 from mdcs.profile.link import Kind
 
 
@@ -24,12 +25,12 @@ def fit(plan: Plan, budget: int) -> Plan:
     cap = budget - plan.reserve
     while True:
         ledger = Ledger(plan)
-        over = next(((q, need) for q, need in enumerate(needs(plan, ledger)) if need.bytes > cap), None)
-        if over is None:
+        over = [(q, need.bytes - cap) for q, need in enumerate(needs(plan, ledger)) if need.bytes > cap]
+        if not over:
             return dataclasses.replace(plan, budget=budget)
-        q, need = over
+        q, excess = over[0]
         messages = (
-            _later_gathers(plan, ledger, q, need.bytes - cap)
+            _later_gathers(plan, ledger, over)
             or _reductions_first(plan, q)
             or _earlier_reductions(plan, q)
             or _split(plan, q)
@@ -39,8 +40,10 @@ def fit(plan: Plan, budget: int) -> Plan:
             if coarser is not None:
                 plan = coarser
                 continue
+            messages = _units_together(plan, q)
+        if messages is None:
             raise PlanError(
-                f"slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} bytes of {budget}, "
+                f"slot {q} ({plan.period.name(q)}) needs {budget + excess} bytes of {budget}, "
                 f"with every gather as late and every reduction as early as can be"
             )
         plan = dataclasses.replace(plan, messages=messages)
@@ -59,26 +62,36 @@ def _moved(plan: Plan, slots: list[int]) -> tuple[Message, ...]:
     return tuple(m if m.slot == s % length else dataclasses.replace(m, slot=s % length) for m, s in ordered)
 
 
-def _later_gathers(plan: Plan, ledger: Ledger, q: int, excess: int) -> tuple[Message, ...] | None:
-    """Issue after slot q what is gathered by then but only needed later, the farthest first, until ``excess`` fits."""
+def _later_gathers(plan: Plan, ledger: Ledger, over: list[tuple[int, int]]) -> tuple[Message, ...] | None:
+    """For every slot of ``over``, with the bytes by which it is over: issue after it what is gathered by then but only needed
+    later, the farthest first, until the rest fits. Up to the first slot for which there is no such gather.
+    """
     length = plan.period.length
-    ahead: list[tuple[int, int, Op, int]] = []  # need, bytes, operation, new slot
+    gathers: list[tuple[int, int, int, Op]] = []  # slot, need, bytes, operation
     for message, effect in zip(plan.messages, ledger.messages, strict=True):
         for unit, size in effect.full:
             op = Op(message.kind, unit, message.micro)
-            last = min(plan.period.window(op)[1], plan.need(message) or 0)
+            gathers.append((plan.unrolled(message), min(plan.period.window(op)[1], plan.need(message) or 0), size, op))
+    late: dict[Op, int] = {}
+    for q, excess in over:
+        ahead: list[tuple[int, int, Op, int]] = []  # need, bytes, operation, new slot
+        for slot, last, size, op in gathers:
             for at in (q, q + length):
                 later = min(at + 1, last)  # what slot q needs itself can still go behind its reductions
-                if plan.unrolled(message) < later and at <= last:
-                    ahead.append((last, size, op, later))
-    if not ahead:
-        return None
-    late: dict[Op, int] = {}
-    for _, size, op, later in sorted(ahead, reverse=True):
-        if excess <= 0:
+                if at <= last and slot < later:
+                    if late.get(op, slot) < later:
+                        ahead.append((last, size, op, later))
+                    else:  # for a slot before
+                        excess -= size
+        if excess > 0 and not ahead:
             break
-        late[op] = later
-        excess -= size
+        for _, size, op, later in sorted(ahead, reverse=True):
+            if excess <= 0:
+                break
+            late[op] = later
+            excess -= size
+    if not late:
+        return None
     slots = []
     for m in plan.messages:
         slot = max([plan.unrolled(m), *(late.get(Op(m.kind, unit, m.micro), 0) for unit, _ in m.parts)])
@@ -125,14 +138,33 @@ def _split(plan: Plan, q: int) -> tuple[Message, ...] | None:
     return tuple(out)
 
 
+def _units_together(plan: Plan, q: int) -> tuple[Message, ...] | None:
+    """At slot q reduce one unit of several types after the other, its blocks in order: the last frees the gradient of all."""
+    first: dict[int, int] = {}
+    for i, m in enumerate(plan.messages):
+        if m.slot == q and not m.kind.is_gather:
+            first.setdefault(m.parts[0][0], i)
+
+    def key(item: tuple[int, Message]) -> tuple[int, int]:
+        i, m = item
+        unit, block = m.parts[0]
+        return (first[unit], block) if m.slot == q and not m.kind.is_gather else (i, 0)
+
+    messages = tuple(m for _, m in sorted(enumerate(plan.messages), key=key))
+    return messages if messages != plan.messages else None
+
+
 def _merge_blocks(plan: Plan) -> Plan | None:
     """Undo the finest partition: each block has an optimizer state of its own with a few bytes of overhead.
 
     The whole unit goes where the last of its blocks went.
     """
-    unit = max(range(len(plan.blocks)), key=lambda u: len(plan.blocks[u]))
-    if len(plan.blocks[unit]) == 1:
+    layouts = plan.profile.layouts
+    unit = max(range(len(layouts)), key=lambda u: len(plan.blocks[u]) - len(layouts[u].sizes))
+    whole = layouts[unit].sizes
+    if len(plan.blocks[unit]) == len(whole):
         return None
+    blocks = (*plan.blocks[:unit], whole, *plan.blocks[unit + 1 :])
     keep: dict[Op, Message] = {}
     for m in plan.messages:
         if any(u == unit for u, _ in m.parts):
@@ -143,9 +175,7 @@ def _merge_blocks(plan: Plan) -> Plan | None:
     for m in plan.messages:
         parts = tuple(p for p in m.parts if p[0] != unit)
         if keep.get(Op(m.kind, unit, m.micro)) is m:
-            parts += ((unit, 0),)
-        if parts:
-            messages.append(dataclasses.replace(m, parts=parts))
-    blocks = list(plan.blocks)
-    blocks[unit] = (plan.padded(unit),)
-    return dataclasses.replace(plan, blocks=tuple(blocks), messages=tuple(messages))
+            parts += tuple((unit, b) for b in range(len(whole)))
+        alike = by_width(plan.profile, blocks, m.kind, parts) if parts else ()
+        messages += [dataclasses.replace(m, parts=each) for each in alike]
+    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.ledger import needs, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
@@ -48,6 +48,10 @@ class Judge:
     def peak(self, strategies: Sequence[Strategy]) -> int:
         """Bytes that the sequential schedule of a mix needs, reserve included."""
         return smallest_budget(self.sequential(strategies))
+
+    def sequential_needs(self, strategies: Sequence[Strategy]) -> list[int]:
+        """Bytes that each slot of the sequential schedule of a mix needs, reserve included; :meth:`peak` is their largest."""
+        return [need.bytes + self.job.reserve for need in needs(self.sequential(strategies))]
 
     def seconds(self, strategies: Sequence[Strategy]) -> float:
         """Communication, sums and updates of a mix in one iteration, none of it hidden: a sequential step less its compute."""

@@ -7,27 +7,29 @@ not have). Planners and the simulator read nothing else.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.layout import Layout, Section
 from mdcs.profile.link import Kind, Link
 from mdcs.sizes import MIB
 
-SCHEMA = 4
+SCHEMA = 6
 
 
 @dataclass(frozen=True)
 class Unit:
     """The smallest group of parameters that is sharded, gathered, reduced and updated together.
 
-    ``segments`` are the lengths in elements, in flat order, of the parts that share one optimizer parameter
-    group; they sum to ``numel``. ``forward`` and ``backward`` are the first and the last slot, as indices into
-    the forward and the backward slots of one micro-step, in which the unit's parameters are used; ``backward``
-    is None when no gradient flows through the unit. Raises ValueError for an empty segment, or a trainable unit without
-    ``backward``.
+    ``segments`` are the lengths in elements, in flat order, of the parts that share one type and one optimizer parameter
+    group; they sum to ``numel``. ``sections`` are those of one type; none: all is of the profile's widths. ``forward`` and
+    ``backward`` are the first and the last slot, as indices into the forward and the backward slots of one micro-step, in which
+    the unit's parameters are used; ``backward`` is None when no gradient flows through the unit. Raises ValueError for an empty
+    segment, for sections that are not made of whole segments, and for a trainable unit without ``backward``.
     """
 
     name: str
@@ -35,10 +37,15 @@ class Unit:
     trainable: bool
     forward: tuple[int, int]
     backward: tuple[int, int] | None
+    sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.segments or min(self.segments) < 1:
             raise ValueError(f"unit {self.name}: segments must be positive, got {self.segments}")
+        ends = set(itertools.accumulate(self.segments))
+        sections = list(itertools.accumulate(s.numel for s in self.sections)) or [self.numel]
+        if not ends.issuperset(sections) or sections[-1] != self.numel:
+            raise ValueError(f"unit {self.name}: segments {self.segments} do not make sections that end at {sections}")
         if self.trainable and self.backward is None:
             raise ValueError(f"unit {self.name}: is trainable but has no backward slot")
 
@@ -77,7 +84,7 @@ class Optimizer:
     A *run* is a contiguous piece of a shard with one parameter group: one tensor for the optimizer.
     State is ``state_tensors`` copies of the run (a fraction where others share it) plus ``state_fixed`` bytes (Adam:
     its step counter); scratch is ``scratch_tensors`` copies of the largest run (non-fused Adam: 2) plus
-    ``scratch_fixed`` bytes.
+    ``scratch_fixed`` bytes, of elements of other widths what ``scratch_fixed_of`` has for them in (width, bytes) pairs.
     """
 
     name: str = "sgd"
@@ -87,6 +94,11 @@ class Optimizer:
     seconds_per_element: float = 0.0
     seconds_per_run: float = 0.0
     scratch_fixed: int = 0
+    scratch_fixed_of: tuple[tuple[int, int], ...] = ()
+
+    def scratch(self, elements: int, width: int) -> int:
+        """Bytes that the update of a run takes beside the state."""
+        return self.scratch_tensors * width * elements + dict(self.scratch_fixed_of).get(width, self.scratch_fixed)
 
 
 _LARGEST_BLOCK = 16 * MIB
@@ -99,7 +111,8 @@ class Contention:
     Computing takes longer by ``compute_per_message`` seconds for every message that is done beside it, by
     ``compute_per_byte`` for every byte it sends, and by ``compute_per_work`` of the seconds of copying, summing and
     updating that it brings; if it all-reduces, ``all_reduce`` times as much. A message beside computing keeps the link
-    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes. Compute that waits for a message goes on
+    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes, whereas the link's gap and β are what it takes
+    while nothing computes: of the two the longer counts, never their sum. Compute that waits for a message goes on
     ``dispatch_seconds`` after it is done, and then takes longer by ``compute_per_wait`` of the time it has waited: its
     caches are cold, its core has slept. Between backward and the next forward the training loop itself takes
     ``turn_seconds``. Raises ValueError for a negative number.
@@ -128,12 +141,14 @@ class Profile:
     ``slots`` are those of one micro-step in executed order: all forward slots, then all backward slots.
     ``collectives`` are the algorithms that the link was measured with, and that carry the messages.
     ``param_bytes`` and ``grad_bytes`` are the widths of an element in compute and on the wire. ``master_bytes`` is that of the
-    copy which the optimizer updates, in mixed precision; 0: it updates the parameters themselves.
+    copy which the optimizer updates, in mixed precision; 0: it updates the parameters themselves. Units with ``sections`` have
+    widths of their own.
     ``interference`` is how much slower computing is while a message is in flight (0.2 = 20 %), ``contention`` what
     messages cost by their number and bytes.
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
     ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
-    has the 10th and the 90th percentile of what was measured several times, by name.
+    has the 10th and the 90th percentile of what was measured several times, by name. ``rehearsed`` has the seconds per step,
+    predicted with this profile and measured, of the plans that it was fitted to.
 
     Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot that
     there is not.
@@ -153,6 +168,7 @@ class Profile:
     copy_seconds_per_byte: float = 0.0
     about: dict[str, str] = field(default_factory=dict, hash=False)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    rehearsed: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -182,10 +198,21 @@ class Profile:
         """Backward slots of a micro-step."""
         return len(self.slots) - self.forward_slots
 
-    @property
-    def updated_bytes(self) -> int:
-        """Bytes of an element of what the optimizer updates: the master copy, or the parameters themselves."""
-        return self.master_bytes or self.param_bytes
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether some units have widths of their own."""
+        return any(unit.sections for unit in self.units)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Where each unit's elements lie, and their widths; what is frozen has no masters."""
+        out = []
+        for unit in self.units:
+            sections = unit.sections or (Section(unit.numel, self.param_bytes, self.grad_bytes, self.master_bytes),)
+            if not unit.trainable:
+                sections = tuple(dataclasses.replace(s, master_bytes=0) for s in sections)
+            out.append(Layout(sections, self.world))
+        return tuple(out)
 
     @cached_property
     def block(self) -> int:
@@ -217,15 +244,20 @@ class Profile:
                         u["trainable"],
                         (u["forward"][0], u["forward"][1]),
                         None if u["backward"] is None else (u["backward"][0], u["backward"][1]),
+                        tuple(Section(**s) for s in u.get("sections", ())),
                     )
                     for u in data["units"]
                 ),
                 slots=tuple(Slot(**s) for s in data["slots"]),
                 link=Link.from_dict(data["link"]),
-                optimizer=Optimizer(**data["optimizer"]),
+                optimizer=Optimizer(
+                    **data["optimizer"]
+                    | {"scratch_fixed_of": tuple((w, n) for w, n in data["optimizer"].get("scratch_fixed_of", ()))}
+                ),
                 collectives=Collectives(**data["collectives"]),
                 contention=Contention(**data["contention"]),
                 spread={name: (low, high) for name, (low, high) in data["spread"].items()},
+                rehearsed={name: (predicted, measured) for name, (predicted, measured) in data["rehearsed"].items()},
                 **{
                     k: data[k]
                     for k in (

@@ -1,11 +1,11 @@
-"""The α–β link: message time = α(kind) + β(kind) · wire bytes, several messages in flight in FIFO order.
+"""The link, by LogGP: latency α, gap per message g and gap per byte β of each kind, several messages in flight in FIFO order.
 
 The same model is replayed by the simulator in virtual time and, for an emulated link, imposed on real
 collectives in wall-clock time (``mdcs.runtime.pacing``), so the two cannot drift apart.
 
 Messages start in FIFO order, at most ``depth`` in flight. Their latencies overlap, their bytes do not: the link
-serves bytes one message after the other, so message i ends at max(start_i + α, end_{i-1}) + β · bytes_i.
-With ``depth`` 1 this is NCCL's one at a time.
+serves bytes one message after the other and pauses between two, so message i ends at max(start_i + α, end_{i-1} + g) +
+β · bytes_i (Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 this is NCCL's one at a time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Link:
-    """α (seconds per message) and β (seconds per wire byte) per kind, and the in-flight ``depth``.
+    """α (seconds of a message that is alone), β (seconds per wire byte) and gap (seconds between two messages in flight) per
+    kind, and the in-flight ``depth``.
 
-    ``alpha`` and ``beta`` are in the order of :class:`Kind`: AR, RS, AG_F, AG_B. ``block`` is the smallest
+    ``alpha``, ``beta`` and ``gap`` are in the order of :class:`Kind`: AR, RS, AG_F, AG_B. ``block`` is the smallest
     message (payload bytes) that saturates the link: partition size and schedule granularity. ``emulated``: messages are
     held back until the link would have carried them. Raises ValueError for a value out of range.
     """
@@ -48,10 +49,11 @@ class Link:
     depth: int = 2
     block: int = MIB
     emulated: bool = False
+    gap: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
-        if min(self.alpha) < 0 or min(self.beta) < 0:
-            raise ValueError("link alpha and beta must be >= 0")
+        if min(*self.alpha, *self.beta, *self.gap) < 0:
+            raise ValueError("link alpha, beta and gap must be >= 0")
         if self.depth < 1:
             raise ValueError(f"link depth must be >= 1, got {self.depth}")
         if self.block < 1:
@@ -59,7 +61,7 @@ class Link:
 
     @classmethod
     def uniform(cls, rate_gbit: float, latency_us: float, depth: int = 2, emulated: bool = False) -> Link:
-        """A link of one rate (10⁹ bits per second) and latency; an all-reduce, being two phases, pays the latency twice.
+        """A link of one rate (10⁹ bits per second) and latency, without gaps; an all-reduce, two phases, pays the latency twice.
 
         Raises ValueError for a rate that is not positive, a latency below 0 and a depth below 1.
         """
@@ -75,10 +77,11 @@ class Link:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Link:
         """Inverse of ``dataclasses.asdict``; KeyError for a missing field, ValueError for a value out of range."""
-        a, b = data["alpha"], data["beta"]
+        a, b, g = data["alpha"], data["beta"], data["gap"]
         return cls(
-            (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), data["depth"], data["block"], data["emulated"]
-        )
+            (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), data["depth"], data["block"], data["emulated"],
+            (g[0], g[1], g[2], g[3]),
+        )  # fmt: skip
 
     def alpha_of(self, kind: Kind) -> float:
         """Latency in seconds of a message of this kind that is alone."""
@@ -88,12 +91,16 @@ class Link:
         """Seconds per byte that the rank sends, for messages of this kind."""
         return self.beta[_ORDER[kind]]
 
+    def gap_of(self, kind: Kind) -> float:
+        """Seconds between the end of a message and the bytes of one of this kind that was in flight beside it."""
+        return self.gap[_ORDER[kind]]
+
     def end(self, kind: Kind, wire: int, start: float, previous_end: float) -> float:
         """When a message of ``wire`` bytes that starts at ``start`` ends, after one that ends at ``previous_end`` (seconds).
 
-        max(start + α, previous_end) + β · wire.
+        max(start + α, previous_end + gap) + β · wire; ``previous_end`` is -inf for the first of all.
         """
-        return max(start + self.alpha_of(kind), previous_end) + self.beta_of(kind) * wire
+        return max(start + self.alpha_of(kind), previous_end + self.gap_of(kind)) + self.beta_of(kind) * wire
 
 
 _ORDER = {kind: i for i, kind in enumerate(Kind)}

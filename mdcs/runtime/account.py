@@ -8,24 +8,24 @@ when compute issues a message and taken when the message starts.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 
 from mdcs.plan.ledger import CATEGORIES
 
 
 class Account:
-    """Not thread-safe by itself: call with ``lock`` held."""
+    """Not thread-safe by itself: call with ``lock`` held, which the thread that holds it may take again."""
 
-    def __init__(self, lock: threading.Condition, cap: int | None, at_rest: dict[str, int]) -> None:
+    def __init__(self, lock: threading.RLock, cap: int | None, at_rest: dict[str, int]) -> None:
         self.lock, self.cap, self.at_rest = lock, cap, at_rest
         self.restart()
         self.reset()
 
     def restart(self) -> None:
         """Nothing is held but what is at rest."""
-        self.live = dict.fromkeys(CATEGORIES, 0) | self.at_rest
-        self.reserved = sum(self.at_rest.values())
-        self.activations = 0  # and workspace, of the slot compute is in
+        self.live = dict.fromkeys(CATEGORIES, 0) | self.at_rest  # activations: and workspace, of the slot compute is in
+        self.reserved = self._total = sum(self.at_rest.values())
 
     def reset(self) -> None:
         """Peaks and windows start again from what is live."""
@@ -33,26 +33,22 @@ class Account:
         self._window = self._now()
 
     def _now(self) -> dict[str, int]:
-        now = dict(self.live, activations=self.activations)
-        now["total"] = sum(now.values())
-        return now
+        return {**self.live, "total": self._total}
 
     def book(self, category: str, size: int) -> None:
         """Allocated (positive) or freed (negative) bytes."""
-        self.live[category] += size
-        if size > 0:
-            self._note()
+        live = self.live[category] = self.live[category] + size
+        total = self._total = self._total + size
+        if size > 0:  # written out, for it is done several times a message
+            for highest in (self.peak, self._window):
+                if live > highest[category]:
+                    highest[category] = live
+                if total > highest["total"]:
+                    highest["total"] = total
 
     def enter(self, activations: int) -> None:
         """Compute enters a slot that needs so many bytes beside the registered buffers."""
-        self.activations = activations
-        self._note()
-
-    def _note(self) -> None:
-        now = self._now()
-        for key, value in now.items():
-            self.peak[key] = max(self.peak[key], value)
-            self._window[key] = max(self._window[key], value)
+        self.book("activations", activations - self.live["activations"])
 
     def window(self) -> dict[str, int]:
         """Peaks by category since the last call."""
@@ -70,3 +66,41 @@ class Account:
     def release(self, sizes: Iterable[int]) -> None:
         """Take promises back."""
         self.reserved -= sum(sizes)
+
+
+class InFlight:
+    """The most bytes that ``depth`` neighbours among the messages not yet done can hold, kept up message by message: what
+    :func:`mdcs.plan.ledger.most_in_flight` says of all of them.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._waiting: deque[int] = deque()
+        self._done = 0  # messages ever
+        self._sums: deque[tuple[int, int]] = deque()  # of depth neighbours, falling: (number of the last of them, bytes)
+
+    def add(self, size: int) -> None:
+        """One more message takes so many bytes while in flight, the last to be sent."""
+        total = self._behind(size)
+        self._waiting.append(size)
+        if len(self._waiting) >= self._depth:
+            while self._sums and self._sums[-1][1] <= total:
+                self._sums.pop()
+            self._sums.append((self._done + len(self._waiting), total))
+
+    def remove(self) -> None:
+        """The first of them is done."""
+        self._waiting.popleft()
+        self._done += 1
+        while self._sums and self._sums[0][0] < self._done + self._depth:
+            self._sums.popleft()
+
+    def most(self, upcoming: int = 0) -> int:
+        """Bytes; with one more message of ``upcoming`` bytes behind them."""
+        most = self._sums[0][1] if self._sums else sum(self._waiting)
+        return max(most, self._behind(upcoming))
+
+    def _behind(self, size: int) -> int:
+        """Of a message and those that can be in flight ahead of it."""
+        ahead = min(len(self._waiting), self._depth - 1)
+        return size + sum([self._waiting[-k] for k in range(1, ahead + 1)])

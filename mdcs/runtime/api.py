@@ -28,7 +28,7 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.runtime import misuse, optimizer_state, state
 from mdcs.runtime import refusals as checks
 from mdcs.runtime.account import Account
-from mdcs.runtime.buffers import Buffers, broadcast, check_buffers
+from mdcs.runtime.buffers import Buffers, broadcast, check_buffers, layout
 from mdcs.runtime.checkpointing import Checkpoints, Resumed, Saving
 from mdcs.runtime.communicator import Communicator, backend_of
 from mdcs.runtime.dispatcher import Dispatcher
@@ -43,10 +43,13 @@ from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.pacing import pacer_for
 from mdcs.runtime.record import Recorder, StepRecord
 from mdcs.runtime.scaling import LossScale
+from mdcs.runtime.start import Initialisation, Initialise, take_over
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.walker import SlotWalker
 from mdcs.runtime.wire import Wire
+
+_CPU = torch.device("cpu")
 
 
 def parallelize(
@@ -61,6 +64,8 @@ def parallelize(
     broadcast_buffers: bool | None = None,
     timeout_s: float = 300.0,
     emulate: Emulation | None = None,
+    init: Initialise | None = None,
+    device: torch.device | str = "cpu",
 ) -> Parallel:
     """Train ``model`` as ``plan`` says, in the loop that you have.
 
@@ -79,13 +84,18 @@ def parallelize(
     ``loss_scale`` is for float16, and a barrier, too: call ``parallel.scaled(loss).backward()`` then.
     ``broadcast_buffers``: True gives rank 0's buffers to all ranks after every step, as DDP does; False leaves each rank its
     own; None gives rank 0's to all when training pauses, and refuses a model whose forward changes others than BatchNorm's.
+    What the model has on the meta device is made on ``device``, unit by unit, and initialised by ``init``, which is given a
+    module for its own parameters and buffers; None: by the module's ``reset_parameters()``.
     Where the plan's profile has masters, they start as the model's parameters, and stay in ``sharded_state_dict()``.
     ``timeout_s`` bounds every wait. With ``emulate`` this one process is a rank of the plan's world, on its emulated link
     (:mod:`mdcs.runtime.emulation`). Raises PlanError (ranks with another plan are named), ValueError for a plan
     that does not fit the model or a parameter that would not be trained, and RunError, naming rank, step and message, when
     something fails later. What a loop may do with model and optimizer meanwhile is in docs/loops.md.
     """
-    return Parallel(model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers)
+    return Parallel(
+        model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers, init,
+        torch.device(device),
+    )  # fmt: skip
 
 
 def resume(parallel: Parallel, path: str | Path) -> Resumed | None:
@@ -105,7 +115,8 @@ class Parallel:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit],
         group: dist.ProcessGroup | None, clip_norm: float | None, timeout_s: float, emulate: Emulation | None = None,
-        loss_scale: LossScale | None = None, broadcast_buffers: bool | None = None,
+        loss_scale: LossScale | None = None, broadcast_buffers: bool | None = None, init: Initialise | None = None,
+        made_on: torch.device = _CPU,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.plan, self.units, self._emulate = model, optimizer, plan, units, emulate
         processes = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -114,24 +125,30 @@ class Parallel:
             self.rank = emulate.rank
         self._place = Place(self.rank)
         device = units[0].parameters[0][1].device
-        groups = parameter_groups(optimizer)
+        if device.type == "meta":
+            device = made_on
         ordered: list[list[tuple[str, nn.Parameter]]] = []
+        group_of: list[list[int]] = []
         started: optimizer_state.Together = {}
         problem: ValueError | None = None
         try:
             checks.fits_processes(plan, processes, backend_of(group, device), emulate)
             checks.covers(model, units, optimizer)
+            checks.keeps_order(model, backend_of(group, device))
             check_buffers(model)
             checks.fits_job(plan, clip_norm, loss_scale, optimizer)
             check(plan)
-            ordered = checks.match(plan, units, groups)
+            groups = parameter_groups(optimizer)
+            ordered, group_of = checks.match(plan, units, groups)
+            initialisation = Initialisation(model, units, init, device)
             started = optimizer_state.together(ordered, groups, optimizer.state)
         except ValueError as e:
             problem = e
         # Every rank learns of every rank's problem: one that raised alone would leave the others waiting.
         self._groups = Groups(group, device, timeout_s, needs_control=clip_norm is not None or loss_scale is not None)
         try:
-            checks.same_plan(plan, problem, self.rank, processes, self._groups.talk, started)
+            named = [*model.named_parameters(), *model.named_buffers()]
+            checks.same_plan(plan, problem, layout(named), started, self.rank, processes, self._groups.talk)
         except ValueError:
             self._groups.destroy()
             raise
@@ -140,25 +157,27 @@ class Parallel:
         self._place.explain = self._last_words.after
         self._group = group = self._groups.messages
         self._meter, self._executor = current_meter(device), executor_for(device)
-        if processes > 1:
-            with torch.no_grad():  # as DDP does when it is built
-                for tensor in [*model.parameters(), *model.buffers()]:
-                    broadcast(tensor, group)
-        self._buffers = Buffers(model, broadcast_buffers)
         ledger = Ledger(plan, self.rank)
         self._ended: str | None = None  # why there are no whole parameters any more
+        self._started = False
         own = weakref.ref(self)  # that a closed model does not keep this
 
         def refuse(name: str, what: str) -> RunError | None:
             parallel = own()
             return RunError(misuse.left_in_pieces(name, "it is gone")) if parallel is None else parallel._refuse(name, what)
 
-        self._storages = [
-            UnitStorage(plan, u, parameters, self.rank, self._meter, refuse) for u, parameters in enumerate(ordered)
-        ]
-        group_of = [list(dict.fromkeys(groups[p] for _, p in ps if p in groups)) or [0] for ps in ordered]
+        try:
+            self._storages = take_over(
+                model, initialisation, lambda u: UnitStorage(plan, u, ordered[u], self.rank, self._meter, refuse, device),
+                group if processes > 1 else None, self._place,
+            )  # fmt: skip
+        except BaseException:
+            self._groups.destroy()
+            raise
+        self._started = True
+        self._buffers = Buffers(model, broadcast_buffers)
         self._updates = Updates(plan, self._storages, optimizer, group_of, self.rank, self._meter)
-        lock = threading.Condition()
+        lock = threading.RLock()
         if plan.budget is not None:
             self._executor.limit(plan.budget)
         cap = None if plan.budget is None else plan.budget - plan.reserve
@@ -194,7 +213,8 @@ class Parallel:
         )
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self._walker)
-        self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward)) for u in units for m in u.modules]
+        before_all = [m for u in units if u.trainable for m in u.modules]  # the slots of frozen units in them, too
+        self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward), prepend=True) for m in before_all]
         self._handles += misuse.refuse_calls(optimizer, self.rank)
         for storage in self._storages:
             if not storage.is_plain:
@@ -226,6 +246,7 @@ class Parallel:
         Raises RunError where there was none, and for changes of which the updates have not known.
         """
         self._dispatcher.check()
+        self._not_lent("step()")
         if self._walker.after_micro_step:
             self._walker.end_short()
         if not self._walker.at_turn or not self._walker.due:
@@ -237,8 +258,8 @@ class Parallel:
         self._walker.step += 1
         self._walker.due = False
         self._dispatcher.step = self._place.step = self._walker.step
-        if self._buffers.option and self._groups.world > 1:
-            self._buffers.broadcast(self._groups.talk, self._place)
+        if self._buffers.option:
+            self._buffers.broadcast(self._groups, self._groups.talk, self._place)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
 
     def drain(self) -> None:
@@ -246,10 +267,18 @@ class Parallel:
 
         Parameters of dp units can then be read, and changed alike on all ranks, until the next forward pass.
         """
+        self._drain("drain()")
+
+    def _drain(self, call: str) -> None:
+        """For this ``call`` of the loop, which all ranks make now, in the same step."""
         self._dispatcher.check()
-        self._not_lent("drain()")
+        self._not_lent(call)
         if not self._walker.at_turn:
-            raise self._place.error("drain() inside an iteration")
+            raise self._place.error(f"{call} inside an iteration")
+        with self._place.during(call):
+            problem = misuse.disagreement(self._groups.tell(call, self._walker.step))
+        if problem is not None:
+            raise self._place.error(f"{call}: {problem}")
         self._finish(self._walker.periods)
         for storage in self._storages:
             if storage.strategy.value == "dp" and storage.is_plain:
@@ -259,8 +288,8 @@ class Parallel:
     def _finish(self, period: int) -> None:
         """All messages issued, and the updates of a period."""
         self._dispatcher.finish_iteration(period * self._dispatcher.n)
-        if self._groups.world > 1 and self._buffers.option is not False:
-            self._buffers.broadcast(self._group, self._place)
+        if self._buffers.option is not False:
+            self._buffers.broadcast(self._groups, self._group, self._place)
 
     @torch.inference_mode(False)
     def abandon(self) -> None:
@@ -273,7 +302,7 @@ class Parallel:
         self._not_lent("abandon()")
         self._walker.leave_forward()
         with self._place.during("abandon()"):
-            answers = self._groups.exchange((self._walker.step, self._walker.progress, self._walker.is_torn))
+            answers = self._groups.tell("abandon()", self._walker.step, self._walker.progress, self._walker.is_torn)
         problem = misuse.disagreement(answers)
         if problem is not None:
             raise self._place.error(f"the iteration cannot be given up: {problem}: start again from a checkpoint")
@@ -293,9 +322,9 @@ class Parallel:
         return self._lend("evaluate()", self._evaluation.run)
 
     @contextlib.contextmanager
-    def _lend(self, what: str, run: Any, **options: Any) -> Iterator[None]:
-        self.drain()
-        self._walker.lent = what
+    def _lend(self, call: str, run: Any, **options: Any) -> Iterator[None]:
+        self._drain(call)
+        self._walker.lent = call
         try:
             with run(**options):
                 yield
@@ -319,7 +348,8 @@ class Parallel:
         """
         self._needs_ranks("full_parameters()")
         return self._lend(
-            "full_parameters()", state.full_parameters, storages=self._storages, gathering=self._gathering,
+            f"full_parameters({'writeback=True' if writeback else ''})", state.full_parameters,
+            storages=self._storages, gathering=self._gathering,
             keep=not rank0_only or self.rank == 0, cpu=cpu, writeback=self._write_back if writeback else None,
         )  # fmt: skip
 
@@ -328,7 +358,8 @@ class Parallel:
     def _write_back(self, storage: UnitStorage) -> None:
         if self._groups.world > 1:
             with self._place.during(f"broadcast of {storage.name}"):
-                broadcast(storage.full, self._group)
+                for flat in storage.fulls:
+                    broadcast(flat, self._group)
         storage.adopt()
 
     @torch.inference_mode(False)
@@ -338,7 +369,7 @@ class Parallel:
         It is gathered unit by unit; with ``cpu`` the device holds no more than a unit of it. Call it on every rank.
         """
         self._needs_ranks("state_dict()")
-        self.drain()
+        self._drain("state_dict()")
         return state.full_state(
             self.model, self._storages, self._gathering, keep=not rank0_only or self.rank == 0, cpu=cpu
         )
@@ -347,7 +378,7 @@ class Parallel:
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part; :func:`mdcs.merge_shards` of all ranks' gives the plain model's state dict."""
         self._needs_ranks("sharded_state_dict()")
-        self.drain()
+        self._drain("sharded_state_dict()")
         return state.sharded_state(self.model, self._storages)
 
     def _needs_ranks(self, what: str) -> None:
@@ -357,7 +388,7 @@ class Parallel:
     @torch.inference_mode(False)
     def load_state_dict(self, full: dict[str, Tensor]) -> None:
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
-        self.drain()
+        self._drain("load_state_dict()")
         state.load_full(self.model, self._storages, full)
 
     @torch.no_grad()
@@ -368,7 +399,7 @@ class Parallel:
         It is gathered unit by unit, and with ``cpu`` kept there. Masters' state is in their precision. Call it on every rank.
         """
         self._needs_ranks("optimizer_state_dict()")
-        self.drain()
+        self._drain("optimizer_state_dict()")
         keep = not rank0_only or self.rank == 0
         found = self._state.whole(keep=keep, cpu=cpu)
         return optimizer_state.packed(self.optimizer, found) if keep else {}
@@ -381,7 +412,7 @@ class Parallel:
         Options, such as the rate, are taken from it as well. Raises ValueError for that of another optimizer, and for parameters
         that a plan updates together and that were not.
         """
-        self.drain()
+        self._drain("load_optimizer_state_dict()")
         found = optimizer_state.unpacked(self.optimizer, saved)
         named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
         optimizer_state.together(named, parameter_groups(self.optimizer), found)
@@ -407,9 +438,9 @@ class Parallel:
         self._needs_ranks("checkpoint()")
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
-        self.drain()
+        self._drain("checkpoint()")
         spare = None
-        if self.plan.budget is not None and not self._storages[0].full.is_cuda:
+        if self.plan.budget is not None and self._storages[0].device.type == "cpu":
             peak = self.plan.prediction.peak_bytes if self.plan.prediction else self.plan.budget
             spare = self.plan.budget - self.plan.reserve - peak
         return self._checkpoints.save(Path(root), self.steps, extra, keep=keep, spare=spare, wait=wait)
@@ -418,7 +449,7 @@ class Parallel:
     @torch.inference_mode(False)
     def _resume(self, path: Path) -> Resumed | None:
         self._needs_ranks("resume()")
-        self.drain()
+        self._drain("resume()")
         resumed = self._checkpoints.resume(path)
         if resumed is not None:
             self._resumed_after = resumed.step - (self._walker.step - 1)
@@ -454,13 +485,11 @@ class Parallel:
         watched, or was not updated since.
         """
         self._needs_ranks("gradients()")
-        self.drain()
+        self._drain("gradients()")
         for u, blocks in self._updates.kept.items():
             storage = self._storages[u]
             if storage.name == unit and len(blocks) == len(storage.blocks):
-                flat = self._gathering.flat(u, blocks)
-                places = zip(storage.names, storage.places, strict=True)
-                return {name: flat[offset : offset + n].view(shape).clone() for name, (offset, n, shape) in places}
+                return self._gathering.by_parameter(u, blocks)
         raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
@@ -502,6 +531,7 @@ class Parallel:
         """
         if self._closed:
             return
+        self._not_lent("close()")
         unwritten: RunError | None = None
         try:
             self._checkpoints.finish()
@@ -523,9 +553,11 @@ class Parallel:
         walker = self._walker
         if self._dispatcher.error is not None:
             return str(self._dispatcher.error)
+        if self._groups.world > 1 and not dist.is_initialized():
+            return "the process group was destroyed before close()"
         try:
             walker.leave_forward()
-            answers = self._groups.exchange((walker.step, walker.progress, walker.is_torn))
+            answers = self._groups.tell("close()", walker.step, walker.progress, walker.is_torn)
             problem = misuse.disagreement(answers)
             if problem is not None:
                 return problem
@@ -582,7 +614,9 @@ class Parallel:
         """What using a closed parameter raises."""
         if self._ended is not None:
             return RunError(f"rank {self.rank}: {misuse.left_in_pieces(name, self._ended)}")
-        problem = misuse.use(name, what, self._walker.due)
+        if not self._started:
+            return self._place.error(f"the initialisation of a module used {name} ({what}), which is of another unit")
+        problem = misuse.use(name, what, self._walker.has_gradients)
         return None if problem is None else self._place.error(problem)
 
 

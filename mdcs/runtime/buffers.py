@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from mdcs.model.units import UnsupportedModel
 from mdcs.runtime.errors import Place
+from mdcs.runtime.groups import Groups
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -45,13 +49,27 @@ class Buffers:
                 return name
         return None
 
-    def broadcast(self, group: dist.ProcessGroup | None, place: Place) -> None:
-        """Rank 0's to all; every rank must call it."""
+    def broadcast(self, groups: Groups, group: dist.ProcessGroup | None, place: Place) -> None:
+        """Rank 0's to all, over ``group``; every rank must call it. Raises RunError where ranks do not have the same buffers."""
+        if groups.world == 1:
+            return
+        with place.during("broadcast of buffers"):
+            layouts = groups.tell("the broadcast of buffers", layout(self._model.named_buffers()))
+        if len(set(layouts)) > 1:
+            raise place.error(
+                "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
+                "broadcast_buffers=False) leaves each rank its own"
+            )
         with torch.no_grad(), torch.inference_mode(False):
             for name, buffer in self._model.named_buffers():
                 with place.during(f"broadcast of buffer {name}"):
                     broadcast(buffer, group)
         self.note()
+
+
+def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """A checksum of names, shapes and types: ranks where it differs cannot send each other these tensors."""
+    return zlib.crc32(repr([(name, tuple(t.shape), t.dtype) for name, t in tensors]).encode())
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

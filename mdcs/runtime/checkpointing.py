@@ -8,8 +8,6 @@ the loop gave. All of it is read with ``weights_only``.
 from __future__ import annotations
 
 import dataclasses
-import io
-import random
 import threading
 import time
 import warnings
@@ -18,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.checkpoint import folder, pieces
+from mdcs.checkpoint import folder, numbers, pieces
 from mdcs.checkpoint.folder import CheckpointError
+from mdcs.checkpoint.numbers import RUN
 from mdcs.checkpoint.pieces import Pieces, Tree, leaves, planted
 from mdcs.measure.memory import Meter
 from mdcs.model.optimizers import parameter_groups
@@ -36,7 +34,6 @@ from mdcs.runtime.optimizer_state import STEP, OptimizerState
 from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.storage import UnitStorage
 
-RUN = "run.pt"
 MODEL, STATE = "model", ("optimizer", "state")
 
 
@@ -86,7 +83,7 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._storages, self._state = model, optimizer, storages, state
         self._buffers, self._loss_scale, self._groups, self._meter, self._place = buffers, loss_scale, groups, meter, place
-        self._rank, self._device = place.rank, storages[0].full.device
+        self._rank, self._device = place.rank, storages[0].device
         self._files: dist.ProcessGroup | None = None
         self._last: Saving | None = None
 
@@ -139,16 +136,17 @@ class Checkpoints:
 
         def mine() -> folder.Sums:
             files = [*partial.glob(f"__{self._rank}_*"), partial / _file_of(self._rank)]
-            _save(files[-1], own, "what the loop gave as extra")
+            numbers.save(files[-1], own, "what the loop gave as extra")
             if first:
-                _save(partial / RUN, run, "the options of the optimizer")
+                numbers.save(partial / RUN, run, "the options of the optimizer")
                 files += [partial / ".metadata", partial / RUN]
             return folder.sums(files)
 
         self._stage(step, "made its folder", lambda: folder.begin(root, step) if first else None)
         self._stage(step, "written tensors", lambda: pieces.save(partial, tree, self._files))
         sums = {name: own for ranks in self._stage(step, "written its file", mine) for name, own in ranks.items()}
-        self._stage(step, "written the manifest", lambda: folder.finish(root, step, sums, world=self._groups.world) if first else None)
+        world = self._groups.world
+        self._stage(step, "written the manifest", lambda: folder.finish(root, step, sums, world=world) if first else None)
         if keep is not None:
             self._stage(step, "deleted older ones", lambda: folder.keep_last(root, keep) if first else None)
 
@@ -176,13 +174,13 @@ class Checkpoints:
         for u, storage in enumerate(self._storages):
             for b in range(len(storage.blocks)):
                 values = storage.at_rest(b)
-                for i, start, piece in _cut(storage, b, storage.own(b).start, values, self._share(u, b)):
+                for i, shape, start, piece in _cut(storage, b, storage.own(b).start, values, self._share(u, b)):
                     for name in names[storage.parameters[i]]:
-                        found.of((MODEL, name), storage.places[i][2], values.dtype).add(start, piece)
+                        found.of((MODEL, name), shape, values.dtype).add(start, piece)
         for u, b, part, key, values in self._state.parts():
             storage = self._storages[u]
-            for i, start, piece in _cut(storage, b, storage.own(b).start + part.start, values, self._share(u, b)):
-                found.of((*STATE, storage.names[i], key), storage.places[i][2], values.dtype).add(start, piece)
+            for i, shape, start, piece in _cut(storage, b, storage.own(b).start + part.start, values, self._share(u, b)):
+                found.of((*STATE, storage.names[i], key), shape, values.dtype).add(start, piece)
         started = self._state.started()
         if self._rank == 0:
             found |= {(MODEL, name): value.detach() for name, value in buffers.items()}
@@ -231,7 +229,7 @@ class Checkpoints:
     def _own(self, extra: Any) -> dict[str, Any]:
         """What only this rank has. Buffers, where each rank has its own."""
         buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()} if self._buffers.option is False else {}
-        return {"random": _random_state(self._device), "extra": extra, "buffers": buffers}
+        return {"random": numbers.random_state(self._device), "extra": extra, "buffers": buffers}
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -269,7 +267,7 @@ class Checkpoints:
         return None
 
     def _read(self, chosen: Path) -> Resumed:
-        run = torch.load(chosen / RUN, weights_only=True)
+        run = numbers.load(chosen / RUN)
         described = pieces.described(chosen)
         self._compare(run, described)
         self._read_optimizer(chosen, run, described)
@@ -277,17 +275,17 @@ class Checkpoints:
         rest, full = _Leaves(), _Leaves()
         for u, b, part, key, values in self._state.parts():
             storage = self._storages[u]
-            for i, start, piece in _cut(storage, b, storage.own(b).start + part.start, values):
-                rest.of((*STATE, storage.names[i], key), storage.places[i][2], values.dtype).add(start, piece)
+            for i, shape, start, piece in _cut(storage, b, storage.own(b).start + part.start, values):
+                rest.of((*STATE, storage.names[i], key), shape, values.dtype).add(start, piece)
         for storage in self._storages:
             for b in range(len(storage.blocks)):
-                region, shard = storage.region(b), storage.at_rest(b)
-                if storage.shard is not None:
-                    for i, start, piece in _cut(storage, b, storage.own(b).start, shard):
-                        rest.of((MODEL, storage.names[i]), storage.places[i][2], shard.dtype).add(start, piece)
+                region, shard, whole = storage.region(b), storage.shard(b), storage.full(b)
+                if shard is not None:
+                    for i, shape, start, piece in _cut(storage, b, storage.own(b).start, shard):
+                        rest.of((MODEL, storage.names[i]), shape, shard.dtype).add(start, piece)
                 if storage.is_full:  # also what the plan has gathered already
-                    for i, start, piece in _cut(storage, b, region.start, storage.full[region]):
-                        full.of((MODEL, storage.names[i]), storage.places[i][2], storage.full.dtype).add(start, piece)
+                    for i, shape, start, piece in _cut(storage, b, region.start, whole[region]):
+                        full.of((MODEL, storage.names[i]), shape, whole.dtype).add(start, piece)
         for storage in self._storages:
             for name, p in zip(storage.names, storage.parameters, strict=True):
                 rest |= {(*STATE, name, key): value for key, value in kept.get(p, {}).items()}
@@ -295,7 +293,7 @@ class Checkpoints:
         full |= {(MODEL, name): value.detach() for name, value in buffers.items()}
         pieces.load(chosen, planted(full.items()))
         own = run["world"] == self._groups.world
-        mine = torch.load(chosen / _file_of(self._rank if own else 0), weights_only=True)
+        mine = numbers.load(chosen / _file_of(self._rank if own else 0))
         if own:
             for name, buffer in self._model.named_buffers():
                 if name in mine["buffers"]:
@@ -305,13 +303,13 @@ class Checkpoints:
             for name, value in run["loss_scale"].items():
                 setattr(self._loss_scale, name, value)
         if own:
-            _set_random_state(mine["random"], self._device)
+            numbers.set_random_state(mine["random"], self._device)
         return Resumed(chosen, run["step"], run["world"], mine["extra"])
 
     def _compare(self, run: dict[str, Any], described: Any) -> None:
         """Raises ValueError, by name, for a checkpoint of another model or optimizer."""
         for storage in self._storages:
-            for name, (_, _, shape) in zip(storage.names, storage.places, strict=True):
+            for name, (*_, shape) in zip(storage.names, storage.places, strict=True):
                 saved = described.get(("model", name))
                 if saved is None:
                     raise ValueError(f"it has no {name}")
@@ -362,14 +360,16 @@ def _told(groups: list[list[str]]) -> str:
 
 def _cut(
     storage: UnitStorage, block: int, start: int, values: Tensor, share: slice | None = None
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Of values that lie in the flat buffer from ``start`` on: parameter, offset in it, and its part of them; no padding."""
+) -> Iterator[tuple[int, torch.Size, int, Tensor]]:
+    """Of values that lie from ``start`` on in the flat buffers of the block's section: the parameter, its shape, an offset in it,
+    and what belongs there. Padding is left out.
+    """
     stop = start + values.numel()
     first, last = (start, stop) if share is None else (max(start, share.start), min(stop, share.stop))
-    for i, (offset, n, _) in enumerate(storage.places):
+    for i, (section, offset, n, shape) in enumerate(storage.places):
         a, b = max(first, offset), min(last, offset + n)
-        if a < b:
-            yield i, a - offset, values[a - start : b - start]
+        if section == storage.sections[block] and a < b:
+            yield i, shape, a - offset, values[a - start : b - start]
 
 
 def _staged(leaf: Pieces | Tensor) -> Pieces | Tensor:
@@ -378,35 +378,3 @@ def _staged(leaf: Pieces | Tensor) -> Pieces | Tensor:
 
 def _file_of(rank: int) -> str:
     return f"rank-{rank:05}.pt"
-
-
-def _save(file: Path, value: Any, what: str) -> None:
-    """Raises ValueError for what could not be read again with ``weights_only``."""
-    data = io.BytesIO()
-    try:
-        torch.save(value, data)
-        data.seek(0)
-        torch.load(data, weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{what} may have plain numbers, texts, containers and tensors only: {error}") from error
-    with file.open("wb") as stream:
-        stream.write(data.getbuffer())
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    name, words, *rest = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(np.asarray(words).astype(np.int64)), *map(float, rest)),
-    }
-
-
-def _set_random_state(saved: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(saved["torch"])
-    if device.type == "cuda" and saved["device"] is not None:
-        torch.cuda.set_rng_state(saved["device"], device)
-    random.setstate(saved["python"])
-    name, words, at, has_gauss, gauss = saved["numpy"]
-    np.random.set_state((name, words.numpy().astype(np.uint32), int(at), int(has_gauss), gauss))

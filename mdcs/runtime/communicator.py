@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,9 @@ class Communicator:
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None) -> None:
         self.collectives, self.group = collectives, group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        if collectives.backend == "gloo":
+            # Its own methods: torch.distributed's functions take longer over a small message than gloo itself.
+            self._gloo: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
         self._others = [(self.rank + k) % self.world for k in range(1, self.world)]  # not all to the same one first
         self._tags = itertools.count()
 
@@ -75,7 +79,7 @@ class Communicator:
             return Running(self._direct_reduce_scatter(buffer, received, out, self._tag()))
         if self.collectives.reduce_scatter == "all_to_all":
             assert received is not None
-            return _one(dist.all_to_all_single(received, buffer, group=self.group, async_op=True))
+            return _one(self._gloo.alltoall_base(received, buffer, [], []))
         if self.collectives.backend == "gloo":
             return Running(self._all_reduce_and_keep(buffer, out))
         return _one(dist.reduce_scatter_tensor(out, buffer, group=self.group, async_op=True))
@@ -88,9 +92,7 @@ class Communicator:
         if self.collectives.all_gather == "direct":
             return Running(self._direct_all_gather(parts, self._tag()))
         if self.collectives.all_gather == "broadcast":
-            return _one(
-                *(dist.broadcast(p, group_src=r, group=self.group, async_op=True) for r, p in enumerate(parts))
-            )
+            return _one(*(self._gloo.broadcast(p, r) for r, p in enumerate(parts)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # renamed in torch 2.13; the old name serves all versions
             return _one(dist.all_gather_into_tensor(buffer, parts[self.rank], group=self.group, async_op=True))
@@ -167,10 +169,12 @@ class Communicator:
         return next(self._tags) % _TAGS
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
-        return _work(dist.isend(tensor, group_dst=to % self.world, group=self.group, tag=tag))
+        work: dist.Work = self._gloo.send([tensor], to % self.world, tag)
+        return work
 
     def _receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
-        return _work(dist.irecv(tensor, group_src=source % self.world, group=self.group, tag=tag))
+        work: dist.Work = self._gloo.recv([tensor], source % self.world, tag)
+        return work
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -1,9 +1,12 @@
 """Puts the messages on the wire in the plan's order, several in flight, and finishes them in that order.
 
-Two threads: the *starter* launches a message when its turn has come, compute has issued it, its data is ready and
-fewer than ``depth`` are in flight; the *finisher* waits for the oldest, unpacks it, runs the updates that
-it completes and frees its buffers. Every count below is a FIFO index since the start of training: messages
-``[0, processed)`` are done, ``[processed, started)`` in flight, ``[started, issued)`` waiting for their turn.
+A message starts when its turn has come, compute has issued it, its data is ready and fewer than ``depth`` are in flight.
+Whoever brings the last of these about starts it: the training thread when it issues it, else the *finisher*, a thread that
+waits for the oldest message, unpacks it, runs the updates that it completes and frees its buffers. Each of the two wakes the
+other only if it waits for what has come about.
+
+Every count below is a FIFO index since the start of training: messages ``[0, processed)`` are done, ``[processed,
+started)`` in flight, ``[started, issued)`` waiting for their turn.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.plan.ledger import Ledger, most_in_flight
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
-from mdcs.runtime.account import Account
+from mdcs.runtime.account import Account, InFlight
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.last_words import LastWords
@@ -37,7 +40,7 @@ _LISTEN_SECONDS = 0.5
 
 
 class Dispatcher:
-    """The two threads, and what the training thread asks of them; ``error`` is what ended them, if anything did."""
+    """The finisher, and what the training thread asks of it; ``error`` is what has ended it, if anything has."""
 
     def __init__(
         self,
@@ -73,16 +76,18 @@ class Dispatcher:
         self._skipped: set[int] = set()  # sent ahead of their turn by drain(), or not sent in the prologue
         self._marks: dict[int, Any] = {}
         self._in_flight: deque[tuple[int, Transfer, Any]] = deque()
+        self._depth = plan.profile.link.depth
+        self._pending = InFlight(self._depth)  # bytes of messages that are issued and not done
+        self._work = threading.Condition(self.lock)  # what the finisher waits for, when it is idle
+        self._idle = False
+        self._progress = threading.Condition(self.lock)  # what the training thread waits for,
+        self._awaited: Callable[[], bool] | None = None  # when it waits for this
         self._shards: dict[tuple[int, int], Tensor] = {}  # reduced gradients that wait for the barrier
         self._transient = [e.transient for e in ledger.messages]
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
         self.last_reduction = reductions[-1] if reductions else -1
-        self._threads = [
-            threading.Thread(target=self._run, args=(loop,), name=f"mdcs-{name}", daemon=True)
-            for name, loop in (("starter", self._start_loop), ("finisher", self._finish_loop))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="mdcs-finisher", daemon=True)
+        self._thread.start()
 
     # -- called by the training thread --------------------------------------------------------------------------
 
@@ -94,14 +99,20 @@ class Dispatcher:
             if self._in_prologue(index) and not self.plan.in_prologue(message) or index in self._skipped:
                 self._skipped.add(index)
             else:
-                self.wait(
-                    lambda: self.account.fits(effect.held + activations, self._pending(index)),
-                    f"bytes for {self.describe(i)}",
-                )
+                transient = self._transient[i]
+
+                def fits() -> bool:
+                    return self.account.fits(effect.held + activations, self._pending.most(transient))
+
+                if not fits():
+                    self.wait(fits, f"bytes for {self.describe(i)}")
+                self._pending.add(transient)
                 self.account.reserve((effect.held,))
                 self._marks[index] = mark
             self.issued = index + 1
-            self.lock.notify_all()
+            self._start_ready()
+            if self._idle and self.processed < self.issued:
+                self._work.notify()
         if message.blocking:
             with self.lock:
                 self.wait_for(index + 1, self.describe(i))
@@ -109,16 +120,9 @@ class Dispatcher:
     def _in_prologue(self, index: int) -> bool:
         return index < (self.first_period + 1) * self.n
 
-    def _pending(self, upcoming: int | None = None) -> int:
-        """The most bytes that messages not yet done may take while in flight."""
-        transient = [self._transient[g % self.n] for g in range(self.processed, self.issued) if g not in self._skipped]
-        if upcoming is not None:
-            transient.append(self._transient[upcoming % self.n])
-        return most_in_flight(transient, self.plan.profile.link.depth)
-
     def admit(self, size: int, what: str) -> None:
         """Wait until ``size`` bytes of compute fit beside all that is held. Call with the lock held."""
-        self.wait(lambda: self.account.fits(size, self._pending()), f"bytes for {what}")
+        self.wait(lambda: self.account.fits(size, self._pending.most()), f"bytes for {what}")
 
     def wait_for(self, count: int, what: str) -> None:
         """Wait until the first ``count`` messages are done. Call with the lock held."""
@@ -132,7 +136,10 @@ class Dispatcher:
         deadline = time.monotonic() + self.timeout_s
         while not ready():
             self.check()
-            if self.lock.wait(min(_LISTEN_SECONDS, deadline - time.monotonic())):
+            self._awaited = lambda: self.error is not None or ready()
+            in_time = self._progress.wait_for(self._awaited, min(_LISTEN_SECONDS, deadline - time.monotonic()))
+            self._awaited = None
+            if in_time:
                 continue
             heard = self.last_words.heard()
             if heard or time.monotonic() >= deadline:
@@ -176,7 +183,8 @@ class Dispatcher:
         put_away = self._put_away(mark)
         for index in ahead:
             self._marks[index] = mark
-            transfer, begin = self._start(index)
+            with self.lock:
+                transfer, begin = self._start(index)
             self._finish(index, transfer, begin)
             self._skipped.add(index)
         for unit in put_away:
@@ -223,114 +231,135 @@ class Dispatcher:
             self._skipped.clear()
             self._marks.clear()
             self._shards.clear()
-            self.lock.notify_all()
         return self.first_period
 
     def stop(self) -> None:
-        """End the threads; what is in flight is waited for."""
+        """End the finisher; what is in flight is waited for."""
         with self.lock:
             self._stop = True
-            self.lock.notify_all()
-        for thread in self._threads:
-            thread.join(timeout=5)
+            self._work.notify()
+        self._thread.join(timeout=5)
 
-    # -- threads ------------------------------------------------------------------------------------------------
+    # -- starting, with the lock held ---------------------------------------------------------------------------
 
-    def _run(self, loop: Callable[[], None]) -> None:
-        try:
-            loop()
-        except BaseException as e:
-            with self.lock:
-                if self.error is None:
-                    self.error = e if isinstance(e, RunError) else RunError(str(e))
-                self._stop = True
-                self.lock.notify_all()
-
-    def _start_loop(self) -> None:
-        depth = self.plan.profile.link.depth
-        while True:
-            with self.lock:
-                while not self._stop and not (
-                    self.started < self.issued
-                    and self.started - self.processed < depth
-                    and self.processed > self._required(self.started)
-                ):
-                    self.lock.wait()
-                if self._stop:
-                    return
-                index = self.started
-                if index in self._skipped:
-                    self.lock.wait_for(lambda: self._stop or self.processed == self.started)
-                    self._skipped.discard(index)
-                    self.started = self.processed = index + 1
-                    self.lock.notify_all()
-                    continue
+    def _start_ready(self) -> None:
+        """Start what can start now."""
+        while (index := self._next()) is not None:
+            if not self.executor.has_come(self._marks[index]):
+                return
             transfer, begin = self._start(index)
-            with self.lock:
-                self._in_flight.append((index, transfer, begin))
-                self.started = index + 1
-                self.lock.notify_all()
+            self._in_flight.append((index, transfer, begin))
+            self.started = index + 1
+
+    def _next(self) -> int | None:
+        """The message whose turn it is, once nothing but compute keeps it from starting."""
+        while self.started < self.issued and self.error is None and not self._stop:
+            index = self.started
+            if index not in self._skipped:
+                can_start = index - self.processed < self._depth and self.processed > self._required(index)
+                return index if can_start else None
+            if self.processed < index:
+                return None
+            self._skipped.discard(index)
+            self.started = self.processed = index + 1
+        return None
 
     def _required(self, index: int) -> int:
         after = self.plan.waits_for[index % self.n]
         return -1 if after < 0 or self._in_prologue(index) else index - index % self.n + after
 
-    def _finish_loop(self) -> None:
-        while True:
-            with self.lock:
-                while not self._stop and not self._in_flight:
-                    self.lock.wait()
-                if self._stop and not self._in_flight:
-                    return
-                index, transfer, begin = self._in_flight[0]
-            self._finish(index, transfer, begin)
-            with self.lock:
-                self._in_flight.popleft()
-                self.processed = index + 1
-                self.lock.notify_all()
-
     def _start(self, index: int) -> tuple[Transfer, Any]:
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         try:
-            mark = self._marks.pop(index, None)
+            mark = self._marks.pop(index)
             with self.executor.communicating():
-                if mark is not None:
-                    self.executor.after(mark)
-                with self.lock:
-                    for u, size in effect.full:
-                        self.storages[u].allocate_full()
-                        self.account.book("full_parameters", size)
-                    transfer = self.wire.allocate(message)
-                    self.account.book("staging", effect.staging)
-                    self.account.book("gradient_shards", effect.shards)
+                self.executor.after(mark)
+                for u, size in effect.full:
+                    self.storages[u].allocate_full()
+                    self.account.book("full_parameters", size)
+                transfer = self.wire.allocate(message)
+                self.account.book("staging", effect.staging)
+                self.account.book("gradient_shards", effect.shards)
                 begin = self.executor.stamp()
                 if self.pacer is not None:
                     self.pacer.started(index)
                 self.wire.launch(transfer)
             return transfer, begin
         except Exception as e:
-            raise self._failure(index, e) from e
+            self.error = self.error or self._failure(index, e)
+            raise self.error from e
+
+    # -- the finisher -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._has_work():
+                if self._in_flight:
+                    self._finish_oldest()
+                else:
+                    self._wait_for_compute()
+        except BaseException as e:
+            with self.lock:
+                self.error = self.error or (e if isinstance(e, RunError) else RunError(str(e)))
+                self._progress.notify()
+
+    def _has_work(self) -> bool:
+        """Wait for a message in flight, or one that waits for compute alone; False at the end."""
+        with self.lock:
+            while not self._in_flight and self._next() is None:
+                if self._stop or self.error is not None:
+                    return False
+                self._idle = True
+                self._work.wait()
+                self._idle = False
+        return True
+
+    def _finish_oldest(self) -> None:
+        index, transfer, begin = self._in_flight[0]
+        self._finish(index, transfer, begin)
+        with self.lock:
+            self._in_flight.popleft()
+            self._pending.remove()
+            self.processed = index + 1
+            self._start_ready()
+            if self._awaited is not None and self._awaited():
+                self._progress.notify()
+
+    def _wait_for_compute(self) -> None:
+        with self.lock:
+            index = self._next()
+            mark = None if index is None else self._marks[index]
+        if index is not None:
+            with self.executor.communicating():
+                self.executor.after(mark)
+        self._start_more()
+
+    def _start_more(self) -> None:
+        with self.lock:
+            self._start_ready()
 
     def _finish(self, index: int, transfer: Transfer, begin: Any) -> None:
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         try:
-            self.executor.finish(transfer.works)
+            self.executor.finish(transfer.works, self._start_more)
             if self.pacer is not None:
                 self.pacer.hold(index, message.kind, self.plan.wire(message))
             with self.executor.communicating():
                 end = self.executor.stamp()
-                self.recorder.message(message, index // self.n - self._periods_ahead, begin, end)
+                self.recorder.message(i, index // self.n - self._periods_ahead, begin, end)
                 self.wire.land(transfer)
-                self.executor.finish([])
+                self.executor.finish(())
                 with self.lock:
                     transfer.free_staging()
                     self.account.book("staging", -effect.staging)
                     for u, size in effect.gradients_after_link:
                         self.storages[u].free_gradient()
                         self.account.book("gradients", -size)
-                shards = [] if message.kind.is_gather else self._update(i, transfer)
+                if message.kind.is_gather:
+                    return
+                shards = self._update(i, transfer)
                 with self.lock:
                     for shard in shards:
                         shard.untyped_storage().resize_(0)
@@ -359,15 +388,15 @@ class Dispatcher:
         gradients: dict[tuple[int, int], Tensor] = {}
         for (u, b), shard in ready.items():
             storage = self.storages[u]
-            gradients[u, b] = storage.gradient[storage.region(b)] if shard is None else shard
+            gradients[u, b] = storage.gradient(b)[storage.region(b)] if shard is None else shard
         is_finite, scale = self._scale(gradients)
         with self.lock:
             self.account.book("update_scratch", effect.scratch)
         begin = self.executor.stamp()
-        for (u, b), gradient in gradients.items() if is_finite else ():
-            self.updates.step(u, b, gradient, scale)
-        self.executor.finish([])
-        self.recorder.update(message, begin, self.executor.stamp())
+        if is_finite:
+            self.updates.step(gradients, scale)
+        self.executor.finish(())
+        self.recorder.update(i, begin, self.executor.stamp())
         self._shards.clear()
         with self.lock:
             self.account.book("update_scratch", -effect.scratch)

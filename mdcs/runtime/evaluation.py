@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from mdcs.model.hooks import ModuleHook
@@ -19,7 +17,7 @@ from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.storage import UnitStorage
 
-_NONE = -(1 << 40)  # no unit's number
+_NONE = -1  # no unit's number
 
 
 class Evaluation:
@@ -87,17 +85,9 @@ class Evaluation:
 
     def _agree(self, unit: int | None) -> int | None:
         """The unit that is gathered next, as told by all ranks; None when none needs any."""
-        if self._groups.world == 1:
-            return unit
-        with torch.inference_mode(False), self._place.during("evaluation"):
-            wanted = torch.tensor([_NONE, _NONE] if unit is None else [unit, -unit])
-            dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self._groups.talk)
-        most, least = wanted[0].item(), -wanted[1].item()
-        if most == _NONE:
-            return None
-        if most != least:
-            raise self._place.error(
-                f"ranks evaluate different parts of the model: {self._units[int(least)].name} and "
-                f"{self._units[int(most)].name}"
-            )
-        return int(most)
+        with self._place.during("evaluate()"):
+            wanted = {u for (u,) in self._groups.tell("a forward pass in evaluate()", _NONE if unit is None else unit)} - {_NONE}
+        if len(wanted) > 1:
+            parts = " and ".join(self._units[u].name for u in sorted(wanted))
+            raise self._place.error(f"ranks evaluate different parts of the model: {parts}")
+        return wanted.pop() if wanted else None

@@ -2,16 +2,16 @@
 
 On both, a message is *done* when its bytes have really arrived and its update has really run, on the host's
 clock: buffers are freed then and not before, so no allocation depends on ``record_stream``. On CUDA messages
-run on one communication stream, and threads of the host wait for events: the dispatcher's starter for compute to
-come to where a message was issued, its finisher for the message. Neither stream waits for the other. In the
-communication stream whatever is queued behind a wait for compute would wait too, the ends of earlier messages among
-it; compute would wait for messages queued behind the one it needs.
+run on one communication stream, and the dispatcher's thread watches events: for compute to come to where a message
+was issued, and for messages. Neither stream waits for the other. In the communication stream whatever is queued behind
+a wait for compute would wait too, the ends of earlier messages among it; compute would wait for messages queued behind
+the one it needs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -24,6 +24,10 @@ class Waitable(Protocol):
     def wait(self) -> object:
         """Block the caller, or on CUDA its stream, until it is done."""
         ...
+
+
+def _nothing() -> None:
+    pass
 
 
 class Executor(Protocol):
@@ -41,8 +45,15 @@ class Executor(Protocol):
         """Block this thread until compute has come to a point: what communicates afterwards sees what is before it."""
         ...
 
-    def finish(self, works: Sequence[Waitable]) -> None:
-        """Block this thread until the collectives, and all queued on the communication stream, are done."""
+    def has_come(self, mark: Any) -> bool:
+        """Whether compute has come to a point."""
+        ...
+
+    def finish(self, works: Sequence[Waitable], meanwhile: Callable[[], object] = _nothing) -> None:
+        """Block this thread until the collectives, and all queued on the communication stream, are done.
+
+        Where compute comes to its marks without a thread of the host, ``meanwhile`` is called again and again.
+        """
         ...
 
     def stamp(self) -> Any:
@@ -65,9 +76,12 @@ class Executor(Protocol):
 class CpuExecutor:
     """Computing is done when a call returns, and threads communicate beside it."""
 
+    def __init__(self) -> None:
+        self._same = nullcontext()
+
     def communicating(self) -> AbstractContextManager[Any]:
         """There is no stream to enter."""
-        return nullcontext()
+        return self._same
 
     def mark(self) -> None:
         """Nothing: compute has come to wherever it is."""
@@ -76,7 +90,11 @@ class CpuExecutor:
     def after(self, mark: None) -> None:
         """Return at once."""
 
-    def finish(self, works: Sequence[Waitable]) -> None:
+    def has_come(self, mark: None) -> bool:
+        """Yes."""
+        return True
+
+    def finish(self, works: Sequence[Waitable], meanwhile: Callable[[], object] = _nothing) -> None:
         """Wait for the collectives."""
         for work in works:
             work.wait()
@@ -102,6 +120,9 @@ _SEGMENTS = 2 * (2 + 20) << 20
 
 _FINE_SECONDS = 10.0
 """CUDA tells times between events in single precision: to about a microsecond over so long, to a millisecond over hours."""
+
+_POLL_SECONDS = 20e-6
+"""Between looks at an event: to wait for one keeps a core busy."""
 
 
 class CudaExecutor:
@@ -129,14 +150,20 @@ class CudaExecutor:
         """Wait for the event."""
         mark.synchronize()
 
-    def finish(self, works: Sequence[Waitable]) -> None:
+    def has_come(self, mark: torch.cuda.Event) -> bool:
+        """Whether the event has happened."""
+        return mark.query()
+
+    def finish(self, works: Sequence[Waitable], meanwhile: Callable[[], object] = _nothing) -> None:
         """Wait for an event behind the collectives on the communication stream."""
         with torch.cuda.stream(self.stream):
             for work in works:
                 work.wait()
             event = torch.cuda.Event()
             event.record(self.stream)
-        event.synchronize()
+        while not event.query():
+            meanwhile()
+            time.sleep(_POLL_SECONDS)
 
     def stamp(self) -> torch.cuda.Event:
         """An event with a time, on the stream of the caller."""

@@ -58,16 +58,18 @@ class Gathering:
         if not storage.is_plain:
             storage.guard.close()
 
-    def flat(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> Tensor:
-        """A whole flat buffer of the unit's layout, from this rank's part of every one of its ``blocks``."""
-        storage, first = self._storages[unit], next(iter(blocks.values()))
-        whole = torch.zeros(storage.full.numel(), dtype=first.dtype, device=first.device)
+    def by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
+        """What belongs to each of the unit's parameters, whole, from this rank's part of every one of its ``blocks``."""
+        storage = self._storages[unit]
+        dtypes = {storage.sections[b]: part.dtype for b, part in blocks.items()}
+        wholes = [torch.zeros(n, dtype=dtypes[s], device=storage.device) for s, n in enumerate(storage.layout.sizes)]
         for b, part in blocks.items():
-            whole[storage.own(b)] = part
+            wholes[storage.sections[b]][storage.own(b)] = part
         if storage.strategy.value != "dp":
             with self._executor.communicating(), self._place.during(f"gather of {storage.name}'s {what}"):
-                self._executor.finish(self._wire.gather_flat(unit, whole))
-        return whole
+                self._executor.finish(self._wire.gather_flat(unit, wholes))
+        places = zip(storage.names, storage.places, strict=True)
+        return {name: wholes[s][offset : offset + n].view(shape).clone() for name, (s, offset, n, shape) in places}
 
     def is_transient(self, unit: int) -> bool:
         """Whether :meth:`free` will free the unit."""

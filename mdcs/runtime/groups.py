@@ -10,6 +10,15 @@ import torch.distributed as dist
 
 from mdcs.runtime.communicator import backend_of
 
+CALLS = (
+    "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()", "full_parameters()",
+    "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
+    "optimizer_state_dict()", "resume()", "sharded_state_dict()", "state_dict()", "the broadcast of buffers",
+)  # fmt: skip
+"""What the training threads may tell each other of: calls for all ranks."""
+
+_WORDS = 4
+
 
 class Groups:
     """Of the ranks of ``group``: ``messages`` are the plan's, ``control`` the finisher thread's, ``talk`` the training thread's.
@@ -45,15 +54,38 @@ class Groups:
         """A group more, for a thread of its own; all ranks must call it."""
         return None if self.world == 1 else self._new(self._group, self._timeout)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank; all ranks must call it. Raises RuntimeError when one is gone or does not."""
+    @torch.inference_mode(False)
+    def tell(self, call: str, *numbers: int) -> list[tuple[int, ...]]:
+        """Every rank's (at most three) numbers at the same call, by rank; all ranks must make it.
+
+        Whatever the training threads do together begins so, with as many bytes at every call: ranks that are in different
+        ones hear of it, where collectives that do not match end the process. Raises RuntimeError then, and when a rank is
+        gone or does not come.
+        """
         if self.world == 1:
-            return [value]
-        answers: list[Any] = [None] * self.world
-        dist.all_gather_object(answers, value, group=self.talk)
+            return [numbers]
+        own = torch.tensor([CALLS.index(call), *numbers, *[0] * (_WORDS - 1 - len(numbers))], device="cpu")
+        words = [torch.empty_like(own) for _ in range(self.world)]
+        try:
+            dist.all_gather(words, own, group=self.talk)
+        except RuntimeError as e:
+            raise RuntimeError(f"call it on every rank: one did not, or is gone ({e})") from e
+        told = [tuple(map(int, w.tolist())) for w in words]
+        for rank, (other, *_) in enumerate(told):
+            if CALLS[other] != call:
+                raise RuntimeError(f"rank {rank} is in {CALLS[other]}: call the same on every rank")
+        return [w[1 : 1 + len(numbers)] for w in told]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, inside of a call that they have told each other of. Raises RuntimeError as it does."""
+        answers: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(answers, value, group=self.talk)
         return answers
 
     def destroy(self) -> None:
-        """Close the groups that were made here."""
+        """Close the groups that were made here, unless the loop has closed all."""
         while self._own:
-            dist.destroy_process_group(self._own.pop())
+            group = self._own.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)

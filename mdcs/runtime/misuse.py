@@ -28,6 +28,8 @@ def unseen_change(
             f"{changed[1]} of the optimizer's group {changed[0]} was changed between backward and step(), when updates "
             "may have run with its former value: change it before backward or after step()"
         )
+    if len(optimizer._optimizer_step_pre_hooks) > 1 or optimizer._optimizer_step_post_hooks:  # one is refuse_calls'
+        return "a hook was put on optimizer.step(), which is not called: call it after parallel.step()"
     if optimizer.state:
         return (
             "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
@@ -47,10 +49,10 @@ def unseen_change(
     return None
 
 
-def use(name: str, what: str, due: bool) -> str | None:
-    """Of a closed parameter (see :data:`mdcs.model.guard.Refuse`); ``due``: between backward and step()."""
+def use(name: str, what: str, has_gradients: bool) -> str | None:
+    """Of a closed parameter (see :data:`mdcs.model.guard.Refuse`); ``has_gradients``: after a backward pass, before step()."""
     if what == GRADIENT:
-        if not due:
+        if not has_gradients:
             return None
         return (
             f"the gradient of {name} was taken by the runtime: clip with parallelize(…, clip_norm=…), scale with loss_scale, "
@@ -69,12 +71,12 @@ def left_in_pieces(name: str, why: str) -> str:
     return f"{name} is in pieces, parallel is closed and could not gather it ({why}): load a state dict into a plain model"
 
 
-def disagreement(answers: list[tuple[int, int, bool]]) -> str | None:
-    """Why ranks at these (step, progress, torn) cannot go back to the turn together."""
-    torn = [r for r, (_, _, is_torn) in enumerate(answers) if is_torn]
+def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
+    """Why ranks at these (step, progress, torn), or (step,), cannot go on, or back to the turn, together."""
+    torn = [r for r, (_, *more) in enumerate(answers) if any(more[1:])]
     if torn:
         return f"updates of step {answers[torn[0]][0]} have begun, or failed, on rank {torn[0]}"
-    steps = [step for step, _, _ in answers]
+    steps = [step for step, *_ in answers]
     if len(set(steps)) > 1:
         return f"the ranks are in different steps ({', '.join(map(str, steps))})"
     return None

@@ -73,17 +73,19 @@ class OptimizerState:
     def _load(self, u: int, key: str, state: State) -> None:
         storage = self._storages[u]
         values = {self._groups[p]: state[p][key] for p in storage.parameters if state.get(p, {}).get(key) is not None}
-        whole = torch.empty(0)
+        wholes: dict[int, Tensor] = {}  # of sections, in the types that the optimizer updates
         if key != STEP:
-            whole = torch.zeros(storage.full.numel(), dtype=storage.at_rest(0).dtype, device=storage.full.device)
-            for p, (offset, n, shape) in zip(storage.parameters, storage.places, strict=True):
+            for b, s in enumerate(storage.sections):
+                if s not in wholes:
+                    wholes[s] = torch.zeros(storage.layout.sizes[s], dtype=storage.at_rest(b).dtype, device=storage.device)
+            for p, (s, offset, n, shape) in zip(storage.parameters, storage.places, strict=True):
                 if state.get(p, {}).get(key) is not None:
-                    whole[offset : offset + n].view(shape).copy_(state[p][key])
+                    wholes[s][offset : offset + n].view(shape).copy_(state[p][key])
         for b in range(len(storage.blocks)):
             for optimizer, group, part in self._runs(u, b):
                 if group["mdcs_group"] in values:
                     p = group["params"][0]
-                    mine = values[group["mdcs_group"]] if key == STEP else whole[storage.own(b)][part]
+                    mine = values[group["mdcs_group"]] if key == STEP else wholes[storage.sections[b]][storage.own(b)][part]
                     with self._updates.meter.tag("optimizer"):
                         optimizer.state[p][key] = _count(mine, group, p) if key == STEP else mine.clone()
 
@@ -97,13 +99,12 @@ class OptimizerState:
         for u, storage in enumerate(self._storages):
             if not storage.trainable:
                 continue
-            dtypes = {key: dtype for (unit, _), (_, of) in here.items() if unit == u for key, dtype in of.items()}
-            for key, dtype in sorted(dtypes.items()):  # in one order on every rank
-                flat = self._gathering.flat(u, self._parts(u, key, dtype), "optimizer state")
-                for p, (offset, n, shape) in zip(storage.parameters, storage.places, strict=True):
+            keys = {key for (unit, _), (_, of) in here.items() if unit == u for key in of}
+            for key in sorted(keys):  # in one order on every rank
+                values = self._gathering.by_parameter(u, self._parts(u, key), "optimizer state")
+                for name, p in zip(storage.names, storage.parameters, strict=True):
                     if keep and (u, self._groups[p]) in here:
-                        value = flat[offset : offset + n].view(shape)
-                        found.setdefault(p, {})[key] = _kept(value, cpu)
+                        found.setdefault(p, {})[key] = values[name].cpu() if cpu else values[name]
             for p in storage.parameters:
                 step, _ = here.get((u, self._groups[p]), (None, None))
                 if keep and step is not None:
@@ -155,7 +156,7 @@ class OptimizerState:
                                 optimizer.state[p][key] = torch.zeros_like(p)
 
     def _local(self) -> Together:
-        """Of this rank's runs: their step, on the CPU, and what types their other states have."""
+        """Of this rank's runs: their step, on the CPU, and the names of their other states."""
         out: Together = {}
         for u, storage in enumerate(self._storages):
             for b in range(len(storage.blocks) if storage.trainable else 0):
@@ -163,15 +164,14 @@ class OptimizerState:
                     own = {key: v for key, v in optimizer.state.get(group["params"][0], {}).items() if v is not None}
                     if own:
                         step = own.pop(STEP, None)
-                        dtypes = {key: value.dtype for key, value in own.items()}
-                        out[u, group["mdcs_group"]] = None if step is None else step.cpu(), dtypes
+                        out[u, group["mdcs_group"]] = None if step is None else step.cpu(), sorted(own)
         return out
 
-    def _parts(self, u: int, key: str, dtype: torch.dtype) -> dict[int, Tensor]:
-        """What this rank has of one state of a unit, by block; zeros where there is none."""
+    def _parts(self, u: int, key: str) -> dict[int, Tensor]:
+        """What this rank has of one state of a unit, by block, in the type of what is updated; zeros where there is none."""
         storage, parts = self._storages[u], {}
         for b in range(len(storage.blocks)):
-            parts[b] = torch.zeros(storage.at_rest(b).numel(), dtype=dtype, device=storage.full.device)
+            parts[b] = torch.zeros_like(storage.at_rest(b))
             for optimizer, group, part in self._runs(u, b):
                 value = optimizer.state.get(group["params"][0], {}).get(key)
                 if value is not None:

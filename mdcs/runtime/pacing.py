@@ -1,4 +1,4 @@
-"""An emulated link: real collectives whose end is held back to what an α–β link would give.
+"""An emulated link: real collectives whose end is held back to what a link of the model would give.
 
 The ranks share one machine and so one clock. Each writes when it started a message into shared memory; when the
 real collective has ended, every rank has started it, and all compute the same end from the same formula that
@@ -12,6 +12,7 @@ import mmap
 import struct
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Pacer:
         else:
             with path.open("r+b") as f:
                 self._memory = mmap.mmap(f.fileno(), _ENTRY.size * _RING * world)
-        self._last_end = 0.0
+        self._last_end = -inf
 
     def started(self, sequence: int) -> None:
         """This rank starts message number ``sequence`` now."""

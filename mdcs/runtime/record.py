@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mdcs.measure.timeline import Interval, step_times
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.runtime.executor import Executor
 
@@ -37,8 +37,7 @@ class Recorder:
     plan: Plan
     executor: Executor
     norm: float | None = None
-    _raw: list[tuple[int, str, str, str, str, Any, Any, int]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[Interval] = field(default_factory=list)
     _steps: list[tuple[int, Any]] = field(default_factory=list)
     _sent: dict[int, Counter[str]] = field(default_factory=dict)
@@ -46,31 +45,39 @@ class Recorder:
     _periods: list[Any] = field(default_factory=list)
     _under_way: int = 0  # the iteration
 
+    # Threads append to a deque without a lock. What is behind a number is looked up when somebody asks.
+
     def compute(self, slot: int, begin: Any, end: Any) -> None:
         """Compute was in a slot of the period from ``begin`` to ``end`` (stamps)."""
-        s = self.plan.period.slots[slot]
-        self._add("compute", self.plan.period.name(slot), s.phase, self.plan.profile.units[s.unit].name, begin, end, 0)
+        self._raw.append((self._under_way, "compute", slot, begin, end, 0))
 
-    def message(self, message: Message, period: int, begin: Any, end: Any) -> None:
-        """``period`` is which it belongs to; 0 is the prologue."""
-        names = self._names(message)
-        wire = self.plan.wire(message)
-        with self._lock:
-            self._sent.setdefault(period, Counter())[str(message.kind)] += wire
-            self._count.setdefault(period, Counter())[str(message.kind)] += 1
-        self._add("message", f"{message.kind}:{names}", str(message.kind), names, begin, end, wire)
+    def message(self, index: int, period: int, begin: Any, end: Any) -> None:
+        """The plan's message of this ``index`` was on the wire; ``period`` is which it belongs to; 0 is the prologue."""
+        self._raw.append((self._under_way, "message", index, begin, end, period))
 
-    def update(self, message: Message, begin: Any, end: Any) -> None:
+    def update(self, index: int, begin: Any, end: Any) -> None:
         """The updates that a message completed ran from ``begin`` to ``end``."""
-        names = self._names(message)
-        self._add("update", f"update:{names}", "update", names, begin, end, 0)
+        self._raw.append((self._under_way, "update", index, begin, end, 0))
 
-    def _names(self, message: Message) -> str:
-        return "+".join(dict.fromkeys(self.plan.profile.units[u].name for u, _ in message.parts))
+    @cached_property
+    def _messages(self) -> list[tuple[str, str, int]]:
+        """Kind, units and wire bytes of the plan's messages."""
+        names = [unit.name for unit in self.plan.profile.units]
+        return [
+            (str(m.kind), "+".join(dict.fromkeys(names[u] for u, _ in m.parts)), self.plan.wire(m)) for m in self.plan.messages
+        ]
 
-    def _add(self, lane: str, name: str, kind: str, unit: str, begin: Any, end: Any, size: int) -> None:
-        with self._lock:
-            self._raw.append((self._under_way, lane, name, kind, unit, begin, end, size))
+    def _interval(self, lane: str, index: int, begin: Any, end: Any) -> Interval:
+        a, b = self.executor.seconds(begin), self.executor.seconds(end)
+        b = max(a, b)
+        if lane == "compute":
+            s = self.plan.period.slots[index]
+            unit = self.plan.profile.units[s.unit].name
+            return Interval("compute", self.plan.period.name(index), s.phase, unit, a, b, 0)
+        kind, units, wire = self._messages[index]
+        if lane == "message":
+            return Interval("message", f"{kind}:{units}", kind, units, a, b, wire)
+        return Interval("update", f"update:{units}", "update", units, a, b, 0)
 
     def step(self, step: int, stamp: Any) -> None:
         """The iteration ``step`` ends here."""
@@ -87,9 +94,8 @@ class Recorder:
     def _forget(self, before: int) -> None:
         self._resolve(before)
         self._steps = [s for s in self._steps if s[0] >= before]
-        with self._lock:
-            for old in [k for k in self._sent if k <= before]:
-                del self._sent[old], self._count[old]
+        for old in [k for k in self._sent if k <= before]:
+            del self._sent[old], self._count[old]
         self._trim()
 
     def _trim(self) -> None:
@@ -101,15 +107,18 @@ class Recorder:
 
     def _resolve(self, upto: int | None = None) -> None:
         """Stamps to seconds. Compute of iterations after ``upto`` is left: on CUDA, asking would wait for it."""
-        with self._lock:
-            raw, self._raw = self._raw, []
-            if upto is not None:
-                self._raw = [r for r in raw if r[1] == "compute" and r[0] > upto]
-                raw = [r for r in raw if r[1] != "compute" or r[0] <= upto]
-        seconds = self.executor.seconds
-        for _, lane, name, kind, unit, begin, end, size in raw:
-            a, b = seconds(begin), seconds(end)
-            self._intervals.append(Interval(lane, name, kind, unit, a, max(a, b), size))  # type: ignore[arg-type]
+        later = []
+        for _ in range(len(self._raw)):
+            raw = iteration, lane, index, begin, end, period = self._raw.popleft()
+            if upto is not None and lane == "compute" and iteration > upto:
+                later.append(raw)
+                continue
+            if lane == "message":
+                kind, _, wire = self._messages[index]
+                self._sent.setdefault(period, Counter())[kind] += wire
+                self._count.setdefault(period, Counter())[kind] += 1
+            self._intervals.append(self._interval(lane, index, begin, end))
+        self._raw.extendleft(reversed(later))
 
     def finished(self, upto: int) -> list[StepRecord]:
         """Records of the iterations that ended with step ``upto`` or before; each is given once."""
@@ -119,8 +128,7 @@ class Recorder:
             (_, first), (step, last) = self._steps[0], self._steps[1]
             begin, end = self.executor.seconds(first), self.executor.seconds(last)
             inside = [i for i in self._intervals if i.end > begin and i.start < end]
-            with self._lock:
-                sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
+            sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
             out.append(StepRecord(step, step_times(inside, begin, end), dict(sent), dict(count)))
             self._steps.pop(0)
         self._trim()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mdcs.model.guard import Closed
-from mdcs.model.optimizers import in_group_order, optimizer_bytes
+from mdcs.model.optimizers import in_flat_order, optimizer_bytes
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
@@ -77,25 +77,34 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
             )
 
 
+def keeps_order(model: nn.Module, backend: str) -> None:
+    """Raise UnsupportedModel for a module whose forward has collectives that could meet the plan's messages."""
+    for name, module in model.named_modules():
+        if backend == "nccl" and isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedModel(
+                f"{name}: SyncBatchNorm's collectives would come between the messages, on each rank elsewhere: use BatchNorm"
+            )
+
+
 def same_plan(
-    plan: Plan, problem: ValueError | None, rank: int, processes: int, control: dist.ProcessGroup | None, state: Any = None
+    plan: Plan, problem: ValueError | None, layout: int, state: Any, rank: int, processes: int, control: dist.ProcessGroup | None
 ) -> None:
-    """Raise this rank's problem, or name the ranks that have one, or have another plan or other optimizer ``state``."""
+    """Raise this rank's problem, or name the ranks that have one, another plan, a model of another layout or other state.
+
+    ``layout`` is that of parameters and buffers (:func:`mdcs.runtime.buffers.layout`), ``state`` the optimizer's.
+    """
     if problem is not None and processes == 1:
         raise problem
     if processes == 1:
         return
     answers: list[Any] = [None] * processes
-    dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem), state), group=control)
+    dist.all_gather_object(answers, (plan.hash, None if problem is None else str(problem), layout, state), group=control)
     if problem is not None:
         raise problem
-    for r, (_, theirs, _) in enumerate(answers):
+    for r, (_, theirs, *_) in enumerate(answers):
         if theirs is not None:
             raise PlanError(f"rank {rank}, before step 1: rank {r} cannot run: {theirs}")
-    for r, (_, _, theirs) in enumerate(answers):
-        if theirs != answers[0][2]:
-            raise PlanError(f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all")
-    hashes = [h for h, _, _ in answers]
+    hashes = [h for h, *_ in answers]
     common = Counter(hashes).most_common(1)[0][0]
     other = [r for r, h in enumerate(hashes) if h != common]
     if len(set(hashes)) == len(hashes) > 1:
@@ -106,24 +115,42 @@ def same_plan(
             f"ha{'ve' if len(other) > 1 else 's'} another plan ({', '.join(str(hashes[r]) for r in other)}) "
             f"than the others ({common})"
         )
+    different = [r for r in range(processes) if answers[r][2] != answers[0][2]]
+    if different:
+        raise UnsupportedModel(
+            f"rank {rank}, before step 1: parameters or buffers of rank {different[0]} are not rank 0's in name, shape or type"
+        )
+    for r, (*_, theirs) in enumerate(answers):
+        if theirs != answers[0][3]:
+            raise PlanError(f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all")
 
 
 def match(
     plan: Plan, units: list[ModelUnit], groups: dict[nn.Parameter, int]
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of every unit in flat order. Raises ValueError where plan and model differ."""
+) -> tuple[list[list[tuple[str, nn.Parameter]]], list[list[int]]]:
+    """For every unit its parameters in flat order, and the optimizer's groups of its segments. Raises ValueError where plan and
+    model differ.
+    """
     if len(units) != len(plan.profile.units):
         raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}")
-    out = []
-    for unit, planned in zip(units, plan.profile.units, strict=True):
-        ordered, segments = in_group_order(unit, groups)
+    parameters, group_of = [], []
+    for unit, planned, layout in zip(units, plan.profile.units, plan.profile.layouts, strict=True):
+        ordered, found = in_flat_order(unit, groups)
+        segments = tuple(s.numel for s in found)
         if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
             raise ValueError(
                 f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
                 f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}"
             )
-        if ordered[0][1].element_size() != plan.profile.param_bytes:
-            width = plan.profile.param_bytes
-            raise ValueError(f"unit {unit.name} is {ordered[0][1].dtype}; the plan is for {width} bytes per element")
-        out.append(ordered)
-    return out
+        types: dict[torch.dtype, int] = {}
+        for s in found:
+            types[s.dtype] = types.get(s.dtype, 0) + s.numel
+        wanted = [(s.numel, s.param_bytes) for s in layout.sections]
+        if [(n, dtype.itemsize) for dtype, n in types.items()] != wanted:
+            raise ValueError(
+                f"unit {unit.name} has {', '.join(f'{n} {dtype}' for dtype, n in types.items())}; the plan is for "
+                f"{', '.join(f'{n} of {width} bytes' for n, width in wanted)}"
+            )
+        parameters.append(ordered)
+        group_of.append([s.group for s in found])
+    return parameters, group_of

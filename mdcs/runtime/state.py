@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.storage import UnitStorage
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def _owners(storages: list[UnitStorage]) -> dict[nn.Parameter, tuple[int, int]]:
@@ -44,7 +44,7 @@ def full_parameters(
 ) -> Iterator[None]:
     """Whole parameters on the ranks that ``keep`` them. What is changed in them is given to ``writeback``, or lost."""
     gathering.begin()
-    device = storages[0].full.device
+    device = storages[0].device
     target = torch.device("cpu") if cpu else device
     moved: set[int] = set()  # whose parameters are copies
     try:
@@ -76,24 +76,30 @@ def full_parameters(
 
 def sharded_state(model: nn.Module, storages: list[UnitStorage]) -> dict[str, Any]:
     """Plain tensors and numbers only, so that ``torch.save`` and ``weights_only`` loading work."""
-    owners = _owners(storages)
+    owners: dict[nn.Parameter, list[int]] = {}  # their section, and their place in it
+    sections: list[dict[str, Any]] = []
+    for storage in storages:
+        for s in range(len(storage.fulls)):
+            inside = [i for i, place in enumerate(storage.places) if place[0] == s]
+            blocks = [b for b, section in enumerate(storage.sections) if section == s]
+            owners |= {storage.parameters[i]: [len(sections), k] for k, i in enumerate(inside)}
+            sections.append(
+                {
+                    "blocks": [storage.blocks[b] for b in blocks],
+                    "replicated": storage.strategy.value == "dp",
+                    "places": [[offset, n, *shape] for _, offset, n, shape in (storage.places[i] for i in inside)],
+                    "parts": [storage.at_rest(b).detach().clone() for b in blocks],
+                }
+            )
     named = model.state_dict(keep_vars=True)
     first = storages[0]
     return {
         "schema": SCHEMA,
         "rank": first.rank,
         "world": first.plan.world,
-        "names": {name: list(owners[v]) for name, v in named.items() if v in owners},
+        "names": {name: owners[v] for name, v in named.items() if v in owners},
         "buffers": {name: v.detach().clone() for name, v in named.items() if v not in owners},
-        "units": [
-            {
-                "blocks": list(s.blocks),
-                "replicated": s.strategy.value == "dp",
-                "places": [[offset, n, *shape] for offset, n, shape in s.places],
-                "parts": [s.at_rest(b).detach().clone() for b in range(len(s.blocks))],
-            }
-            for s in storages
-        ],
+        "sections": sections,
     }
 
 
@@ -110,16 +116,16 @@ def merge_shards(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         raise ValueError(f"need the parts of ranks 0 to {world - 1} of one job, got {sorted(ranks)}")
     first = ranks[0]
     flats = []
-    for u, unit in enumerate(first["units"]):
+    for s, section in enumerate(first["sections"]):
         blocks = []
-        for b in range(len(unit["blocks"])):
-            pieces = [ranks[r]["units"][u]["parts"][b] for r in range(world)]
-            blocks.append(pieces[0] if unit["replicated"] else torch.cat(pieces))
+        for b in range(len(section["blocks"])):
+            pieces = [ranks[r]["sections"][s]["parts"][b] for r in range(world)]
+            blocks.append(pieces[0] if section["replicated"] else torch.cat(pieces))
         flats.append(torch.cat(blocks))
     out = dict(first["buffers"])
-    for name, (u, i) in first["names"].items():
-        offset, n, *shape = first["units"][u]["places"][i]
-        out[name] = flats[u][offset : offset + n].view(shape).clone()
+    for name, (s, i) in first["names"].items():
+        offset, n, *shape = first["sections"][s]["places"][i]
+        out[name] = flats[s][offset : offset + n].view(shape).clone()
     return out
 
 
@@ -146,13 +152,14 @@ def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Ten
             storage.allocate_full()
         with torch.no_grad():
             # Not by way of the parameters: masters may have more digits.
-            whole = storage.full if storage.shard is None else storage.full.to(storage.shard.dtype)
-            whole[storage.used :].zero_()
+            wholes = [f if m is None else f.to(m.dtype) for f, m in zip(storage.fulls, storage.shards, strict=True)]
+            storage.zero_padding(wholes)
             for i, name in members:
-                offset, n, shape = storage.places[i]
-                whole[offset : offset + n].view(shape).copy_(full[name])
-            storage.reshard(whole)
-            if whole is not storage.full:
-                storage.full.copy_(whole)
+                section, offset, n, shape = storage.places[i]
+                wholes[section][offset : offset + n].view(shape).copy_(full[name])
+            storage.reshard(wholes)
+            for whole, flat in zip(wholes, storage.fulls, strict=True):
+                if whole is not flat:
+                    flat.copy_(whole)
         if not was_full:
             storage.free_full()

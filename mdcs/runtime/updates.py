@@ -2,20 +2,42 @@
 
 A block's run (:func:`mdcs.plan.ledger.runs`) is a view of the rank's parameters with one parameter group's options.
 Elementwise optimizers give the same bits on any cut.
+
+An instance's first step makes its state. What Adam and AdamW do after that is torch's function of their names, called
+here without the instance, which costs more than the update of a small block. A fused one, which has no scratch, updates
+all blocks of a message at once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 from mdcs.measure.memory import Meter
 from mdcs.plan.ledger import runs
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.runtime.storage import UnitStorage
+
+_OPTIONS = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+"""Of Adam and AdamW, what their function takes by the same name."""
+
+Part = tuple[int, int]
+"""A unit, and a block of it."""
+
+
+class _Run(NamedTuple):
+    """One that has state, and this update's gradient of it."""
+
+    group: int
+    parameter: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
 
 
 class Updates:
@@ -26,8 +48,9 @@ class Updates:
         group_of: list[list[int]], rank: int, meter: Meter,
     ) -> None:  # fmt: skip
         self.optimizer, self.storages, self.meter = optimizer, storages, meter
-        self.blocks: dict[tuple[int, int], tuple[torch.optim.Optimizer, list[slice]]] = {}
-        self._tagged: set[tuple[int, int]] = set()
+        self.blocks: dict[Part, tuple[torch.optim.Optimizer, list[slice]]] = {}
+        self._has_function = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        self._tagged: set[Part] = set()  # blocks whose state is counted as the optimizer's
         self.kept: dict[int, dict[int, Tensor]] = {}  # of units that are watched: what their blocks were last updated with
         for u, storage in enumerate(storages):
             if not storage.trainable:
@@ -72,35 +95,68 @@ class Updates:
                     return i, name
         return None
 
-    def gradients(self, unit: int, block: int, gradient: Tensor) -> list[Tensor]:
-        """The pieces of a block's reduced gradient, one per run."""
-        return [gradient[s] for s in self.blocks[unit, block][1]] if (unit, block) in self.blocks else []
+    def step(self, gradients: Mapping[Part, Tensor], scale: float | None = None) -> None:
+        """Update blocks with ``scale`` (None: 1) times this rank's reduced gradients of them, flat, as long as its parts.
 
-    def step(self, unit: int, block: int, gradient: Tensor, scale: float | None = None) -> None:
-        """Update a block with ``scale`` (None: 1) times this rank's reduced gradient of it, flat, as long as the rank's part.
-
-        The gradient is scaled in place, unless the optimizer updates a copy in another precision.
+        Gradients are scaled in place, unless the optimizer updates a copy in another precision.
         """
-        if (unit, block) not in self.blocks:
-            return
-        optimizer, slices = self.blocks[unit, block]
-        storage = self.storages[unit]
         with self.meter.tag("update_scratch"):
-            gradient = gradient.to(storage.at_rest(block).dtype)
-            if scale is not None:
-                gradient.mul_(scale)
-            if unit in self.kept:
-                self.kept[unit][block] = gradient.clone()
-            for group, part in zip(optimizer.param_groups, slices, strict=True):
-                group.update(self._now[group["mdcs_group"]])
-                group["params"][0].grad = gradient[part]
-            optimizer.step()
+            together: list[_Run] = []
+            for part, gradient in gradients.items():
+                if part not in self.blocks:
+                    continue
+                optimizer, places = self.blocks[part]
+                like = optimizer.param_groups[0]["params"][0]
+                whole = gradient.dtype == like.dtype  # no copy that would have to go before the next one is made
+                gradient = gradient if whole else gradient.to(like.dtype)
+                if scale is not None:
+                    gradient.mul_(scale)
+                if part[0] in self.kept:
+                    self.kept[part[0]][part[1]] = gradient.clone()
+                if not self._has_function or len(optimizer.state) < len(places):
+                    self._whole_step(part, gradient)
+                    continue
+                for group, place in zip(optimizer.param_groups, places, strict=True):
+                    p = group["params"][0]
+                    run = _Run(group["mdcs_group"], p, gradient[place], optimizer.state[p])
+                    if whole and self._now[run.group]["fused"]:
+                        together.append(run)
+                    else:
+                        self._apply([run])
+            if together:
+                self._apply(together)
+        for unit, block in gradients:
+            if self.storages[unit].strategy is Strategy.dp:  # of the others their gather does it
+                self.storages[unit].place_own(block)
+
+    def _apply(self, runs: Sequence[_Run]) -> None:
+        """The optimizer's function, once per parameter group."""
+        for index in dict.fromkeys(run.group for run in runs):
+            options = self._now[index]
+            own = [run for run in runs if run.group == index]
+            function = adamw if options.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)) else adam
+            function(
+                [run.parameter for run in own],
+                [run.gradient for run in own],
+                [run.state["exp_avg"] for run in own],
+                [run.state["exp_avg_sq"] for run in own],
+                [run.state["max_exp_avg_sq"] for run in own] if options["amsgrad"] else [],
+                [run.state["step"] for run in own],
+                beta1=options["betas"][0], beta2=options["betas"][1],
+                **{name: options[name] for name in _OPTIONS},
+            )  # fmt: skip
+
+    def _whole_step(self, part: Part, gradient: Tensor) -> None:
+        """The step of the block's optimizer: the first makes its state."""
+        optimizer, slices = self.blocks[part]
+        for group, place in zip(optimizer.param_groups, slices, strict=True):
+            group.update(self._now[group["mdcs_group"]])
+            group["params"][0].grad = gradient[place]
+        optimizer.step()
         for group in optimizer.param_groups:
             group["params"][0].grad = None
-        if storage.strategy is Strategy.dp:  # of the others their gather does it
-            storage.place_own(block)
-        if (unit, block) not in self._tagged:  # torch allocates optimizer state in the first step
-            self._tagged.add((unit, block))
+        if part not in self._tagged:
+            self._tagged.add(part)
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):

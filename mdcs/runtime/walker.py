@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from mdcs.measure.memory import Meter
@@ -62,7 +63,7 @@ class SlotWalker:
                 if storage.strategy is Strategy.fsdp and backward is not None:
                     closes[last % period.length].append(storage)
                     opens[backward[0] % period.length].append(storage)
-                if storage.strategy.sharded or storage.trainable and micro == period.micro_steps - 1:
+                if storage.strategy.sharded or storage.trainable:  # whose gradients the runtime holds from here on
                     closes[period.last_use(u, micro) % period.length].append(storage)
         return opens, closes
 
@@ -74,8 +75,9 @@ class SlotWalker:
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def forward_begin(self, unit: int) -> None:
-        """Enter a forward slot."""
-        self._slot(unit, "F")
+        """Enter a forward slot, unless it is that of a frozen unit in an evaluation."""
+        if self.lent is None or torch.is_grad_enabled():
+            self._slot(unit, "F")
 
     def forward_end(self, unit: int) -> None:
         """Nothing: buffers are freed at the end of the slot."""
@@ -137,6 +139,11 @@ class SlotWalker:
         if self.lent is not None:
             raise self._error(f"a pass with gradients inside {self.lent}")
         expected = self.period.slots[self.position]
+        if phase == "B" and self._entered is None:
+            raise self._error(
+                f"a second backward pass of one forward pass, through {self.storages[unit].name}: add the losses up and call "
+                "backward() once"
+            )
         if (expected.unit, expected.phase) != (unit, phase):
             raise self._error(
                 f"{'forward' if phase == 'F' else 'backward'} of {self.storages[unit].name} ran where the plan has "
@@ -177,7 +184,6 @@ class SlotWalker:
                         self.storages[u].free_full()
                         self.account.book("full_parameters", -size)
                     self.account.release(size for _, size in previous.released)
-                    lock.notify_all()
         with lock:
             self._window((q - 1) % self.period.length)
             self.account.enter(slot.live)
@@ -232,6 +238,11 @@ class SlotWalker:
         return self.due and self.dispatcher.has_begun_updates(self.periods * self.dispatcher.n)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of the iteration under way are there, of a backward pass that has begun."""
+        return self.due or (self.position - self.period.turn) % self.period.length > self.plan.profile.forward_slots
+
+    @property
     def after_micro_step(self) -> bool:
         """Whether some of the iteration's micro-steps have ended, and the next has not begun."""
         starts = {self.period.forward_start(micro) for micro in range(1, self.period.micro_steps)}
@@ -254,8 +265,8 @@ class SlotWalker:
     def end_short(self) -> None:
         """End the accumulation of gradients before its last micro-step."""
         for storage in self.storages:
-            if storage.trainable:
-                storage.gradient.mul_(self._scale)
+            for gradient in storage.gradients:
+                gradient.mul_(self._scale)
         self.walk(2 * self.period.length + 1)
 
     def restart(self) -> None:

@@ -1,13 +1,14 @@
 """One message on the wire: pack, launch the collective, unpack. A message of one block is not packed.
 
-Layout of a staged (fused) buffer: rank by rank, and within a rank's part the message's parts in order, so that
-one collective serves all of them.
+Every buffer is seen as a matrix with a row per rank, a block's and that of a packed (fused) message, whose columns are
+those of its blocks in order. So one collective serves all of them, and packing and unpacking are one call each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,17 @@ from mdcs.runtime.executor import Waitable
 from mdcs.runtime.storage import UnitStorage
 
 
+class _Sizes(NamedTuple):
+    """In elements: of a message, of what each of its blocks has in a row, and of the algorithm's own buffer."""
+
+    whole: int
+    columns: list[int]
+    buffer: int
+
+
 @dataclass
 class Transfer:
-    """Buffers and works of a message in flight. ``shards`` are the reduced gradients, per part.
+    """Buffers and works of a message in flight. ``shards`` are the reduced gradients, per part: pieces of ``reduced``.
 
     ``sent`` is the packed message, if it is packed, ``received`` the algorithm's own buffer, if it has one.
     """
@@ -32,6 +41,7 @@ class Transfer:
     message: Message
     sent: Tensor | None = None
     received: Tensor | None = None
+    reduced: Tensor | None = None
     shards: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     works: list[Waitable] = field(default_factory=list)
 
@@ -54,6 +64,7 @@ class Wire:
         self.world = plan.world
         self.rank = storages[0].rank
         self.collectives = plan.profile.collectives
+        self._known_sizes: dict[Message, _Sizes] = {}
         self._communicator = connect(self.collectives) if self.world > 1 else None
         # What is gathered outside of the plan has no buffer reserved, and the default algorithm needs none.
         default = Collectives.default(self.collectives.backend)
@@ -61,22 +72,34 @@ class Wire:
 
     def allocate(self, message: Message) -> Transfer:
         """Staging and gradient shards."""
-        transfer = Transfer(message)
-        first = self.storages[message.parts[0][0]]
-        device, dtype = first.full.device, first.full.dtype if message.kind.is_gather else first.gradient_dtype
-        elements = self.plan.elements(message)
-        with self.meter.tag("staging"):
-            if self.world > 1 and len(message.parts) > 1:
-                transfer.sent = torch.empty(elements, dtype=dtype, device=device)
-            more = self.collectives.buffer(message.kind, elements, self.world)
-            if more and self.collectives.of(message.kind) != "native":
-                transfer.received = torch.empty(more, dtype=dtype, device=device)
+        transfer, sizes = Transfer(message), self._sizes(message)
+        unit, block = message.parts[0]  # the others are of its type
+        first = self.storages[unit]
+        device = first.device
+        dtype = first.full(block).dtype if message.kind.is_gather else first.gradient_dtypes[first.sections[block]]
+        packed = self.world > 1 and len(message.parts) > 1
+        if packed or sizes.buffer:
+            with self.meter.tag("staging"):
+                if packed:
+                    transfer.sent = torch.empty(sizes.whole, dtype=dtype, device=device)
+                if sizes.buffer:
+                    transfer.received = torch.empty(sizes.buffer, dtype=dtype, device=device)
         if message.kind is Kind.RS:
             with self.meter.tag("gradient_shards"):
-                for part in message.parts:
-                    n = self._size(part) // self.world
-                    transfer.shards[part] = torch.empty(n, dtype=dtype, device=device)
+                transfer.reduced = torch.empty(sizes.whole // self.world, dtype=dtype, device=device)
+            pieces = transfer.reduced.split(sizes.columns) if len(message.parts) > 1 else (transfer.reduced,)
+            transfer.shards = dict(zip(message.parts, pieces, strict=True))
         return transfer
+
+    def _sizes(self, message: Message) -> _Sizes:
+        sizes = self._known_sizes.get(message)
+        if sizes is None:
+            columns = [self.storages[u].blocks[b] // self.world for u, b in message.parts]
+            whole = sum(columns) * self.world
+            native = self.collectives.of(message.kind) == "native"  # the backend allocates what that needs
+            buffer = 0 if native else self.collectives.buffer(message.kind, whole, self.world)
+            sizes = self._known_sizes[message] = _Sizes(whole, columns, buffer)
+        return sizes
 
     def launch(self, transfer: Transfer) -> None:
         """Pack and start the collective, without waiting for it."""
@@ -88,100 +111,62 @@ class Wire:
             return
         buffer = transfer.sent
         if buffer is None:
-            buffer = self._only(message, "full" if message.kind.is_gather else "gradient")
+            [buffer] = self._blocks(message)
         elif message.kind.is_gather:
-            for u, b, _, where in self._pieces(message, only=self.rank):
-                buffer[where].copy_(self.storages[u].full[self.storages[u].own(b)])
-        elif message.kind is Kind.AR:
-            start = 0
-            for u, b in message.parts:
-                n = self._size((u, b))
-                buffer[start : start + n].copy_(self.storages[u].gradient[self.storages[u].region(b)])
-                start += n
+            own = [self.storages[u].full(b)[self.storages[u].own(b)] for u, b in message.parts]
+            torch.cat(own, out=self._rows(buffer)[self.rank])
         else:
-            for u, b, r, where in self._pieces(message):
-                storage = self.storages[u]
-                n = storage.blocks[b] // self.world
-                start = storage.offsets[b] + r * n
-                buffer[where].copy_(storage.gradient[start : start + n])
+            torch.cat([self._rows(block) for block in self._blocks(message)], dim=1, out=self._rows(buffer))
         with self.meter.tag("staging"):  # a backend may copy
             if message.kind.is_gather:
-                transfer.works = [communicator.all_gather(buffer)]
+                work = communicator.all_gather(buffer)
             elif message.kind is Kind.AR:
-                transfer.works = [communicator.all_reduce(buffer, transfer.received)]
+                work = communicator.all_reduce(buffer, transfer.received)
             else:
-                transfer.works = [communicator.reduce_scatter(buffer, transfer.received, self._reduced(transfer))]
+                assert transfer.reduced is not None
+                work = communicator.reduce_scatter(buffer, transfer.received, transfer.reduced)
+        transfer.works = [work]
 
     def land(self, transfer: Transfer) -> None:
         """Unpack or sum what has arrived; the staging buffers are then done with."""
-        message = transfer.message
-        if self.world == 1:
-            for (u, b), shard in transfer.shards.items():
-                shard.copy_(self.storages[u].gradient[self.storages[u].region(b)])
-        elif self.collectives.sums_afterwards(message.kind):
-            assert transfer.received is not None
-            by_rank = transfer.received.view(self.world, -1)
-            start = 0
-            for shard in transfer.shards.values():
-                n = shard.numel()
-                # Summed in rank order on every rank: the result does not depend on who arrives first.
-                torch.sum(by_rank[:, start : start + n], dim=0, out=shard)
-                start += n
-        elif transfer.sent is not None and message.kind is Kind.RS:
-            start = 0
-            out = self._reduced(transfer)
-            for shard in transfer.shards.values():
-                shard.copy_(out[start : start + shard.numel()])
-                start += shard.numel()
-        elif transfer.sent is not None and message.kind is Kind.AR:
-            start = 0
-            for u, b in message.parts:
-                n = self._size((u, b))
-                self.storages[u].gradient[self.storages[u].region(b)].copy_(transfer.sent[start : start + n])
-                start += n
-        elif transfer.sent is not None:
-            for u, b, r, where in self._pieces(message):
-                storage = self.storages[u]
-                n = storage.blocks[b] // self.world
-                start = storage.offsets[b] + r * n
-                storage.full[start : start + n].copy_(transfer.sent[where])
+        message, reduced = transfer.message, transfer.reduced
         transfer.works = []
+        if reduced is not None:
+            if self.world == 1:
+                torch.cat(self._blocks(message), out=reduced)
+            elif self.collectives.sums_afterwards(message.kind):
+                assert transfer.received is not None
+                # Summed in rank order on every rank: the result does not depend on who arrives first.
+                first, second, *others = self._rows(transfer.received)
+                torch.add(first, second, out=reduced)
+                for row in others:
+                    reduced += row
+        elif transfer.sent is not None:
+            blocks = [self._rows(block) for block in self._blocks(message)]
+            columns = self._rows(transfer.sent).split(self._sizes(message).columns, dim=1)
+            torch._foreach_copy_(blocks, columns)
 
     def gather_now(self, unit: int) -> list[Waitable]:
         """Gather a whole unit in place, outside the plan; its full buffer must be allocated."""
         storage = self.storages[unit]
         for b in range(len(storage.blocks)):
             storage.place_own(b)
-        return self.gather_flat(unit, storage.full)
+        return self.gather_flat(unit, storage.fulls)
 
-    def gather_flat(self, unit: int, flat: Tensor) -> list[Waitable]:
-        """Gather what is laid out as the unit is, and of which every rank has its parts."""
+    def gather_flat(self, unit: int, flats: list[Tensor]) -> list[Waitable]:
+        """Gather what is laid out as the unit is, by section, and of which every rank has its parts."""
         if self._outside is None:
             return []
         storage = self.storages[unit]
-        return [self._outside.all_gather(flat[storage.region(b)]) for b in range(len(storage.blocks))]
+        return [self._outside.all_gather(flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
 
-    def _reduced(self, transfer: Transfer) -> Tensor:
-        """Reduce-scatter's output: the shard itself, or this rank's part of the packed buffer, in place."""
-        if transfer.sent is None:
-            return next(iter(transfer.shards.values()))
-        return transfer.sent.chunk(self.world)[self.rank]
+    def _blocks(self, message: Message) -> list[Tensor]:
+        """The message's parts of the flat parameters or gradients."""
+        storages = self.storages
+        if message.kind.is_gather:
+            return [storages[u].full(b)[storages[u].region(b)] for u, b in message.parts]
+        return [storages[u].gradient(b)[storages[u].region(b)] for u, b in message.parts]
 
-    def _size(self, part: tuple[int, int]) -> int:
-        return self.storages[part[0]].blocks[part[1]]
-
-    def _only(self, message: Message, buffer: str) -> Tensor:
-        unit, block = message.parts[0]
-        flat: Tensor = getattr(self.storages[unit], buffer)
-        return flat[self.storages[unit].region(block)]
-
-    def _pieces(self, message: Message, only: int | None = None) -> list[tuple[int, int, int, slice]]:
-        """(unit, block, rank, place in the staged buffer) of every piece."""
-        out, start = [], 0
-        for r in range(self.world):
-            for u, b in message.parts:
-                n = self._size((u, b)) // self.world
-                if only is None or r == only:
-                    out.append((u, b, r, slice(start, start + n)))
-                start += n
-        return out
+    def _rows(self, buffer: Tensor) -> Tensor:
+        """As a matrix with a row per rank."""
+        return buffer.view(self.world, -1)

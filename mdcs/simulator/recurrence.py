@@ -6,6 +6,7 @@ What it computes is told in :mod:`mdcs.simulator.simulate`.
 from __future__ import annotations
 
 from bisect import bisect_right
+from math import inf
 from operator import itemgetter
 
 from mdcs.measure.timeline import Span
@@ -15,6 +16,7 @@ from mdcs.plan.validity import PlanError
 from mdcs.profile.contents import Contention
 
 _MAX_PERIODS = 12
+_NOTHING = Contention()
 _REPEATS = 1e-9  # of a period: two periods that differ by less are the same
 
 
@@ -75,7 +77,7 @@ class Trace:
         spans, processed = self.spans, self.processed
         first = bisect_right(spans, now, key=itemgetter(1))
         before = processed[first:]
-        last_finish, done = (spans[first - 1][1], processed[first - 1]) if first else (0.0, 0.0)
+        last_finish, done = (spans[first - 1][1], processed[first - 1]) if first else (-inf, 0.0)
         for g in range(first, len(spans)):
             cost, (start, finish) = self.course.costs[g % self.messages], spans[g]
             transfer = cost.transfer
@@ -84,7 +86,7 @@ class Trace:
                 transfer = served + (1 - served / transfer) * cost.idle
             if g - depth >= first and start > now:
                 start = max(now, start - (before[g - depth - first] - processed[g - depth]))
-            last_finish = max(start + cost.alpha, last_finish) + transfer
+            last_finish = max(start + cost.alpha, last_finish + cost.gap) + transfer
             done = processed[g] = max(last_finish, done) + cost.copy + cost.update
             spans[g] = start, last_finish
 
@@ -124,7 +126,7 @@ class Course:
         self.limits, self.costs = SlotLimits(plan), plan.job.cost.messages(plan)
         issued, period = self.limits.issued, plan.period
         messages = [
-            (i, m.blocking, after, plan.in_prologue(m), *cost[:4])
+            (i, m.blocking, after, plan.in_prologue(m), *cost[:5])
             for i, (m, after, cost) in enumerate(zip(plan.messages, plan.waits_for, self.costs, strict=True))
         ]
         spans = zip([0, *issued], issued, self.limits.done, period.seconds, strict=False)
@@ -141,19 +143,20 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
     # Called thousands of times: names are local, and one loop does it all.
     turn, depth, slowdown = plan.period.turn, plan.profile.link.depth, 1 + plan.profile.interference
     contention = plan.profile.contention
-    contended, dispatch, per_wait = contention != Contention(), contention.dispatch_seconds, contention.compute_per_wait
+    contended, dispatch, per_wait = contention != _NOTHING, contention.dispatch_seconds, contention.compute_per_wait
     between = contention.turn_seconds
     trace = Trace(course)
     spans, processed, arrivals, begins = trace.spans, trace.processed, trace.arrivals, trace.begins
     admission = None if plan.budget is None or ledger is None else _Admission(plan, ledger, trace)
-    now = last_start = last_finish = last_processed = 0.0
+    now = last_start = last_processed = 0.0
+    last_finish = -inf
     before: list[float] | None = None  # what was in flight at the last turn
     repeats = False
     sent = base = 0  # messages: so far, before this period
     for p in range(_MAX_PERIODS):
         for q, ahead, done, work in course.slots if p else course.prologue:
             arrivals.append(now)
-            for i, blocking, after, in_prologue, alpha, transfer, copy, update in ahead:
+            for i, blocking, after, in_prologue, alpha, gap, transfer, copy, update in ahead:
                 if not (p or in_prologue):
                     spans.append((last_processed, last_processed))
                     processed.append(last_processed)
@@ -168,7 +171,8 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
                 if after >= 0 and p and processed[base + after] > last_start:
                     last_start = processed[base + after]
                 started = last_start + alpha
-                last_finish = (started if started > last_finish else last_finish) + transfer
+                free = last_finish + gap
+                last_finish = (started if started > free else free) + transfer
                 landed = (last_finish if last_finish > last_processed else last_processed) + copy
                 last_processed = landed + update
                 spans.append((last_start, last_finish))

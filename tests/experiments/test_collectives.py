@@ -31,6 +31,26 @@ def test_the_fastest_of_each_size_is_marked_and_bytes_are_per_byte():
     assert sum(cell.startswith("*") for line in lines for cell in line) == 3 * len(program.SIZES)
 
 
+def test_how_far_repeated_links_differ_and_how_good_the_choices_were():
+    took = {"native": 2.0, "ring": 1.0, "direct": 1.1, "reduce_broadcast": 3.0, "all_to_all": 3.0, "broadcast": 3.0}
+    rows = [
+        {"operation": operation, "algorithm": name, "seconds": [took[name]]}
+        for operation, names in ALGORITHMS["gloo"].items()
+        for name in names
+    ]
+
+    def link(beta: float, algorithm: str) -> dict[str, object]:
+        values = {"alpha": [2e-4] * 4, "gap": [1e-5] * 4, "beta": [beta] * 4}
+        return {"seconds": 3.0, "chosen": dict.fromkeys(ALGORITHMS["gloo"], algorithm)} | values
+
+    links = [link(16e-9, "ring"), link(16.8e-9, "direct"), link(16e-9, "ring")]
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(program.repeated(links, rows, 2, "gloo"))
+    text = " ".join(console.export_text().split())
+    assert "measured 3 times in 3.0 s each" in text
+    assert "all_reduce ring 2, direct 1 10.0% 0.476 – 0.500 5.0% 10 – 10 200 – 200" in text
+
+
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "experiments/collectives.py"), "hydra.run.dir=out", *overrides]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=200)
@@ -41,7 +61,7 @@ def test_all_algorithms_are_measured(tmp_path):
     done = run(tmp_path, "cluster.ranks=2")
     assert done.returncode == 0, done.stderr
     assert "gloo, 2 ranks: median ms" in done.stdout
-    rows = json.loads((tmp_path / "out" / program.FILE).read_text())
+    rows = json.loads((tmp_path / "out" / program.FILE).read_text())["rows"]
     assert len(rows) == 12 and all(min(row["seconds"]) > 0 for row in rows)
 
 

@@ -78,6 +78,10 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     assert "an ideal DDP: " in unlimited and "mdcs wins 50.0 ms over ddp" in unlimited and "ideal DDP" not in limited
     assert "all losses are equal within 0.005; the greatest relative difference is 0" in printed
     assert (Path("results/compare/comparison.png")).stat().st_size > 10_000
+    [limited] = [line for line in printed.splitlines() if line.startswith("  floor + 50%")]
+    assert limited.split()[3:] == ["–"] * 6 + ["80.0", "–"]
+    [unlimited] = [line for line in printed.splitlines() if line.startswith("  none")]
+    assert unlimited.split() == ["none", "150.0", "400.0", "–", "–", "100.0", "–", "80.0", "1.50"]
 
 
 def test_json_is_all_that_is_printed_and_is_what_is_written(ranks, monkeypatch, capsys):

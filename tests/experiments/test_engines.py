@@ -27,6 +27,8 @@ WORKLOADS = {
     "clipped mlp": ("model=mlp", "data=digits", "optimizer=sgd", "optimizer.clip_norm=0.5", "run.accumulation=2",
                     "model.frozen=[layers.1.*]"),
     "resnet": ("model=resnet-tiny", "data=synthetic", "optimizer=adamw", "run.precision=fp64", "run.eval_every=3"),
+    "timed": ("model=timed", "data=synthetic", "optimizer=adam", "model.layers=3", "model.block_mib=0.05", "model.forward_ms=1",
+              "model.backward_ms=2"),
 }  # fmt: skip
 ENGINES = {
     "tied gpt2": [
@@ -36,6 +38,8 @@ ENGINES = {
     ],
     "clipped mlp": ["engine=ddp engine.bucket_mib=0.05 engine.gradient_as_bucket_view=false", "engine=ddp_no_overlap",
                     "engine=fsdp2 model.wrap=leaf", "engine=fairscale"],
+    "timed": ["engine=ddp engine.bucket_mib=0.03", "engine=fsdp2", "engine=fairscale",
+              "engine=mdcs strategy=fsdp scheduler=dear link=emulated link.rate_gbit=10"],
     "resnet": ["engine=ddp", "engine=fsdp2 engine.reshard=group engine.reshard_group=2 engine.reduce_scatter=all_to_all"],
 }  # fmt: skip
 JOBS = [(workload, overrides) for workload, chosen in ENGINES.items() for overrides in chosen]

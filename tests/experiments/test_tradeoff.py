@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+from experiments.tradeoff import keep_fastest
 from tests.experiments.one_process import INSTEAD_OF_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +72,37 @@ def test_the_stop_point_is_measured(tmp_path):
     assert (measured["measured"]["status"], measured["measured"]["step_s"]) == ("ok", 0.1)
     assert measured["measured"]["run"] == "runs/0"
     assert "step ms" in done.stdout and "100.0" in done.stdout
+
+
+@dataclass
+class Measured:
+    """An entry of a front whose runs are named and took so long."""
+
+    budget: int
+    run: Path | None
+    label: str = "joint"
+    part: str = "front"
+
+    @property
+    def point(self):
+        return SimpleNamespace(budget=self.budget)
+
+    @property
+    def planner(self):
+        return SimpleNamespace(label=self.label)
+
+    def row(self):
+        steps = {"a": 2.0, "b": 1.5, "slower": 1.6, "other": 1.0, "fails": None}
+        step_s = steps[self.run.name]
+        return {"status": "failed" if step_s is None else "ok", "step_s": step_s}
+
+
+def test_within_a_larger_budget_a_faster_run_of_a_smaller_one_is_kept():
+    front = [(30, "slower"), (40, "fails"), (10, "a"), (20, "b")]
+    entries = [*(Measured(budget, Path(run)) for budget, run in front), Measured(5, Path("other"), "greedy"),
+               Measured(5, Path("other"), part="curve"), Measured(50, None)]  # fmt: skip
+    keep_fastest(entries)
+    assert [entry.run and entry.run.name for entry in entries] == ["b", "fails", "a", "b", "other", "other", None]
 
 
 def test_a_job_that_fails_ends_nothing_and_is_said(tmp_path):

@@ -34,6 +34,7 @@ from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
 from mdcs.sizes import MIB
 
@@ -57,9 +58,9 @@ def few(cases: Iterable[Any], count: int = 1) -> list[Any]:
     return [pytest.param(case, marks=[pytest.mark.slow] if n >= count else []) for n, case in enumerate(cases)]
 
 
-def link(seconds_per_byte: float = 0.0, alpha: float = 0.0, depth: int = 1, block: int = 64) -> Link:
-    """The same α and β for all kinds."""
-    return Link((alpha,) * 4, (seconds_per_byte,) * 4, depth, block)
+def link(seconds_per_byte: float = 0.0, alpha: float = 0.0, depth: int = 1, block: int = 64, gap: float = 0.0) -> Link:
+    """The same α, β and gap for all kinds."""
+    return Link((alpha,) * 4, (seconds_per_byte,) * 4, depth, block, gap=(gap,) * 4)
 
 
 def chain(
@@ -108,12 +109,14 @@ def of_job(plan: Plan, **settings: Any) -> Plan:
 
 @st.composite
 def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
-    """A chain with random bytes and times; the first unit may be tied to the last use, units may be frozen."""
+    """A chain with random bytes and times; the first unit may be tied to the last use, units may be frozen or of two types."""
     count = draw(st.integers(1, max_units))
     again = count > 1 and draw(st.booleans())
     uses = [*range(count), *([0] if again else [])]
     world = draw(st.sampled_from([1, 2, 2, 3]))
     segments = st.lists(st.integers(1, 900), min_size=1, max_size=3).map(tuple)
+    narrow = draw(st.sampled_from([(4, 4, 0), (4, 2, 0), (2, 4, 4), (2, 2, 0), (2, 2, 4)]))
+    is_mixed, wider = draw(st.booleans()), (8, 8, 0) if narrow[0] == 4 else (4, 4, 0)
     frozen = st.booleans() if draw(st.booleans()) else st.just(False)
     trained_from = draw(st.integers(0, 1)) if count > 1 and not again else 0  # what is before gets no gradient
     used = [[i for i, u in enumerate(uses) if u == unit] for unit in range(count)]
@@ -125,7 +128,12 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         if u >= first_backward:
             backward = len(uses) - 1 - spans[-1], len(uses) - 1 - spans[0]
         trainable = backward is not None and not draw(frozen)
-        units.append(Unit(f"u{u}", draw(segments), trainable, (spans[0], spans[-1]), backward))
+        lengths = draw(segments)
+        wide = draw(st.integers(0, len(lengths))) if is_mixed else 0  # segments, from the first on
+        sections = [Section(sum(part), *widths) for part, widths in ((lengths[:wide], wider), (lengths[wide:], narrow)) if part]
+        units.append(
+            Unit(f"u{u}", lengths, trainable, (spans[0], spans[-1]), backward, tuple(sections) if wide else ())
+        )
     seconds = st.integers(0, 30).map(lambda n: n * 1e-4)
     sizes = st.integers(0, 4000)
     order = [(u, "F") for u in uses] + [(u, "B") for u in reversed(uses) if u >= first_backward]
@@ -140,11 +148,13 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
     )
     alpha = st.sampled_from([0.0, 1e-4, 3e-4])
     beta = st.sampled_from([0.0, 1e-7, 5e-7, 2e-6])
+    gap = st.sampled_from([0.0, 0.0, 5e-5, 2e-4])
     link_ = Link(
         draw(st.tuples(alpha, alpha, alpha, alpha)),
         draw(st.tuples(beta, beta, beta, beta)),
         depth=draw(st.integers(1, 3)),
         block=draw(st.sampled_from([400, 2000, 10**6])),
+        gap=draw(st.tuples(gap, gap, gap, gap)),
     )
     timed = replace(ADAM, seconds_per_element=1e-8, seconds_per_run=1e-5)
     return Profile(
@@ -153,8 +163,7 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         world,
         link_,
         draw(st.sampled_from([Optimizer(), timed, replace(timed, scratch_fixed=64)])),
-        param_bytes=draw(st.sampled_from([4, 4, 2])),
-        grad_bytes=draw(st.sampled_from([4, 4, 2])),
+        *narrow,
         collectives=Collectives(*(draw(st.sampled_from(names)) for names in ALGORITHMS["gloo"].values())),
         interference=draw(st.sampled_from([0.0, 0.0, 0.3])),
         copy_seconds_per_byte=draw(st.sampled_from([0.0, 1e-8])),

@@ -386,7 +386,9 @@ class SlotModel:
                 part = 1.0 if end <= start else max(0.0, high - low) / (end - start)
                 for u, b in m.parts:
                     if part:
-                        yield Op(m.kind, u, m.micro), i + shift, part * plan.blocks[u][b] / plan.padded(u)
+                        op = Op(m.kind, u, m.micro)
+                        size = plan.blocks[u][b] * plan.width(m)
+                        yield op, i + shift, part * size / self.mixes[Strategy.dp].payload(op)
                 if end <= stages[i + 1]:
                     break
                 i += 1
@@ -413,20 +415,23 @@ class SlotModel:
             costs[sending.columns[-1]] = sending.seconds - self._latency(sending.op)
         return dataclasses.replace(self.problem, costs=costs)
 
-    def decide(self, values: Sequence[float]) -> Decision:
-        """Strategies, and for every operation the slots in which its memory allows it."""
-        strategies = tuple(max(z, key=lambda k: values[z[k]]) for z in self.z)
-        mix = self.judge.mix(strategies)
+    def decide(self, values: Sequence[float], strategies: tuple[Strategy, ...] | None = None, sent: float = 0.5) -> Decision:
+        """Strategies, those of the solution unless given, and for every operation the slots in which its memory allows it.
+
+        A solution of the relaxed model holds fractions of buffers: they live once ``sent`` of what is sent has been.
+        """
+        mix = self.judge.mix(strategies or tuple(max(z, key=lambda k: values[z[k]]) for z in self.z))
         opens, closes = {}, {}
         for op in mix.ops:
             first, last = mix.window(op)
             if op in self.started and mix.strategies[op.unit].sharded:
-                held = [q for q, x in self.started[op].items() if values[x] > 0.5]
+                whole = sum(values[x] for k, x in self.z[op.unit].items() if k.sharded and op in self.ops[k])
+                held = [q for q, x in self.started[op].items() if values[x] > sent * max(whole, 1e-3)]
                 opens[op] = min(held, default=last)
             if op.kind in _REDUCTIONS and self.judge.budget is not None:
                 last = self._window(op)[1]
-                closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 0.5), default=last)
-        return Decision(strategies, opens, closes)
+                closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 1 - sent), default=last)
+        return Decision(mix.strategies, opens, closes)
 
 
 def _negative(terms: Terms) -> Terms:

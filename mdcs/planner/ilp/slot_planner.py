@@ -1,17 +1,17 @@
-"""Plans from the slot model: solve it, turn the solution into messages, replay them, say what became of it.
+"""Plans from the slot model: solve it, turn the solution into messages, search on from there, say what became of it.
 
 The solver decides strategies and, under a budget, from when to when buffers live (:class:`mdcs.planner.ilp.slot_model.Decision`);
-within these windows blocks are sent nearest deadline first, which is optimal for one link. What is returned is the best
-by replay of the solver's plans and the heuristics' that it was warm-started with; of its schedules that are as fast, the
-one that needs least memory.
+within these windows blocks are sent nearest deadline first. From the best of that and of the heuristics, by replay, simulated
+annealing (:mod:`mdcs.planner.anneal`) goes on for what is left of the time. So what is returned is never slower than a heuristic
+that was tried; of schedules that are as fast, it is one that needs least memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mdcs.options import option
@@ -20,7 +20,10 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.planner.anneal import annealed
 from mdcs.planner.fit import fit
+from mdcs.planner.ilp.priced import priced
+from mdcs.planner.ilp.rounding import roundings
 from mdcs.planner.ilp.slot_model import Decision, SlotModel
 from mdcs.planner.ilp.solver import Answer, Solving, solve
 from mdcs.planner.judge import Judge
@@ -32,17 +35,21 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 
+_COARSER = 8  # blocks in one: what is searched from has few messages, so that many plans can be replayed
 _FINER = (2, 4, 8, 16)  # blocks are tried in these fractions of the asked size, too: smaller ones need less staging
 _FUSED_BLOCKS, _MOST_FUSED = 4, 4 << 20  # neighbours are fused up to so many blocks and bytes: more waits long for its last unit
-_SMALL = 36  # slots up to which only the whole problem is solved, strategies and schedule at once
-_WHOLE = 60  # slots up to which it is solved in integers
-_COARSE = 24  # bins of the model that decides the strategies of larger problems
-_FINE = 96  # slots up to which their bound is proven without bins; beyond, by half as many bins
-_HEURISTICS = 0.15  # of the time, for the plans to start from
-_STRATEGIES = 0.55  # of what is left, for the strategies; then their schedule
-_DECODING = 0.08  # of the time, for messages out of the solution
-_LEANER = 0.04  # of the time, for the same step in less memory
+_SMALL = 36  # slots up to which only the whole problem is solved, in integers
+_WHOLE = 60  # slots up to which it is solved in integers, too
+_COARSE = 24  # bins of the relaxation that is solved first
+_FINE = 96  # slots up to which the next one has no bins; beyond, half as many bins
+_MANY = 20_000  # messages that make a plan worth half as much to search from
 _REACH = 32  # slots by which a schedule for more than four times as many sends early or late
+
+# Parts of the time, each with an end of its own, counted from the beginning.
+_HEURISTICS = 0.12  # for the plans to start from
+_SOLVING = 0.75  # for the solver
+_DECODING = 0.06  # for messages out of a solution, from when there is one
+_LEANER = 0.03  # at last, for the same step in less memory
 
 Timed = tuple[float, Plan]
 """A plan and its step time by replay, in seconds."""
@@ -73,90 +80,151 @@ def solve_plan(
     block_bytes: int = 0,
     heuristics: bool = True,
 ) -> Plan:
-    """The best plan found in about ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
+    """The best plan found within ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
 
     The outcome ends with the gap, (step - bound) / step; ``optimal`` says that of the slot model, which the replay may miss.
 
-    ``fixed`` strategies leave only the schedule open. Without ``heuristics`` only the solver's own plans are compared.
+    ``fixed`` strategies leave only the schedule open. Without ``heuristics`` the search begins at the solver's plans alone.
     Raises PlanError when there is none at all.
     """
-    deadline = time.monotonic() + seconds
-    known = _best(_until(deadline - (1 - _HEURISTICS) * seconds, _heuristics(judge, fixed)))
-    found = _solved(judge, name, fixed, known, block_bytes, solver, deadline, _DECODING * seconds)
+    asked = _Asked(judge, name, None if fixed is None else tuple(fixed), solver, seconds, block_bytes, time.monotonic())
+    known = _best(_until(asked.at(_HEURISTICS), _heuristics(judge, fixed)))
+    found = _found(asked, known, heuristics)
     candidates = [*found.plans, *([known] if known is not None and heuristics else [])]
     if not candidates:
         raise PlanError(f"{name}: no plan was found: {found.status}")
-    step_s, plan = min(candidates, key=lambda c: c[0])
-    plan = _leanest(plan, step_s, judge.floor, time.monotonic() + _LEANER * seconds)
+    _, start = min(candidates, key=_patience_s)
+    candidates.append(_timed(asked.searched(start, 1 - _LEANER, found.bound)))
+    step_s, plan = min(candidates, key=_step_s)
+    begun = plan.scheduler  # a search leaves the name of what it began with
+    plan = _leanest(plan, step_s, judge.floor, asked.at(1.0))
     outcome = found.status
-    if found.plans and plan.scheduler != name:
-        outcome = f"best heuristic ({plan.scheduler}): faster than the solver's plan ({found.status})"
-    elif not found.plans:
-        outcome = f"best heuristic ({plan.scheduler}): the solver gave nothing ({found.status})"
+    if begun != name:
+        gave = any(other.scheduler == name for _, other in found.plans)
+        why = "faster than the solver's plan" if gave else "the solver gave nothing"
+        outcome = f"best heuristic ({begun}): {why} ({found.status})"
     if found.bound is not None:
         outcome += f", gap {max(0.0, 1 - found.bound / step_s):.1%}"
     return dataclasses.replace(plan, scheduler=name, outcome=outcome, bound_s=found.bound)
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """What is to be planned, with what, and until when."""
+
+    judge: Judge
+    name: str
+    fixed: tuple[Strategy, ...] | None
+    solver: str
+    seconds: float
+    block_bytes: int
+    began: float
+
+    def at(self, part: float) -> float:
+        """When this part of the time is over."""
+        return self.began + part * self.seconds
+
+    def answer(self, model: SlotModel, start: Plan | None = None, *, relax: bool = False) -> Answer:
+        """What the solver says of a model, from a plan on if there is one that the model has room for."""
+        values = None if start is None else model.values_of(dataclasses.replace(start, job=model.judge.job))
+        left = max(1.0, self.at(_SOLVING) - time.monotonic())
+        return solve(model.problem, solver=self.solver, seconds=left, start=values, relax=relax)
+
+    def searched(self, plan: Plan, part: float, bound: float | None, stop: Callable[[], bool] = lambda: False) -> Plan:
+        """The plan, improved by a search until then."""
+        left = self.at(part) - time.monotonic()
+        return annealed(plan, left, bound=bound or 0.0, strategies=self.fixed is None, stop=stop)
+
+    def decoded(self, decisions: Sequence[Decision]) -> list[Timed]:
+        """Of the plans that these decisions make, as far as there is time, the best, and the best to search from. A single
+        decision is tried with finer blocks, too.
+        """
+        until = time.monotonic() + _DECODING * self.seconds
+        finer = _FINER if len(decisions) == 1 else ()
+        plans = (plan for each in decisions for plan in _decoded(self.judge, each, self.name, self.block_bytes, finer))
+        timed = list(map(_timed, _until(until, plans)))
+        return [min(timed, key=_step_s), min(timed, key=_patience_s)] if timed else []
+
+
+@dataclass(frozen=True)
 class _Found:
-    """What the solver gave: ``plans`` with their step times, a proven ``bound`` of any plan's step time."""
+    """What became of the solver: ``plans`` with their step times, a proven ``bound`` of any plan's step time."""
 
     status: str
     bound: float | None
     plans: list[Timed]
 
 
-def _solved(
-    judge: Judge,
-    name: str,
-    fixed: Sequence[Strategy] | None,
-    known: Timed | None,
-    block_bytes: int,
-    solver: str,
-    deadline: float,
-    decoding_s: float,
-) -> _Found:
-    """Small problems whole. Of larger ones first the strategies, then their schedule, twice at once: with strategies by the
-    whole problem, and by a coarse relaxation of it. Of the largest the whole is relaxed, only for its bound.
+def _found(asked: _Asked, known: Timed | None, heuristics: bool) -> _Found:
+    """Small problems in integers, large ones relaxed and rounded, those between both, side by side; a search from the best
+    heuristic goes on beside them. Plans are made with what messages cost in blocks, bounds with what no plan goes below.
     """
+    judge, slots = asked.judge, asked.judge.job.period.length
+    dear = dataclasses.replace(judge, job=dataclasses.replace(judge.job, profile=priced(judge.profile)))
+    bounds = dear.profile is judge.profile
+    with ThreadPoolExecutor(3) as pool:
+        solving = []
+        if slots > _SMALL:
+            solving.append(pool.submit(_relaxed, asked, dear, bounds, plans=True))
+        if slots <= _WHOLE or asked.fixed is not None:
+            solving.append(pool.submit(_whole, asked, known, dear, bounds))
+        if not bounds:
+            solving.append(pool.submit(_relaxed, asked, judge, True, plans=False))
+        plans: list[Timed] = []
+        if slots > _SMALL and known is not None and heuristics:
+            plans.append(_timed(asked.searched(known[1], _SOLVING, None, solving[0].done)))
+            plans += solving[0].result().plans
+            _, best = min(plans, key=_patience_s)
+            plans.append(_timed(asked.searched(best, _SOLVING + _DECODING, None, lambda: _all_done(solving))))
+        found = [each.result() for each in solving]
+    plans += [plan for each in found for plan in each.plans]
+    said = [each.status for each in found if each.plans] or [found[0].status]
+    bound = max((each.bound for each in found if each.bound is not None), default=None)
+    return _Found("optimal" if "optimal" in said else said[0], bound, plans)
 
-    def ask(model: SlotModel, part: float = 1.0, *, relax: bool = False) -> Answer:
-        start = None if known is None or relax else model.values_of(known[1])
-        left = max(1.0, part * (deadline - decoding_s - time.monotonic()))
-        return solve(model.problem, solver=solver, seconds=left, start=start, relax=relax)
 
-    def in_two_steps(model: SlotModel) -> _Found:
-        answer = ask(model, _STRATEGIES)
-        bound = None if answer.bound is None else model.step_bound(answer.bound)
-        if answer.values is None:
-            return _Found(answer.status, bound, [])
-        mix = model.decide(answer.values).strategies
-        schedule = _solved(judge, name, mix, None, block_bytes, solver, deadline, decoding_s)
-        proven = answer.status == schedule.status == "optimal" and not model.coarse
-        return _Found("optimal" if proven else "feasible", bound, schedule.plans)
+def _whole(asked: _Asked, known: Timed | None, judge: Judge, bounds: bool) -> _Found:
+    """The whole model in integers: a plan, and a bound unless it leaves out what plans may do."""
+    model = SlotModel(judge, fixed=asked.fixed, reach=_REACH if judge.job.period.length > 4 * _REACH else None)
+    answer = asked.answer(model, None if known is None else known[1])
+    bounds = bounds and answer.bound is not None and model.reach is None
+    plans = [] if answer.values is None else asked.decoded([model.decide(answer.values)])
+    return _Found(answer.status, model.step_bound(answer.bound or 0.0) if bounds else None, plans)
 
-    def only_bound(model: SlotModel) -> _Found:
-        answer = ask(model, relax=True)
-        return _Found(answer.status, None if answer.bound is None else model.step_bound(answer.bound), [])
 
-    slots = judge.job.period.length
-    if slots <= _SMALL or fixed is not None:
-        model = SlotModel(judge, fixed=fixed, reach=_REACH if slots > 4 * _REACH else None)
-        answer = ask(model)
-        bound = None if answer.bound is None or model.reach is not None else model.step_bound(answer.bound)
-        best = None
-        if answer.values is not None:
-            best = _best(_until(deadline, _decoded(judge, model.decide(answer.values), name, block_bytes)))
-        return _Found(answer.status, bound, [] if best is None else [best])
-    fine = SlotModel(judge, width=1 if slots <= _FINE else -(-slots // (_FINE // 2)))
-    coarse = SlotModel(judge, width=-(-slots // _COARSE))
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(in_two_steps if slots <= _WHOLE else only_bound, fine)
-        found = [in_two_steps(coarse), other.result()]
-    plans = [plan for each in found for plan in each.plans]
-    status = "optimal" if found[1].status == "optimal" and found[1].plans else "feasible" if plans else found[0].status
-    return _Found(status, max((each.bound for each in found if each.bound is not None), default=None), plans)
+def _relaxed(asked: _Asked, judge: Judge, bounds: bool, *, plans: bool) -> _Found:
+    """The linear relaxation of a coarse model, then of a fine one: the best bound, and plans rounded from the last solution."""
+    slots, bound, status = judge.job.period.length, None, "no answer"
+    model = solution = None
+    for bins in (_COARSE, slots if slots <= _FINE else _FINE // 2):
+        if bins <= slots and time.monotonic() < asked.at(_SOLVING):
+            relaxed = SlotModel(judge, fixed=asked.fixed, width=-(-slots // bins))
+            answer = asked.answer(relaxed, relax=True)
+            if answer.bound is not None and bounds:
+                bound = max(bound or 0.0, relaxed.step_bound(answer.bound))
+            if answer.values is not None:
+                model, solution = relaxed, answer.values
+            status = "feasible" if solution is not None else answer.status
+    if model is None or solution is None or not plans:
+        return _Found(status, bound, [])
+    return _Found(status, bound, asked.decoded(list(roundings(model, solution))))
+
+
+def _all_done(futures: Sequence[Future[_Found]]) -> bool:
+    return all(future.done() for future in futures)
+
+
+def _step_s(timed: Timed) -> float:
+    return timed[0]
+
+
+def _patience_s(timed: Timed) -> float:
+    """What a plan is worth to search from: the more messages, the fewer replays there is time for."""
+    return timed[0] * (1 + len(timed[1].messages) / _MANY)
+
+
+def _timed(plan: Plan) -> Timed:
+    return replay(plan).period_s, plan
 
 
 def _leanest(plan: Plan, step_s: float, floor: int, until: float) -> Plan:
@@ -178,8 +246,7 @@ def _leanest(plan: Plan, step_s: float, floor: int, until: float) -> Plan:
 
 def _best(plans: Iterator[Plan]) -> Timed | None:
     """The plan with the shortest step."""
-    timed = [(replay(plan).period_s, plan) for plan in plans]
-    return min(timed, key=lambda t: t[0], default=None)
+    return min(map(_timed, plans), key=_step_s, default=None)
 
 
 def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
@@ -200,13 +267,14 @@ def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
             continue
 
 
-def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> Iterator[Plan]:
+def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int, finer: Sequence[int]) -> Iterator[Plan]:
     mix = judge.mix(decision.strategies)
     windows = decision.windows(mix)
     block = block_bytes or mix.profile.block
     tried = set()
-    finer = (mix.cut(max(1, block // parts)) for parts in _FINER if judge.budget is not None)
-    for blocks in (mix.cut(block), mix.whole(), *finer):
+    coarser = [mix.cut(_COARSER * block)] if not block_bytes else []
+    cuts = (mix.cut(max(1, block // parts)) for parts in finer if judge.budget is not None)
+    for blocks in (*coarser, mix.cut(block), mix.whole(), *cuts):
         if blocks not in tried:
             tried.add(blocks)
             yield from _fitted(judge, settled(mix, name, blocks, windows))
@@ -218,12 +286,16 @@ def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan
     """
     tried = set()
     for mix in _mixes(judge, fixed):
-        if mix in tried:
-            continue
-        tried.add(mix)
-        for scheduler in (Priority(), Dear(), Partitioning(), Wfbp()):
-            yield from _fitted(judge, scheduler.schedule(mix))
-        yield from _fitted(judge, sequential(mix))
+        if mix not in tried:
+            tried.add(mix)
+            yield from _scheduled(judge, mix)
+
+
+def _scheduled(judge: Judge, mix: Mix) -> Iterator[Plan]:
+    coarser = Priority(_COARSER * mix.profile.block / MIB)
+    for scheduler in (coarser, Dear(), Wfbp(), Priority(), Partitioning()):
+        yield from _fitted(judge, scheduler.schedule(mix))
+    yield from _fitted(judge, sequential(mix))
 
 
 def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:

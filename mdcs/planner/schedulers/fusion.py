@@ -44,7 +44,7 @@ def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
                     slot = max([slot, *(reduced.get(op.unit, 0) for op in group)])
             else:
                 reduced |= {op.unit: slot for op in group}
-            drafts.append(Draft(kind, tuple((op.unit, 0) for op in group), slot, micro))
+            drafts.append(Draft(kind, tuple(part for op in group for part in mix.parts(op.unit)), slot, micro))
     drafts.sort(key=lambda d: (d.kind.is_gather, d.slot))
     return mix.plan(name, mix.whole(), drafts)
 
@@ -64,10 +64,10 @@ def fuse_neighbours(plan: Plan, most: int) -> Plan:
             both = dataclasses.replace(message, parts=before.parts + message.parts)
             first_of_both, last_of_both = max(first, window[0]), min(last, window[1])
             slot = message.slot if message.slot >= first_of_both else message.slot + length
-            is_alike = (before.kind, before.micro, before.blocking) == (message.kind, message.micro, message.blocking)
+            alike = [(m.kind, m.micro, m.blocking, plan.width(m)) for m in (before, message)]
             payloads = sorted((plan.payload(before), plan.payload(message)))
             is_small = sum(payloads) <= most or _TINY * payloads[0] <= payloads[1]
-            if is_alike and not message.blocking and is_small and first_of_both <= slot <= last_of_both:
+            if alike[0] == alike[1] and not message.blocking and is_small and first_of_both <= slot <= last_of_both:
                 out[-1] = both, (first_of_both, last_of_both)
                 continue
         out.append((message, (first, last)))

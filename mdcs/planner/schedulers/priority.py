@@ -19,6 +19,7 @@ from typing import ClassVar
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
+from mdcs.plan.widths import width_of
 from mdcs.planner.schedulers.wfbp import Blocks
 from mdcs.profile.contents import Contention
 from mdcs.profile.link import Kind
@@ -172,9 +173,10 @@ class _Link:
         if not self._ready:
             return False
         *_, block, op, p = heapq.heappop(self._ready)
-        cost = self.mix.job.cost.message(op.kind, self.blocks[op.unit][block])
-        alpha = cost.alpha if self.mix.profile.link.depth == 1 else 0.0  # else hidden behind the message before it
-        self._began, self._free = begin, begin + alpha + cost.transfer
+        width = width_of(self.mix.profile, self.blocks, op.kind, (op.unit, block))
+        cost = self.mix.job.cost.message(op.kind, self.blocks[op.unit][block], width=width)
+        before = cost.alpha if self.mix.profile.link.depth == 1 else cost.gap  # latency hides behind the message before it
+        self._began, self._free = begin, begin + before + cost.transfer
         self.done[op, block, p] = self._free
         self.sent[op, block, p] = slot
         if op.kind is Kind.RS and self.mix.cross_iteration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,10 +28,11 @@ class RandomOrder(Checked):
         rng = random.Random(self.seed)
         world = mix.profile.world
         blocks = []
-        for (total,) in mix.whole():
-            cuts = sorted(rng.randint(0, total // world) * world for _ in range(rng.randrange(self.max_blocks)))
-            edges = [0, *cuts, total]
-            blocks.append(tuple(b - a for a, b in zip(edges, edges[1:], strict=False) if b > a))
+        for layout in mix.profile.layouts:
+            total = layout.elements
+            cuts = [rng.randint(0, total // world) * world for _ in range(rng.randrange(self.max_blocks))]
+            edges = sorted([0, *cuts, *layout.ends])
+            blocks.append(tuple(b - a for a, b in itertools.pairwise(edges) if b > a))
         slots: dict[tuple[Kind, int, int, int], int] = {}
         for op in sorted(mix.ops, key=lambda o: o.kind.is_gather):  # reductions first: gathers follow them
             for b in range(len(blocks[op.unit])):

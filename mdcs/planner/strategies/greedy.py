@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,11 +36,37 @@ class Greedy:
             ),
             key=lambda c: c[:2],
         )
-        # One ranking serves all rounds (costs are per unit); a unit may later improve on an earlier choice.
-        for _, u, k in changes:
-            if cost[u][k] >= cost[u][mix[u]]:
+        # One ranking serves all rounds (costs are per unit); a unit may later improve on an earlier choice. Twice as many changes
+        # are tried at once after some that fit, half as many after some that do not.
+        held, i, many = judge.sequential_needs(mix), 0, 1
+        while i < len(changes):
+            trial = list(mix)
+            for _, u, k in changes[i : i + many]:
+                if cost[u][k] < cost[u][trial[u]]:
+                    trial[u] = k
+            if trial == mix or (many == 1 and _is_too_much(judge, held, changes[i][1], mix, changes[i][2])):
+                i += many
                 continue
-            before, mix[u] = mix[u], k
-            if not judge.fits(mix):
-                mix[u] = before
+            needs = judge.sequential_needs(trial)
+            if judge.budget is None or max(needs) <= judge.budget:
+                mix, held, i, many = trial, needs, i + many, 2 * many
+            elif many == 1:
+                i += 1
+            else:
+                many //= 2
         return Choice(tuple(mix))
+
+
+def _is_too_much(judge: Judge, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy) -> bool:
+    """Whether a unit of this strategy is over the budget, given the bytes of the mix by slot, without making a schedule: from its
+    forward to its backward it holds what it is bigger by, and nothing else changes there.
+    """
+    if judge.budget is None:
+        return False
+    period, micro, profile = judge.job.period, judge.job.micro_steps - 1, judge.profile
+    backward = period.backward(unit, micro)
+    if backward is None:
+        return False
+    more = bytes_beyond_fsdp(profile, unit, strategy) - bytes_beyond_fsdp(profile, unit, mix[unit])
+    between = range(period.forward(unit, micro)[1] + 1, backward[0])
+    return max([held[q % period.length] for q in between], default=0) + more > judge.budget

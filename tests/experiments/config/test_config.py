@@ -28,6 +28,7 @@ NEEDED = {"digits": ["model=mlp"], "mlp": ["data=digits"], "over_floor": []}
 def test_every_option_of_every_group_composes(group, option):
     images = option.startswith(("resnet", "mlp"))
     needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
+    needed += ["data=synthetic"] if option.startswith("timed") else []
     needed += ["link=emulated"] if (group, option) == ("cluster", "emulated") else []
     needed += ["cluster=cuda", "cluster.ranks=1"] if option in ("fairscale_fsdp", "dataparallel") else []
     made = composed(f"{group}={option}", *needed)
@@ -52,7 +53,8 @@ def test_the_launcher_does_without_torch(tmp_path):
     """It takes seconds to import, which every job would wait for."""
     code = "import sys; from experiments import train; from experiments.config import checks\nwith checks.composing():\n"
     code += "    for job in (JOBS): checks.compose_config(job.split())\nassert 'torch' not in sys.modules"
-    jobs = ["strategy=joint data=synthetic optimizer=sgd", "model=mlp data=digits", "model=resnet50 data=synthetic tracker=wandb",
+    jobs = ["strategy=joint data=synthetic optimizer=sgd", "model=timed data=synthetic", "model=mlp data=digits",
+            "model=resnet50 data=synthetic tracker=wandb",
             *(f"engine={name}" for name in ("ddp", "ddp_no_overlap", "fsdp2", "fairscale", "deepspeed"))]  # fmt: skip
     subprocess.run([sys.executable, "-c", code.replace("JOBS", repr(jobs))], check=True)
 
@@ -167,8 +169,8 @@ WRONG = {
     "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
     "model.layers=0": "model.layers: must be >= 1, got 0",
     "model.depth=2": (
-        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, layers, width, heads,"
-        " sequence, vocab, tie, dropout, checkpointing"
+        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, layers, width,"
+        " heads, sequence, vocab, tie, dropout, checkpointing"
     ),
     "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
     "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",
@@ -180,8 +182,11 @@ WRONG = {
     ),
     "model.width=10 model.heads=3": "model.heads: must divide width=10, got 3",
     "model.vocab=100": "data: stdlib_bytes needs a vocabulary of 256, the model has 100",
+    "model.norms_fp32=true": "model.norms_fp32: has no effect with run.precision=fp32, got true",
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
     "model=mlp": "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic",
+    "model=timed": "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic",
+    "model=timed data=synthetic model.divisor=2": "model.divisor: has no effect without model.profile, got 2",
     "data=digits": "data: digits gives images, the model reads tokens; use stdlib_bytes or synthetic",
     "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
     "tracker.project=x": "tracker.project: no such key of tracker=none; it has none",

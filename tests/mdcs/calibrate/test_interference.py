@@ -57,7 +57,10 @@ def test_what_rehearsed_plans_show_is_what_the_fitted_profile_replays() -> None:
         return [Seen.of(t) for t in replays]
 
     wanted, before = times(true), times(probed.contention)
-    for want, got in zip(wanted, times(fitted(probed, plans, wanted).contention), strict=True):
+    profile = fitted(probed, plans, wanted)
+    assert [*profile.rehearsed] == ["zero1 sequential", "zero1 dear", "fsdp wfbp", "dp wfbp"]
+    assert all(predicted == pytest.approx(measured, rel=0.03) for predicted, measured in profile.rehearsed.values())
+    for want, got in zip(wanted, times(profile.contention), strict=True):
         assert got.computing == pytest.approx(want.computing, rel=0.03)
         assert got.communicating == pytest.approx(want.communicating, rel=0.03)
         assert got.computing + got.waiting == pytest.approx(want.computing + want.waiting, rel=0.03)

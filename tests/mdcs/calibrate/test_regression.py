@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mdcs.calibrate.regression import factor, least_squares, line, spread
+from mdcs.calibrate.regression import below, factor, least_squares, line, spread
 
 
 def test_a_line_of_relative_errors_has_no_negative_part() -> None:
@@ -18,6 +18,23 @@ def test_a_line_of_relative_errors_has_no_negative_part() -> None:
     assert line([(1, 2.0), (2, 1.0)], relative=True) == (pytest.approx(1.2), 0)
     assert line([(1, 1.0), (2, 4.0)], relative=True).intercept == 0
     assert line([(1, 0.0)], relative=True) == (0, 0)
+
+
+def test_the_highest_line_below_all_points_is_not_moved_by_what_disturbances_add() -> None:
+    true = [(x, 1 + 2 * x) for x in (1.0, 4.0, 16.0)]
+    assert below(true) == pytest.approx((1, 2))
+    for disturbed in range(2):  # a small or a middle size, in all turns
+        points = [(x, y * (1.5 if i == disturbed else 1)) for i, (x, y) in enumerate(true)]
+        assert below(points).slope == pytest.approx(2, rel=0.05)
+    assert below([*true[:2], (16.0, 50.0)]).slope == pytest.approx(2.25)  # the largest: then there is no intercept
+    assert below([*true, *((x, 1.1 * y) for x, y in true)]) == pytest.approx((1, 2))  # one turn
+
+
+def test_a_line_below_has_no_negative_part() -> None:
+    assert below([(1, 1.0), (2, 4.0), (3, 9.0)]) == (0, 1)
+    assert below([(1, 3.0), (2, 1.0)]) == (1, 0)
+    assert below([(2, 4.0), (2, 5.0)]) == (0, 2)
+    assert below([]) == (0, 0)
 
 
 def test_what_is_waited_longer_is_a_line_over_the_number_of_waits() -> None:

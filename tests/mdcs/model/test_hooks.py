@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mdcs.model.hooks import Hooks
-from mdcs.model.units import ByClass, ByLeaf, ModelUnit, WrapPolicy, partition
+from mdcs.model.units import ByClass, ByLeaf, ModelUnit, UnsupportedModel, WrapPolicy, partition
 
 
 class Log:
@@ -182,20 +183,53 @@ def test_forward_passes_without_gradients_are_no_slots() -> None:
     assert not hooks.in_backward
 
 
+def test_frozen_units_have_slots_without_gradients_too() -> None:
+    model = Net("ab")
+    model.get_submodule("a").requires_grad_(False)
+    log, _ = hooked(model)
+    with torch.no_grad():
+        x = model.get_submodule("a")(torch.ones(2, 3))
+    model.get_submodule("b")(x).sum().backward()
+    assert log.take() == "a( ) b( ) b* b+ end"
+
+
+def test_a_second_backward_pass_of_a_forward_pass_is_told() -> None:
+    model = Net("ab")
+    log, _ = hooked(model)
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    assert log.take() == "a( ) b( ) b* b+ a* a+ end"
+    loss.backward()
+    assert log.take() == "b* b+ a* a+ end"
+
+
+def test_gradients_that_have_a_graph_are_refused() -> None:
+    model = Net("a")
+    hooked(model)
+    with pytest.raises(UnsupportedModel, match=r"a.weight: backward\(create_graph=True\) is not supported"):
+        loss_of(model).backward(create_graph=True)
+
+
+@dataclass
+class Output:
+    one: Tensor
+    more: Any = None
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"one": x * self.weight, "more": [x + self.weight, (x - self.weight, "text")]}
+        return {"one": x * self.weight, "more": [x + self.weight, (Output(x - self.weight), "text")]}
 
 
 def test_an_output_of_several_tensors_begins_one_backward_slot() -> None:
     model = Two()
     log, _ = hooked(model)
     out = model(torch.ones(2, 3))
-    (out["one"].sum() + out["more"][0].sum() + out["more"][1][0].sum()).backward()
+    (out["one"].sum() + out["more"][0].sum() + out["more"][1][0].one.sum()).backward()
     assert log.take() == "model( ) model* model+ end"
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, WrapPolicy, partition
 
@@ -167,13 +168,34 @@ def test_every_parameter_is_in_exactly_one_unit(make: Any, policy: WrapPolicy) -
     assert held == Counter(model.parameters())
 
 
+class Listed(nn.Module):
+    """Parameters that no forward of their own module uses."""
+
+    def __init__(self, one: Tensor) -> None:
+        super().__init__()
+        self.lists = nn.ModuleList([nn.ParameterList([one])])
+        self.block = nn.Sequential(nn.Linear(2, 2))
+        self.block.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(2))})
+
+
+def test_parameters_in_lists_belong_to_the_module_that_has_the_list() -> None:
+    assert sizes(partition(Listed(nn.Parameter(torch.ones(3))), ByLeaf())) == {"model": 3, "block": 2, "block.0": 6}
+    assert sizes(partition(Listed(nn.Parameter(torch.ones(3))), ByClass(("Sequential",)))) == {"model": 3, "block": 8}
+
+
 # ---- refused
 
 
 class Halves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.a, self.b = (nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float16, torch.bfloat16))
+
+
+class Elsewhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta"))
 
 
 class Whole(nn.Module):
@@ -194,14 +216,23 @@ class Lookup(nn.Module):
         self.words = nn.Embedding(4, 2, sparse=True)
 
 
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Halves, r"unit model mixes parameters of .*bfloat16.*float32.*: wrap them apart"),
+        (Halves, "b is torch.bfloat16 and a torch.float16: types of one width in one model are not supported"),
+        (Elsewhere, r"unit model is on several devices, \['cpu', 'meta'\]"),
         (Whole, "table: torch.int64 parameters are not supported"),
         (Sparse, "table: torch.sparse_coo parameters are not supported"),
         (Lookup, "words.weight: sparse gradients are not supported"),
-        (lambda: nn.Sequential(nn.Linear(2, 2, device="meta")), "0.weight: is on the meta device; materialise"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight: is not initialised yet"),
+        (lambda: Wrapped(), r"table: parameters that are tensors around tensors \(.*\) are not supported"),
+        (lambda: Listed(torch.zeros(0)), "lists.0.0: has no elements, and its unit no others"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "the model has no trainable parameter"),
         (lambda: nn.ReLU(), "the model has no trainable parameter"),
     ],

@@ -21,7 +21,7 @@ PROFILE = chain(MB, link=link(2e-9, 1e-3), optimizer=ADAM, copy_seconds_per_byte
 def test_a_reduce_scatter_is_sent_summed_and_updates_its_part() -> None:
     cost = CostModel(PROFILE).message(Kind.RS, MB)
     # Half of 4 MB is sent; an all-to-all's 4 MB are summed in one pass; this rank updates half of the elements.
-    assert cost == pytest.approx(Cost(1e-3, 4e-3, 4e-3, 5e-3 + 1e-3, 4e-3, 0.0))
+    assert cost == pytest.approx(Cost(1e-3, 0.0, 4e-3, 4e-3, 5e-3 + 1e-3, 4e-3, 0.0))
 
 
 def test_only_an_all_to_all_is_summed_afterwards() -> None:
@@ -49,6 +49,14 @@ def test_a_message_beside_computing_takes_at_least_what_was_measured() -> None:
     beside, waited_for = (CostModel(slow).message(Kind.AG_F, MB, blocking=b) for b in (False, True))
     assert (beside.transfer, beside.idle) == pytest.approx((5e-3 + 2e-3, 4e-3))
     assert waited_for.transfer == waited_for.idle == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize(("gap_ms", "transfer_ms"), [(0, 7), (2, 5), (3, 4), (9, 4)])
+def test_the_gap_is_in_what_a_message_takes_beside_computing(gap_ms: int, transfer_ms: int) -> None:
+    contention = Contention(message_seconds=5e-3, seconds_per_byte=1e-9)  # 7 ms for 2 MB
+    slow = replace(PROFILE, link=link(2e-9, 1e-3, gap=gap_ms * 1e-3), contention=contention)
+    cost = CostModel(slow).message(Kind.AG_F, MB)
+    assert (cost.gap, cost.transfer) == pytest.approx((gap_ms * 1e-3, transfer_ms * 1e-3))
 
 
 def test_what_computing_loses() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op, Period
-from mdcs.plan.strategy import Strategy, pad
+from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError
 from mdcs.planner.make import make_plan
@@ -24,6 +24,7 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile, Unit
+from mdcs.profile.layout import pad
 from mdcs.profile.link import Kind
 from tests.mdcs.profiles import Job, chain, examples, jobs, of_job, planned, seeds, tied
 

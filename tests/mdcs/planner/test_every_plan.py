@@ -23,6 +23,7 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import few
@@ -43,6 +44,12 @@ def job(seed: int) -> Profile:
              span(forward, i), span(backward, i))
         for i in range(layers)
     )  # fmt: skip
+    if seed % 3 == 2:  # units of two types
+        units = tuple(
+            dataclasses.replace(u, sections=(Section(u.segments[0], 8, 8), Section(u.segments[1], 4, 4)))
+            if len(u.segments) == 2 else u
+            for u in units
+        )  # fmt: skip
     slots, live = [], 0
     for u in forward:
         slots.append(Slot(u, "F", rng.uniform(5e-4, 2e-3), live, live + rng.randint(100, 4000)))

@@ -17,6 +17,7 @@ from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.widths import sections_of, width_of
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.schedulers.dear import Dear
@@ -107,12 +108,15 @@ def test_units_are_cut_into_equal_blocks_without_a_small_tail() -> None:
 def test_blocks_cover_their_unit(job: Job, block: int) -> None:
     mix = Mix(Job(job.profile), (dp,) * len(job.profile.units))
     world = job.profile.world
-    for (total,), sizes in zip(mix.whole(), mix.cut(block), strict=True):
-        assert sum(sizes) == total
-        assert all(size > 0 and size % world == 0 for size in sizes)
-        assert len(set(sizes[:-1])) <= 1
-        if len(sizes) > 1:
-            assert 0.5 * sizes[0] <= sizes[-1] <= 1.5 * sizes[0]
+    for layout, whole, cut in zip(job.profile.layouts, mix.whole(), mix.cut(block), strict=True):
+        assert sum(cut) == sum(whole)
+        assert all(size > 0 and size % world == 0 for size in cut)
+        of = sections_of(layout, cut)
+        for section, total in enumerate(whole):
+            sizes = [size for size, s in zip(cut, of, strict=True) if s == section]
+            assert sum(sizes) == total and len(set(sizes[:-1])) <= 1
+            if len(sizes) > 1:
+                assert 0.5 * sizes[0] <= sizes[-1] <= 1.5 * sizes[0]
 
 
 def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> None:
@@ -243,13 +247,15 @@ def test_what_is_sent_does_not_depend_on_the_schedule(job: Job, seed: int, sched
 @given(jobs(), seeds, st.sampled_from([100, 600, 2000]))
 def test_partitioning_really_cuts_and_nothing_else_does(job: Job, seed: int, block: int) -> None:
     mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
-    largest = max(2 * block, 32 * job.profile.world * job.profile.param_bytes)  # rounding, and 16 elements per rank
+    widest = max(s.param_bytes for layout in job.profile.layouts for s in layout.sections)
+    largest = max(2 * block, 32 * job.profile.world * widest)  # rounding, and 16 elements per rank
     for scheduler in (Partitioning(block / MIB), Priority(block / MIB)):
         plan = scheduler.schedule(mix)
-        sizes = [sum(plan.blocks[u][b] for u, b in m.parts) * job.profile.param_bytes for m in plan.messages]
+        widths = [width_of(job.profile, plan.blocks, AG_F, m.parts[0]) for m in plan.messages]
+        sizes = [plan.elements(m) * width for m, width in zip(plan.messages, widths, strict=True)]
         assert max(sizes, default=0) <= largest
     for whole in (Sequential(), Wfbp(), Fusion(block / MIB), MgWfbp(), Dear()):
-        assert all(len(b) == 1 for b in whole.schedule(mix).blocks)
+        assert whole.schedule(mix).blocks == mix.whole()
 
 
 @examples(60)
@@ -261,7 +267,7 @@ def test_fusion_really_merges(job: Job, seed: int) -> None:
     single = Wfbp().schedule(mix)
     assert len(streams) <= len(everything.messages) <= len(single.messages)
     reductions = [m for m in everything.messages if not m.kind.is_gather]
-    assert len(reductions) == len({m.kind for m in reductions})  # reductions can always wait for the turn
+    assert len(reductions) == len({(m.kind, everything.width(m)) for m in reductions})  # they can always wait for the turn
 
 
 @pytest.mark.parametrize("seed", range(40))

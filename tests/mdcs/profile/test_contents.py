@@ -66,7 +66,7 @@ def test_slots_have_a_phase_and_no_negative_cost(values: tuple[int, str, float, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 1}, "profile schema 1 is not the supported 4"),
+        ({"schema": 1}, "profile schema 1 is not the supported 5"),
         ({"world": 0}, "world must be >= 1, got 0"),
         ({"interference": -0.1}, "interference must be >= 0, got -0.1"),
         ({"slots": ()}, "all forward slots followed by all backward slots"),
@@ -94,7 +94,10 @@ def test_json_without_a_field_is_no_profile(missing: str) -> None:
 
 
 def test_contention_is_stored_and_never_negative() -> None:
-    profile = replace(chain(10), contention=Contention(1e-3, 1e-9, 1.0, 2e-3, 1e-8, 5e-4), spread={"slot 0": (0.5, 1.5)})
+    profile = replace(
+        chain(10), contention=Contention(1e-3, 1e-9, 1.0, 2e-3, 1e-8, 5e-4), spread={"slot 0": (0.5, 1.5)},
+        rehearsed={"zero1 dear": (1.0, 1.1)},
+    )
     assert Profile.from_json(profile.to_json()) == profile
     with pytest.raises(ValueError, match="contention message_seconds must be >= 0, got -1"):
         Contention(message_seconds=-1)

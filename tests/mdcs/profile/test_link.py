@@ -1,4 +1,4 @@
-"""The α–β link with several messages in flight."""
+"""The link of latency, gap and bytes, with several messages in flight."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def test_a_kind_is_its_name() -> None:
     assert [k for k in Kind if k.is_gather] == [Kind.AG_F, Kind.AG_B]
 
 
-def test_alpha_and_beta_belong_to_a_kind() -> None:
-    link = Link((1.0, 2.0, 3.0, 4.0), (0.1, 0.2, 0.3, 0.4))
+def test_alpha_beta_and_gap_belong_to_a_kind() -> None:
+    link = Link((1.0, 2.0, 3.0, 4.0), (0.1, 0.2, 0.3, 0.4), gap=(0.5, 0.6, 0.7, 0.8))
     assert [link.alpha_of(k) for k in Kind] == [1.0, 2.0, 3.0, 4.0]
     assert [link.beta_of(k) for k in Kind] == [0.1, 0.2, 0.3, 0.4]
+    assert [link.gap_of(k) for k in Kind] == [0.5, 0.6, 0.7, 0.8]
 
 
 def test_latencies_overlap_and_bytes_do_not() -> None:
@@ -30,11 +31,20 @@ def test_latencies_overlap_and_bytes_do_not() -> None:
     assert link.end(Kind.RS, 2, start=3.0, previous_end=first) == 5.0
 
 
+def test_a_gap_is_between_messages_in_flight_and_in_the_latency_of_one_that_is_alone() -> None:
+    link = Link((1.0,) * 4, (0.5,) * 4, depth=2, gap=(0.25,) * 4)
+    first = link.end(Kind.RS, 4, start=0.0, previous_end=float("-inf"))
+    assert first == 3.0  # 1 s of latency, 2 s of bytes
+    assert link.end(Kind.RS, 2, start=0.5, previous_end=first) == 4.25  # the gap, 1 s of bytes
+    assert link.end(Kind.RS, 2, start=2.125, previous_end=first) == 4.25  # the gap is over later than the latency
+    assert link.end(Kind.RS, 2, start=2.5, previous_end=first) == 4.5  # the latency later than the gap
+
+
 def test_a_uniform_link_has_one_rate_and_pays_the_latency_of_an_all_reduce_twice() -> None:
     link = Link.uniform(rate_gbit=8, latency_us=50, depth=3, emulated=True)  # 8 Gbit/s are 10^9 bytes per second
     assert link.beta == (1e-9,) * 4
     assert link.alpha == pytest.approx((1e-4, 5e-5, 5e-5, 5e-5))
-    assert (link.depth, link.emulated) == (3, True)
+    assert (link.depth, link.emulated, link.gap) == (3, True, (0.0,) * 4)
 
 
 def test_a_block_of_a_uniform_link_saturates_it() -> None:
@@ -47,8 +57,9 @@ def test_a_block_of_a_uniform_link_saturates_it() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Link((-1.0, 0, 0, 0), (0.0,) * 4), "alpha and beta must be >= 0"),
-        (lambda: Link((0.0,) * 4, (0, 0, 0, -1.0)), "alpha and beta must be >= 0"),
+        (lambda: Link((-1.0, 0, 0, 0), (0.0,) * 4), "alpha, beta and gap must be >= 0"),
+        (lambda: Link((0.0,) * 4, (0, 0, 0, -1.0)), "alpha, beta and gap must be >= 0"),
+        (lambda: Link((0.0,) * 4, (0.0,) * 4, gap=(0, -1.0, 0, 0)), "alpha, beta and gap must be >= 0"),
         (lambda: Link((0.0,) * 4, (0.0,) * 4, depth=0), "depth must be >= 1, got 0"),
         (lambda: Link((0.0,) * 4, (0.0,) * 4, block=0), "block must be >= 1 byte, got 0"),
         (lambda: Link.uniform(0, 1), "rate_gbit must be > 0, got 0"),

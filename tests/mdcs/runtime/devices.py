@@ -146,8 +146,11 @@ class Watching:
         self.waited += 1
         self.inner.after(mark[1])
 
-    def finish(self, works: list[Any]) -> None:
-        self.inner.finish(works)
+    def has_come(self, mark: Any) -> bool:
+        return self.inner.has_come(mark[1])
+
+    def finish(self, works: list[Any], meanwhile: Any = lambda: None) -> None:
+        self.inner.finish(works, meanwhile)
 
     def stamp(self) -> Any:
         return self.inner.stamp()
@@ -289,11 +292,10 @@ def emulated_run(
         made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate
     ) as parallel:
         note = parallel._recorder.message
-        index = {id(m): i for i, m in enumerate(plan.messages)}
 
-        def noted(message: mdcs.Message, round_: int, begin: Any, end: Any) -> None:
-            sent.append((round_, index[id(message)]))
-            note(message, round_, begin, end)
+        def noted(index: int, round_: int, begin: Any, end: Any) -> None:
+            sent.append((round_, index))
+            note(index, round_, begin, end)
 
         parallel._recorder.message = noted  # type: ignore[method-assign]
         for step in range(steps):
@@ -305,6 +307,6 @@ def emulated_run(
         in_order = len(sent)  # draining sends reductions ahead of their turn
         parallel.drain()
         slots = [(s.slot, dict(s.predicted), dict(s.measured or {})) for s in parallel.memory_by_slot()]
-        shards = sum(s.shard.numel() for s in parallel._storages if s.shard is not None)
+        shards = sum(shard.numel() for s in parallel._storages for shard in s.shards if shard is not None)
         records = parallel.records(flush=True)
         return Emulated(plan, parallel.memory(), slots, shards, records[2:-1], sent[:in_order])

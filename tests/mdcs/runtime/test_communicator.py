@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.calibrate.link_timing import Timing, _shallowest, measure_link
+from mdcs.calibrate.link_timing import _shallowest, measure_link, measure_trains
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime.communicator import Communicator, Running
@@ -121,10 +121,10 @@ def test_a_rank_that_is_gone_is_an_error(operation: str, algorithm: str) -> None
 def measured(wanted: dict[str, str]) -> tuple[float, float, int, Collectives]:
     link, collectives, spread = measure_link(torch.device("cpu"), depth=3, wanted=wanted)
     operations = ("all_reduce", "reduce_scatter", "all_gather")
-    assert spread.keys() == {f"{name} of {operation}" for name in ("α", "1/β") for operation in operations}
+    assert spread.keys() == {f"{name} of {operation}" for name in ("α", "gap", "1/β") for operation in operations}
     assert all(0 <= low <= high for low, high in spread.values())
     assert len(link.alpha) == len(link.beta) == 4 and link.depth == 3 and not link.emulated
-    assert link.alpha[2:] == (link.alpha[2],) * 2 and link.beta[2:] == (link.beta[2],) * 2
+    assert link.alpha[2:] == (link.alpha[2],) * 2 and link.beta[2:] == (link.beta[2],) * 2 and len(link.gap) == 4
     return sum(link.alpha), sum(link.beta), link.block, collectives
 
 
@@ -142,13 +142,22 @@ def measured_depth() -> tuple[int, list[str]]:
 def test_the_number_in_flight_is_measured_if_it_is_not_given(two: Ranks) -> None:
     (first, names), second = two.run(measured_depth)
     assert (first, names) == second and 1 <= first <= 4
-    assert names == [f"{operation} with {n} in flight" for operation in KIND for n in (1, 2, 3, 4)]
+    assert names == [f"{operation} with {n} in flight" for operation in KIND for n in (1, 2, 4)]
 
 
-def test_one_slow_sample_does_not_count_and_several_do() -> None:
-    once, often = (Timing("all_gather", "broadcast", {1: samples}, {}) for samples in ([1.0, 9.0, 1.0], [1.0, 2.0, 1.0, 2.0]))
-    assert once.expected(1) == 1 and often.expected(1) == pytest.approx(4 / 3)
-    assert Timing("all_gather", "ring", {1: [3.0]}, {}).expected(1) == 3
+def trains(depth: int) -> list[tuple[str, str, dict[int, list[float]]]]:
+    """Of every algorithm, two sizes in two turns."""
+    found = measure_trains(torch.device("cpu"), ALGORITHMS["gloo"], (1 << 12, 1 << 16), depth=depth, turns=2)
+    return [(t.operation, t.algorithm, t.samples) for t in found]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_every_algorithm_sends_trains_and_all_ranks_know_the_same_of_them(two: Ranks, depth: int) -> None:
+    first, second = two.run(trains, depth)
+    assert first == second and [pair[:2] for pair in first] == PAIRS
+    for *_, samples in first:
+        assert [len(seconds) for seconds in samples.values()] == [2, 2]
+        assert all(0 < s < 1 for seconds in samples.values() for s in seconds)
 
 
 def test_as_few_in_flight_as_are_nearly_as_fast_as_any() -> None:

@@ -312,7 +312,7 @@ def unfreeze(strategy: str) -> list[str]:
 
 
 def _agreed(profile: mdcs.Profile) -> mdcs.Profile:
-    from mdcs.calibrate.autoplan import agree
+    from mdcs.calibrate.agreement import agree
 
     return agree(profile)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,18 @@ def test_bytes_go_one_message_after_the_other_and_latencies_together(clock: Cloc
     for sequence in range(3):
         pacers[0].hold(sequence, Kind.AG_F, 5000)
         assert clock.now == pytest.approx(begin + ALPHA + (sequence + 1) * 5000 * BETA)
+
+
+def test_a_gap_is_between_messages(clock: Clock, pacers: list[Pacer]):
+    gap = 0.003
+    for sequence in range(3):
+        for pacer in pacers:
+            pacer.link = replace(LINK, gap=(gap,) * 4)
+            pacer.started(sequence)
+    begin = clock.now
+    for sequence in range(3):
+        pacers[0].hold(sequence, Kind.AG_F, 5000)
+        assert clock.now == pytest.approx(begin + ALPHA + (sequence + 1) * 5000 * BETA + sequence * gap)
 
 
 def test_a_late_message_is_not_held(clock: Clock, pacers: list[Pacer]):

@@ -1,9 +1,10 @@
 """Property: whatever a valid plan says, training is bitwise DDP's, no weight is stale and nothing hangs.
 
 208 plans, each a function of its seed: random mixes, cuts, fusions, issue slots, blocking messages, depths, half of them
-under the smallest budget they can run in, with drains, evaluations, state dicts, loans of whole parameters, batches that
-raise, and other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no
-multiple of the ranks.
+under the smallest budget they can run in, with drains, evaluations (some of which raise), state dicts, saved and loaded,
+loans of whole parameters, looks at gradients, collectives of the loop's own, batches that raise or that are left out, and
+other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no multiple of the
+ranks; every fourth time units of two types, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ from tests.mdcs.runtime.training import (
 
 STEPS = 3
 PLANS, CALLS = 208, 8  # all but the first quarter are slow
-BETWEEN = ("", "", "drain", "evaluate", "state", "full", "caught", "reopen")
+BETWEEN = (
+    "", "", "drain", "evaluate", "evaluate in vain", "state", "load", "full", "gradients", "collective", "caught", "left out",
+    "reopen",
+)  # fmt: skip
 
 
 def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
@@ -57,6 +61,8 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     between = [rng.choice(BETWEEN) for _ in range(STEPS)]
     job = Job("tied", rng.choice([1, 1, 2, 3]), rng.choice(["adam", "sgd", "adamw"]), double=double, steps=STEPS)
+    if seed % 4 == 3 and not double:
+        job = dataclasses.replace(job, model="wider" if "sgd" in job.optimizer else "mixed")
     wanted = reference(job)
     made = setup(job.model, job.double)
     optimizer = optimizer_for(job.optimizer, made.model)
@@ -77,6 +83,11 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
             if between[step] == "caught":
                 raise_in_forward(made, rng.randrange(job.micro_steps), rng.choice(["blocks.0", "blocks.2", "norm"]))
                 parallel.abandon()
+            elif between[step] == "left out":  # its loss is not finite, say
+                made.loss(made.model, made.batch(88, 0, 0))
+                parallel.abandon()
+            elif between[step] == "gradients":
+                parallel.watch_gradients("blocks.0")
             for micro in range(job.micro_steps):
                 loss = made.loss(made.model, made.batch(step, micro, rank)) / job.micro_steps
                 loss.backward()
@@ -89,6 +100,17 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
                 with torch.inference_mode(), parallel.evaluate():
                     for _ in range(rank):
                         made.loss(made.model, made.batch(0, 0, 0))
+            elif between[step] == "evaluate in vain":
+                with contextlib.suppress(ArithmeticError), torch.no_grad(), parallel.evaluate():
+                    made.loss(made.model, made.batch(0, 0, 0))
+                    raise_in_forward(made, 0, rng.choice(["blocks.0", "norm"]))
+                    raise ArithmeticError
+            elif between[step] == "load":
+                parallel.load_state_dict(parallel.state_dict())
+            elif between[step] == "gradients":
+                assert all(g.isfinite().all() for g in parallel.gradients("blocks.0").values())
+            elif between[step] == "collective":
+                dist.all_reduce(torch.ones(rng.randrange(1, 1000)))
             elif between[step] == "state":
                 parallel.state_dict(rank0_only=rng.random() < 0.5)
             elif between[step] == "full":
@@ -108,7 +130,8 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
         "weights": distance(state, wanted.state),
         "bitwise": losses == list(wanted.losses) and not differing(state, wanted.state),
         # Of a whole period: the last one's gathers were not issued any more.
-        "all sent": {"caught", "reopen"} & set(between) or {k: v for k, v in expected.items() if v} == records[0].messages,
+        "all sent": {"caught", "left out", "reopen"} & set(between)
+        or {k: v for k, v in expected.items() if v} == records[0].messages,
         "world": world,
     }
 

@@ -32,9 +32,9 @@ def iteration(r: Recorder, step: int, begin: float) -> None:
     r.compute(1, begin, begin + 1)
     r.period(begin + 1)
     r.compute(0, begin + 1, begin + 3)
-    r.message(r.plan.messages[0], step, begin + 2.5, begin + 3.5)
-    r.update(r.plan.messages[0], begin + 3.5, begin + 3.6)
-    r.message(r.plan.messages[1], step, begin + 3.6, begin + 4)
+    r.message(0, step, begin + 2.5, begin + 3.5)
+    r.update(0, begin + 3.5, begin + 3.6)
+    r.message(1, step, begin + 3.6, begin + 4)
     r.step(step, begin + 4)
 
 

@@ -67,7 +67,7 @@ def evaluate(model: str, how: How) -> dict[str, bool]:
 
 
 def storage_sizes(parallel: mdcs.Parallel) -> list[int]:
-    return [s.full.untyped_storage().nbytes() for s in parallel._storages]
+    return [s.fulls[0].untyped_storage().nbytes() for s in parallel._storages]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def round_trip(model: str, how: How) -> dict[str, Any]:
         parts = all_parts(parallel)
         whole = parallel.state_dict()
         merged = mdcs.merge_shards(parts[::-1])
-    owned = sum(part.numel() for unit in parts[0]["units"] for part in unit["parts"])
+    owned = sum(part.numel() for section in parts[0]["sections"] for part in section["parts"])
     return {
         "whole": differing(whole, wanted),
         "merged": differing(merged, whole),
@@ -261,7 +261,7 @@ def drain() -> dict[str, Any]:
         count = len(launched)
         parallel.drain()
         again = len(launched) - count
-        gradients = [u for u, s in enumerate(parallel._storages) if s.gradient.numel()]
+        gradients = [u for u, s in enumerate(parallel._storages) if s.gradients]
     return {"late": len(late), "state": differing(state, wanted), "again": again, "gradients": gradients}
 
 

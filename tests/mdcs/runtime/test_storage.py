@@ -36,15 +36,17 @@ def storage_of(rank: int, strategy: str = "sdp", blocks: int = 1) -> tuple[UnitS
     """Two parameters of 2 x 2 and 3 numbers, 0 … 6, one number of padding for two ranks."""
     parameters = [nn.Parameter(torch.arange(4.0).view(2, 2)), nn.Parameter(torch.arange(4.0, 7.0))]
     named = [("a", parameters[0]), ("b", parameters[1])]
-    return UnitStorage(plan_of(7, strategy, blocks=blocks), 0, named, rank, NullMeter()), parameters
+    storage = UnitStorage(plan_of(7, strategy, blocks=blocks), 0, named, rank, NullMeter())
+    storage.settle()
+    return storage, parameters
 
 
 def test_each_rank_keeps_its_part_and_the_whole_is_freed():
     first, (a, _) = storage_of(0)
     second, _ = storage_of(1)
-    assert first.shard is not None and first.shard.tolist() == [0, 1, 2, 3]
-    assert second.shard is not None and second.shard.tolist() == [4, 5, 6, 0]
-    assert not first.is_full and first.full.untyped_storage().nbytes() == 0
+    assert first.shards[0] is not None and first.shards[0].tolist() == [0, 1, 2, 3]
+    assert second.shards[0] is not None and second.shards[0].tolist() == [4, 5, 6, 0]
+    assert not first.is_full and first.fulls[0].untyped_storage().nbytes() == 0
     assert first.full_bytes == 8 * 4
 
 
@@ -58,10 +60,10 @@ def test_a_rank_owns_a_part_of_every_block():
         assert own.stop - own.start == size // 2
         assert own.stop == storage.offsets[b] + size  # the second half
         owned += list(range(own.start, own.stop))
-    assert storage.shard is not None
-    assert storage.shard.tolist() == [i if i < 7 else 0 for i in owned]
+    assert storage.shards[0] is not None
+    assert storage.shards[0].tolist() == [i if i < 7 else 0 for i in owned]
     assert [storage.at_rest(b).tolist() for b in range(3)] == [
-        storage.shard[storage.in_shard(b)].tolist() for b in range(3)
+        storage.shards[0][storage.in_shard(b)].tolist() for b in range(3)
     ]
 
 
@@ -69,20 +71,20 @@ def test_strategies_update_what_they_keep():
     whole, _ = storage_of(1, "dp")
     assert whole.at_rest(0).tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
     resident, _ = storage_of(1, "zero1")
-    assert resident.shard is None and resident.at_rest(0).tolist() == [4, 5, 6, 0]
+    assert resident.shards == [None] and resident.at_rest(0).tolist() == [4, 5, 6, 0]
     resident.at_rest(0).fill_(9)  # a view: the update is in place
-    assert resident.full.tolist() == [0, 1, 2, 3, 9, 9, 9, 9]
+    assert resident.fulls[0].tolist() == [0, 1, 2, 3, 9, 9, 9, 9]
 
 
 def test_views_that_autograd_saved_are_valid_after_a_gather():
     storage, (a, _) = storage_of(0)
     storage.allocate_full()
-    storage.full.copy_(torch.arange(8.0))
+    storage.fulls[0].copy_(torch.arange(8.0))
     x = torch.ones(2, requires_grad=True)
     loss = (a @ x).sum()
     storage.free_full()
     storage.allocate_full()
-    storage.full.copy_(torch.arange(8.0))
+    storage.fulls[0].copy_(torch.arange(8.0))
     loss.backward()
     assert x.grad is not None and x.grad.tolist() == [2, 4]  # columns of [[0, 1], [2, 3]]
 
@@ -90,12 +92,12 @@ def test_views_that_autograd_saved_are_valid_after_a_gather():
 def test_reshard_and_place_own_are_inverse():
     storage, _ = storage_of(1)
     storage.allocate_full()
-    storage.full.copy_(torch.arange(10.0, 18.0))
-    storage.reshard(storage.full)
-    assert storage.shard is not None and storage.shard.tolist() == [14, 15, 16, 17]
-    storage.full.zero_()
+    storage.fulls[0].copy_(torch.arange(10.0, 18.0))
+    storage.reshard(storage.fulls)
+    assert storage.shards[0] is not None and storage.shards[0].tolist() == [14, 15, 16, 17]
+    storage.fulls[0].zero_()
     storage.place_own(0)
-    assert storage.full.tolist() == [0, 0, 0, 0, 14, 15, 16, 17]
+    assert storage.fulls[0].tolist() == [0, 0, 0, 0, 14, 15, 16, 17]
 
 
 def test_gradients_are_set_added_and_averaged():
@@ -107,10 +109,10 @@ def test_gradients_are_set_added_and_averaged():
             storage.take_gradient(index, micro == 0, 0.5 if last else None)
             assert p.grad is None
     # (1 + 2) / 2 and (11 + 12) / 2; padding stays zero, whatever the memory held.
-    assert storage.gradient.tolist() == [1.5] * 4 + [11.5] * 3 + [0]
-    held = storage.gradient.untyped_storage()
+    assert storage.gradients[0].tolist() == [1.5] * 4 + [11.5] * 3 + [0]
+    held = storage.gradients[0].untyped_storage()
     storage.free_gradient()
-    assert held.nbytes() == 0 and storage.gradient.numel() == 0
+    assert held.nbytes() == 0 and storage.gradients == []
 
 
 def test_one_micro_step_sets_the_average_at_once():
@@ -118,4 +120,4 @@ def test_one_micro_step_sets_the_average_at_once():
     storage.allocate_gradient()
     a.grad = torch.full((2, 2), 3.0)
     storage.take_gradient(0, True, 0.5)
-    assert storage.gradient[:4].tolist() == [1.5] * 4
+    assert storage.gradients[0][:4].tolist() == [1.5] * 4

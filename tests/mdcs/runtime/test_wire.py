@@ -41,6 +41,8 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
         UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, NullMeter())
         for u, n in enumerate(SIZES)
     ]
+    for storage in storages:
+        storage.settle()
     wire = Wire(plan, storages, lambda collectives: Communicator(collectives, None), NullMeter())
     parts = [(u, b) for u in range(3) for b in range(len(plan.blocks[u]))]
     wrong = []
@@ -48,13 +50,13 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     for storage in storages:
         if not storage.is_full:
             storage.allocate_full()
-        mine = [storage.full[storage.own(b)].clone() for b in range(len(storage.blocks))]
-        storage.full.fill_(-1)
-        if storage.shard is None:
+        mine = [storage.full(b)[storage.own(b)].clone() for b in range(len(storage.blocks))]
+        storage.fulls[0].fill_(-1)
+        if storage.shards[0] is None:
             for b, part in enumerate(mine):
-                storage.full[storage.own(b)].copy_(part)
+                storage.full(b)[storage.own(b)].copy_(part)
         storage.allocate_gradient()
-        storage.gradient.copy_(torch.arange(float(storage.full.numel())) * (rank + 1))
+        storage.gradients[0].copy_(torch.arange(float(storage.fulls[0].numel())) * (rank + 1))
     in_flight: deque[Transfer] = deque()
     for group in [parts] if fused else [[p] for p in parts]:
         in_flight.append(wire.allocate(Message(Kind(kind), tuple(group), 0)))
@@ -65,16 +67,16 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
         reduced |= finish(wire, in_flight.popleft())
     factor = sum(r + 1 for r in range(world))
     for u, storage in enumerate(storages):
-        summed = torch.arange(float(storage.full.numel())) * factor
-        whole = torch.zeros(storage.full.numel())
+        summed = torch.arange(float(storage.fulls[0].numel())) * factor
+        whole = torch.zeros(storage.fulls[0].numel())
         whole[: SIZES[u]] = torch.arange(float(SIZES[u])) + 100 * u
         for b in range(len(storage.blocks)):
             if kind == "AR":
-                found, wanted = storage.gradient[storage.region(b)], summed[storage.region(b)]
+                found, wanted = storage.gradient(b)[storage.region(b)], summed[storage.region(b)]
             elif kind == "RS":
                 found, wanted = reduced[u, b], summed[storage.own(b)]
             else:
-                found, wanted = storage.full[storage.region(b)], whole[storage.region(b)]
+                found, wanted = storage.full(b)[storage.region(b)], whole[storage.region(b)]
             if not torch.equal(found, wanted):
                 wrong.append((u, b, found.tolist(), wanted.tolist()))
     return {"wrong": wrong, "blocks": len(parts)}

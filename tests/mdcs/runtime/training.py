@@ -60,6 +60,41 @@ class Tied(nn.Module):
         return logits
 
 
+class Norm(nn.LayerNorm):
+    """In the precision of its parameters, whatever that of its input is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class Mixed(Tied):
+    """The same with norms in its blocks, which are in ``wide``, as the embedding is; linear layers are in ``narrow``."""
+
+    narrow, wide = torch.bfloat16, torch.float32
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__(blocks)
+        self.norm = Norm(6)
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, nn.Sequential)
+            self.blocks[i] = nn.Sequential(Norm(6), *block.to(self.narrow))
+        for module in (self.embedding, *(m for m in self.modules() if isinstance(m, Norm))):
+            module.to(self.wide)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens).to(self.narrow)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: Tensor = self.head(self.norm(hidden).to(self.wide))
+        return logits
+
+
+class Wider(Mixed):
+    """Mixed types of which torch's SGD updates every element in the same way; in bfloat16 it depends on where shards are cut."""
+
+    narrow, wide = torch.float32, torch.float64
+
+
 class Twice(nn.Module):
     """Calls one block twice, and another inside a block that has parameters of its own."""
 
@@ -85,9 +120,9 @@ class Setup:
     batch: Callable[[int, int, int], Batch]
 
 
-def tied(blocks: int = 3) -> Setup:
+def tied(blocks: int = 3, kind: type[Tied] = Tied) -> Setup:
     torch.manual_seed(0)
-    model = Tied(blocks)
+    model = kind(blocks)
 
     def batch(step: int, micro: int, rank: int) -> Batch:
         generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
@@ -160,17 +195,22 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def setup(name: str, double: bool = False, half: str = "", **options: Any) -> Setup:
-    """"tied", "twice", "line-8-16-4" for linear layers of these widths, or a name that :func:`tiny` knows.
+    """"tied", "mixed" or "wider" (types), "twice", "line-8-16-4" for linear layers of these widths, or one that :func:`tiny`
+    knows.
 
-    ``double`` is all in float64, ``half`` names another precision of all.
+    ``double`` is all in float64, ``half`` names another precision of all, or "masters": that which the model has.
     """
     if name.startswith("line-"):
         made = line(*map(int, name.split("-")[1:]))
-    elif name in ("tied", "twice"):
-        made = {"tied": tied, "twice": twice}[name](**options)
+    elif name in ("tied", "mixed", "wider"):
+        made = tied(kind={"tied": Tied, "mixed": Mixed, "wider": Wider}[name], **options)
+    elif name == "twice":
+        made = twice(**options)
     else:
         made = tiny(name, **options)
     if not double and not half:
+        return made
+    if half == "masters":
         return made
     one, dtype = made.batch, HALF.get(half, torch.float64)
     made.model.to(dtype)

@@ -135,6 +135,14 @@ def test_the_next_message_starts_when_one_of_those_in_flight_is_done() -> None:
     assert spans(together, "message") == {"AR:c": (6, 9), "AR:b": (6, 11), "AR:a": (9, 13)}
 
 
+def test_messages_in_flight_have_a_gap_between_them() -> None:
+    profile = chain(8, 8, 8, link=link(1 / 16, alpha=1.0, depth=2, gap=0.5))
+    plan = planned(profile, "dp", Wfbp())
+    together = replace(plan, messages=tuple(replace(m, slot=3) for m in plan.messages))
+    # As above, with half a second before the second; the third has it behind its latency, which ends at 10 s, with the second.
+    assert spans(together, "message") == {"AR:c": (6, 9), "AR:b": (6, 11.5), "AR:a": (9, 14)}
+
+
 def test_computing_beside_a_message_is_slower() -> None:
     plan = planned(replace(PROFILE, interference=0.5), "zero1", Wfbp())
     # B:a does 4/3 s of its 2 s of work during RS:b, 2 s long, and the rest during the gather.
@@ -362,8 +370,8 @@ def longest_path(plan: Plan, periods: int) -> list[float]:
     @cache
     def off_the_link(p: int, i: int) -> float:
         m, g = plan.messages[i], place[p, i]
-        before = off_the_link(*sent[g - 1]) if g else 0.0
-        return max(start(p, i) + link_.alpha_of(m.kind), before) + link_.beta_of(m.kind) * plan.wire(m)
+        before = off_the_link(*sent[g - 1]) if g else float("-inf")
+        return max(start(p, i) + link_.alpha_of(m.kind), before + link_.gap_of(m.kind)) + link_.beta_of(m.kind) * plan.wire(m)
 
     def update(i: int) -> float:
         m = plan.messages[i]

@@ -40,5 +40,5 @@ class Late(Checked):
         for op in mix.ops:
             first, last = mix.window(op)
             slot = max(first, last - self.ahead) if op.kind.is_gather else first
-            drafts.append(Draft(op.kind, ((op.unit, 0),), slot, op.micro))
+            drafts.append(Draft(op.kind, mix.parts(op.unit), slot, op.micro))
         return mix.plan(self.name, mix.whole(), sorted(drafts, key=lambda d: (d.slot, d.kind.is_gather)))

@@ -1,0 +1,134 @@
+"""The modules of a stand-in: real parameters and gradients, and computing that waits.
+
+*The clock.* A slot takes its time from when it begins, so what compute waits for is never hidden in it. A core that comes late
+does not delay the device that is stood in for: what a wait has overslept, the next one is shorter by, unless compute has waited
+for something in between. No core is kept busy to be exact.
+
+*The sum.* The model is a weighted sum of its inputs: one per use, times what a few elements of each parameter of the unit come
+to. All elements of a parameter get the gradient of those few. So gradients cost one pass over memory, depend on the batch and on
+every unit, and a weight that is stale, or a gradient that is lost, changes the next loss.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.tasks.stand_in import Shape, Use, count
+
+_AT_ONCE = 1e-3
+"""Seconds: compute that goes on later than that after a wait has waited for something else."""
+_SAMPLED = 256
+"""Elements of a parameter that the loss depends on, spread evenly."""
+
+
+class Clock:
+    """Waits of a device that is always on time."""
+
+    def __init__(self) -> None:
+        self._ended = self._overslept = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """Return when so much time has passed since now, or since the last wait should have ended if it has ended just now."""
+        begin = time.perf_counter()
+        if begin - self._ended < _AT_ONCE:
+            begin -= self._overslept
+        due = begin + seconds
+        if (left := due - time.perf_counter()) > 0:
+            time.sleep(left)
+        self._ended = time.perf_counter()
+        self._overslept = self._ended - due
+
+
+class Block(nn.Module):
+    """A unit: its parameters, and a forward for each of its uses."""
+
+    def __init__(self, numel: int, tensors: int, clock: Clock, *, trainable: bool) -> None:
+        super().__init__()
+        sizes = [numel // tensors + (i < numel % tensors) for i in range(tensors)]
+        self._names = [f"weight{i}" for i, size in enumerate(sizes) if size]
+        for name, size in zip(self._names, sizes, strict=False):
+            self.register_parameter(name, nn.Parameter(torch.randn(size), trainable))
+        self._clock = clock
+
+    def forward(self, total: Tensor, inputs: Tensor, use: Use, rest: Sequence[Block], first: int) -> Tensor:
+        """The total with the term of this use, input `first`, and of those inside of it; `rest` are all blocks."""
+        kept = _bytes(use.kept, total)
+        workspace = _bytes(use.forward_workspace, total)
+        self._clock.wait(use.forward_s)
+        del workspace
+        total = run(use.inner, rest, total, inputs, first + 1)
+        own = inputs[:, first]
+        share = use.backward_s / len(self._names)
+        for name in self._names:
+            held = kept if name == self._names[0] else None  # backward comes to it last
+            total = _Term.apply(total, own, getattr(self, name), self._clock, share, held, use.backward_workspace)
+        return total
+
+
+def run(uses: Sequence[Use], blocks: Sequence[Block], total: Tensor, inputs: Tensor, first: int) -> Tensor:
+    """The total with the terms of these uses; the first has the input `first`."""
+    for use in uses:
+        total = blocks[use.unit](total, inputs, use, blocks, first)
+        first += 1 + count(use.inner)
+    return total
+
+
+class Waiting(nn.Module):
+    """The stand-in of a shape: (batch, uses) → (batch,)."""
+
+    def __init__(self, shape: Shape, tensors: int) -> None:
+        super().__init__()
+        clock = Clock()
+        self.blocks = nn.ModuleList(Block(unit.numel, tensors, clock, trainable=unit.trainable) for unit in shape.units)
+        self._uses = shape.uses
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """All uses, one after the other."""
+        blocks: Any = self.blocks
+        return run(self._uses, blocks, inputs.new_zeros(len(inputs)), inputs, 0)
+
+
+def squared_error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean square of what the sums are beside their labels."""
+    total: Tensor = model(batch["inputs"])
+    return (total - batch["labels"]).square().mean()
+
+
+class _Term(torch.autograd.Function):
+    """total + inputs · (Σ of a few elements of the weight) / √(how many); its backward waits, then fills the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, inputs: Tensor, weight: Tensor, clock: Clock, seconds: float, kept: Tensor | None, workspace: int
+    ) -> Tensor:
+        few = weight[:: max(1, weight.numel() // _SAMPLED)]
+        ctx.root = math.sqrt(few.numel())
+        ctx.like = weight.numel(), weight.dtype
+        ctx.clock, ctx.seconds, ctx.kept, ctx.workspace = clock, seconds, kept, workspace
+        ctx.save_for_backward(inputs)
+        return total + inputs * (few.sum() / ctx.root)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        [gradient], [inputs] = gradients, ctx.saved_tensors
+        workspace = _bytes(ctx.workspace, gradient)
+        ctx.clock.wait(ctx.seconds)
+        del workspace
+        ctx.kept = None
+        numel, dtype = ctx.like
+        filled = None
+        if ctx.needs_input_grad[2]:
+            filled = torch.empty(numel, dtype=dtype, device=gradient.device)
+            filled.fill_((gradient * inputs).sum() / ctx.root)
+        return gradient, None, filled, None, None, None, None
+
+
+def _bytes(count: int, like: Tensor) -> Tensor | None:
+    """Memory that is asked for and never written."""
+    return torch.empty(count, dtype=torch.uint8, device=like.device) if count else None

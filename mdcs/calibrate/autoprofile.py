@@ -1,0 +1,66 @@
+"""Measure all that planning reads, on all ranks at once: the one way to a profile, of the library and of its programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.interference import measure_interference
+from mdcs.calibrate.link_timing import MeasuredLink, measure_link
+from mdcs.calibrate.rehearsal import rehearse
+from mdcs.calibrate.slots import measure_profile
+from mdcs.model.units import ModelUnit
+from mdcs.profile.contents import Profile
+from mdcs.runtime.emulation import Emulation
+
+
+def autoprofile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: list[ModelUnit],
+    step: Callable[[], Tensor],
+    *,
+    link: MeasuredLink | None = None,
+    depth: int | None = 2,
+    collectives: Mapping[str, str] | None = None,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    iterations: int = 3,
+    about: dict[str, str] | None = None,
+    emulate: Emulation | None = None,
+    computes: bool = True,
+) -> Profile:
+    """The profile of this job, the same on all ranks; collective: call it on every rank.
+
+    Model and optimizer are not changed. First the link is measured, with ``depth`` messages in flight (None: as many as are
+    best) and ``collectives``, algorithms by operation that are named rather than measured; ``link`` is one that is known. Then
+    slots and updates, in ``iterations`` steps, what computing and communicating cost each other, and a few plans in rehearsal,
+    which tell how good predictions are (:attr:`mdcs.Profile.rehearsed`). ``step`` runs one forward pass on a typical batch and
+    returns the loss. ``master_dtype``, ``grad_dtype`` and ``about`` are those of :func:`mdcs.measure_profile`, ``emulate`` that
+    of :func:`mdcs.parallelize`. ``computes`` is False where computing only waits, so that messages take none of its time.
+
+    Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` and
+    :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
+    """
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    link = link or measure_link(units[0].parameters[0][1].device, depth=depth, wanted=collectives)
+    if processes > 1:
+        dist.barrier()  # so that all compute side by side, as in training
+    profile = measure_profile(
+        model, units, step, optimizer, world=emulate.world if emulate else processes, link=link.link,
+        collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype, grad_dtype=grad_dtype,
+    )  # fmt: skip
+    profile = agree(dataclasses.replace(profile, spread=profile.spread | link.spread))
+    profile = measure_interference(profile, model, step, optimizer, emulate=emulate)
+    profile = profile if computes else _undisturbed(profile)
+    return rehearse(profile, model, units, step, optimizer, emulate=emulate)
+
+
+def _undisturbed(profile: Profile) -> Profile:
+    free = dataclasses.replace(profile.contention, compute_per_message=0.0, compute_per_byte=0.0, compute_per_work=0.0)
+    return dataclasses.replace(profile, contention=free)

@@ -1,0 +1,159 @@
+"""The fastest by trial: a few plans run for some periods each, in turns, and the one that was measured fastest is kept.
+
+A prediction is wrong by some percent, and of many plans the best predicted is the one that the model flatters most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.calibrate.slots import untouched
+from mdcs.measure.memory import current_meter
+from mdcs.model.units import ModelUnit
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.times import StepTimes
+from mdcs.planner.interfaces import Scheduler, StrategyPlanner
+from mdcs.planner.judge import InfeasibleBudget
+from mdcs.planner.make import make_plan
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.fusion import MgWfbp
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.runtime.api import parallelize
+from mdcs.runtime.emulation import Emulation
+
+ROUNDS, PERIODS = 2, 3
+_WARMUP = 1
+_STRATEGIES: tuple[StrategyPlanner, ...] = (Greedy(), *(Uniform(str(strategy)) for strategy in Strategy))
+_SCHEDULERS: tuple[Scheduler, ...] = (Priority(), Dear(), MgWfbp(), Wfbp())
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was tried: seconds per step as its replay has them, and as the slowest rank has measured them."""
+
+    plan: Plan
+    predicted_s: float
+    measured_s: float
+
+    def __str__(self) -> str:
+        name = f"{self.plan.strategy} {self.plan.scheduler}" if self.plan.strategy != self.plan.scheduler else self.plan.strategy
+        return f"{name} {self.measured_s * 1e3:.1f} ms ({self.predicted_s * 1e3:.1f} predicted)"
+
+
+def candidates(plan: Plan, count: int) -> list[Plan]:
+    """``plan`` and the ``count`` - 1 best heuristics' plans for its job and budget, by their replays; fewer if there are fewer.
+
+    No two have the same strategies and messages.
+    """
+    if count < 2:
+        return [plan]
+    found = {(plan.strategies, plan.messages): plan}
+    for other in sorted(_heuristics(plan), key=_predicted):
+        if len(found) >= count:
+            break
+        found.setdefault((other.strategies, other.messages), other)
+    return list(found.values())
+
+
+def cost_s(plans: Sequence[Plan], rounds: int = ROUNDS, count: int = PERIODS) -> float:
+    """Seconds that running these plans for ``count`` periods takes, in ``rounds``, as predicted."""
+    return rounds * (_WARMUP + count + 1) * sum(map(_predicted, plans))
+
+
+def fastest(
+    plans: Sequence[Plan],
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    emulate: Emulation | None = None,
+) -> tuple[Plan, tuple[Trial, ...]]:
+    """The plan that ran fastest, which says in its outcome what was tried, and all trials in the order of ``plans``.
+
+    Plans take turns, so that what slows the machine for a while slows them all. The model, its buffers, the optimizer's state
+    and the random state are as before, gradients are gone. ``step`` runs a forward pass of a micro-step and returns the loss.
+    On a CPU; elsewhere, and for one plan or one rank, nothing is tried, and the first plan is returned.
+
+    Collective: call it on every rank, with the same plans; all return the same.
+    """
+    if len(plans) < 2 or plans[0].world == 1 or units[0].parameters[0][1].device.type != "cpu":
+        return plans[0], ()
+    rounds: list[list[float]] = []
+    for _ in range(ROUNDS):
+        own = [
+            statistics.median(times.step_s for times in periods(plan, model, units, step, optimizer, PERIODS, emulate=emulate))
+            for plan in plans
+        ]
+        seen: list[list[float]] = [own] * dist.get_world_size()
+        dist.all_gather_object(seen, own)
+        rounds.append([max(of_ranks) for of_ranks in zip(*seen, strict=True)])
+    measured = [statistics.median(of_rounds) for of_rounds in zip(*rounds, strict=True)]
+    trials = tuple(Trial(plan, _predicted(plan), seconds) for plan, seconds in zip(plans, measured, strict=True))
+    best = min(trials, key=lambda trial: trial.measured_s).plan
+    said = [best.outcome] if best.outcome else []
+    return dataclasses.replace(best, outcome="; ".join([*said, f"fastest of {', '.join(map(str, trials))}"])), trials
+
+
+def periods(
+    plan: Plan,
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    count: int,
+    *,
+    emulate: Emulation | None = None,
+) -> list[StepTimes]:
+    """The times of ``count`` periods after a warm-up; the model is then as before, without gradients. Collective."""
+    weights = {p: p.data for p in model.parameters()}
+    records = []
+    with untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
+        parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
+        try:
+            for _ in range(_WARMUP + count + 1):  # the last is cut short
+                for _ in range(plan.micro_steps):
+                    (step() / plan.micro_steps).backward()
+                parallel.step()
+                records += parallel.records()
+            parallel.drain()
+        finally:
+            parallel.undo(weights)
+    return [record.times for record in records[_WARMUP:]]
+
+
+@contextmanager
+def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Updates inside are no training: they start without state, and leave that of the optimizer as it is."""
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = state
+
+
+def _heuristics(plan: Plan) -> Iterator[Plan]:
+    for strategy in _STRATEGIES:
+        for scheduler in _SCHEDULERS:
+            try:
+                yield make_plan(plan.job, strategy, scheduler, budget=plan.budget)
+            except InfeasibleBudget:
+                break
+
+
+def _predicted(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s

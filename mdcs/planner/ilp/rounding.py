@@ -1,0 +1,40 @@
+"""From a fractional solution of the slot model to decisions: strategies by error diffusion, windows by thresholds.
+
+The relaxation mixes strategies within a unit, about alike in units that are alike. Rounded one by one they would all become
+the same; so what rounding adds to a strategy, in bytes, is taken from it in the units after (Floyd, Steinberg, 1976, in one
+dimension). A buffer is held once a part of what the relaxation sends of it has been sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.ilp.slot_model import Decision, SlotModel
+
+# Of what is not fsdp: whole buffers need more than fractions of them.
+_KEPT = (0.94, 0.98, 0.92, 0.96, 0.9, 1.0, 0.93, 0.97, 0.95, 0.88, 0.85)
+_SENT = (0.5, 0.4, 0.6)  # of a gather, from when its buffer lives
+
+
+def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[Decision]:
+    """Decisions near a solution of the relaxed model, the likeliest first; they need not fit the budget."""
+    mixes = dict.fromkeys(_diffused(model, values, kept) for kept in _KEPT)
+    for sent in _SENT:
+        for strategies in mixes:
+            yield model.decide(values, strategies, sent)
+
+
+def _diffused(model: SlotModel, values: Sequence[float], kept: float) -> tuple[Strategy, ...]:
+    owed = dict.fromkeys(Strategy, 0.0)
+    out = []
+    for unit, z in zip(model.profile.units, model.z, strict=True):
+        shares = {k: values[x] * (kept if k is not Strategy.fsdp and Strategy.fsdp in z else 1.0) for k, x in z.items()}
+        if Strategy.fsdp in z:
+            shares[Strategy.fsdp] += 1 - sum(shares.values())
+        for k, share in shares.items():
+            owed[k] += share * unit.numel
+        chosen = max(shares, key=owed.__getitem__)
+        owed[chosen] -= unit.numel
+        out.append(chosen)
+    return tuple(out)

@@ -1,0 +1,92 @@
+"""Where a unit's elements lie in its flat buffers: sections of one type each, padded so that the ranks can divide them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+def pad(numel: int, world: int) -> int:
+    """Elements of a flat buffer that ``world`` ranks can divide."""
+    return -(-numel // world) * world
+
+
+@dataclass(frozen=True)
+class Section:
+    """Consecutive elements of a unit that are of one type, without padding, and the bytes of one of them.
+
+    ``param_bytes`` are those of a parameter in compute, ``grad_bytes`` of a gradient on the wire and in shards,
+    ``master_bytes`` of the copy that the optimizer updates; 0: it updates the parameter itself. Raises ValueError for numbers
+    out of range.
+    """
+
+    numel: int
+    param_bytes: int
+    grad_bytes: int
+    master_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.numel, self.param_bytes, self.grad_bytes) < 1 or self.master_bytes < 0:
+            raise ValueError(f"a section must have elements and bytes, got {self}")
+
+    @property
+    def updated_bytes(self) -> int:
+        """Of an element of what the optimizer updates."""
+        return self.master_bytes or self.param_bytes
+
+    def width(self, is_gather: bool) -> int:
+        """Bytes of an element on the wire: parameters are gathered, gradients reduced."""
+        return self.param_bytes if is_gather else self.grad_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sections of a unit, one after the other, each padded at its end for ``world`` ranks."""
+
+    sections: tuple[Section, ...]
+    world: int
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each section, padding included."""
+        return tuple(pad(s.numel, self.world) for s in self.sections)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where each section ends, in elements from the first section's begin."""
+        return tuple(itertools.accumulate(self.sizes))
+
+    @cached_property
+    def elements(self) -> int:
+        """Of all sections, padding included."""
+        return self.ends[-1]
+
+    @cached_property
+    def param_bytes(self) -> int:
+        """Of the full parameters, padding included."""
+        return sum(size * s.param_bytes for s, size in zip(self.sections, self.sizes, strict=True))
+
+    @cached_property
+    def grad_bytes(self) -> int:
+        """Of the full gradient, padding included."""
+        return sum(size * s.grad_bytes for s, size in zip(self.sections, self.sizes, strict=True))
+
+    def index(self, element: int) -> int:
+        """The section in which an element lies."""
+        return bisect.bisect_right(self.ends, element)
+
+    def segment_ends(self, segments: Sequence[int]) -> tuple[int, ...]:
+        """Where segments end that are so many elements long: padding belongs to the last one of its section."""
+        out, shift, counted = [], 0, 0
+        sections = iter(zip(itertools.accumulate(s.numel for s in self.sections), self.ends, strict=True))
+        last, end = next(sections)
+        for length in segments:
+            counted += length
+            out.append(end if counted == last else counted + shift)
+            if counted == last:
+                shift = end - last
+                last, end = next(sections, (last, end))
+        return tuple(out)

@@ -1,0 +1,53 @@
+"""Rounding keeps the bytes of every strategy, and spreads it as the relaxation does."""
+
+from __future__ import annotations
+
+import random
+
+from mdcs.plan.job import Job
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.ilp.rounding import _diffused, roundings
+from mdcs.planner.ilp.slot_model import SlotModel
+from mdcs.planner.ilp.solver import solve
+from mdcs.planner.judge import Judge
+from tests.mdcs.planner.test_every_plan import job
+from tests.mdcs.profiles import chain
+
+
+def model_of(*sizes: int) -> SlotModel:
+    return SlotModel(Judge(Job(chain(*sizes)), None))
+
+
+def shares(model: SlotModel, zero1: float) -> list[float]:
+    values = [0.0] * len(model.problem.costs)
+    for z in model.z:
+        first, second = (Strategy.zero1, Strategy.fsdp) if Strategy.fsdp in z else (Strategy.zero1, Strategy.sdp)
+        values[z[first]], values[z[second]] = zero1, 1 - zero1
+    return values
+
+
+def test_halves_of_equal_units_become_every_other_unit() -> None:
+    model = model_of(*[64] * 8)
+    mix = _diffused(model, shares(model, 0.5), 1.0)
+    assert mix.count(Strategy.zero1) == 4
+    assert all(Strategy.zero1 in pair for pair in zip(mix[::2], mix[1::2], strict=True))
+
+
+def test_the_bytes_of_a_strategy_are_kept_within_a_unit() -> None:
+    rng = random.Random(0)
+    sizes = [rng.randint(16, 256) for _ in range(8)]
+    model = model_of(*sizes)
+    for share in (0.2, 0.35, 0.8):
+        mix = _diffused(model, shares(model, share), 1.0)
+        resident = sum(n for n, k in zip(sizes, mix, strict=True) if k is Strategy.zero1)
+        assert abs(resident - share * sum(sizes)) <= max(sizes)
+
+
+def test_a_whole_solution_is_its_own_rounding() -> None:
+    profile = job(2)
+    judge = Judge(Job(profile), int(Judge(Job(profile), None).floor * 1.1))
+    model = SlotModel(judge)
+    values = solve(model.problem).values
+    assert values is not None
+    decisions = list(roundings(model, values))
+    assert any(d.strategies == model.decide(values).strategies for d in decisions)

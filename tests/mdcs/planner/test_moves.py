@@ -1,0 +1,73 @@
+"""Moves: whatever they make is a plan of the same job, or is refused; those that look at stalls go where the stall is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Draft
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
+from mdcs.planner.judge import Judge
+from mdcs.planner.moves import MOVES, SCHEDULE_MOVES, Move, fill_gap, hasten
+from mdcs.planner.named import SCHEDULERS
+from mdcs.profile.link import Kind
+from mdcs.simulator.recurrence import Course, Trace, run
+from mdcs.simulator.simulate import replay
+from tests.mdcs.planner.ilp.test_slot_model import plans
+from tests.mdcs.profiles import chain, link
+
+
+def trace_of(plan: Plan) -> Trace:
+    return run(plan, Course(plan), None)
+
+
+@pytest.mark.parametrize("move", list(MOVES), ids=lambda move: move.__name__)
+def test_a_move_gives_another_plan_of_the_same_job_or_none(move: Move) -> None:
+    rng, made = random.Random(0), 0
+    for seed in range(6):
+        for _, plan in plans(seed):
+            trace = trace_of(plan)
+            for _ in range(4):
+                try:
+                    found = move(plan, trace, rng)
+                except PlanError:
+                    continue
+                if found is not None:
+                    made += 1
+                    assert (found.job, found.budget) == (plan.job, plan.budget)
+                    assert found.strategies == plan.strategies or move not in SCHEDULE_MOVES
+                    assert replay(found).period_s > 0 if found.budget is None else True
+    assert made > 20
+
+
+def zero1(*drafts: Draft) -> Plan:
+    judge = Judge(Job(chain(64, 64, link=link(1 / 64))), None)
+    mix = judge.mix([Strategy.zero1] * 2)
+    return mix.plan("test", mix.whole(), drafts)
+
+
+def test_a_gap_is_filled_by_a_message_that_comes_later() -> None:
+    """Both gathers are issued at the turn though the link has been idle since the reductions."""
+    plan = zero1(
+        Draft(Kind.RS, ((1, 0),), 1), Draft(Kind.RS, ((0, 0),), 2), Draft(Kind.AG_F, ((0, 0),), 2), Draft(Kind.AG_F, ((1, 0),), 3)
+    )
+    found = [safely(fill_gap, plan, seed) for seed in range(20)]
+    assert any(other is not None and other.messages[-1].slot < 3 for other in found)
+
+
+def test_what_compute_waits_for_is_sent_earlier() -> None:
+    profile = chain(64, 64, 64, link=link(1 / 64))
+    plan = SCHEDULERS["wfbp"]().schedule(Judge(Job(profile), None).mix([Strategy.fsdp] * 3))
+    faster = [other for seed in range(40) if (other := safely(hasten, plan, seed)) is not None]
+    assert min(replay(other).period_s for other in faster) <= replay(plan).period_s
+
+
+def safely(move: Move, plan: Plan, seed: int) -> Plan | None:
+    try:
+        return move(plan, trace_of(plan), random.Random(seed))
+    except PlanError:
+        return None

@@ -1,0 +1,549 @@
+"""Models of others, and ways to run them: they train as with DistributedDataParallel, or a sentence says why they do not.
+
+Every group below is a line of docs/loops.md, and runs in one call to the ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import mdcs
+from mdcs.calibrate.agreement import agree, on_rank_zero
+from mdcs.calibrate.slots import measure_profile
+from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.runtime.refusals import keeps_order
+from tests.mdcs.runtime.ranks import Ranks
+
+WIDTH, STEPS = 6, 3
+BLOCKS = mdcs.ByClass(("Block", "Aside", "Remembers", "Named", "Lora", "Nested", "Changes", "Sequential"))
+LEAVES = mdcs.ByLeaf()
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, after: Callable[[Tensor], Any] = lambda x: x) -> None:
+        super().__init__()
+        self.one, self.two, self.after = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH), after
+
+    def forward(self, x: Tensor) -> Any:
+        return self.after(x + self.two(torch.tanh(self.one(x))))
+
+
+class Stack(nn.Module):
+    """Blocks, each a unit, and a head; ``join`` takes a block and its input and gives the next one's."""
+
+    def __init__(
+        self, block: Callable[[], nn.Module] = Block, join: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
+    ) -> None:
+        super().__init__()
+        self.blocks, self.join = nn.ModuleList(block() for _ in range(3)), join
+        self.head = nn.Linear(WIDTH, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.join(block, x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+@dataclass
+class Case:
+    """A model and its loss; trained in float64 unless not ``double``."""
+
+    model: Callable[[], nn.Module]
+    loss: Loss = square
+    policy: Any = BLOCKS
+    double: bool = True
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = self.model()
+        if self.double:
+            model.double()
+        return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    def batch(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64 if self.double else torch.float32)
+
+
+# ---- what a forward pass returns, and what is done to it
+
+
+class Pair(NamedTuple):
+    nothing: None
+    hidden: Tensor
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    more: Any = None
+
+
+class Holder:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Aside(Block):
+    """Has outputs that the loss does not depend on."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y.detach(), (2 * y).sum()
+
+
+class Remembers(Block):
+    """The loss depends on what it keeps, too, not on its output alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.kept = torch.tanh(self.one(x))
+        return x + self.two(self.kept)
+
+
+class Named(Block):
+    def forward(self, *, hidden: Tensor, options: Any = None) -> Any:
+        return super().forward(hidden)
+
+
+def returning(after: Callable[[Tensor], Any], back: Callable[[Any], Tensor]) -> Case:
+    return Case(lambda: Stack(lambda: Block(after), lambda block, x: back(block(x))))
+
+
+def in_place(block: nn.Module, x: Tensor) -> Tensor:
+    """Changes a block's output through a view of it."""
+    view: Tensor = block(x).unsqueeze(0)
+    view += 1.5
+    return view.squeeze(0).tanh_()
+
+
+def of_what_is_kept(model: Any, x: Tensor) -> Tensor:
+    return square(model, x) + sum(block.kept.square().mean() for block in model.blocks)
+
+
+OUTPUTS = {
+    "a dictionary": returning(lambda y: {"all": [y, None]}, lambda out: out["all"][0]),
+    "a tuple with None": returning(lambda y: (None, y), lambda out: out[1]),
+    "a named tuple": returning(lambda y: Pair(None, y), lambda out: out.hidden),
+    "a dataclass": returning(lambda y: Output(y, {"x": 1}), lambda out: out.hidden),
+    "outputs without use": Case(lambda: Stack(Aside, lambda block, x: block(x)[0])),
+    "inputs by keyword": Case(lambda: Stack(Named, lambda block, x: block(hidden=x, options={}))),
+    "changed in place": Case(lambda: Stack(join=in_place)),
+    "changed in place, leaves": Case(lambda: Stack(join=in_place), policy=LEAVES),
+    "kept for the loss": Case(lambda: Stack(Remembers), of_what_is_kept),
+}
+
+# ---- how a loss is made
+
+
+def siamese(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - model(x.flip(0))).square().mean() + model(x).mean()
+
+
+def of_parts(model: Any, x: Tensor) -> Tensor:
+    """The loop calls the model's parts, and not the model."""
+    hidden: Tensor = model.body(x)
+    return model.head(hidden).square().mean() + model.head(hidden.detach()).mean()
+
+
+def functional(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+    return out.square().mean()
+
+
+def of_inputs(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x.clone().requires_grad_())
+
+
+def autocast(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+    return out.float().square().mean()
+
+
+def offloaded(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return square(model, x)
+
+
+def watched(model: nn.Module, x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.set_detect_anomaly(True):
+            return square(model, x)
+
+
+def uneven(model: nn.Module, x: Tensor) -> Tensor:
+    """Rank 1 has no samples, rank 0 a few."""
+    return model(x[: 3 - 3 * dist.get_rank()]).sum()
+
+
+def seeded(model: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(int(x.abs().sum().item() * 1000))
+    return square(model, x)
+
+
+LOSSES = {
+    "of several forward passes": Case(Stack, siamese),
+    "of the model's parts": Case(Stack, of_parts),
+    "by functional_call": Case(Stack, functional),
+    "with gradients of inputs": Case(Stack, of_inputs),
+    "in autocast": Case(Stack, autocast, double=False),
+    "with save_on_cpu": Case(Stack, offloaded),
+    "with anomaly detection": Case(Stack, watched),
+    "of an empty batch": Case(Stack, uneven),
+    "with dropout": Case(lambda: Stack(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))), seeded),
+}
+
+# ---- hooks of others
+
+
+def hooked(what: str) -> Case:
+    def build() -> nn.Module:
+        model = Stack()
+        for block in model.blocks:
+            if what == "pre":
+                block.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
+            elif what == "pre with keywords":
+                block.register_forward_pre_hook(lambda m, a, k: ((a[0] * 2,), k), with_kwargs=True)
+            elif what == "post":
+                block.register_forward_hook(lambda m, a, out: out * 2, always_call=True)
+            elif what == "reading weights":
+                block.register_forward_pre_hook(lambda m, a: (a[0] + m.one.weight.norm(),))
+                block.register_forward_hook(lambda m, a, out: out + m.two.weight.norm())
+            elif what == "backward":
+                block.register_full_backward_hook(lambda m, into, out: tuple(g if g is None else 2 * g for g in into))
+            elif what == "before backward":
+                block.register_full_backward_pre_hook(lambda m, out: tuple(2 * g for g in out))
+            elif what == "on outputs":
+                block.register_forward_hook(_double_gradient)
+            elif what == "on parameters":
+                for p in block.parameters():
+                    p.register_hook(lambda g: 2 * g)
+        return model
+
+    return Case(build)
+
+
+def _double_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
+    if out.requires_grad:
+        out.register_hook(lambda g: 2 * g)
+
+
+HOOKS = {
+    what: hooked(what)
+    for what in (
+        "pre", "pre with keywords", "post", "reading weights", "backward", "before backward", "on outputs", "on parameters",
+    )
+}  # fmt: skip
+
+# ---- checkpointing
+
+
+class Checkpointed(Stack):
+    """Part of a block, each block, or all blocks at once; with dropout, whose random numbers come again."""
+
+    def __init__(self, what: str) -> None:
+        def of_part() -> nn.Module:
+            block = Block()
+            block.two = nn.Sequential(block.two, nn.Dropout(0.3))
+            forward = block.forward
+            block.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+            return block
+
+        each = what == "each block"
+        super().__init__(
+            of_part if what == "parts of blocks" else Block,
+            lambda block, x: checkpoint(block, x, use_reentrant=False) if each else block(x),
+        )
+        self.at_once = what == "several blocks at once"
+
+    def body(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().body, x, use_reentrant=False) if self.at_once else super().body(x)
+        return out
+
+
+CHECKPOINTS = {
+    what: Case(lambda what=what: Checkpointed(what), seeded)
+    for what in ("each block", "parts of blocks", "several blocks at once")
+} | {"leaves": Case(lambda: Checkpointed("several blocks at once"), policy=LEAVES)}
+
+# ---- models
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x) + self.up(self.down(x))
+
+
+class Backbone(Stack):
+    """Its blocks are frozen, and run without gradients, as in fine-tuning."""
+
+    def __init__(self, without: Callable[[], Any] = torch.no_grad) -> None:
+        super().__init__()
+        self.without = without
+        self.blocks.requires_grad_(False)
+        self.tail = Block()
+
+    def body(self, x: Tensor) -> Tensor:
+        with self.without():
+            x = super().body(x)
+        tail: Tensor = self.tail(x.clone())
+        return tail
+
+
+class Loose(Stack):
+    """Parameters in lists and dictionaries, of no dimension, transposed, and of a class of their own with attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(3)])
+        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(3)), "scale": nn.Parameter(torch.tensor(2.0))})
+        self.turned = nn.Parameter(torch.randn(3, WIDTH).t())
+        self.head.weight = Special(self.head.weight.detach().clone())
+        self.head.weight.no_decay = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.head.weight, Special) and self.head.weight.no_decay
+        hidden = self.body(x) * self.scales[0] + self.scales[1] * self.scales[2]
+        return self.head(hidden) * self.named["scale"] + self.named["bias"] + x @ self.turned
+
+
+class Special(nn.Parameter):
+    no_decay = False
+
+
+class Recurrent(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        hidden, (last, _) = self.lstm(x.unsqueeze(0))
+        return super().body(hidden.squeeze(0)) + last.sum()
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(torch.relu(self.stem(x.view(1, 1, 4, WIDTH).to(memory_format=torch.channels_last))))
+        return out
+
+
+class Nested(nn.Module):
+    """A unit with parameters of its own around another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner, self.outer = nn.Parameter(torch.ones(WIDTH)), Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.outer(self.inner(x) * self.scale)
+        return out
+
+
+def normed(norm: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Stack()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the older way, which is deprecated
+            for module in [model.head, *(block.one for block in model.blocks)]:
+                norm(module)
+        return model
+
+    return build
+
+
+def encoder() -> nn.Module:
+    layers = [nn.TransformerEncoderLayer(WIDTH, 2, 9, dropout=0.0) for _ in range(2)]
+    return nn.Sequential(nn.Unflatten(0, (1, 4)), *layers)
+
+
+MODELS = {
+    "weight_norm": Case(normed(parametrizations.weight_norm)),
+    "weight_norm, leaves": Case(normed(parametrizations.weight_norm), policy=LEAVES),
+    "weight_norm of old": Case(normed(nn.utils.weight_norm), policy=LEAVES),
+    "spectral_norm": Case(normed(parametrizations.spectral_norm)),
+    "adapters": Case(lambda: Stack(Lora)),
+    "a frozen backbone": Case(Backbone),
+    "a frozen backbone in inference_mode": Case(lambda: Backbone(torch.inference_mode), policy=LEAVES),
+    "loose parameters": Case(Loose),
+    "an LSTM": Case(Recurrent),
+    "attention": Case(encoder, policy=mdcs.ByClass(("TransformerEncoderLayer",))),
+    "channels_last": Case(Images, policy=LEAVES),
+    "units in units": Case(lambda: Stack(Nested)),
+}
+
+
+def plan_of(case: Case, model: nn.Module, units: list[mdcs.ModelUnit], optimizer: Any, strategy: str) -> mdcs.Plan:
+    profile = measure_profile(
+        model, units, lambda: case.loss(model, case.batch(0)), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
+    )
+    mixed = RandomMix(seed=3) if strategy == "random" else Uniform(strategy)
+    agreed = agree(profile)
+    return on_rank_zero(lambda: mdcs.make_plan(agreed, mixed, SCHEDULERS["priority"](block_mib=1e-4)))
+
+
+def trained_with_ddp(case: Case) -> dict[str, Tensor]:
+    """What DDP makes of it, without its wrapper, for it knows no call but forward: gradients are averaged, buffers rank 0's."""
+    model, optimizer = case.build()
+    group = dist.new_group()
+    for step in range(STEPS):
+        case.loss(model, case.batch(step)).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad.div_(2), group=group)
+        optimizer.step()
+        optimizer.zero_grad()
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0, group=group)
+    return model.state_dict()
+
+
+def trained(case: Case, strategy: str) -> dict[str, Tensor]:
+    model, optimizer = case.build()
+    units = mdcs.partition(model, case.policy)
+    plan = plan_of(case, model, units, optimizer, strategy)
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=15, broadcast_buffers=True) as parallel:
+        for step in range(STEPS):
+            case.loss(model, case.batch(step)).backward()
+            parallel.step()
+            model.eval()
+            with parallel.evaluate(), torch.no_grad():
+                case.loss(model, case.batch(step))
+            model.train()
+        return parallel.state_dict()
+
+
+def as_with_ddp(group: str, strategy: str) -> dict[str, str]:
+    """By case: what differs, or the error that it comes to."""
+    found = {}
+    for name, case in globals()[group].items():
+        try:
+            state, wanted = trained(case, strategy), trained_with_ddp(case)
+            found[name] = str([n for n in wanted if not torch.allclose(state[n], wanted[n], rtol=1e-9, atol=1e-9)])
+        except Exception as e:
+            found[name] = f"{type(e).__name__}: {e}"
+    return found
+
+
+@pytest.mark.parametrize("group", ["OUTPUTS", "LOSSES", "HOOKS", "CHECKPOINTS", "MODELS"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("random", marks=pytest.mark.slow)])
+def test_models_of_others_train_as_with_ddp(two: Ranks, group, strategy):
+    for found in two.run(as_with_ddp, group, strategy, timeout_s=120):
+        assert {name: what for name, what in found.items() if what != "[]"} == {}
+        assert len(found) == len(globals()[group])
+
+
+# ---- refused when profiled, or when partitioned
+
+
+class Changes(Block):
+    """Changes a weight in its forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.words = nn.Embedding(4, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "clamping":
+            with torch.no_grad():
+                self.one.weight.clamp_(-0.1, 0.1)
+        elif self.how == "data":
+            self.one.weight.data = self.one.weight.data / 2
+        elif self.how == "max_norm":
+            x = x + self.words(torch.arange(4))
+        return super().forward(x) + self.words.weight.mean()
+
+
+class WithUnused(Stack):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2).requires_grad_(not frozen)
+
+
+class WithEmpty(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + gradient.square().mean()
+
+
+def decay(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model, x) + sum(p.square().sum() for p in model.parameters())
+
+
+def detached(model: nn.Module, x: Tensor) -> Tensor:
+    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+    out: Tensor = torch.func.functional_call(model, copies, (x,))
+    return out.mean()
+
+
+REFUSED = {
+    "an object": (returning(Holder, lambda out: out.hidden), "blocks.0: no gradient reaches its output"),
+    "a gradient penalty": (Case(Stack, penalty), "a step runs backward, or torch.autograd.grad, twice"),
+    "weights in the loss": (Case(Stack, decay), "blocks.0.one.weight: is used without a call of its module's forward"),
+    "copies of weights": (Case(Stack, detached), "blocks.0.one.weight: is used without a call of its module's forward"),
+    "attention, leaves": (Case(encoder, policy=LEAVES), "out_proj.weight: is used without a call of its module's forward"),
+    "max_norm": (Case(lambda: Stack(lambda: Changes("max_norm"))), "blocks.0.words.weight: is changed by forward"),
+    "clamping": (Case(lambda: Stack(lambda: Changes("clamping"))), "blocks.0.one.weight: is changed by forward"),
+    "data": (Case(lambda: Stack(lambda: Changes("data"))), "blocks.0.one.weight: is changed by forward"),
+    "unused": (Case(lambda: WithUnused(False)), "extra.weight: is used without a call of its module's forward, or not at all"),
+    "unused and frozen": (Case(lambda: WithUnused(True)), "extra.weight: is used without a call of its module's forward, or not"),
+    "no elements": (Case(WithEmpty), "nothing: has no elements"),
+}
+
+
+def test_batch_norm_that_sends_itself_is_refused_where_messages_have_no_group_of_their_own():
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    keeps_order(model, "gloo")
+    with pytest.raises(mdcs.UnsupportedModel, match="1: SyncBatchNorm's collectives would come between the messages"):
+        keeps_order(model, "nccl")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_trained_say_so_when_they_are_profiled(tmp_path, name):
+    case, message = REFUSED[name]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, optimizer = case.build()
+        with pytest.raises(mdcs.UnsupportedModel, match=message):
+            plan_of(case, model, mdcs.partition(model, case.policy), optimizer, "fsdp")
+    finally:
+        dist.destroy_process_group()

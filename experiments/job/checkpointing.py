@@ -1,76 +1,48 @@
-"""What a job keeps of its training, in its folder's `checkpoints/`, and goes on from: `run.save_every` and `run.resume`."""
+"""Decides `model.checkpointing=auto`: a plan is made without and one with recomputation, each with a profile of its own, and
+the one that is predicted to be faster within the budget is kept.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.config.schema import Config, ConfigError
-from experiments.job.tracking import JsonLines
-from launch import status
+from rich.console import Console
 
-if TYPE_CHECKING:  # which import torch: a launcher need not wait for it
-    from torch.optim.lr_scheduler import LRScheduler
+from experiments.config.schema import Config
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles
+from mdcs.plan.messages import Plan
+from mdcs.sizes import MIB
 
-    from experiments.engines.base import Engine
-    from mdcs.runtime.checkpointing import Saving
-
-FOLDER = "checkpoints"
+_WAYS = {"without": False, "with": True}
 
 
-def require(config: Config, folder: Path) -> None:
-    """Raise ConfigError for a run that would mix its checkpoints with another's, or whose `run.resume` is no folder."""
-    run, own = config.run, folder / FOLDER
-    if run.resume not in (None, "auto") and not Path(run.resume).is_dir():
-        raise ConfigError("run.resume", f"no such folder: {run.resume}")
-    if run.resume is None and run.save_every is not None and any(own.glob("step-*")):
-        raise ConfigError("run.resume", f"{own} has checkpoints of a former run: go on with auto, or delete them; got null")
+def decide(
+    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER
+) -> tuple[Config, str]:
+    """The config with `model.checkpointing` decided if it is auto, and why that is not possible (empty if it is).
 
-
-class Checkpointing:
-    """Of one rank of a job; rank 0 has `metrics`, and tells of every checkpoint there."""
-
-    def __init__(
-        self, config: Config, folder: Path, engine: Engine, schedule: LRScheduler, metrics: JsonLines | None
-    ) -> None:
-        self._run, self._own, self._metrics = config.run, folder / FOLDER, metrics
-        self._engine, self._schedule = engine, schedule
-        self._last: Saving | None = None
-
-    def resume(self) -> int:
-        """How many steps are done already, as the engine, its optimizer and the schedule are then."""
-        if self._run.resume is None:
-            return 0
-        status.set(phase="resuming")
-        resumed = self._engine.resume(self._own if self._run.resume == "auto" else Path(self._run.resume))
-        if resumed is None:
-            if self._run.resume == "auto":
-                return 0
-            raise ValueError(f"run.resume: {self._run.resume} has no checkpoint")
-        if resumed.step >= self._run.steps:
-            raise ValueError(f"run.steps: {resumed.folder} has all {resumed.step} steps already: ask for more, or resume another")
-        self._schedule.load_state_dict(resumed.extra["schedule"])
-        self._tell("resumed", step=resumed.step, world=resumed.world, folder=str(resumed.folder))
-        return int(resumed.step)
-
-    def after(self, step: int) -> None:
-        """Write a checkpoint where one is due."""
-        if self._run.save_every is None or step % self._run.save_every:
-            return
-        status.set(phase="saving")
-        self.finish()
-        extra = {"schedule": self._schedule.state_dict()}
-        self._last = self._engine.checkpoint(self._own, extra, keep=self._run.keep, wait=not self._run.save_beside)
-
-    def finish(self) -> None:
-        """Wait for the one that is being written."""
-        if self._last is not None:
-            saving, self._last = self._last, None
-            saving.wait()
-            told = {key: value for key, value in dataclasses.asdict(saving).items() if key.endswith(("_s", "_bytes"))}
-            self._tell("checkpoint", step=saving.step, folder=str(saving.folder), **told)
-
-    def _tell(self, event: str, **values: Any) -> None:
-        if self._metrics:
-            self._metrics.write({"event": event, **values})
+    What was planned is in folders beside the job's, `checkpointing-with` and `checkpointing-without`.
+    """
+    if config.model.checkpointing != "auto":
+        return config, ""
+    known = known or Profiles()
+    model: Any = config.model  # of a class that has the option, as it was set to auto
+    ways = {w: dataclasses.replace(config, model=dataclasses.replace(model, checkpointing=c)) for w, c in _WAYS.items()}
+    found, reasons = dict[str, float](), dict[str, str]()
+    for way, job in ways.items():
+        own = folder / f"checkpointing-{way}"
+        reasons[way] = jobs.plan(job, own, console, known=known, worker=module)
+        if not reasons[way]:
+            prediction = Plan.from_json((own / "plan.json").read_text(encoding="utf-8")).prediction
+            assert prediction is not None
+            found[way] = prediction.step_s
+            reasons[way] = f"{prediction.step_s * 1e3:.0f} ms predicted, {prediction.peak_bytes / MIB:.0f} MiB"
+    told = "; ".join(f"{way}: {reason}" for way, reason in reasons.items())
+    if not found:
+        return config, f"model.checkpointing=auto: no plan either way. {told}"
+    best = min(found, key=found.__getitem__)
+    console.print(f"model.checkpointing=auto: {best}, because {told}", markup=False, highlight=False, soft_wrap=True)
+    return ways[best], ""

@@ -21,7 +21,7 @@ import analysis
 from analysis.events import METRICS, Tail
 from experiments.config.checks import as_mapping, save
 from experiments.config.schema import Config, ConfigError
-from experiments.job import checkpointing, profiles
+from experiments.job import checkpoints, profiles
 from experiments.job.events import job_event
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
@@ -71,7 +71,7 @@ def run(
     if only is not None:
         _require_plan(config)
     _require_decided(config)
-    checkpointing.require(config, folder)
+    checkpoints.require(config, folder)
     config.engine.require()
     try:
         with _claimed(folder):

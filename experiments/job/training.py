@@ -14,7 +14,7 @@ from torch import Tensor
 from analysis.events import METRICS
 from experiments.engines.base import Engine, Record
 from experiments.job import events
-from experiments.job.checkpointing import Checkpointing
+from experiments.job.checkpoints import Checkpoints
 from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
 from launch import status
@@ -38,8 +38,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     with config.engine.prepare(config, workload) as engine:
         used = time.process_time()
         schedule = make_schedule(config, engine.optimizer)
-        checkpointing = Checkpointing(config, folder, engine, schedule, metrics)
-        done = checkpointing.resume()
+        checkpoints = Checkpoints(config, folder, engine, schedule, metrics)
+        done = checkpoints.resume()
         warmup = min(done + run.warmup_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
         batches = workload.batches(first_step=done * run.accumulation)
         for step in range(done + 1, run.steps + 1):
@@ -53,12 +53,12 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
             kept += report(metrics, workload, engine, losses, processor, warmup, flush=False)
             if run.eval_every and step % run.eval_every == 0:
                 evaluate(metrics, workload, engine, step)
-            checkpointing.after(step)
+            checkpoints.after(step)
             if step % 50 == 0:
                 gc.collect()
         engine.drain()
         status.set(phase="finishing")
-        checkpointing.finish()
+        checkpoints.finish()
         kept += report(metrics, workload, engine, losses, processor, warmup, flush=True)
         kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before the ranks talk of it, which takes bytes too

@@ -152,7 +152,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 def save(folder: Path, tree: Tree, group: dist.ProcessGroup | None) -> None:
     """Write every rank's tree; all ranks of the group (None: there is this one) must call it.
 
-    Raises RuntimeError on all of them, with the rank on which something failed.
+    Raises RanksFailed on all of them.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     with _told():
@@ -160,18 +160,26 @@ def save(folder: Path, tree: Tree, group: dist.ProcessGroup | None) -> None:
 
 
 def load(folder: Path, tree: Tree) -> None:
-    """Read into what the tree has, on this rank alone. Raises RuntimeError that names what the checkpoint does not have."""
+    """Read into what the tree has, on this rank alone. Raises RanksFailed that names what the checkpoint does not have."""
     with _told():
         _load_state_dict(tree, _Reader(folder), no_dist=True, planner=_LoadPlanner())
 
 
+class RanksFailed(RuntimeError):
+    """``problems``, by rank."""
+
+    def __init__(self, problems: dict[int, str]) -> None:
+        super().__init__("; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
+        self.problems = problems
+
+
 @contextmanager
 def _told() -> Iterator[None]:
-    """DCP's own exception is no Exception, and tells traces: say what it was, and on which rank."""
+    """DCP's own exception is no Exception, and tells traces."""
     try:
         yield
     except CheckpointException as error:
-        raise RuntimeError("; ".join(f"rank {rank}: {why!r}" for rank, (why, _) in error.failures.items())) from error
+        raise RanksFailed({rank: f"{type(why).__name__}: {why}" for rank, (why, _) in error.failures.items()}) from error
 
 
 def whole(folder: Path) -> Tree:

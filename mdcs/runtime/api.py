@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from mdcs.runtime import misuse, optimizer_state, state
 from mdcs.runtime import refusals as checks
 from mdcs.runtime.account import Account
 from mdcs.runtime.buffers import Buffers, broadcast, check_buffers, layout
-from mdcs.runtime.checkpointing import Checkpoints, Resumed, Saving
 from mdcs.runtime.communicator import Communicator, backend_of
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
@@ -48,6 +47,9 @@ from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.walker import SlotWalker
 from mdcs.runtime.wire import Wire
+
+if TYPE_CHECKING:
+    from mdcs.runtime.checkpointing import Checkpoints, Resumed, Saving
 
 _CPU = torch.device("cpu")
 
@@ -204,9 +206,7 @@ class Parallel:
         self._state = OptimizerState(self._updates, self._storages, self._gathering, self._groups.exchange)
         self._state.load(optimizer.state)
         optimizer.state.clear()  # it is on shards from now on
-        self._checkpoints = Checkpoints(
-            model, optimizer, self._storages, self._state, self._buffers, loss_scale, self._groups, self._meter, self._place
-        )
+        self._checkpoints: Checkpoints | None = None
         self._resumed_after = 0
         self._evaluation = Evaluation(
             units, self._storages, ledger, self._gathering, self._groups, self._place
@@ -443,14 +443,24 @@ class Parallel:
         if self.plan.budget is not None and self._storages[0].device.type == "cpu":
             peak = self.plan.prediction.peak_bytes if self.plan.prediction else self.plan.budget
             spare = self.plan.budget - self.plan.reserve - peak
-        return self._checkpoints.save(Path(root), self.steps, extra, keep=keep, spare=spare, wait=wait)
+        return self._checkpointing().save(Path(root), self.steps, extra, keep=keep, spare=spare, wait=wait)
+
+    def _checkpointing(self) -> Checkpoints:
+        if self._checkpoints is None:
+            from mdcs.runtime.checkpointing import Checkpoints  # torch's part of it takes most of a second to import
+
+            self._checkpoints = Checkpoints(
+                self.model, self.optimizer, self._storages, self._state, self._buffers, self._loss_scale, self._groups,
+                self._meter, self._place,
+            )  # fmt: skip
+        return self._checkpoints
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def _resume(self, path: Path) -> Resumed | None:
         self._needs_ranks("resume()")
         self._drain("resume()")
-        resumed = self._checkpoints.resume(path)
+        resumed = self._checkpointing().resume(path)
         if resumed is not None:
             self._resumed_after = resumed.step - (self._walker.step - 1)
         return resumed
@@ -534,7 +544,8 @@ class Parallel:
         self._not_lent("close()")
         unwritten: RunError | None = None
         try:
-            self._checkpoints.finish()
+            if self._checkpoints is not None:
+                self._checkpoints.finish()
         except RunError as e:  # what is trained is whole all the same
             unwritten = e
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"

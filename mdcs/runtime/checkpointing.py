@@ -28,7 +28,7 @@ from mdcs.measure.memory import Meter
 from mdcs.model.optimizers import parameter_groups
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import Buffers
-from mdcs.runtime.errors import Place
+from mdcs.runtime.errors import Place, RunError
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.optimizer_state import STEP, OptimizerState
 from mdcs.runtime.scaling import LossScale
@@ -155,6 +155,8 @@ class Checkpoints:
         answer, problem = None, ""
         try:
             answer = work()
+        except pieces.RanksFailed as error:  # on all ranks
+            problem = error.problems.get(self._rank, "")
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         answers: list[Any] = [(answer, problem)]
@@ -164,7 +166,7 @@ class Checkpoints:
                 dist.all_gather_object(answers, (answer, problem), group=self._files)
         for rank, (_, problem) in enumerate(answers):
             if problem:
-                raise self._place.error(f"checkpoint of step {step}: rank {rank} has not {what}: {problem}")
+                raise RunError(f"checkpoint of step {step}: rank {rank} has not {what}: {problem}")
         return [answer for answer, _ in answers]
 
     def _tree(self) -> Tree:

@@ -58,8 +58,14 @@ def sums(files: Iterable[Path]) -> Sums:
 
 
 def finish(root: Path, step: int, files: Sums, **about: Any) -> Path:
-    """Write the manifest, and let the folder count. One of this step that was there before goes."""
+    """Write the manifest, and let the folder count. One of this step that was there before goes.
+
+    Raises CheckpointError for a file that some rank has written elsewhere.
+    """
     writing, made = partial(root, step), root / name_of(step)
+    for name, (size, _) in files.items():
+        if not (writing / name).is_file() or (writing / name).stat().st_size != size:
+            raise CheckpointError(f"{writing}: {name} is not here: all ranks must see one folder")
     manifest = {"schema": SCHEMA, "step": step, **about, "files": dict(sorted(files.items()))}
     manifest["sha256"] = _sha256_of(manifest)
     with (writing / MANIFEST).open("w", encoding="utf-8") as file:

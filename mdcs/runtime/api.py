@@ -603,6 +603,8 @@ class Parallel:
         self._hooks.remove()
         for handle in self._handles:
             handle.remove()
+        if self._checkpoints is not None:
+            self._checkpoints.leave()
         self._groups.destroy()
 
     def undo(self, weights: Mapping[nn.Parameter, Tensor]) -> None:

@@ -34,6 +34,7 @@ from mdcs.runtime.optimizer_state import STEP, OptimizerState
 from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.storage import UnitStorage
 
+_LEAVING_S = 5.0
 MODEL, STATE = "model", ("optimizer", "state")
 
 
@@ -120,6 +121,11 @@ class Checkpoints:
         last, self._last = self._last, None
         if last is not None:
             last.wait()
+
+    def leave(self) -> None:
+        """The run is over for an error: what is being written may yet count, if the others write on."""
+        if self._last is not None and self._last._thread is not None:
+            self._last._thread.join(_LEAVING_S)
 
     def _write_beside(self, saving: Saving, root: Path, tree: Tree, run: Any, own: Any, keep: int | None, begin: float) -> None:
         try:

@@ -25,6 +25,13 @@ def test_a_folder_counts_with_its_manifest(tmp_path):
     assert folder.read(made)["step"] == 3 and folder.read(made)["world"] == 2
 
 
+def test_what_a_rank_has_written_elsewhere_does_not_count(tmp_path):
+    folder.begin(tmp_path, 3)
+    with pytest.raises(folder.CheckpointError, match="step-00000003.partial: a is not here: all ranks must see one folder"):
+        folder.finish(tmp_path, 3, {"a": [4, "0"]})
+    assert folder.found(tmp_path) == []
+
+
 def test_the_newest_is_first_and_the_last_are_kept(tmp_path):
     made = {step: write(tmp_path, step) for step in (9, 10, 100)}
     assert folder.found(tmp_path) == [made[100], made[10], made[9]]

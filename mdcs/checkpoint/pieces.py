@@ -192,7 +192,8 @@ def whole(folder: Path) -> Tree:
 def described(folder: Path) -> Mapping[tuple[str, ...], TensorStorageMetadata]:
     """Shape and type of everything that was saved, by its path in the tree."""
     metadata = _Reader(folder).read_metadata()
-    return {metadata.planner_data[name]: tensor for name, tensor in metadata.state_dict_metadata.items()}
+    tensors = metadata.state_dict_metadata.items()
+    return {metadata.planner_data[name]: t for name, t in tensors if isinstance(t, TensorStorageMetadata)}
 
 
 class _Reader(FileSystemReader):

@@ -22,7 +22,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     chosen = _choose(Path(path))
     run = numbers.load(chosen / RUN)
     tree = pieces.whole(chosen)
-    state, places, groups = tree.get("optimizer", {}).get("state", {}), {}, []
+    state, groups = tree.get("optimizer", {}).get("state", {}), []
+    places: dict[str, int] = {}
     for group in run["param_groups"]:
         own = [places.setdefault(name, len(places)) for name in group["params"]]
         groups.append({**group, "params": own})

@@ -59,7 +59,7 @@ class Saving:
     step: int
     staged_bytes: int = 0
     blocked_s: float = 0.0
-    """For so long training stood still."""
+    """For so long training stood still, once it was drained."""
     written_s: float | None = None
     """From the call until it counted; None as long as it does not."""
     _thread: threading.Thread | None = None
@@ -197,10 +197,9 @@ class Checkpoints:
                 for name, p in zip(storage.names, storage.parameters, strict=True):
                     step, _ = started.get((u, groups[p]), (None, None)) if p in groups else (None, None)
                     if storage.trainable and step is not None:
-                        found[(*STATE, name, STEP)] = torch.as_tensor(step)
-                    for key, value in self._state.kept.get(p, {}).items():
-                        if isinstance(value, Tensor):
-                            found[(*STATE, name, key)] = value
+                        found |= {(*STATE, name, STEP): torch.as_tensor(step)}
+                    kept = self._state.kept.get(p, {})
+                    found |= {(*STATE, name, key): value for key, value in kept.items() if isinstance(value, Tensor)}
         return planted(found.items())
 
     def _share(self, u: int, b: int) -> slice:

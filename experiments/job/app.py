@@ -91,6 +91,7 @@ def _run(session: Session, job: Job, on_sweep_end: Callable[[Session], None] | N
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises what it would print over many lines
     try:
         if asks_for_help:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
             print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:]))
             return 0
         for folder in added_folders(sys.argv[1:]):

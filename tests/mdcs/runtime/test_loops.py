@@ -421,7 +421,7 @@ def test_habits_between_backward_and_step(two: Ranks, strategy):
         for what in ("clip", "clip value", "unscale", "zero"):
             assert "weight was taken by the runtime: clip with parallelize(…, clip_norm=…)" in found[what], (what, found)
         assert "call parallel.step() in the place of optimizer.step()" in found["step"]
-        assert "save parallel.state_dict()" in found["save"]
+        assert "parallel.optimizer_state_dict()" in found["save"]
         assert found["zero after step"] == "[]"
         assert "lr of the optimizer's group 0 was changed between backward and step()" in found["lr"]
 

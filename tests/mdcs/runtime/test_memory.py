@@ -228,32 +228,31 @@ def test_every_algorithm_holds_what_the_ledger_says(measured: Ranks, strategy, s
 
 
 def peaks_under_budgets(model: str, cases: list[tuple[How, float | None]]) -> list[tuple[int, int]]:
+    """(budget, measured peak) of each case. What one leaves behind, a whole model and its state, is gone before the next."""
+    return [peak_under_budget(Job(model), how, share) for how, share in cases]
+
+
+def peak_under_budget(job: Job, how: How, share: float | None) -> tuple[int, int]:
     """(budget, measured peak) from the first iteration on, with evaluations and drains in between."""
-    job = Job(model)
-    out = []
-    for how, share in cases:
-        made, optimizer, profile = profiled(job, **SHAPES[model])
-        assert how.budget is not None
-        budget = int(how.budget * mdcs.floor_bytes(profile))
-        plan = on_rank_zero(
-            lambda profile=profile, how=how, share=share, budget=budget: mdcs.make_plan(
-                profile, strategy_for(how), scheduler_for(how), budget=budget, schedule_share=share
-            )
-        )
-        units = mdcs.partition(made.model, made.policy)
-        with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
-            parallel.reset_memory()
-            run(job, made, parallel, range(2))
-            parallel.drain()
-            run(job, made, parallel, range(2, 4))
-            with parallel.evaluate(), torch.no_grad():
-                made.loss(made.model, made.batch(0, 0, 0))
-            run(job, made, parallel, range(4, 5))
-            parallel.drain()
-            memory = parallel.memory()
-        assert plan.budget is not None and plan.budget <= budget
-        out.append((plan.budget, memory["measured"]["total"]))
-    return out
+    made, optimizer, profile = profiled(job, **SHAPES[job.model])
+    assert how.budget is not None
+    budget = int(how.budget * mdcs.floor_bytes(profile))
+    plan = on_rank_zero(
+        lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how), budget=budget, schedule_share=share)
+    )
+    units = mdcs.partition(made.model, made.policy)
+    with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
+        parallel.reset_memory()
+        run(job, made, parallel, range(2))
+        parallel.drain()
+        run(job, made, parallel, range(2, 4))
+        with parallel.evaluate(), torch.no_grad():
+            made.loss(made.model, made.batch(0, 0, 0))
+        run(job, made, parallel, range(4, 5))
+        parallel.drain()
+        memory = parallel.memory()
+    assert plan.budget is not None and plan.budget <= budget
+    return plan.budget, memory["measured"]["total"]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from mdcs.calibrate.autoplan import autoplan
     from mdcs.calibrate.autoprofile import autoprofile
     from mdcs.calibrate.slots import measure_profile
+    from mdcs.checkpoint.folder import CheckpointError
+    from mdcs.checkpoint.plain import export_pretrained, read_checkpoint
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
-    from mdcs.runtime.api import Parallel, parallelize
+    from mdcs.runtime.api import Parallel, parallelize, resume
     from mdcs.runtime.dispatcher import RunError
     from mdcs.runtime.emulation import Emulation
     from mdcs.runtime.scaling import LossScale
@@ -44,6 +46,9 @@ _LAZY = {
     "measure_profile": "mdcs.calibrate.slots",
     "Parallel": "mdcs.runtime.api",
     "parallelize": "mdcs.runtime.api",
+    "resume": "mdcs.runtime.api",
+    "CheckpointError": "mdcs.checkpoint.folder",
+    **dict.fromkeys(("export_pretrained", "read_checkpoint"), "mdcs.checkpoint.plain"),
     "RunError": "mdcs.runtime.dispatcher",
     "Emulation": "mdcs.runtime.emulation",
     "LossScale": "mdcs.runtime.scaling",
@@ -54,10 +59,10 @@ _LAZY = {
 
 __version__ = "0.1.0"
 __all__ = [
-    "ByClass", "ByLeaf", "BySize", "Collectives", "Emulation", "InfeasibleBudget", "Job", "Kind", "Link", "LossScale", "Message",
-    "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel", "autoplan",
-    "autoprofile", "floor_bytes", "make_plan", "materialize", "measure_profile", "merge_shards", "parallelize", "partition",
-    "replay",
+    "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget", "Job", "Kind", "Link",
+    "LossScale", "Message", "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel",
+    "autoplan", "autoprofile", "export_pretrained", "floor_bytes", "make_plan", "materialize", "measure_profile", "merge_shards",
+    "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 
 

@@ -246,6 +246,9 @@ _PLANNED = {  # what only a plan is made of, as conf/config.yaml chooses it
 }
 
 
+_CHECKPOINTS = ("save_every", "resume")
+
+
 def _check_engine(config: Config) -> None:
     engine = config.engine
     engine.check(config)
@@ -259,6 +262,9 @@ def _check_engine(config: Config) -> None:
         _check_usual(group, getattr(config, group), usual, engine.name)
     limit = dataclasses.replace(config.budget, gib=None)  # which is checked: measured peak against it
     _check_usual("budget", limit, type(limit)(), engine.name)
+    for name in _CHECKPOINTS:
+        if (value := getattr(config.run, name)) is not None:
+            raise ConfigError(f"run.{name}", f"must be null with engine={engine.name}, which writes no checkpoints; got {value}")
     if not config.run.cross_iteration:
         raise ConfigError("run.cross_iteration", f"has no effect with engine={engine.name}, got false")
 
@@ -285,6 +291,9 @@ def _check_emulation(config: Config) -> None:
         raise ConfigError("cluster.rank", f"must be < cluster.ranks={cluster.ranks}, got {cluster.rank}")
     if config.run.eval_every is not None:
         raise ConfigError("run.eval_every", f"must be null with cluster=emulated, without losses; got {config.run.eval_every}")
+    for name in _CHECKPOINTS:
+        if (value := getattr(config.run, name)) is not None:
+            raise ConfigError(f"run.{name}", f"must be null with cluster=emulated, whose weights mean nothing; got {value}")
 
 
 def _check_hosts(config: Config) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mdcs.model.units import ModelUnit
+    from mdcs.runtime.checkpointing import Resumed, Saving
     from mdcs.runtime.emulation import Emulation
 
     Batch = dict[str, Tensor]
@@ -139,6 +140,14 @@ class Engine(Protocol):
 
     def evaluate(self) -> AbstractContextManager[Any]:
         """Forward passes of the job's model without gradients."""
+        ...
+
+    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> Saving:
+        """Write one; a config that asks a peer for it is refused."""
+        ...
+
+    def resume(self, path: Path) -> Resumed | None:
+        """Go on from the newest; None where there is none. Steps of `records` go on, too."""
         ...
 
     def records(self, *, flush: bool = False) -> list[Record]:
@@ -269,6 +278,12 @@ class Peer:
             yield
         finally:
             self.seen = training
+
+    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> Saving:
+        raise NotImplementedError("experiments.config.checks refuses run.save_every with a peer")
+
+    def resume(self, path: Path) -> Resumed | None:
+        raise NotImplementedError("experiments.config.checks refuses run.resume with a peer")
 
     # ---- what was measured
 

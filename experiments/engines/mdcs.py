@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experiments.engines.base import Batch
+    from mdcs.runtime.checkpointing import Resumed, Saving
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class MdcsEngine:
         assert workload.plan is not None and workload.plan.prediction is not None
         self.workload, self.plan, self.prediction = workload, workload.plan, workload.plan.prediction
         self.optimizer = workload.optimizer
+        self._done = 0  # steps before this run's first
         self._parallel = mdcs.parallelize(
             workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,
             loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
@@ -69,8 +71,16 @@ class MdcsEngine:
     def grad_norm(self) -> float | None:
         return self._parallel.grad_norm
 
+    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> Saving:
+        return self._parallel.checkpoint(root, extra=extra, keep=keep, wait=wait)
+
+    def resume(self, path: Path) -> Resumed | None:
+        resumed = mdcs.resume(self._parallel, path)
+        self._done = 0 if resumed is None else resumed.step
+        return resumed
+
     def records(self, *, flush: bool = False) -> list[Record]:
-        return [Record(r.step, r.times, r.bytes, r.messages) for r in self._parallel.records(flush=flush)]
+        return [Record(self._done + r.step, r.times, r.bytes, r.messages) for r in self._parallel.records(flush=flush)]
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]

@@ -57,13 +57,15 @@ def start_event(
     }  # fmt: skip
 
 
-def step_event(workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float) -> dict[str, Any]:
-    """A step that has ended. `processor_s` is of all threads of this process, until its training thread has ended the step; loss
-    and norm are null where ranks are emulated: they mean nothing there.
+def step_event(
+    workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float, warmup: int
+) -> dict[str, Any]:
+    """A step that has ended, and whether it is one of the first, up to `warmup`. `processor_s` is of all threads of this process,
+    until its training thread has ended the step; loss and norm are null where ranks are emulated: they mean nothing there.
     """
     retries = engine.allocator_retries()
     return {
-        "event": "step", "step": record.step, "warmup": record.step <= workload.config.run.warmup_steps,
+        "event": "step", "step": record.step, "warmup": record.step <= warmup,
         "loss": workload.shown(loss), **dataclasses.asdict(record.times), "bytes": record.bytes, "messages": record.messages,
         "throughput_samples_s": workload.samples_per_step / record.times.step_s,
         "processor_s": processor_s,

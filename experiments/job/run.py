@@ -21,7 +21,7 @@ import analysis
 from analysis.events import METRICS, Tail
 from experiments.config.checks import as_mapping, save
 from experiments.config.schema import Config, ConfigError
-from experiments.job import profiles
+from experiments.job import checkpoints, profiles
 from experiments.job.events import job_event
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
@@ -78,6 +78,7 @@ def run(
     if only is not None:
         _require_plan(config)
     _require_decided(config)
+    checkpoints.require(config, folder)
     config.engine.require()
     try:
         with _claimed(folder):
@@ -243,11 +244,15 @@ def resolve(config: Config, *, profile: Path | None = None) -> Config:
             threads=config.cluster.resolved_threads(),
             backend=config.cluster.resolved_backend(),
         ),
-        run=dataclasses.replace(config.run, name=name),
+        run=dataclasses.replace(config.run, name=name, resume=_absolute(config.run.resume)),
         profile=config.profile
         if path is None
         else dataclasses.replace(config.profile, path=str(path.resolve()), refresh=False),
     )
+
+
+def _absolute(resume: str | None) -> str | None:
+    return resume if resume in (None, "auto") else str(Path(resume).resolve())
 
 
 def environment(config: Config) -> dict[str, str]:

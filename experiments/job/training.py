@@ -14,6 +14,7 @@ from torch import Tensor
 from analysis.events import METRICS
 from experiments.engines.base import Engine, Record
 from experiments.job import events
+from experiments.job.checkpoints import Checkpoints
 from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
 from launch import status
@@ -27,7 +28,6 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     metrics = JsonLines(folder / METRICS) if workload.writes else None
     if metrics:
         metrics.write(events.start_event(config, plan, floor, workload.trials))
-    batches = workload.batches()
     if run.eval_every:
         workload.batches(held_out=True, epochs=1)  # too few samples are an error now, not at the first evaluation
     losses: dict[int, float] = {}
@@ -38,23 +38,29 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     with config.engine.prepare(config, workload) as engine:
         used = time.process_time()
         schedule = make_schedule(config, engine.optimizer)
-        for step in range(1, run.steps + 1):
+        checkpoints = Checkpoints(config, folder, engine, schedule, metrics)
+        done = checkpoints.resume()
+        warmup = min(done + run.warmup_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
+        batches = workload.batches(first_step=done * run.accumulation)
+        for step in range(done + 1, run.steps + 1):
             status.set(step=step, phase="training")
             losses[step] = train_step(workload, batches, engine)
             engine.step()
             schedule.step()
             processor[step], used = time.process_time() - used, time.process_time()
-            if step == run.warmup_steps:
+            if step == warmup:
                 engine.reset_memory()
-            kept += report(metrics, workload, engine, losses, processor, flush=False)
+            kept += report(metrics, workload, engine, losses, processor, warmup, flush=False)
             if run.eval_every and step % run.eval_every == 0:
                 evaluate(metrics, workload, engine, step)
+            checkpoints.after(step)
             if step % 50 == 0:
                 gc.collect()
         engine.drain()
         status.set(phase="finishing")
-        kept += report(metrics, workload, engine, losses, processor, flush=True)
-        kept = [record for record in kept if record.step > run.warmup_steps]
+        checkpoints.finish()
+        kept += report(metrics, workload, engine, losses, processor, warmup, flush=True)
+        kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before the ranks talk of it, which takes bytes too
         summary = events.summary_event(workload, kept, losses[run.steps], highest_peak(workload, engine), floor, processor)
         engine.write(folder)
@@ -92,13 +98,13 @@ def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step
 
 def report(
     metrics: JsonLines | None, workload: Workload, engine: Engine, losses: Mapping[int, float], processor: Mapping[int, float],
-    *, flush: bool,
+    warmup: int, *, flush: bool,
 ) -> list[Record]:  # fmt: skip
     """Write the steps that have ended, messages included: one step later than compute; losses and processor seconds by step."""
     records = engine.records(flush=flush)
     if metrics:
         for record in records:
-            metrics.write(events.step_event(workload, engine, record, losses[record.step], processor[record.step]))
+            metrics.write(events.step_event(workload, engine, record, losses[record.step], processor[record.step], warmup))
     return records
 
 

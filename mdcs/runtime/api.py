@@ -10,7 +10,8 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,9 @@ from mdcs.runtime.stream_dispatcher import StreamDispatcher, bytes_apart
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.walker import SlotWalker
 from mdcs.runtime.wire import Wire
+
+if TYPE_CHECKING:
+    from mdcs.runtime.checkpointing import Checkpoints, Resumed, Saving
 
 _CPU = torch.device("cpu")
 
@@ -94,6 +98,17 @@ def parallelize(
         model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers, init,
         torch.device(device),
     )  # fmt: skip
+
+
+def resume(parallel: Parallel, path: str | Path) -> Resumed | None:
+    """Go on where :meth:`Parallel.checkpoint` was called, on any number of ranks and with any plan; call it on every rank.
+
+    ``path`` is the root that ``checkpoint`` was given, of which the newest that is whole is taken, with a warning for every newer
+    one, or the folder of a step. Returns the step, and what the loop gave as extra; None where there is no checkpoint yet.
+    At the number of ranks that wrote it, with the same plan, training goes on bit for bit. Raises CheckpointError where none is
+    whole, or the one is of another model or optimizer, by name.
+    """
+    return parallel._resume(Path(path))
 
 
 class Parallel:
@@ -192,6 +207,8 @@ class Parallel:
         self._state = OptimizerState(self._updates, self._storages, self._gathering, self._groups.exchange)
         self._state.load(optimizer.state)
         optimizer.state.clear()  # it is on shards from now on
+        self._checkpoints: Checkpoints | None = None
+        self._resumed_after = 0
         self._evaluation = Evaluation(
             units, self._storages, ledger, self._gathering, self._groups, self._place
         )
@@ -407,6 +424,52 @@ class Parallel:
         optimizer_state.take_options(self.optimizer, saved)
         self._state.load(found)
 
+    @property
+    def steps(self) -> int:
+        """Iterations done, those before a checkpoint that was resumed included."""
+        return self._resumed_after + self._walker.step - 1
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def checkpoint(self, root: str | Path, *, extra: Any = None, keep: int | None = None, wait: bool = True) -> Saving:
+        """Write ``root/step-N`` for :func:`mdcs.resume`, on every rank, into a folder that all see; :meth:`drain` included.
+
+        ``extra``, of numbers, texts, containers and tensors, comes back from ``resume``: a schedule's state, the place in the
+        data. All but the last ``keep`` (None: all) are deleted when it counts. Without ``wait`` this rank's part is copied to the
+        host, and written while training goes on, one at a time; where the plan's budget has no room for the copy on a CPU, it is
+        written first. Raises RunError, on every rank and naming the one, for what cannot be written, at the latest in the next
+        call or :meth:`close`; the checkpoints before stay as they are.
+        """
+        self._needs_ranks("checkpoint()")
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self._drain("checkpoint()")
+        spare = None
+        if self.plan.budget is not None and self._storages[0].device.type == "cpu":
+            peak = self.plan.prediction.peak_bytes if self.plan.prediction else self.plan.budget
+            spare = self.plan.budget - self.plan.reserve - peak
+        return self._checkpointing().save(Path(root), self.steps, extra, keep=keep, spare=spare, wait=wait)
+
+    def _checkpointing(self) -> Checkpoints:
+        if self._checkpoints is None:
+            from mdcs.runtime.checkpointing import Checkpoints  # torch's part of it takes most of a second to import
+
+            self._checkpoints = Checkpoints(
+                self.model, self.optimizer, self._storages, self._state, self._buffers, self._loss_scale, self._groups,
+                self._meter, self._place,
+            )  # fmt: skip
+        return self._checkpoints
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _resume(self, path: Path) -> Resumed | None:
+        self._needs_ranks("resume()")
+        self._drain("resume()")
+        resumed = self._checkpointing().resume(path)
+        if resumed is not None:
+            self._resumed_after = resumed.step - (self._walker.step - 1)
+        return resumed
+
     # -- what happened ------------------------------------------------------------------------------------------
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
@@ -486,17 +549,25 @@ class Parallel:
         An iteration under way is given up. The optimizer has its state, whole as that of a plain loop.
         Without ``whole``, and where it cannot be (after an error, when a rank does not take part within ``timeout_s``, when
         updates of an iteration have begun), the optimizer's state is lost, and parameters that are not whole on this rank say so
-        when they are used.
+        when they are used. Waits for the checkpoint that is being written, and raises RunError, closed, if it could not be.
         """
         if self._closed:
             return
         self._not_lent("close()")
+        unwritten: RunError | None = None
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.finish()
+        except RunError as e:  # what is trained is whole all the same
+            unwritten = e
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
         if whole and self._emulate is None:
             why = self._gather_all()
             if why:
                 warnings.warn(f"rank {self.rank}: closed without the optimizer's state: {why}", stacklevel=2)
         self._end(why)
+        if unwritten is not None:
+            raise unwritten
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -544,6 +615,8 @@ class Parallel:
         self._hooks.remove()
         for handle in self._handles:
             handle.remove()
+        if self._checkpoints is not None:
+            self._checkpoints.leave()
         self._groups.destroy()
 
     def undo(self, weights: Mapping[nn.Parameter, Tensor]) -> None:

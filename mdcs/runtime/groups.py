@@ -12,9 +12,9 @@ import torch.distributed as dist
 from mdcs.runtime.communicator import backend_of
 
 CALLS = (
-    "abandon()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()", "full_parameters()",
+    "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()", "full_parameters()",
     "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
-    "optimizer_state_dict()", "sharded_state_dict()", "state_dict()", "the broadcast of buffers",
+    "optimizer_state_dict()", "resume()", "sharded_state_dict()", "state_dict()", "the broadcast of buffers",
 )  # fmt: skip
 """What the training threads may tell each other of: calls for all ranks."""
 
@@ -31,6 +31,7 @@ class Groups:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool) -> None:
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._own: list[dist.ProcessGroup] = []
+        self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self.messages = self.control = self.talk = None
         if self.world == 1:
             return
@@ -54,6 +55,10 @@ class Groups:
             ranks = dist.get_process_group_ranks(group)
             new = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         return new
+
+    def another(self) -> dist.ProcessGroup | None:
+        """A group more, for a thread of its own; all ranks must call it."""
+        return None if self.world == 1 else self._new(self._group, self._timeout)
 
     @torch.inference_mode(False)
     def tell(self, call: str, *numbers: int) -> list[tuple[int, ...]]:

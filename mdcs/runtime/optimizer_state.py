@@ -95,9 +95,7 @@ class OptimizerState:
         Gathered one state of one unit at a time. ``release``: the shards are freed as that is done.
         """
         found = {p: {key: _kept(value, cpu) for key, value in own.items()} for p, own in self._kept.items()} if keep else {}
-        here: Together = {}
-        for ranks in self._exchange(self._local()):
-            here |= ranks
+        here = self.started()
         for u, storage in enumerate(self._storages):
             if not storage.trainable:
                 continue
@@ -116,6 +114,46 @@ class OptimizerState:
                 for optimizer, _ in self._blocks(u):
                     optimizer.state.clear()
         return found
+
+    # -- for checkpoints, which write and read what is on shards
+
+    def started(self) -> Together:
+        """What has state: its step count and, by name, the types of its other state; every rank must call it."""
+        here: Together = {}
+        for ranks in self._exchange(self._local()):
+            here |= ranks
+        return here
+
+    def parts(self) -> Iterator[tuple[int, int, slice, str, Tensor]]:
+        """Unit, block, place in this rank's part of it, name and values of all that is on this rank's shards, but step counts."""
+        for u, storage in enumerate(self._storages):
+            for b in range(len(storage.blocks) if storage.trainable else 0):
+                for optimizer, group, part in self._runs(u, b):
+                    for key, value in optimizer.state.get(group["params"][0], {}).items():
+                        if key != STEP and value is not None:
+                            yield u, b, part, key, value
+
+    @property
+    def kept(self) -> State:
+        """That of parameters that are frozen, whole."""
+        return self._kept
+
+    def begin(self, wanted: Together, kept: State) -> None:
+        """Make room on shards for the state named in ``wanted``, with its step counts; what there was before is forgotten."""
+        self._kept = {p: dict(own) for p, own in kept.items()}
+        for u, storage in enumerate(self._storages):
+            for optimizer, _ in self._blocks(u):
+                optimizer.state.clear()
+            for b in range(len(storage.blocks) if storage.trainable else 0):
+                for optimizer, group, _ in self._runs(u, b):
+                    step, keys = wanted.get((u, group["mdcs_group"]), (None, ()))
+                    p = group["params"][0]
+                    with self._updates.meter.tag("optimizer"):
+                        if step is not None and STEP in keys:
+                            optimizer.state[p][STEP] = _count(step, group, p)
+                        for key in keys:
+                            if key != STEP:
+                                optimizer.state[p][key] = torch.zeros_like(p)
 
     def _local(self) -> Together:
         """Of this rank's runs: their step, on the CPU, and the names of their other states."""

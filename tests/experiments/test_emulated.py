@@ -100,6 +100,7 @@ WRONG = {
     "cluster.ranks=8 cluster.rank=8": "cluster.rank: must be < cluster.ranks=8, got 8",
     "cluster=local cluster.rank=1": "cluster.rank: has no effect with cluster.name=local, got 1",
     "run.eval_every=2": "run.eval_every: must be null with cluster=emulated, without losses; got 2",
+    "run.resume=auto": "run.resume: must be null with cluster=emulated, whose weights mean nothing; got auto",
     "link.rate_gbit=null": "link.rate_gbit: is needed with link.name=emulated, got null",
 }
 

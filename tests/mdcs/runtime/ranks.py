@@ -29,7 +29,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 # What a rank imports sooner or later; torch brings its compiler when an optimizer is first used.
-PRELOADED = ("torch._dynamo", "transformers.modeling_utils", "tests.mdcs.runtime.training")
+PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint", "transformers.modeling_utils", "tests.mdcs.runtime.training")
 
 
 @dataclass

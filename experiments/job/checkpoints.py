@@ -1,0 +1,76 @@
+"""What a job keeps of its training, in its folder's `checkpoints/`, and goes on from: `run.save_every` and `run.resume`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.config.schema import Config, ConfigError
+from experiments.job.tracking import JsonLines
+from launch import status
+
+if TYPE_CHECKING:  # which import torch: a launcher need not wait for it
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from experiments.engines.base import Engine
+    from mdcs.runtime.checkpointing import Saving
+
+FOLDER = "checkpoints"
+
+
+def require(config: Config, folder: Path) -> None:
+    """Raise ConfigError for a run that would mix its checkpoints with another's, or whose `run.resume` is no folder."""
+    run, own = config.run, folder / FOLDER
+    if run.resume not in (None, "auto") and not Path(run.resume).is_dir():
+        raise ConfigError("run.resume", f"no such folder: {run.resume}")
+    if run.resume is None and run.save_every is not None and any(own.glob("step-*")):
+        raise ConfigError("run.resume", f"{own} has checkpoints of a former run: go on with auto, or delete them; got null")
+
+
+class Checkpoints:
+    """Of one rank of a job; rank 0 has `metrics`, and tells of every checkpoint there."""
+
+    def __init__(
+        self, config: Config, folder: Path, engine: Engine, schedule: LRScheduler, metrics: JsonLines | None
+    ) -> None:
+        self._run, self._own, self._metrics = config.run, folder / FOLDER, metrics
+        self._engine, self._schedule = engine, schedule
+        self._last: Saving | None = None
+
+    def resume(self) -> int:
+        """How many steps are done already, as the engine, its optimizer and the schedule are then."""
+        if self._run.resume is None:
+            return 0
+        status.set(phase="resuming")
+        resumed = self._engine.resume(self._own if self._run.resume == "auto" else Path(self._run.resume))
+        if resumed is None:
+            if self._run.resume == "auto":
+                return 0
+            raise ValueError(f"run.resume: {self._run.resume} has no checkpoint")
+        if resumed.step >= self._run.steps:
+            raise ValueError(f"run.steps: {resumed.folder} has all {resumed.step} steps already: ask for more, or resume another")
+        self._schedule.load_state_dict(resumed.extra["schedule"])
+        self._tell("resumed", step=resumed.step, world=resumed.world, folder=str(resumed.folder))
+        return int(resumed.step)
+
+    def after(self, step: int) -> None:
+        """Write a checkpoint where one is due."""
+        if self._run.save_every is None or step % self._run.save_every:
+            return
+        status.set(phase="saving")
+        self.finish()
+        extra = {"schedule": self._schedule.state_dict()}
+        self._last = self._engine.checkpoint(self._own, extra, keep=self._run.keep, wait=not self._run.save_beside)
+
+    def finish(self) -> None:
+        """Wait for the one that is being written."""
+        if self._last is not None:
+            saving, self._last = self._last, None
+            saving.wait()
+            told = {key: value for key, value in dataclasses.asdict(saving).items() if key.endswith(("_s", "_bytes"))}
+            self._tell("checkpoint", step=saving.step, folder=str(saving.folder), **told)
+
+    def _tell(self, event: str, **values: Any) -> None:
+        if self._metrics:
+            self._metrics.write({"event": event, **values})

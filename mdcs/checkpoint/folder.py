@@ -1,0 +1,156 @@
+"""Folders of checkpoints: ``ROOT/step-00000100`` counts once it has that name, which it gets last, with its manifest inside.
+
+The manifest has the size and the SHA-256 of every file. What is being written or deleted has another name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+_PARTIAL = ".partial"
+_NAME = re.compile(r"step-(\d+)")
+
+Sums = dict[str, list[Any]]
+"""By file: its size in bytes and its SHA-256."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: names the folder, and the file or parameter."""
+
+
+def name_of(step: int) -> str:
+    """Of the folder of a step."""
+    return f"step-{step:08}"
+
+
+def is_name(text: str) -> bool:
+    """Whether a folder of this name is that of one step."""
+    return _NAME.fullmatch(text) is not None
+
+
+def partial(root: Path, step: int) -> Path:
+    """The folder in which a step is written before it counts."""
+    return root / (name_of(step) + _PARTIAL)
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make that folder, empty; what others have left half-written or half-deleted goes."""
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(f"step-*{_PARTIAL}"):
+        shutil.rmtree(left)
+    made = partial(root, step)
+    made.mkdir()
+    return made
+
+
+def sums(files: Iterable[Path]) -> Sums:
+    """Of files that are written."""
+    return {file.name: [file.stat().st_size, _sha256(file)] for file in files}
+
+
+def finish(root: Path, step: int, files: Sums, **about: Any) -> Path:
+    """Write the manifest, and let the folder count. One of this step that was there before goes.
+
+    Raises CheckpointError for a file that some rank has written elsewhere.
+    """
+    writing, made = partial(root, step), root / name_of(step)
+    for name, (size, _) in files.items():
+        if not (writing / name).is_file() or (writing / name).stat().st_size != size:
+            raise CheckpointError(f"{writing}: {name} is not here: all ranks must see one folder")
+    manifest = {"schema": SCHEMA, "step": step, **about, "files": dict(sorted(files.items()))}
+    manifest["sha256"] = _sha256_of(manifest)
+    with (writing / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(writing)
+    if made.exists():
+        _delete(made)
+    writing.rename(made)
+    _sync(root)
+    return made
+
+
+def keep_last(root: Path, count: int) -> None:
+    """Delete all but the newest that count."""
+    for folder in found(root)[count:]:
+        _delete(folder)
+
+
+def found(root: Path) -> list[Path]:
+    """The folders that count, the newest first."""
+    steps = {int(match[1]): path for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def problem(folder: Path, rank: int = 0, world: int = 1) -> str | None:
+    """Why a folder cannot be used, with the file's name, as far as one of the ranks that share the work can tell."""
+    try:
+        manifest = read(folder)
+        for file, (size, sha256) in [*manifest["files"].items()][rank::world]:
+            path = folder / file
+            if not path.is_file():
+                return f"{file} is missing"
+            if path.stat().st_size != size:
+                return f"{file} has {path.stat().st_size} bytes, not the {size} that were written"
+            if _sha256(path) != sha256:
+                return f"{file} is not what was written: its SHA-256 differs"
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest. Raises CheckpointError for one that is not there, or not whole."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        whole = manifest.pop("sha256") == _sha256_of(manifest)
+    except FileNotFoundError:
+        raise CheckpointError(f"it has no {MANIFEST}: it was not finished") from None
+    except (ValueError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{MANIFEST} is not what was written")
+    if manifest["schema"] != SCHEMA:
+        raise CheckpointError(f"{MANIFEST} has schema {manifest['schema']}, this version reads {SCHEMA}")
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def _delete(folder: Path) -> None:
+    """At once for whoever looks for folders that count."""
+    gone = folder.with_name(f"{folder.name}.deleted{_PARTIAL}")
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        digest = hashlib.sha256()
+        while data := stream.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _sha256_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Names in a folder survive a crash of the machine once it is synced."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

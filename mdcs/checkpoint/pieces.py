@@ -1,0 +1,219 @@
+"""Tensors of which a rank has pieces, written and read by torch.distributed.checkpoint (DCP).
+
+A piece is a run of elements, in the order of the plain tensor, at its true offset and without padding. DCP knows boxes of a
+tensor's own shape, and a run is a few of them: so any program reads the whole tensor under its plain name.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+# As torch's own converters do: the public functions of torch 2.6 cannot be told to ask no other ranks.
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+Shape = tuple[int, ...]
+
+
+def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Offsets and sizes of the boxes, in order, that are elements ``start`` to ``stop`` of a tensor in row-major order."""
+    if not shape:
+        yield (), ()
+        return
+    inside = math.prod(shape[1:])
+    (first, begin), (last, end) = divmod(start, inside), divmod(stop, inside)
+    if begin and (first < last):
+        yield from _row(shape, first, begin, inside)
+        first, begin = first + 1, 0
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if begin < end:
+        yield from _row(shape, last, begin, end)
+
+
+def _row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    return (((row, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start, stop))
+
+
+class Pieces:
+    """What this rank has of a tensor, as DCP asks for it: the views that it reads from, or into."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self._boxes: list[tuple[ChunkStorageMetadata, Tensor]] = []
+
+    def add(self, start: int, values: Tensor) -> None:
+        """Flat values of the elements from ``start`` on."""
+        at = 0
+        for offsets, sizes in boxes(self.shape, start, start + values.numel()):
+            n = math.prod(sizes)
+            box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            self._boxes.append((box, values[at : at + n].view(sizes)))
+            at += n
+
+    def staged(self) -> Pieces:
+        """The same, copied to the host."""
+        copy = Pieces(self.shape, self.dtype)
+        copy._boxes = [(box, values.to("cpu", copy=True)) for box, values in self._boxes]
+        return copy
+
+    @property
+    def bytes(self) -> int:
+        """Of all pieces together."""
+        return sum(values.numel() * values.element_size() for _, values in self._boxes)
+
+    def size(self) -> torch.Size:
+        """That of the whole tensor, which DCP compares."""
+        return self.shape
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.shape),
+            )
+            for box, _ in self._boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [box for box, _ in self._boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(values for box, values in self._boxes if box.offsets == index.offset)
+
+
+Tree = dict[str, Any]
+"""Nested mappings; their leaves are tensors and Pieces. Names of levels joined by dots are names in DCP."""
+
+
+def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Paths and leaves."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def planted(found: Iterable[tuple[tuple[str, ...], Any]]) -> Tree:
+    """The tree of paths and leaves."""
+    tree: Tree = {}
+    for path, leaf in found:
+        at = tree
+        for name in path[:-1]:
+            at = at.setdefault(name, {})
+        at[path[-1]] = leaf
+    return tree
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, Pieces) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Tree, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({}, metadata, is_coordinator)  # it would drop what is no tensor
+        self.state_dict = {".".join(path): leaf for path, leaf in leaves(state_dict)}
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, Pieces) else super().lookup_tensor(index)
+
+
+def save(folder: Path, tree: Tree, group: dist.ProcessGroup | None) -> None:
+    """Write every rank's tree; all ranks of the group (None: there is this one) must call it.
+
+    Raises RanksFailed on all of them.
+    """
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    with _told():
+        _save_state_dict(tree, writer, group, no_dist=group is None, planner=_SavePlanner())
+
+
+def load(folder: Path, tree: Tree) -> None:
+    """Read into what the tree has, on this rank alone. Raises RanksFailed that names what the checkpoint does not have."""
+    with _told():
+        _load_state_dict(tree, _Reader(folder), no_dist=True, planner=_LoadPlanner())
+
+
+class RanksFailed(RuntimeError):
+    """``problems``, by rank."""
+
+    def __init__(self, problems: dict[int, str]) -> None:
+        super().__init__("; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
+        self.problems = problems
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """DCP's own exception is no Exception, and tells traces."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise RanksFailed({rank: f"{type(why).__name__}: {why}" for rank, (why, _) in error.failures.items()}) from error
+
+
+def whole(folder: Path) -> Tree:
+    """Everything that was saved, as plain tensors on the host."""
+    tree = planted((path, torch.empty(t.size, dtype=t.properties.dtype)) for path, t in described(folder).items())
+    load(folder, tree)
+    return tree
+
+
+def described(folder: Path) -> Mapping[tuple[str, ...], TensorStorageMetadata]:
+    """Shape and type of everything that was saved, by its path in the tree."""
+    metadata = _Reader(folder).read_metadata()
+    tensors = metadata.state_dict_metadata.items()
+    return {metadata.planner_data[name]: t for name, t in tensors if isinstance(t, TensorStorageMetadata)}
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """DCP's metadata is a pickle: names of its own records and of torch's types are all that it may call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        records = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        known = (module in records and "." not in name) or (module, name) in {
+            ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+        }  # fmt: skip
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"a checkpoint's metadata may not name {module}.{name}")

@@ -1,0 +1,57 @@
+"""A job goes on from the checkpoints of another, and mixes them with nobody's."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import analysis
+from analysis.events import read_events
+from experiments.config import checks
+from experiments.config.schema import Config, ConfigError
+from experiments.job import checkpoints
+from experiments.job import run as jobs
+
+JOB = (
+    *("model=mlp", "data=synthetic", "optimizer.schedule=linear", "strategy=fsdp", "scheduler=dear", "run.accumulation=2"),
+    *("run.steps=6", "run.warmup_steps=1", "run.profile_iterations=2", "cluster.threads=1"),
+)
+
+
+def composed(*overrides: str) -> Config:
+    with checks.composing():
+        return checks.compose_config([*JOB, *overrides])
+
+
+def losses(folder: Path, *overrides: str) -> dict[int, float]:
+    outcome = jobs.run(composed(*overrides), folder, Console(file=io.StringIO()))
+    assert outcome.ok, outcome.reason
+    steps = analysis.load_run(folder).steps
+    return dict(zip(steps["step"], steps["loss"], strict=True))
+
+
+def test_a_job_goes_on_as_if_it_had_not_stopped(tmp_path):
+    whole = losses(tmp_path / "whole", "run.save_every=3", "run.keep=5")
+    own = tmp_path / "whole" / checkpoints.FOLDER
+    assert sorted(path.name for path in own.iterdir()) == ["step-00000003", "step-00000006"]
+    written = [event for event in read_events(tmp_path / "whole" / "metrics.jsonl") if event["event"] == "checkpoint"]
+    assert [event["step"] for event in written] == [3, 6] and all(event["staged_bytes"] > 0 for event in written)
+    profile = f"profile.path={tmp_path / 'whole' / 'profile.json'}"
+    rest = losses(tmp_path / "rest", f"run.resume={own / 'step-00000003'}", profile)
+    assert rest == {step: whole[step] for step in (4, 5, 6)}
+
+
+def test_checkpoints_of_a_former_run_are_not_mixed_with_new_ones(tmp_path):
+    (tmp_path / checkpoints.FOLDER / "step-00000003").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="run.resume: .*/checkpoints has checkpoints of a former run: go on with auto, or "):
+        checkpoints.require(composed("run.save_every=2"), tmp_path)
+    checkpoints.require(composed("run.save_every=2", "run.resume=auto"), tmp_path)
+    checkpoints.require(composed(), tmp_path)
+
+
+def test_what_is_resumed_must_be_there(tmp_path):
+    with pytest.raises(ConfigError, match="run.resume: no such folder: .*/nothing"):
+        checkpoints.require(composed(f"run.resume={tmp_path}/nothing"), tmp_path)

@@ -1,0 +1,72 @@
+"""Runs of elements are boxes of a tensor's own shape; DCP writes them, and whoever knows the plain names reads them."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mdcs.checkpoint import pieces
+from mdcs.checkpoint.pieces import Pieces, boxes
+
+
+def test_boxes_of_a_run_that_begins_and_ends_in_the_middle_of_rows():
+    assert [*boxes((4, 5), 3, 17)] == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+    assert [*boxes((4, 5), 6, 8)] == [((1, 1), (1, 2))]
+    assert [*boxes((7,), 2, 7)] == [((2,), (5,))]
+    assert [*boxes((), 0, 1)] == [((), ())]
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_boxes_are_the_run_and_few(shape, data):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, whole.numel() - 1))
+    stop = data.draw(st.integers(start + 1, whole.numel()))
+    places = [tuple(slice(o, o + n) for o, n in zip(*box, strict=True)) for box in boxes(tuple(shape), start, stop)]
+    found = [whole[place].reshape(-1) for place in places]
+    assert torch.cat(found).tolist() == [*range(start, stop)]
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def in_pieces(whole: torch.Tensor, *cuts: int) -> Pieces:
+    made = Pieces(whole.shape, whole.dtype)
+    for start, stop in zip((0, *cuts), (*cuts, whole.numel()), strict=True):
+        made.add(start, whole.reshape(-1)[start:stop].clone())
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_cut_in_one_way_is_read_whole_or_cut_in_another(tmp_path):
+    weight, scale = torch.randn(5, 6, dtype=torch.float64), torch.tensor(3.0)
+    pieces.save(tmp_path, {"model": {"a.weight": in_pieces(weight, 4, 13), "a.scale": in_pieces(scale)}}, None)
+    into = torch.zeros(30)
+    other = Pieces(weight.shape, into.dtype)
+    other.add(0, into[:9])
+    other.add(9, into[9:])
+    pieces.load(tmp_path, {"model": {"a.weight": other}})
+    assert torch.equal(into.view(5, 6), weight.float())
+    found = pieces.whole(tmp_path)["model"]
+    assert torch.equal(found["a.weight"], weight) and torch.equal(found["a.scale"], scale)
+    plain = {"model": {"a.weight": torch.zeros(5, 6, dtype=torch.float64), "a.scale": torch.tensor(0.0)}}
+    dcp.load(plain, checkpoint_id=tmp_path)  # which knows nothing of mdcs
+    assert torch.equal(plain["model"]["a.weight"], weight) and plain["model"]["a.scale"] == 3
+
+
+def test_pieces_that_lack_a_part_are_not_read_as_whole(tmp_path):
+    pieces.save(tmp_path, {"w": in_pieces(torch.ones(4))}, None)
+    with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: v"):
+        pieces.load(tmp_path, {"v": torch.zeros(4)})
+    with pytest.raises(RuntimeError, match="Size mismatch"):
+        pieces.load(tmp_path, {"w": torch.zeros(5)})
+
+
+def test_metadata_calls_nothing_that_is_not_a_record_of_a_checkpoint(tmp_path):
+    pieces.save(tmp_path, {"w": torch.ones(4)}, None)
+    with (tmp_path / ".metadata").open("wb") as file:
+        pickle.dump(print, file)
+    with pytest.raises(pickle.UnpicklingError, match="may not name builtins.print"):
+        pieces.described(tmp_path)

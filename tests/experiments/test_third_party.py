@@ -23,6 +23,7 @@ def train(folder: Path, *arguments: str, installed: bool = True) -> "subprocess.
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=150)
 
 
+@pytest.mark.slow
 def test_it_trains_on_two_ranks(tmp_path):
     done = train(tmp_path, *CHOSEN, *SMALL, "strategy.n=3", "budget.over_floor=0.5")
     assert (done.returncode, done.stderr) == (0, "")

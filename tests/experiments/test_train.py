@@ -116,6 +116,7 @@ OWN_DISK = 'mount -t tmpfs -o size=4m none "$0" && cd "$0" && exec "$@"'
 DISK = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", OWN_DISK)
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_job_on_a_full_disk(tmp_path):
     """The reason is told, and what was measured is whole; so it is when the disk stays full, and nothing can start."""
     disk = [*DISK, str(tmp_path)]

@@ -42,6 +42,7 @@ def run(lead, folder, what, **timeouts):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_jobs_are_handed_out_and_their_end_is_told_to_all(tmp_path, both):
     """One that fails is followed by one that does not, in the same folder; only rank 0's has what stays."""
     lead, other = both

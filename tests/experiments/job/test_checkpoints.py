@@ -33,6 +33,7 @@ def losses(folder: Path, *overrides: str) -> dict[int, float]:
     return dict(zip(steps["step"], steps["loss"], strict=True))
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_as_if_it_had_not_stopped(tmp_path):
     whole = losses(tmp_path / "whole", "run.save_every=3", "run.keep=5")
     own = tmp_path / "whole" / checkpoints.FOLDER

@@ -39,7 +39,7 @@ from tests.mdcs.runtime.training import (
 )
 
 STEPS = 3
-PLANS, CALLS = 208, 8  # all but the first quarter are slow
+PLANS, CALLS = 208, 8  # all but the first call are slow
 BETWEEN = (
     "", "", "drain", "evaluate", "evaluate in vain", "state", "load", "full", "gradients", "collective", "caught", "left out",
     "reopen",
@@ -160,7 +160,7 @@ def train_random_plans(seeds: range, double: bool) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("call", [pytest.param(c, marks=[pytest.mark.slow] if c >= CALLS // 4 else []) for c in range(CALLS)])
+@pytest.mark.parametrize("call", [pytest.param(c, marks=[pytest.mark.slow] if c else []) for c in range(CALLS)])
 def test_two_ranks_are_bitwise_equal(two: Ranks, call: int):
     seeds = range(call * PLANS // CALLS, (call + 1) * PLANS // CALLS)
     for results in two.run(train_random_plans, seeds, False, timeout_s=200):

@@ -88,6 +88,7 @@ def test_a_solver_that_gives_nothing_is_said_and_the_best_heuristic_used(monkeyp
         mdcs.make_plan(profile, Joint(heuristics=False), budget=budget)
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_floor_names_the_floor() -> None:
     floor = mdcs.floor_bytes(job(0))
     with pytest.raises(InfeasibleBudget, match=f"the smallest feasible budget is {floor} bytes"):

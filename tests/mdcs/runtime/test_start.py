@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -157,6 +158,7 @@ def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
     together = Initialisation(model, units, None, torch.device("cpu")).together
     optimizer, meter = optimizer_for("adam", model), ShimMeter()
     gc.collect()  # of the twin
+    time.sleep(0.1)  # the backend's threads let go of the plan's message when they come to it
     meter.window()
     before = meter.live()["total"]
     parallel = mdcs.parallelize(model, optimizer, plan, units, timeout_s=20)

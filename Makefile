@@ -43,7 +43,7 @@ test: $(STAMP) ## run the tests (minutes)
 	$(RUN) -m pytest -m 'alone and not slow'  # where the time matters, or all cores
 
 test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
-	$(RUN) -m pytest -n 2 --dist loadfile -m 'slow and not alone'
+	MDCS_EXAMPLES=1 $(RUN) -m pytest -n 2 --dist loadfile -m '(slow or hypothesis) and not alone'
 	$(RUN) -m pytest -m 'slow and alone'
 
 docs: $(STAMP) ## build docs/ as a site in docs/_build/html; warnings are errors

@@ -19,6 +19,7 @@ from experiments.config.schema import fields_by_key
 from tests.experiments.one_process import INSTEAD_OF_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
+MORE = pytest.mark.slow
 HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
 STUB = "from experiments import train; sys.exit(train.main('tests.experiments.stub_worker'))"
 QUICK = ("run.steps=3", "run.warmup_steps=1")
@@ -60,9 +61,9 @@ def test_a_job_is_mirrored_to_wandb_with_its_pictures(tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("raise", "rank 1 failed before step 1 (planning): RuntimeError: the stub fails as told"),
         ("kill", "rank 1 was killed by SIGKILL at step 2"),
-        ("nothing", "all ranks ended well, but wrote no summary"),
+        pytest.param("raise", "rank 1 failed before step 1 (planning): RuntimeError: the stub fails as told", marks=MORE),
+        pytest.param("nothing", "all ranks ended well, but wrote no summary", marks=MORE),
     ],
 )
 def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
@@ -136,6 +137,7 @@ def test_a_sweep_goes_on_after_a_job_on_a_full_disk(tmp_path):
     assert [event["event"] for event in events][:9] == ["job", "start", "step", "failure", "job", "start", *["step"] * 3]
 
 
+@pytest.mark.slow
 def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
     also = "hydra.sweeper.also=['strategy=fsdp scheduler=sequential','strategy=dp scheduler=wfbp']"
     grid = ("-m", "strategy=dp", "scheduler=wfbp", also, "hydra.sweep.dir=out")
@@ -148,6 +150,7 @@ def test_single_jobs_join_the_grid_with_what_it_has_in_common(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_grid_has_joint_once_per_budget(tmp_path):
     """It decides the schedule: other schedulers and shares make no other job of it."""
     grid = ("-m", "strategy=dp,joint", "scheduler=dear,priority", "budget.gib=1", "budget.schedule_share=0,0.5")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch import elastic, orphans, status
+from tests.mdcs.profiles import few
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 4.0
@@ -70,11 +71,13 @@ def test_a_job_listens_on_the_loopback_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("what", "reason"),
-    [
-        ("killed", "rank 1 was killed by SIGKILL at step 3"),
-        ("raised", "rank 1 failed at step 3: ValueError: no such luck"),
-        ("exited", "rank 1 exited with 3 at step 3"),
-    ],
+    few(
+        [
+            ("killed", "rank 1 was killed by SIGKILL at step 3"),
+            ("raised", "rank 1 failed at step 3: ValueError: no such luck"),
+            ("exited", "rank 1 exited with 3 at step 3"),
+        ]
+    ),
 )
 def test_the_reason_is_the_first_failure_and_not_what_it_caused(tmp_path, what, reason):
     outcome = fail(tmp_path, what)

@@ -1,6 +1,7 @@
 """Profiles and plans for the tests of the planning half: chains written by hand, and random jobs for hypothesis.
 
-``MDCS_EXAMPLES=20`` multiplies the number of random examples and draws new ones in every run.
+``MDCS_EXAMPLES`` multiplies the number of random examples: a quarter by default, all of them in ``make test-slow``. More than 1
+draws new ones in every run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
 from mdcs.sizes import MIB
 
-_TIMES = int(os.environ.get("MDCS_EXAMPLES", "1"))
+_TIMES = float(os.environ.get("MDCS_EXAMPLES", "0.25"))
 
 FREE = Link((0.0,) * 4, (0.0,) * 4, depth=1, block=64)
 ADAM = Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2)
@@ -46,16 +47,17 @@ ADAM = Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2)
 
 def examples(count: int) -> settings:
     return settings(
-        max_examples=count * _TIMES,
+        max_examples=max(1, round(count * _TIMES)),
         deadline=None,
-        derandomize=_TIMES == 1,
+        derandomize=_TIMES <= 1,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 
 
 def few(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """The cases as parameters, those after the first ``count`` slow: more of the same."""
-    return [pytest.param(case, marks=[pytest.mark.slow] if n >= count else []) for n, case in enumerate(cases)]
+    """The cases (tuples: of several arguments) as parameters, those after the first ``count`` slow: more of the same."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=[pytest.mark.slow] if n >= count else []) for n, row in enumerate(rows)]
 
 
 def link(seconds_per_byte: float = 0.0, alpha: float = 0.0, depth: int = 1, block: int = 64, gap: float = 0.0) -> Link:

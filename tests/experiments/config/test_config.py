@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,11 +22,15 @@ def composed(*overrides: str) -> Config:
         return checks.compose_config(overrides)
 
 
+def a_third(rows: Iterable[tuple[str, str]]) -> list[Any]:
+    """All of them, two of three slow: to compose takes a quarter of a second."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] if n % 3 else []) for n, row in enumerate(rows)]
+
+
 OPTIONS = [(group, option) for group, options in files.groups().items() for option in options]
-NEEDED = {"digits": ["model=mlp"], "mlp": ["data=digits"], "over_floor": []}
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
+@pytest.mark.parametrize(("group", "option"), a_third(OPTIONS), ids=lambda value: value)
 def test_every_option_of_every_group_composes(group, option):
     images = option.startswith(("resnet", "mlp"))
     needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
@@ -243,7 +249,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "message"), WRONG.items(), ids=WRONG)
+@pytest.mark.parametrize(("overrides", "message"), a_third(WRONG.items()), ids=WRONG)
 def test_a_wrong_value_is_one_line_with_its_key(overrides, message):
     with pytest.raises(ConfigError) as caught:
         composed(*overrides.split())

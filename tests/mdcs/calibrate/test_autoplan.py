@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +36,7 @@ def profiled() -> tuple[mdcs.Profile, bool]:
     return profile, same and not optimizer.state
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_library_is_rehearsed_and_the_same_on_all_ranks(two) -> None:  # noqa: F811
     (profile, untouched), (other, also_untouched) = two.run(profiled, timeout_s=200.0)
     assert profile == other and untouched and also_untouched
@@ -60,6 +62,7 @@ def planners(strategy: str) -> tuple[Any, Any]:
     return strategy_named(strategy), scheduler_named("priority")
 
 
+@pytest.mark.slow
 def test_plans_under_tight_budgets_have_few_messages_and_joint_needs_no_scheduler(two) -> None:  # noqa: F811
     first, second = two.run(planned, timeout_s=300.0)
     assert first["unlimited"] == second["unlimited"]

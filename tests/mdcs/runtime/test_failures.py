@@ -412,6 +412,7 @@ for number in range(4):
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_and_without_a_with_block(tmp_path: Path):
     script = tmp_path / "loop.py"
     script.write_text(ALONE)

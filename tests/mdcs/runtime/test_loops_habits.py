@@ -19,6 +19,7 @@ from torch import nn
 import mdcs
 from mdcs.calibrate.agreement import agree
 from mdcs.calibrate.slots import measure_profile
+from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said
 from tests.mdcs.runtime.training import (
@@ -438,7 +439,7 @@ def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("strategy", "micro_steps"),
-    [("fsdp", 1), ("dp", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dp", 1), ("zero1", 1), ("fsdp", 2)))],
+    few([("fsdp", 1), ("dp", 2), ("dp", 1), ("zero1", 1), ("fsdp", 2)]),
 )
 def test_what_is_refused_in_a_sentence(two: Ranks, strategy, micro_steps):
     late = {judge_another, freeze, replace_a_weight, replace_a_layer, add_a_group, hook_the_optimizer}

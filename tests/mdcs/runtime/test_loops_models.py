@@ -24,6 +24,7 @@ from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.runtime.refusals import keeps_order
+from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 
 WIDTH, STEPS = 6, 3
@@ -456,7 +457,7 @@ def as_with_ddp(group: str, strategy: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("group", ["OUTPUTS", "LOSSES", "HOOKS", "CHECKPOINTS", "MODELS"])
+@pytest.mark.parametrize("group", few(["HOOKS", "OUTPUTS", "LOSSES", "CHECKPOINTS", "MODELS"]))
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("random", marks=pytest.mark.slow)])
 def test_models_of_others_train_as_with_ddp(two: Ranks, group, strategy):
     for found in two.run(as_with_ddp, group, strategy, timeout_s=120):

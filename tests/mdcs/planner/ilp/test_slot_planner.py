@@ -25,6 +25,8 @@ from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, few, link
 
+HOWS = ((1, True), (2, True), (1, False))  # micro-steps, cross-iteration
+
 
 def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> float:
     plans = [
@@ -35,8 +37,7 @@ def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> flo
     return min(plan.prediction.step_s for plan in plans if plan.prediction)
 
 
-@pytest.mark.parametrize(("micro_steps", "cross_iteration"), [(1, True), (2, True), (1, False)])
-@pytest.mark.parametrize("seed", few(range(3)))
+@pytest.mark.parametrize(("seed", "micro_steps", "cross_iteration"), few((s, *how) for s in range(3) for how in HOWS))
 def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps: int, cross_iteration: bool) -> None:
     profile = job(seed)
     options = {"micro_steps": micro_steps, "cross_iteration": cross_iteration}

@@ -159,9 +159,9 @@ class Ran:
         return Timeline.from_json((self.folder / name).read_text())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("two ranks", marks=pytest.mark.slow)])
 def batch(tmp_path_factory):
-    """All jobs of JOBS and REFUSED, run by the same two ranks."""
+    """All jobs of JOBS and REFUSED, run by the same two ranks: more than a minute."""
     folder = tmp_path_factory.mktemp("batch")
     first: dict[str, Path] = {}
     made = []
@@ -431,6 +431,7 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     assert outcome.step >= 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job(tmp_path):
     plan = ("strategy=zero1", "scheduler=priority", "cluster.timeout_s=20")
     outcome, pids = start_and(tmp_path, *plan, worker="tests.experiments.faulty_worker")
@@ -441,6 +442,7 @@ def test_a_rank_that_raises_ends_the_job(tmp_path):
     assert "in fail\n" in (tmp_path / "rank1.log").read_text()  # the traceback
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_job(tmp_path):
     plan = ("strategy=sdp", "scheduler=wfbp", "cluster.timeout_s=3")
     outcome, pids = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGSTOP))

@@ -149,6 +149,7 @@ def test_what_is_freed_too_early_is_found():
 
 
 STRATEGIES = ("dp", "zero1", "sdp", "fsdp", "random")
+MORE = pytest.mark.slow
 
 
 def test_one_rank_trains_like_a_plain_loop():
@@ -241,9 +242,9 @@ def _release_at_once(patch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(_after("communication"), How("zero1", "wfbp"), id="communication does not wait for compute"),
         pytest.param(_after("compute"), How("fsdp", "wfbp"), id="compute does not wait for messages"),
-        pytest.param(_free_when_enqueued, How("dp", "wfbp"), id="gradients are freed when their message is enqueued", marks=pytest.mark.slow),
-        pytest.param(_as_when_it_was_issued, How("fsdp", "wfbp"), id="a message starts before its memory is compute's to give", marks=pytest.mark.slow),
-        pytest.param(_release_at_once, How("zero1", "fusion"), id="a message's own buffers are compute's memory", marks=pytest.mark.slow),
+        pytest.param(_free_when_enqueued, How("dp", "wfbp"), id="gradients are freed when their message is enqueued", marks=MORE),
+        pytest.param(_as_when_it_was_issued, How("fsdp", "wfbp"), id="a message starts before its memory is ready", marks=MORE),
+        pytest.param(_release_at_once, How("zero1", "fusion"), id="a message's own buffers are compute's memory", marks=MORE),
     ],
 )
 def test_a_mutated_runtime_is_found_out(mutate: Callable[[pytest.MonkeyPatch], None], how: How, monkeypatch: pytest.MonkeyPatch):

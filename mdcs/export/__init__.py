@@ -1,4 +1,4 @@
-"""A plan for other runtimes: what of it torch's fully_shard (FSDP2) can do, as a JSON file or applied to a model, and what is lost.
+"""A plan taken home to torch's fully_shard (FSDP2): as a JSON file, or applied to a model; what of it is lost, and what it costs.
 
-`groups`, `costs` and `document` import no torch; `fsdp2` does, and nothing else of mdcs that does. Imports `mdcs.simulator` and below.
+Only `fsdp2` imports torch. Imports `mdcs.simulator` and below.
 """

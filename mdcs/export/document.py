@@ -16,7 +16,7 @@ SCHEMA = 1
 KEYS = {
     "ranks": "ranks that the plan is for; meshes have as many",
     "groups": "calls of torch.distributed.fsdp.fully_shard, in this order: inner modules before those around them",
-    "groups.modules": "names of modules, as model.get_submodule takes them; several are one call with a list; '' is the model itself",
+    "groups.modules": "names for model.get_submodule; several are one call with a list; '' is the model itself",
     "groups.units": "of the plan, for messages",
     "groups.elements": "of the parameters in the modules that no group before has; another number is another model",
     "groups.replicate": "mesh is of shape (ranks, 1) with names for both dimensions; else one dimension of all ranks",

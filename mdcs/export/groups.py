@@ -20,7 +20,7 @@ FROZEN = "[frozen]"
 
 @dataclass(frozen=True)
 class Group:
-    """One call of fully_shard. ``modules`` are names, "" the model itself; ``units`` indices, none for what holds the others alone.
+    """One call of fully_shard. ``modules`` are names, "" the model itself; ``units`` indices, none if it only holds others.
 
     ``forward`` and ``backward`` are the slots for which FSDP2 counts it as in use: those of what lies inside, too.
     """
@@ -151,7 +151,8 @@ def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str
     firsts = [start + _first(g, kind) for g in order]
     out = {}
     for place, g in enumerate(order):
-        sent = [plan.unrolled(m) for m in plan.messages if m.kind is kind and m.micro == 0 and {u for u, _ in m.parts} & {*g.units}]
+        of_first = (m for m in plan.messages if m.kind is kind and m.micro == 0)
+        sent = [plan.unrolled(m) for m in of_first if any(u in g.units for u, _ in m.parts)]
         if sent and not g.replicated:
             by = max([i for i in range(place + 1) if firsts[i] <= min(sent)], default=0)
             out[g.name] = place - by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 
 _MEGATRON = {
-    Strategy.dp: "no_shard", Strategy.zero1: "optim_grads", Strategy.sdp: "optim_grads_params", Strategy.fsdp: "optim_grads_params",
-}  # fmt: skip
+    Strategy.dp: "no_shard",
+    Strategy.zero1: "optim_grads",
+    Strategy.sdp: "optim_grads_params",
+    Strategy.fsdp: "optim_grads_params",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Lost:
 def lost(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> list[Lost]:
     """Sentences, each once, with the units that it is true of, in the plan's order."""
     found: dict[str, list[int]] = {}
-    for unit, what in _of_units(plan, groups, forward, backward):
+    for unit, what in itertools.chain(_of_units(plan, groups), _gathered_later(plan, groups, forward, backward)):
         found.setdefault(what, []).append(unit)
     out = [Lost(what, tuple(plan.profile.units[u].name for u in dict.fromkeys(units))) for what, units in found.items()]
     if plan.budget is not None:
@@ -38,56 +42,56 @@ def lost(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead)
             Lost("updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them in"
                  " optimizer.step(), after backward, and gathers nothing before it")
         )  # fmt: skip
-    if any(layout.sections[0].master_bytes for layout in plan.profile.layouts):
+    if any(section.master_bytes for layout in plan.profile.layouts for section in layout.sections):
         out.append(
-            Lost("has float32 masters: keep the model in float32, and give fully_shard (or apply_plan) a MixedPrecisionPolicy with"
-                 " param_dtype, and reduce_dtype where gradients are summed in another type")
+            Lost("has float32 masters: keep the model in float32 and give fully_shard (or apply_plan) a MixedPrecisionPolicy"
+                 " with param_dtype, and with reduce_dtype where gradients are summed in another type")
         )  # fmt: skip
     return out
 
 
-def _of_units(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> Iterator[tuple[int, str]]:
+def _of_units(plan: Plan, groups: tuple[Group, ...]) -> Iterator[tuple[int, str]]:
     of = {u: g for g in groups for u in g.units}
     together = fused_with(plan)
-    sent = Counter((m.kind, u) for m in plan.messages if m.micro == 0 for u in {u for u, _ in m.parts})
-    turn = plan.period.turn
-    for u, (unit, strategy) in enumerate(zip(plan.profile.units, plan.strategies, strict=True)):
-        g = of[u]
+    first = [m for m in plan.messages if m.micro == 0]
+    for u, strategy in enumerate(plan.strategies):
+        g, own = of[u], [m for m in first if any(v == u for v, _ in m.parts)]
         if strategy is Strategy.zero1 and g.strategy is Strategy.sdp:
             yield u, (
-                "zero1 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held from forward to"
-                " backward, not between steps, and are gathered right before their use"
+                "zero1 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held from"
+                " forward to backward, not between steps, and are gathered right before their use"
             )
         elif effective(strategy) is not g.strategy:
             yield u, f"{strategy} becomes {g.strategy}, that of the largest unit in its fully_shard group"
         if g.strategy is Strategy.dp:
-            yield u, "dp is fully_shard on a mesh of shape (ranks, 1), which holds a second copy of its parameters while it is used"
-        if len([s for s in plan.profile.slots if s.unit == u and s.phase == "F"]) > len(modules_of(plan, u)) and g.strategy is Strategy.fsdp:
+            yield u, "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used"
+        uses = sum(s.unit == u and s.phase == "F" for s in plan.profile.slots)
+        if g.strategy is Strategy.fsdp and uses > len(modules_of(plan, u)):
             yield u, "is used several times in a forward pass; FSDP2 gathers it for each of them"
         for kind in Kind:
-            if sent[kind, u] > len(plan.profile.layouts[u].sections):
+            if sum(m.kind is kind for m in own) > len(plan.profile.layouts[u].sections):
                 yield u, f"is sent in parts ({kind}); FSDP2 sends it whole"
-            others = together.get((kind, u), {u}) - {*g.units}
-            if others:
+            if together.get((kind, u), {u}) - {*g.units}:
                 yield u, f"shares messages ({kind}) with units that FSDP2 sends by themselves"
-        reductions = [m for m in plan.messages if m.kind in (Kind.RS, Kind.AR) and any(v == u for v, _ in m.parts)]
+        reductions = [m for m in own if not m.kind.is_gather]
         if reductions and min(m.slot for m in reductions) > plan.period.window(Op(reductions[0].kind, u, 0))[0]:
             yield u, "is reduced later than its gradients are there, behind other messages; FSDP2 reduces it at once"
-        gathers = [m for m in plan.messages if m.kind is Kind.AG_F and m.micro == 0 and any(v == u for v, _ in m.parts)]
-        if gathers and min(plan.unrolled(m) for m in gathers) < turn:
+        if any(m.kind is Kind.AG_F and plan.unrolled(m) < plan.period.turn for m in own):
             yield u, "is gathered for the next step while backward runs; FSDP2 begins to gather with the forward pass"
+
+
+def _gathered_later(
+    plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead
+) -> Iterator[tuple[int, str]]:
     for kind, lists in ((Kind.AG_F, forward), (Kind.AG_B, backward)):
+        order = [g.name for g in in_order(groups, kind)]
+        by = {target: name for name, targets in lists.items() for target in targets}
         planned = planned_ahead(plan, groups, kind)
         for g in groups:
-            if planned.get(g.name, 0) > _distance(groups, kind, lists, g.name):
+            told = order.index(g.name) - order.index(by.get(g.name, g.name)) if g.name in order else 0
+            if planned.get(g.name, 0) > told:
                 for u in g.units:
-                    yield u, f"is gathered earlier ({kind}) in the plan than FSDP2 is told to, for the sake of memory"
-
-
-def _distance(groups: tuple[Group, ...], kind: Kind, lists: Ahead, name: str) -> int:
-    order = [g.name for g in in_order(groups, kind)]
-    by = next((by for by, targets in lists.items() if name in targets), name)
-    return order.index(name) - order.index(by) if name in order else 0
+                    yield u, f"is gathered further ahead ({kind}) in the plan, which is not faster here or takes too many bytes"
 
 
 def megatron(plan: Plan) -> dict[str, object]:

@@ -108,13 +108,16 @@ class Walk:
         order = in_order(self._groups, Kind.AG_B)
         for q, slot in enumerate(slots):
             self._computing(slot.live)
+            made = 0
             for g in order:
                 if g.backward is not None and g.backward[0] == q:
                     self._gather(g.name, in_forward=False)
                     self._issue(ahead.get(g.name, ()))
                     if first:
+                        made += self._bytes[g.name].gradients
                         self._hold("gradients", self._bytes[g.name].gradients)
-            self._computing(slot.peak)
+            # A profile's peak has each gradient as a temporary, which FSDP2 keeps as the gradient.
+            self._computing(max(slot.live, after[q], slot.peak - made))
             self._computing(after[q])
             for g in reversed(order):
                 if g.backward is not None and g.backward[1] == q:
@@ -131,9 +134,7 @@ class Walk:
             if name not in self._whole and name not in self._gathered:
                 message = 0 if self._named[name].replicated or self._profile.world == 1 else self._bytes[name].full
                 self._gathered[name] = message
-                copied = self._collectives.buffer(Kind.AG_F, message, self._profile.world) if self._waits else 0
-                self._hold("staging", message + copied)
-                self._hold("staging", -copied)
+                self._hold("staging", message + self._copied(message))
 
     def _gather(self, name: str, *, in_forward: bool) -> None:
         if name in self._whole:
@@ -141,13 +142,18 @@ class Walk:
         self._issue([name])
         if in_forward:
             self._undefer()
+        message = self._gathered.pop(name)
+        self._hold("staging", -self._copied(message))
         self._hold("full_parameters", self._bytes[name].full)
         self._whole.add(name)
-        message = self._gathered.pop(name)
         if in_forward and not self._waits:
             self._deferred = message
         else:
             self._hold("staging", -message)
+
+    def _copied(self, message: int) -> int:
+        """What the backend's own algorithm holds beside a gather, for as long as nobody has waited for it."""
+        return self._collectives.buffer(Kind.AG_F, message, self._profile.world)
 
     def _undefer(self) -> None:
         self._hold("staging", -self._deferred)

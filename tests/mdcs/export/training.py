@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +24,11 @@ from mdcs.plan.messages import Plan
 from mdcs.profile.link import Link
 from tests.mdcs.runtime.training import How, Setup, optimizer_for, scheduler_for, setup, strategy_for
 
+ROOT = Path(__file__).resolve().parents[3]
 
-def planned(made: Setup, how: How, *, budget: float | None = None) -> Plan:
-    """A plan of this job, the same on all ranks, within ``budget`` times its floor."""
+
+def planned(made: Setup, how: How) -> Plan:
+    """A plan of this job, the same on all ranks."""
     optimizer = optimizer_for("adam", made.model)
     units = mdcs.partition(made.model, made.policy)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -34,8 +39,7 @@ def planned(made: Setup, how: How, *, budget: float | None = None) -> Plan:
         )
     )  # fmt: skip
     job = mdcs.Job(profile)
-    limit = None if budget is None else int(budget * mdcs.floor_bytes(job))
-    return on_rank_zero(lambda: mdcs.make_plan(job, strategy_for(how), scheduler_for(how), budget=limit))
+    return on_rank_zero(lambda: mdcs.make_plan(job, strategy_for(how), scheduler_for(how)))
 
 
 def losses(made: Setup, model: nn.Module, optimizer: Any, clip: Any, steps: int) -> list[Any]:
@@ -51,9 +55,9 @@ def losses(made: Setup, model: nn.Module, optimizer: Any, clip: Any, steps: int)
     return out
 
 
-def as_ddp(name: str, how: How, shape: dict[str, Any]) -> dict[str, Any]:
+def as_ddp(name: str, how: How) -> dict[str, Any]:
     """Losses and norms of both, and the file."""
-    made = setup(name, **shape)
+    made = setup(name)
     plan = planned(made, how)
     twin = copy.deepcopy(made.model)
     wrapped = DistributedDataParallel(twin)
@@ -79,4 +83,22 @@ def peak(name: str, how: How, shape: dict[str, Any]) -> dict[str, Any]:
         made.loss(made.model, made.batch(step, 0, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"predicted": file["predicted"]["fsdp2"]["memory"], "measured": meter.peaks(), "at": meter.at_peak()}
+    return {"predicted": file["predicted"]["fsdp2"]["memory"], "measured": meter.peaks()}
+
+
+def by_the_loader(name: str, how: How) -> dict[str, Any]:
+    """Losses and norms with apply_plan, and with what docs/export.md shows."""
+    shown: dict[str, Any] = {}
+    [loader] = re.findall(r"<!-- loader -->\n```python\n(.*?)```", (ROOT / "docs/export.md").read_text(encoding="utf-8"), re.S)
+    exec(loader, shown)
+    made = setup(name)
+    plan = planned(made, how)
+    twin = copy.deepcopy(made.model)
+    apply_plan(made.model, plan)
+    got = losses(made, made.model, torch.optim.Adam(parameter_groups(made.model), lr=1e-2), clip_grad_norm_, 3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fsdp2.json"
+        path.write_text(json.dumps(document(plan)), encoding="utf-8")
+        shown["load"](path, twin, "cpu")
+    again = losses(made, twin, torch.optim.Adam(parameter_groups(twin), lr=1e-2), shown["clip"], 3)
+    return {"fsdp2": got, "loader": again}

@@ -30,7 +30,8 @@ def slow(*case: Any) -> Any:
     ("model", "strategy", "scheduler"),
     [
         ("gpt2", "random", "priority"), slow("resnet", "random", "fusion"),
-        slow("gpt2", "dp", "wfbp"), slow("tied", "random", "random"), slow("bert", "fsdp", "priority"), slow("twice", "fsdp", "dear"),
+        slow("gpt2", "dp", "wfbp"), slow("tied", "random", "random"), slow("bert", "fsdp", "priority"),
+        slow("twice", "fsdp", "dear"),
         slow("frozen", "random", "priority"), slow("checkpointed", "fsdp", "priority"),
     ],
 )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Lightning's and Hugging Face's trainers train with a plan of mdcs as they do with DDP."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+import mdcs
+from mdcs.calibrate.agreement import agree, on_rank_zero
+from mdcs.calibrate.slots import measure_profile
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.strategies.random_mix import RandomMix
+from tests.mdcs.runtime.ranks import Ranks
+
+pytestmark = pytest.mark.slow  # their imports take seconds
+
+
+@contextmanager
+def torchrun() -> Iterator[None]:
+    """What a rank finds in its environment where torchrun has started it; its process group is there already."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "TORCHELASTIC_RUN_ID": "test"}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with patch.dict(os.environ, given), patch.object(mdcs, "autoplan", quick_plan, create=True):
+        yield
+
+
+def quick_plan(model: Any, optimizer: Any, units: Any, step: Any, *, budget: Any, **job: Any) -> mdcs.Plan:
+    """A plan as :func:`mdcs.autoplan` makes one, of a link that is not measured."""
+    link = mdcs.Link.uniform(1.0, 50.0)
+    profile = agree(measure_profile(model, units, step, optimizer, world=dist.get_world_size(), link=link, iterations=1))
+    return on_rank_zero(lambda: mdcs.make_plan(mdcs.Job(profile, **job), RandomMix(3), Priority()))
+
+
+def lightning(options: dict[str, Any]) -> dict[str, Any]:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from examples.lightning_strategy import MdcsStrategy, train
+
+    with torchrun(), tempfile.TemporaryDirectory() as folder:
+        ddp, trainer = train(DDPStrategy(), **options)
+        strategy = MdcsStrategy(mdcs.ByClass(("Sequential",)))
+        ours, other = train(strategy, **options)
+        other.save_checkpoint(f"{folder}/last.ckpt")
+    held_out = [float(t.callback_metrics["held out"]) for t in (trainer, other)]
+    same = all(bool((p == ours.state_dict()[name]).all()) for name, p in ddp.state_dict().items())
+    return {"losses": (ours.losses, ddp.losses), "held out": held_out, "same": same, "ended": strategy.parallel is None}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}], ids=["plain", "clipped"])
+def test_a_lightning_module_trains_as_with_ddp(two: Ranks, options: dict[str, Any]) -> None:
+    for rank in two.run(lightning, options, timeout_s=120):
+        ours, ddp = rank["losses"]
+        assert ours == pytest.approx(ddp, rel=1e-5) and len(ours) == 16 and ours[-1] < ours[0]
+        assert rank["held out"][0] == pytest.approx(rank["held out"][1], rel=1e-5)
+        assert rank["ended"] and (rank["same"] or options)
+
+
+def hugging_face(options: dict[str, Any]) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer
+
+    from examples.hf_trainer import MdcsTrainer, train
+
+    with torchrun(), tempfile.TemporaryDirectory() as folder:
+        ddp, expected = train(Trainer, folder, options)
+        ours, losses = train(MdcsTrainer, folder, options, policy=mdcs.ByClass(("GPT2Block",)))
+        held_out = [trainer.evaluate()["eval_loss"] for trainer in (ddp, ours)]
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return {"losses": (losses, expected), "held out": held_out}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_grad_norm": 0.0}, {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "eval_strategy": "epoch"}],
+    ids=["plain", "clipped"],
+)
+def test_a_hugging_face_trainer_trains_as_with_ddp(two: Ranks, options: dict[str, Any]) -> None:
+    for rank in two.run(hugging_face, options, timeout_s=120):
+        ours, ddp = rank["losses"]
+        assert ours == pytest.approx(ddp, rel=1e-4) and len(ours) >= 4 and ours[-1] < ours[0]
+        assert rank["held out"][0] == pytest.approx(rank["held out"][1], rel=1e-4)

@@ -95,13 +95,10 @@ class Regression(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)), nn.Linear(16, 1))
-        self.losses: list[float] = []
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = functional.mse_loss(self.layers(batch[0]), batch[1])
         self.log("train", loss)
-        if self.trainer.training:
-            self.losses.append(loss.item())
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -112,20 +109,28 @@ class Regression(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
 
 
-def train(strategy: DDPStrategy, **options: Any) -> tuple[Regression, pl.Trainer]:
-    """The module, whole, after two epochs."""
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def train(strategy: DDPStrategy, **options: Any) -> tuple[pl.Trainer, list[float]]:
+    """The trainer with its module, whole, after two epochs, and their losses."""
     inputs = torch.rand(64, 16, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    losses = Losses()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, log_every_n_steps=1, logger=False,
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, callbacks=[losses], logger=False,
         enable_progress_bar=False, enable_model_summary=False, **{"enable_checkpointing": False, **options},
     )  # fmt: skip
-    module = Regression()
-    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
-    return module, trainer
+    trainer.fit(Regression(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    return trainer, losses.seen
 
 
 if __name__ == "__main__":
-    module, trainer = train(MdcsStrategy(mdcs.ByClass(("Sequential",)), budget=2**18))
+    trainer, losses = train(MdcsStrategy(mdcs.ByClass(("Sequential",)), budget=2**18))
     if trainer.is_global_zero:
-        print(f"loss {module.losses[0]:.4f}, then {module.losses[-1]:.4f}, held out {trainer.callback_metrics['held out']:.4f}")
+        print(f"loss {losses[0]:.4f}, then {losses[-1]:.4f}, held out {trainer.callback_metrics['held out']:.4f}")

@@ -51,17 +51,20 @@ def lightning(options: dict[str, Any]) -> dict[str, Any]:
         strategy = MdcsStrategy(mdcs.ByClass(("Sequential",)))
         saving = {"enable_checkpointing": True, "default_root_dir": folder}
         ours, losses = train(strategy, **options, **saving)
-        [saved] = [torch.load(path, weights_only=False) for path in Path(folder).rglob("*.ckpt")] if dist.get_rank() == 0 else [None]
+        written = [torch.load(path, weights_only=False) for path in Path(folder).rglob("*.ckpt")]  # by rank 0
     held_out = [float(trainer.callback_metrics["held out"]) for trainer in (ours, ddp)]
     whole = ddp.lightning_module.state_dict()
-    states = [ours.lightning_module.state_dict(), *([saved["state_dict"]] if saved else [])]
+    states = [ours.lightning_module.state_dict(), *(checkpoint["state_dict"] for checkpoint in written)]
     away = max(float((p - state[name]).abs().max()) for state in states for name, p in whole.items())
-    return {"losses": (losses, expected), "held out": held_out, "away": away, "ended": strategy.parallel is None}
+    ended = strategy.parallel is None
+    return {"losses": (losses, expected), "held out": held_out, "away": away, "ended": ended, "written": len(written)}
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}], ids=["plain", "clipped"])
 def test_a_lightning_module_trains_as_with_ddp(two: Ranks, options: dict[str, Any]) -> None:
-    for rank in two.run(lightning, options, timeout_s=120):
+    ranks = two.run(lightning, options, timeout_s=120)
+    assert [rank["written"] for rank in ranks] == [1, 0]
+    for rank in ranks:
         ours, ddp = rank["losses"]
         assert ours == pytest.approx(ddp, rel=1e-5) and len(ours) == 16 and ours[-1] < ours[0]
         assert rank["held out"][0] == pytest.approx(rank["held out"][1], rel=1e-5)

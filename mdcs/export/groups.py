@@ -1,0 +1,187 @@
+"""What fully_shard is called with: modules that are gathered and reduced together, and what each gathers ahead.
+
+A unit becomes a group of its own. Units that share a module, and neighbours whose every message the plan fuses, become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.profile.link import Kind
+
+Span = tuple[int, int]
+"""First and last slot, in the forward or the backward slots of a micro-step."""
+
+FROZEN = "[frozen]"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One call of fully_shard. ``modules`` are names, "" the model itself; ``units`` indices, none if it only holds others.
+
+    ``forward`` and ``backward`` are the slots for which FSDP2 counts it as in use: those of what lies inside, too.
+    """
+
+    modules: tuple[str, ...]
+    units: tuple[int, ...]
+    strategy: Strategy
+    forward: Span
+    backward: Span | None
+
+    @property
+    def name(self) -> str:
+        """That of its first module; the model's is ""."""
+        return self.modules[0]
+
+    @property
+    def replicated(self) -> bool:
+        """On a mesh whose shards are whole: its gradients are all-reduced."""
+        return self.strategy is Strategy.dp
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """A replicated one gives up its second copy, which costs no message."""
+        return self.strategy in (Strategy.fsdp, Strategy.dp)
+
+
+Ahead = dict[str, tuple[str, ...]]
+"""Name of a group -> those that it gathers before it computes."""
+
+
+def effective(strategy: Strategy) -> Strategy:
+    """What FSDP2 does of a strategy: it keeps no whole parameters beside shards of their state, so zero1 becomes sdp."""
+    return Strategy.sdp if strategy is Strategy.zero1 else strategy
+
+
+def modules_of(plan: Plan, unit: int) -> tuple[str, ...]:
+    """Names of the modules that a unit is made of, as :func:`mdcs.partition` has named it."""
+    names = [u.name.removesuffix(FROZEN) for u in plan.profile.units]
+    inside = any(name.startswith("model.") for name in names)  # then "model" is a module of that name
+    return tuple("" if part == "model" and not inside else part for part in names[unit].split("+"))
+
+
+def groups_of(plan: Plan) -> tuple[Group, ...]:
+    """In the order in which fully_shard must be called: inner modules first, the model itself last."""
+    members: list[set[int]] = []
+    of: dict[str, set[int]] = {}
+    for u in range(len(plan.profile.units)):
+        own = modules_of(plan, u)
+        joined = {u}.union(*(of[m] for m in own if m in of))
+        members = [m for m in members if not m & joined] + [joined]
+        of.update((m, joined) for v in joined for m in modules_of(plan, v))
+    members = _fused(plan, members)
+    found = [_group(plan, sorted(m)) for m in members]
+    if not any("" in g.modules for g in found):
+        whole = (0, plan.profile.forward_slots - 1)
+        found.append(Group(("",), (), Strategy.sdp, whole, (0, plan.profile.backward_slots - 1)))
+    return tuple(sorted(found, key=lambda g: (-max(map(_depth, g.modules)), g.forward)))
+
+
+def _depth(module: str) -> int:
+    return len(module.split(".")) if module else 0
+
+
+def _group(plan: Plan, units: list[int]) -> Group:
+    profile = plan.profile
+    modules = tuple(dict.fromkeys(m for u in units for m in modules_of(plan, u)))
+    inside = [
+        profile.units[u] for u in range(len(profile.units))
+        if u in units or any(_within(m, outer) for m in modules_of(plan, u) for outer in modules)
+    ]  # fmt: skip
+    largest = max(units, key=lambda u: (profile.units[u].trainable, profile.layouts[u].param_bytes))
+    backward = [u.backward for u in inside if u.backward is not None]
+    return Group(
+        modules,
+        tuple(units),
+        effective(plan.strategies[largest]),
+        _span([u.forward for u in inside]),
+        _span(backward) if backward else None,
+    )
+
+
+def _within(module: str, outer: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")
+
+
+def _span(spans: Iterable[Span]) -> Span:
+    spans = list(spans)
+    return min(first for first, _ in spans), max(last for _, last in spans)
+
+
+def fused_with(plan: Plan) -> dict[tuple[Kind, int], set[int]]:
+    """Of each kind and unit, the units that are in some message with it."""
+    out: dict[tuple[Kind, int], set[int]] = {}
+    for m in plan.messages:
+        units = {u for u, _ in m.parts}
+        for u in units:
+            out.setdefault((m.kind, u), set()).update(units)
+    return out
+
+
+def _fused(plan: Plan, members: list[set[int]]) -> list[set[int]]:
+    """With those joined that are used one after the other and have all messages in common."""
+    together = fused_with(plan)
+    ordered = sorted(members, key=lambda m: _group(plan, sorted(m)).forward)
+    out: list[set[int]] = []
+    for one in ordered:
+        if out and _one_group(plan, out[-1], one, together):
+            out[-1] = out[-1] | one
+        else:
+            out.append(one)
+    return out
+
+
+def _one_group(plan: Plan, before: set[int], after: set[int], together: dict[tuple[Kind, int], set[int]]) -> bool:
+    both = [_group(plan, sorted(one)) for one in (before, after)]
+    modules = [m for g in both for m in g.modules]
+    if any(a != b and _within(a, b) for a in modules for b in modules) or both[0].forward[1] + 1 != both[1].forward[0]:
+        return False
+    kinds = {kind for kind, u in together if u in before | after}
+    alike = both[0].strategy is both[1].strategy
+    return alike and all(before | after <= together.get((kind, u), set()) for kind in kinds for u in before | after)
+
+
+def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str, int]:
+    """For how many groups before its own the plan gathers a group (``AG_F`` or ``AG_B``), by its first message; 0: at its own."""
+    start = plan.period.forward_start(0) + (0 if kind is Kind.AG_F else plan.profile.forward_slots)
+    order = in_order(groups, kind)
+    firsts = [start + _first(g, kind) for g in order]
+    out = {}
+    for place, g in enumerate(order):
+        of_first = (m for m in plan.messages if m.kind is kind and m.micro == 0)
+        sent = [plan.unrolled(m) for m in of_first if any(u in g.units for u, _ in m.parts)]
+        if sent and not g.replicated:
+            by = max([i for i in range(place + 1) if firsts[i] <= min(sent)], default=0)
+            out[g.name] = place - by
+    return out
+
+
+def in_order(groups: tuple[Group, ...], kind: Kind) -> list[Group]:
+    """Those that FSDP2 gathers for forward, or backward, as it comes to them: outer ones before what they contain."""
+    used = [g for g in reversed(groups) if kind is Kind.AG_F or g.backward is not None]
+    return sorted(used, key=lambda g: _first(g, kind))
+
+
+def _first(group: Group, kind: Kind) -> int:
+    span = group.forward if kind is Kind.AG_F else group.backward
+    assert span is not None
+    return span[0]
+
+
+def ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind, limit: int) -> Ahead:
+    """The lists for ``set_modules_to_forward_prefetch`` (``AG_F``) or ``…_backward_prefetch``: as far ahead as the plan gathers,
+    and ``limit`` groups at most; for backward at least one, which is what FSDP2 does by itself.
+    """
+    order = in_order(groups, kind)
+    far = planned_ahead(plan, groups, kind)
+    least = 1 if kind is Kind.AG_B else 0
+    out: dict[str, list[str]] = {}
+    for place, g in enumerate(order):
+        if g.units and not g.replicated and (kind is Kind.AG_F or g.strategy is Strategy.fsdp):
+            by = place - min(place, max(least, min(limit, far.get(g.name, 0))))
+            if by != place:
+                out.setdefault(order[by].name, []).append(g.name)
+    return {name: tuple(targets) for name, targets in out.items()}

@@ -1,0 +1,117 @@
+"""What a step of FSDP2 is predicted to take and hold, and how far ahead it should gather."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from mdcs.export.groups import Ahead, Group, ahead, in_order
+from mdcs.export.memory import GroupBytes, Walk
+from mdcs.plan.job import Job
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.times import Prediction
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
+from mdcs.simulator.simulate import replay
+
+_FARTHEST = 4  # groups ahead
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What each group gathers ahead, and what a step then takes and holds."""
+
+    forward: Ahead
+    backward: Ahead
+    prediction: Prediction
+
+
+def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
+    """The fastest within the plan's budget of those that gather no further ahead than the plan; if none fits, the smallest."""
+    made = [
+        steps(plan, groups, ahead(plan, groups, Kind.AG_F, limit), ahead(plan, groups, Kind.AG_B, limit))
+        for limit in range(_FARTHEST + 1)
+    ]
+    budget = plan.budget
+    fit = [s for s in made if budget is None or s.prediction.peak_bytes + plan.reserve <= budget]
+    if not fit:
+        return min(made, key=lambda s: s.prediction.peak_bytes)
+    return min(fit, key=lambda s: (round(s.prediction.step_s, 6), s.prediction.peak_bytes))
+
+
+def steps(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> Steps:
+    """Its step time is the replay of :func:`as_run`, its memory that of a :class:`~mdcs.export.memory.Walk`."""
+    run = as_run(plan, groups, forward, backward)
+    times = replay(run).times
+    peak = Walk(plan.job, groups, forward, backward, run.profile.collectives).peak
+    return Steps(
+        forward, backward,
+        Prediction(times.step_s, times.compute_s, times.communication_s, times.overlap_s, peak_bytes=peak["total"], memory=peak),
+    )  # fmt: skip
+
+
+def as_run(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> Plan:
+    """The plan that FSDP2 follows: a group's units in one message, gathered where it is listed, reduced when its backward has
+    ended, all updated behind a barrier. On CPUs a reduction is waited for at once.
+    """
+    backend = plan.profile.collectives.backend
+    native = Collectives("native", "native", "native", backend)
+    profile = dataclasses.replace(_with_copies(plan, groups), collectives=native)
+    job = dataclasses.replace(plan.job, profile=profile, cross_iteration=False)
+    chosen = {u: g.strategy for g in groups for u in g.units}
+    mix = Mix(job, tuple(chosen[u] for u in range(len(profile.units))))
+    drafts = []
+    by = {kind: _gatherers(groups, kind, lists) for kind, lists in ((Kind.AG_F, forward), (Kind.AG_B, backward))}
+    ops = {(op.kind, op.unit, op.micro): op for op in mix.ops}
+    for g in groups:
+        for kind in Kind:
+            for micro in range(job.micro_steps):
+                own = [ops[kind, u, micro] for u in g.units if (kind, u, micro) in ops]
+                if own:
+                    slot = _gathered_at(mix, by[kind].get(g.name, g), kind, micro) if kind.is_gather else _reduced_at(mix, g)
+                    windows = [mix.window(op) for op in own]
+                    first, last = max(w[0] for w in windows), min(w[1] for w in windows)
+                    parts = tuple(part for op in own for part in mix.parts(op.unit))
+                    waited = backend == "gloo" and not kind.is_gather
+                    drafts.append(Draft(kind, parts, max(first, min(slot, last)), micro, waited))
+    drafts.sort(key=lambda d: d.kind.is_gather)  # at one boundary the reduction comes first
+    return mix.plan("fsdp2", mix.whole(), drafts)
+
+
+def _gatherers(groups: tuple[Group, ...], kind: Kind, lists: Ahead) -> dict[str, Group]:
+    """Name of a group -> the one that gathers it, if it is another."""
+    named = {g.name: g for g in in_order(groups, kind)}
+    return {target: named[by] for by, targets in lists.items() for target in targets}
+
+
+def _gathered_at(mix: Mix, by: Group, kind: Kind, micro: int) -> int:
+    start = mix.period.forward_start(micro)
+    if kind is Kind.AG_F:
+        return start + by.forward[0]
+    assert by.backward is not None
+    return start + mix.profile.forward_slots + by.backward[0]
+
+
+def _reduced_at(mix: Mix, group: Group) -> int:
+    return mix.period.turn if group.backward is None else group.backward[1] + 1
+
+
+def _with_copies(plan: Plan, groups: tuple[Group, ...]) -> Profile:
+    """The profile with what FSDP2 copies in the slots where it does: out of what was gathered, and into what is reduced."""
+    profile, per_byte = plan.profile, plan.profile.copy_seconds_per_byte
+    slots = list(profile.slots)
+
+    def longer(slot: int, size: int) -> None:
+        slots[slot] = dataclasses.replace(slots[slot], seconds=slots[slot].seconds + size * per_byte)
+
+    for g in groups:
+        size = GroupBytes.of(g, Job(profile))
+        longer(g.forward[0], size.full)
+        if g.backward is not None:
+            if g.strategy in (Strategy.fsdp, Strategy.dp):
+                longer(profile.forward_slots + g.backward[0], size.full)
+            longer(profile.forward_slots + g.backward[1], size.reduced)
+    return dataclasses.replace(profile, slots=tuple(slots))

@@ -1,0 +1,184 @@
+"""A plan as calls of fully_shard: which modules go together, what they gather ahead, what is lost, and what is predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from mdcs.export.document import document
+from mdcs.export.groups import Group, ahead, groups_of
+from mdcs.export.memory import Walk
+from mdcs.export.predicted import as_run, best_steps
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.strategy import Strategy
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.wfbp import Partitioning
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
+from mdcs.sizes import MIB
+from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, strategies, tied
+
+NATIVE = Collectives("native", "native", "native")
+
+
+def named(profile: Profile, *names: str) -> Profile:
+    return replace(profile, units=tuple(replace(u, name=n) for u, n in zip(profile.units, names, strict=True)))
+
+
+def lost_of(plan: Plan) -> dict[str, list[str]]:
+    return {each["what"]: each["units"] for each in document(plan)["lost"]}
+
+
+# ---- groups
+
+
+def test_a_unit_is_a_group_and_the_model_itself_comes_last() -> None:
+    plan = planned(named(chain(8, 4, 4), "a", "b.c", "b"), "fsdp")
+    assert [g.modules for g in groups_of(plan)] == [("b.c",), ("a",), ("b",), ("",)]
+
+
+def test_what_the_model_has_beside_its_units_is_its_own_group() -> None:
+    groups = groups_of(planned(named(chain(8, 4), "a", "model"), "sdp"))
+    assert [(g.modules, g.units) for g in groups] == [(("a",), (0,)), (("",), (1,))]
+    # What lies inside counts: FSDP2 gathers the model's own before its first module.
+    assert groups[1].forward == (0, 1)
+
+
+def test_a_module_named_model_is_not_the_model() -> None:
+    groups = groups_of(planned(named(chain(8, 4), "model.a", "model"), "sdp"))
+    assert [g.modules for g in groups] == [("model.a",), ("model",), ("",)]
+
+
+def test_tied_weights_are_one_call_for_both_modules_with_what_else_is_in_them() -> None:
+    plan = planned(named(tied(8, 4, 2), "wte+head", "h", "head"), "fsdp")
+    assert [(g.modules, g.units) for g in groups_of(plan)][:2] == [(("wte", "head"), (0, 2)), (("h",), (1,))]
+
+
+def test_frozen_and_trained_parameters_of_a_module_are_one_group() -> None:
+    [group, _] = groups_of(planned(named(chain(8, 4, frozen=[1]), "h", "h[frozen]"), ["fsdp", "dp"]))
+    assert (group.modules, group.units, group.strategy) == (("h",), (0, 1), Strategy.fsdp)
+
+
+def fused(plan: Plan, *kinds: Kind) -> Plan:
+    """With the messages of these kinds of a and b together."""
+    mix = Mix(plan.job, plan.strategies)
+    drafts = []
+    for kind in Kind:
+        own = [op for op in mix.ops if op.kind is kind]
+        for ops in [own] if kind in kinds else [[op] for op in own]:
+            if ops:
+                first, last = max(mix.window(op)[0] for op in ops), min(mix.window(op)[1] for op in ops)
+                drafts.append(Draft(kind, tuple((op.unit, 0) for op in ops), last if kind.is_gather else first))
+    return mix.plan("fused", mix.whole(), drafts)
+
+
+def test_neighbours_are_one_group_if_every_message_has_both() -> None:
+    plan = planned(chain(8, 4), "sdp")
+    assert [g.modules for g in groups_of(fused(plan, Kind.RS, Kind.AG_F))] == [("a", "b"), ("",)]
+    alone = fused(plan, Kind.RS)
+    assert [g.modules for g in groups_of(alone)] == [("a",), ("b",), ("",)]
+    assert lost_of(alone)["shares messages (RS) with units that FSDP2 sends by themselves"] == ["a", "b"]
+
+
+# ---- what is gathered ahead
+
+
+def test_groups_gather_as_far_ahead_as_the_plan_and_no_further_than_told() -> None:
+    plan = planned(chain(4, 4, 4, 4, link=link(1.0)), "sdp", Dear())
+    groups = groups_of(plan)
+    assert ahead(plan, groups, Kind.AG_F, 0) == {}
+    assert ahead(plan, groups, Kind.AG_F, 1) == {"a": ("b",), "b": ("c",), "c": ("d",)}
+    farthest = ahead(plan, groups, Kind.AG_F, 9)
+    assert [name for names in farthest.values() for name in names] == ["b", "c", "d"]
+
+
+def test_backward_gathers_one_ahead_by_itself() -> None:
+    plan = planned(chain(4, 4, 4), "fsdp")
+    assert ahead(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
+
+
+# ---- bytes, by hand: units of 32 bytes on two ranks, with gloo, whose gathers hold a copy
+
+
+def peak_of(strategy: str, *sizes: int) -> dict[str, int]:
+    plan = planned(chain(*sizes), strategy)
+    groups = groups_of(plan)
+    return Walk(plan.job, groups, {}, ahead(plan, groups, Kind.AG_B, 0), NATIVE).peak
+
+
+def test_a_sharded_unit() -> None:
+    # Gathering: shard 16, message 32, its copy 32. Then whole 32 and gradients 32; then gradients and their message 32.
+    peak = peak_of("sdp", 8)
+    assert (peak["parameters"], peak["staging"], peak["full_parameters"], peak["gradients"]) == (16, 64, 32, 32)
+    assert (peak["gradient_shards"], peak["total"]) == (16, 80)
+
+
+def test_a_replicated_unit_has_a_second_copy() -> None:
+    peak = peak_of("dp", 8)
+    assert (peak["parameters"], peak["full_parameters"], peak["gradient_shards"]) == (32, 32, 32)
+    assert peak["total"] == 96  # in backward: both copies and the gradients
+
+
+def test_units_kept_from_forward_to_backward_add_up() -> None:
+    assert peak_of("sdp", 8, 8)["full_parameters"] == 64
+    # b is kept: its backward follows at once. a is gathered ahead then, in a message that waits beside b.
+    assert peak_of("fsdp", 8, 8)["full_parameters"] == 32
+
+
+def test_gradients_of_a_replicated_unit_stay_until_the_step() -> None:
+    assert peak_of("dp", 8, 8)["gradient_shards"] == 64
+    assert peak_of("zero1", 8, 8)["gradient_shards"] == 32
+
+
+# ---- what is lost
+
+
+def test_what_fsdp2_cannot_say_is_told_by_unit() -> None:
+    plan = planned(chain(64, 64, link=link(1.0)), ["zero1", "dp"], Partitioning(64 / MIB))
+    found = lost_of(plan)
+    assert found["is sent in parts (AG_F); FSDP2 sends it whole"] == ["a"]
+    assert [units for what, units in found.items() if what.startswith("zero1 becomes sdp")] == [["a"]]
+    assert [units for what, units in found.items() if "(ranks, 1)" in what] == [["b"]]
+    assert any("optimizer.step()" in what and units == [] for what, units in found.items())
+
+
+def test_the_sequential_plan_of_fsdp_units_loses_nothing_but_early_updates() -> None:
+    plan = planned(chain(8, 4, link=link(1.0)), "fsdp", cross_iteration=False)
+    assert lost_of(plan) == {}
+
+
+def test_fsdp2_takes_longer_where_the_plan_hides_its_gathers() -> None:
+    plan = planned(chain(64, 64, 64, link=link(0.01)), "zero1", Dear())
+    predicted = best_steps(plan, groups_of(plan)).prediction
+    run = as_run(plan, groups_of(plan), {}, {})
+    assert predicted.step_s > 9.0  # nine seconds of computing
+    assert not run.cross_iteration and {m.kind for m in run.messages} == {Kind.RS, Kind.AG_F}
+
+
+@given(jobs(), strategies, schedulers)
+@examples(25)
+def test_any_plan_can_be_taken_home(job: Job, strategy, scheduler) -> None:
+    plan = job.plan(strategy, scheduler)
+    file = json.loads(json.dumps(document(plan)))
+    assert sorted(u for group in file["groups"] for u in group["units"]) == sorted(u.name for u in plan.profile.units)
+    assert file["groups"][-1]["modules"] == [""]
+    fsdp2 = file["predicted"]["fsdp2"]
+    assert fsdp2["peak_bytes"] >= max(fsdp2["memory"].values()) > 0
+    assert fsdp2["step_s"] >= sum(slot.seconds for slot in plan.profile.slots) * plan.micro_steps * (1 - 1e-9)
+
+
+def test_a_group_is_named_by_its_first_module() -> None:
+    assert Group(("a", "b"), (0, 1), Strategy.dp, (0, 1), None).name == "a"
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp"])
+def test_the_nearest_mode_of_megatron_is_that_of_most_parameters(strategy: str) -> None:
+    mode = document(planned(chain(64, 4), [strategy, "dp"]))["megatron_fsdp"]
+    nearest = {"dp": "no_shard", "zero1": "optim_grads"}.get(strategy, "optim_grads_params")
+    assert mode["data_parallel_sharding_strategy"] == nearest
+    assert ("a" in mode["units_that_the_plan_has_otherwise"]) is (strategy == "sdp")

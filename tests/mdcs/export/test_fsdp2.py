@@ -1,0 +1,92 @@
+"""FSDP2 trains as DDP does and holds what the file predicts, on real ranks; a plan of another model is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mdcs.export.document import document
+from mdcs.export.fsdp2 import apply_plan
+from tests.mdcs.export.training import as_ddp, by_the_loader, peak
+from tests.mdcs.profiles import chain, planned
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import How
+
+# Parameters outweigh activations, and no unit is a large part of them.
+LARGE: dict[str, dict[str, Any]] = {
+    "gpt2": {"width": 192, "samples": 1, "layers": 12, "sequence": 32, "vocab": 500},
+    "resnet": {"image": 32, "depths": (3, 4, 6), "hidden_sizes": (128, 256, 512), "width_divisor": 1, "samples": 1},
+}
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "scheduler"),
+    [
+        ("gpt2", "random", "priority"), slow("resnet", "random", "fusion"),
+        slow("gpt2", "dp", "wfbp"), slow("tied", "random", "random"), slow("bert", "fsdp", "priority"),
+        slow("twice", "fsdp", "dear"),
+        slow("frozen", "random", "priority"), slow("checkpointed", "fsdp", "priority"),
+    ],
+)  # fmt: skip
+def test_losses_and_norms_are_those_of_ddp(two: Ranks, model: str, strategy: str, scheduler: str) -> None:
+    for rank in two.run(as_ddp, model, How(strategy, scheduler, seed=7, bytes=4000)):
+        for got, expected in zip(rank["fsdp2"], rank["ddp"], strict=True):
+            assert got == pytest.approx(expected, rel=2e-6)
+
+
+def test_the_loader_of_the_docs_needs_torch_alone(two: Ranks) -> None:
+    for rank in two.run(by_the_loader, "gpt2", How("random", "random", seed=7, bytes=4000)):
+        assert rank["loader"] == rank["fsdp2"]
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.parametrize("model", LARGE)
+@pytest.mark.parametrize("strategy", ["fsdp", "sdp", "zero1", "dp", "random"])
+def test_the_peak_is_within_five_percent_of_the_prediction(measured: Ranks, model: str, strategy: str) -> None:
+    for rank in measured.run(peak, model, How(strategy, "sequential", seed=7), LARGE[model]):
+        assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.05)
+
+
+# ---- another model
+
+
+class Model(nn.Module):
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
+def refused(model: nn.Module, **mesh: Any) -> str:
+    file = document(planned(chain(6, 8), "fsdp"))
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError) as error:
+        apply_plan(model, file, **mesh)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    return str(error.value)
+
+
+def test_a_plan_of_another_model_is_refused_by_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mesh:
+        ndim = 1
+        mesh = torch.arange(2)
+
+        def size(self) -> int:
+            return 2
+
+    a, b = nn.Linear(3, 2, bias=False), nn.Linear(4, 2, bias=False)
+    assert refused(Model(a=a), mesh=Mesh()) == "unit b: the model (Model) has no module 'b': the plan is of another one"
+    assert refused(Model(a=a, b=nn.Linear(4, 2)), mesh=Mesh()) == "unit b: has 8 elements in the plan and 10 in the model"
+    more = Model(a=a, b=b, c=nn.Linear(1, 1))
+    assert refused(more, mesh=Mesh()) == "the whole model: has 0 elements in the plan and 2 in the model"
+    Mesh.mesh = torch.arange(3)
+    Mesh.size = lambda self: 3
+    assert refused(Model(a=a, b=b), mesh=Mesh()) == "the plan is for 2 ranks in one dimension, the mesh has (3,)"

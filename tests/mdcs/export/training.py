@@ -1,0 +1,104 @@
+"""What a rank does in these tests: train a model with torch's DDP, and with FSDP2 as a plan says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mdcs
+from mdcs.calibrate.agreement import agree, on_rank_zero
+from mdcs.calibrate.slots import measure_profile
+from mdcs.export.document import document
+from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
+from mdcs.measure.memory import ShimMeter
+from mdcs.plan.messages import Plan
+from mdcs.profile.link import Link
+from tests.mdcs.runtime.training import How, Setup, optimizer_for, scheduler_for, setup, strategy_for
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def planned(made: Setup, how: How) -> Plan:
+    """A plan of this job, the same on all ranks."""
+    optimizer = optimizer_for("adam", made.model)
+    units = mdcs.partition(made.model, made.policy)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    profile = agree(
+        measure_profile(
+            made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), optimizer,
+            world=world, link=Link.uniform(1.0, 50.0), iterations=2,
+        )
+    )  # fmt: skip
+    job = mdcs.Job(profile)
+    return on_rank_zero(lambda: mdcs.make_plan(job, strategy_for(how), scheduler_for(how)))
+
+
+def losses(made: Setup, model: nn.Module, optimizer: Any, clip: Any, steps: int) -> list[Any]:
+    """Of every step, with the norm of its gradients."""
+    out = []
+    for step in range(steps):
+        loss = made.loss(model, made.batch(step, 0, dist.get_rank()))
+        loss.backward()
+        norm = clip(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append((loss.item(), float(norm)))
+    return out
+
+
+def as_ddp(name: str, how: How) -> dict[str, Any]:
+    """Losses and norms of both, and the file."""
+    made = setup(name)
+    plan = planned(made, how)
+    twin = copy.deepcopy(made.model)
+    wrapped = DistributedDataParallel(twin)
+    expected = losses(
+        made, wrapped, torch.optim.Adam(wrapped.parameters(), lr=1e-2), torch.nn.utils.clip_grad_norm_, 4
+    )
+    apply_plan(made.model, json.loads(json.dumps(document(plan))))
+    got = losses(made, made.model, torch.optim.Adam(parameter_groups(made.model), lr=1e-2), clip_grad_norm_, 4)
+    return {"ddp": expected, "fsdp2": got}
+
+
+def peak(name: str, how: How, shape: dict[str, Any]) -> dict[str, Any]:
+    """Bytes predicted and measured of FSDP2 in steady state."""
+    made = setup(name, **shape)
+    plan = planned(made, how)
+    file = document(plan)
+    apply_plan(made.model, file)
+    optimizer = torch.optim.Adam(parameter_groups(made.model), lr=1e-3)
+    meter = ShimMeter()
+    for step in range(4):
+        if step == 2:
+            meter.reset()
+        made.loss(made.model, made.batch(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"predicted": file["predicted"]["fsdp2"]["memory"], "measured": meter.peaks()}
+
+
+def by_the_loader(name: str, how: How) -> dict[str, Any]:
+    """Losses and norms with apply_plan, and with what docs/export.md shows."""
+    shown: dict[str, Any] = {}
+    [loader] = re.findall(r"<!-- loader -->\n```python\n(.*?)```", (ROOT / "docs/export.md").read_text(encoding="utf-8"), re.S)
+    exec(loader, shown)
+    made = setup(name)
+    plan = planned(made, how)
+    twin = copy.deepcopy(made.model)
+    apply_plan(made.model, plan)
+    got = losses(made, made.model, torch.optim.Adam(parameter_groups(made.model), lr=1e-2), clip_grad_norm_, 3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fsdp2.json"
+        path.write_text(json.dumps(document(plan)), encoding="utf-8")
+        shown["load"](path, twin, "cpu")
+    again = losses(made, twin, torch.optim.Adam(parameter_groups(twin), lr=1e-2), shown["clip"], 3)
+    return {"fsdp2": got, "loader": again}

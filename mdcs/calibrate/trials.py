@@ -20,9 +20,9 @@ from mdcs.calibrate.slots import untouched
 from mdcs.measure.memory import current_meter
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import choices
 from mdcs.plan.times import StepTimes
-from mdcs.planner.interfaces import Scheduler, StrategyPlanner
+from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.dear import Dear
@@ -36,7 +36,6 @@ from mdcs.runtime.emulation import Emulation
 
 ROUNDS, PERIODS = 2, 3
 _WARMUP = 1
-_STRATEGIES: tuple[StrategyPlanner, ...] = (Greedy(), *(Uniform(str(strategy)) for strategy in Strategy))
 _SCHEDULERS: tuple[Scheduler, ...] = (Priority(), Dear(), MgWfbp(), Wfbp())
 
 
@@ -146,7 +145,7 @@ def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _heuristics(plan: Plan) -> Iterator[Plan]:
-    for strategy in _STRATEGIES:
+    for strategy in (Greedy(), *(Uniform(str(k)) for k in choices(plan.profile))):
         for scheduler in _SCHEDULERS:
             try:
                 yield make_plan(plan.job, strategy, scheduler, budget=plan.budget)

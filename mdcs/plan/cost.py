@@ -55,10 +55,15 @@ class CostModel:
         """Seconds for which the link serves a message, after its gap, while something computes.
 
         max(β·wire, message_seconds + seconds_per_byte·wire - gap), with message_seconds and seconds_per_byte of the profile's
-        contention: they are of messages in a train, gap included.
+        contention: they are of messages in a train over all ranks, gap included. Within nodes a byte takes as much longer than
+        its β as it does over all ranks.
         """
         link, contention = self.profile.link, self.profile.contention
-        least = contention.message_seconds + contention.seconds_per_byte * wire
+        per_byte = contention.seconds_per_byte
+        if kind.in_node:
+            world = (link.beta_of(Kind.RS) + link.beta_of(Kind.AG_F)) / 2  # what the contention was measured with
+            per_byte = max(0.0, per_byte - world) + link.beta_of(kind)
+        least = contention.message_seconds + per_byte * wire
         return max(link.beta_of(kind) * wire, least - link.gap_of(kind))
 
     def copy_s(self, kind: Kind, payload: int, parts: int = 1) -> float:
@@ -72,11 +77,12 @@ class CostModel:
     def update_s(self, kind: Kind, elements: int, runs: int = 1) -> float:
         """Seconds of the update that a message of so many elements ends with, in so many runs of one parameter group.
 
-        elements/ranks·seconds_per_element + runs·seconds_per_run, with 1 for ranks after an all-reduce; 0 for a gather.
+        elements/ranks·seconds_per_element + runs·seconds_per_run, with 1 for ranks after an all-reduce, those of a node where
+        it is sharded within one; 0 for a gather.
         """
         if kind.is_gather:
             return 0.0
-        ranks = 1 if kind is Kind.AR else self.profile.world
+        ranks = 1 if kind is Kind.AR else self.profile.group(kind)
         optimizer = self.profile.optimizer
         return elements / ranks * optimizer.seconds_per_element + runs * optimizer.seconds_per_run
 

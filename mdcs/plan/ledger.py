@@ -120,10 +120,9 @@ def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, i
 
     dp updates all of the block, the others the rank's share of it; padding belongs to the last segment of its section.
     """
-    size, start = plan.blocks[unit][block], plan.offsets[unit][block]
-    if plan.strategies[unit] is not Strategy.dp:
-        size //= plan.world
-        start += rank * size
+    parts = plan.strategies[unit].parts(plan.profile)
+    size = plan.blocks[unit][block] // parts
+    start = plan.offsets[unit][block] + rank % parts * size
     pieces, end = [], 0
     for s, ends in enumerate(plan.profile.layouts[unit].segment_ends(plan.profile.units[unit].segments)):
         begin, end = end, ends
@@ -147,7 +146,9 @@ class _Cuts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cuts:
-    """``ends`` are those of segments, ``parts`` is the world, or 1 for a unit that every rank updates whole."""
+    """``ends`` are those of segments, ``parts`` is into how many an update is divided (:meth:`Strategy.parts`); ranks are counted
+    among so many.
+    """
     counts: Counter[int] = Counter()
     largest = []
     start = 0
@@ -191,13 +192,14 @@ def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
     return slots
 
 
-def rest_of(layout: Layout, strategy: Strategy) -> dict[str, int]:
+def rest_of(profile: Profile, unit: int, strategy: Strategy) -> dict[str, int]:
     """Bytes that a unit holds between steps before its optimizer has state: its parameters, and masters with the optimizer."""
+    layout, parts = profile.layouts[unit], strategy.parts(profile)
     rest = {"parameters": 0, "optimizer": 0}
     for section, size in zip(layout.sections, layout.sizes, strict=True):
         if not (strategy.sharded and section.master_bytes):  # its master shard is all there is
-            rest["parameters"] += size * section.param_bytes // (layout.world if strategy.sharded else 1)
-        rest["optimizer"] += size // (1 if strategy is Strategy.dp else layout.world) * section.master_bytes
+            rest["parameters"] += size * section.param_bytes // (parts if strategy.sharded else 1)
+        rest["optimizer"] += size // parts * section.master_bytes
     return rest
 
 
@@ -215,8 +217,8 @@ class Ledger:
         self._scratch: dict[tuple[int, int], int] = {}
         pieces, more = 0, Counter[int]()
         for u, (unit, strategy, layout) in enumerate(zip(profile.units, plan.strategies, profile.layouts, strict=True)):
-            parts = 1 if strategy is Strategy.dp else plan.world
-            for category, size in rest_of(layout, strategy).items():
+            parts = strategy.parts(profile)
+            for category, size in rest_of(profile, u, strategy).items():
                 self.at_rest[category] += size
             if not unit.trainable:
                 continue
@@ -225,7 +227,8 @@ class Ledger:
             blocks = plan.blocks[u]
             cuts = _cuts(layout.segment_ends(unit.segments), blocks, parts)
             pieces += len(blocks) + cuts.everywhere
-            more.update(dict(cuts.on_rank))
+            for part, count in cuts.on_rank:
+                more.update(dict.fromkeys(range(part, plan.world, parts), count))
             for b, s in enumerate(sections_of(layout, blocks)):
                 updated = layout.sections[s].updated_bytes
                 largest = cuts.largest[b] if rank is None else max(n for _, n, _ in runs(plan, u, b, rank))
@@ -248,7 +251,7 @@ class Ledger:
         plan = self.plan
         size = plan.payload(message)
         packed = size if plan.world > 1 and len(message.parts) > 1 else 0
-        return packed + plan.profile.collectives.buffer(message.kind, size, plan.world)
+        return packed + plan.profile.buffer(message.kind, size)
 
     def _messages(self) -> list[MessageBytes]:
         plan = self.plan
@@ -265,7 +268,7 @@ class Ledger:
                 effects.append(_message_bytes(full, self.staging(m), 0, 0, 0, (), ()))
                 continue
             units = dict.fromkeys([u for u, _ in m.parts])
-            shards = plan.payload(m) // plan.world if m.kind is Kind.RS else 0
+            shards = plan.payload(m) // plan.profile.group(m.kind) if m.kind.plain is Kind.RS else 0
             held_shards += shards
             grads = tuple([(u, self.gradients[u]) for u in units if last_of[u] == i])
             if plan.cross_iteration:
@@ -276,7 +279,7 @@ class Ledger:
                 after_update = tuple((u, self.gradients[u]) for u in last_of if plan.strategies[u] is Strategy.dp)
             else:
                 scratch, freed, after_update = 0, 0, ()
-            after_link = grads if m.kind is Kind.RS else ()
+            after_link = grads if m.kind.plain is Kind.RS else ()
             effects.append(_message_bytes((), self.staging(m), shards, scratch, freed, after_link, after_update))
         return effects
 
@@ -327,7 +330,7 @@ class SlotLimits:
         self.issued = list(itertools.accumulate(issues))
         done_at = [-n] * length
         for i, (m, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
-            if not m.blocking and m.kind is Kind.RS:
+            if not m.blocking and m.kind.plain is Kind.RS:
                 continue  # its gather follows it
             # The slot that needs a message, from the scale of its window to its own period.
             waits = m.slot if m.blocking else last if m.slot >= first else last - length
@@ -416,7 +419,7 @@ def start_bytes(plan: Plan, together: Sequence[Sequence[int]] | None = None) -> 
         held += sum(layouts[u].param_bytes for u in members)
         for u in members:
             strategy, whole = plan.strategies[u], layouts[u].param_bytes
-            held += sum(rest_of(layouts[u], strategy).values()) - (0 if strategy.sharded else whole)
+            held += sum(rest_of(plan.profile, u, strategy).values()) - (0 if strategy.sharded else whole)
             most = max(most, held)
             held -= whole if strategy.sharded else 0
     return most
@@ -425,14 +428,13 @@ def start_bytes(plan: Plan, together: Sequence[Sequence[int]] | None = None) -> 
 def bytes_beyond_fsdp(profile: Profile, unit: int, strategy: Strategy) -> int:
     """What a unit holds at the end of the forward pass beyond what it would as fsdp: the usual place of the peak."""
     layout, is_updated = profile.layouts[unit], profile.units[unit].trainable
-    whole, shard = layout.param_bytes, rest_of(layout, Strategy.fsdp)["parameters"]
     state = sum(
         int(total * (profile.optimizer.state_tensors * section.updated_bytes + section.master_bytes)) if is_updated else 0
         for section, total in zip(layout.sections, layout.sizes, strict=True)
     )
-    world = profile.world
-    more = {Strategy.sdp: whole, Strategy.zero1: whole - shard, Strategy.dp: whole - shard + state - state // world}
-    return more.get(strategy, 0)
+    at_rest = rest_of(profile, unit, strategy)["parameters"] - rest_of(profile, unit, Strategy.fsdp)["parameters"]
+    gathered = layout.param_bytes if strategy.sharded and not strategy.regathers else 0
+    return gathered + at_rest + state // strategy.parts(profile) - state // profile.world
 
 
 def check(plan: Plan) -> None:

@@ -134,7 +134,7 @@ class Plan:
 
     def need(self, message: Message) -> int | None:
         """The slot (unrolled) that cannot start before the message is done; None if it is no gather."""
-        if message.kind is Kind.RS:
+        if message.kind.plain is Kind.RS:
             return None  # its AG_F follows it
         return min(self.period.window(Op(message.kind, u, message.micro))[1] for u, _ in message.parts)
 
@@ -159,7 +159,7 @@ class Plan:
         out = []
         for m in self.messages:
             own = -1
-            if m.kind is Kind.AG_F and m.micro == 0:
+            if m.kind.plain is Kind.AG_F and m.micro == 0:
                 own = max([reduced.get(part, -1) for part in m.parts])
             out.append(own if own < 0 or self.cross_iteration else last)
         return tuple(out)
@@ -169,7 +169,7 @@ class Plan:
 
         What a plan gathers for forward in backward slots is gathered then; nothing is reduced yet.
         """
-        return message.kind is Kind.AG_F or (message.kind is Kind.AG_B and message.slot >= self.period.turn)
+        return message.kind.plain is Kind.AG_F or (message.kind.plain is Kind.AG_B and message.slot >= self.period.turn)
 
     @cached_property
     def hash(self) -> str:
@@ -189,7 +189,7 @@ class Plan:
     def _flat(self) -> dict[str, Any]:
         """All fields as plain containers, those of the job beside the plan's own."""
         data = dataclasses.asdict(self)
-        return data | data.pop("job")
+        return data | data.pop("job") | {"profile": self.profile.to_dict()}
 
     def to_json(self) -> str:
         """The text of plan.json, with the plan's hash."""

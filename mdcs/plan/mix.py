@@ -10,7 +10,7 @@ from mdcs.plan.job import Job
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.validity import PlanError
+from mdcs.plan.validity import PlanError, require_nodes
 from mdcs.plan.widths import by_width
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
@@ -32,8 +32,9 @@ class Mix:
     """A strategy per unit for one job.
 
     An fsdp unit whose last forward use is followed at once by its backward has nothing to gain from being
-    freed in between: it becomes sdp. ``budget`` is what the plan may use (bytes; None: unlimited), for schedulers that
-    plan with it; the others are made to fit it afterwards. Raises PlanError for another number of strategies than of units.
+    freed in between: it becomes sdp (hfsdp: hsdp). ``budget`` is what the plan may use (bytes; None: unlimited), for schedulers that
+    plan with it; the others are made to fit it afterwards. Raises PlanError for another number of strategies than of units, and
+    for one that the ranks do not have.
     """
 
     job: Job
@@ -43,15 +44,16 @@ class Mix:
     def __post_init__(self) -> None:
         if len(self.strategies) != len(self.profile.units):
             raise PlanError(f"{len(self.strategies)} strategies for {len(self.profile.units)} units")
+        require_nodes(self.profile, self.strategies)
         object.__setattr__(self, "strategies", tuple(map(self._effective, range(len(self.strategies)))))
 
     def _effective(self, unit: int) -> Strategy:
         strategy = self.strategies[unit]
-        if strategy is not Strategy.fsdp:
+        if not strategy.regathers:
             return strategy
         span = self.period.backward(unit, 0)
         kept = span is None or self.period.forward(unit, 0)[1] + 1 == span[0]
-        return Strategy.sdp if kept else strategy
+        return strategy.kept if kept else strategy
 
     @property
     def profile(self) -> Profile:
@@ -82,9 +84,9 @@ class Mix:
         """:meth:`Period.window`, narrowed by the barrier when ``cross_iteration`` is off."""
         first, last = self.period.window(op)
         if not self.cross_iteration and self.profile.units[op.unit].trainable and op.micro == 0:
-            if op.kind in (Kind.AR, Kind.RS):
+            if not op.kind.is_gather:
                 last = self.period.turn
-            elif op.kind is Kind.AG_F:
+            elif op.kind.plain is Kind.AG_F:
                 first = max(first, self.period.turn)
         return first, last
 

@@ -94,7 +94,7 @@ class Period:
     def find_window(self, op: Op) -> tuple[int, int]:
         """:meth:`window`, worked out: from the end of the use before to the use that it is sent for."""
         kind, unit, micro = op
-        if kind is Kind.AG_B:
+        if kind.plain is Kind.AG_B:
             span = self.backward(unit, micro)
             assert span is not None, "a unit without backward has no AG_B"
             return self.forward(unit, micro)[1] + 1, span[0]
@@ -105,7 +105,7 @@ class Period:
 
     def release(self, op: Op, strategy: Strategy) -> int:
         """The slot (unrolled) after which the buffer that a gather filled is freed."""
-        freed_after_forward = strategy is Strategy.fsdp and op.kind is Kind.AG_F
+        freed_after_forward = strategy.regathers and op.kind.plain is Kind.AG_F
         return self.forward(op.unit, op.micro)[1] if freed_after_forward else self.last_use(op.unit, op.micro)
 
     def name(self, slot: int) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mdcs.plan.period import Period
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.widths import by_width
+from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ def validate(plan: Plan) -> None:
     outside its window, or when the order lets a gather overtake the reduction it depends on.
     """
     units = plan.profile.units
+    require_nodes(plan.profile, plan.strategies)
     if plan.budget is not None and plan.budget <= plan.reserve:
         raise PlanError(f"budget {plan.budget} bytes leaves nothing beside the reserve of {plan.reserve}")
     if not len(plan.strategies) == len(plan.blocks) == len(units):
@@ -39,6 +42,13 @@ def validate(plan: Plan) -> None:
     _check_order(plan)
     if not plan.cross_iteration:
         _check_barrier(plan)
+
+
+def require_nodes(profile: Profile, strategies: Iterable[Strategy]) -> None:
+    """Raise PlanError for a strategy within nodes where the profile knows of none."""
+    within = next((k for k in strategies if k.in_node), None)
+    if within is not None and not profile.per_node:
+        raise PlanError(f"{within} shards within a node: it needs several hosts with several ranks each, and a profile of them")
 
 
 Block = tuple[Kind, int, int, int]
@@ -98,9 +108,9 @@ def _check_order(plan: Plan) -> None:
         previous = slot
         if not first <= (slot if slot >= first else slot + length) <= last:
             raise PlanError(f"{_where(plan, i)}: issue slot {slot} is outside its window {first}..{last}")
-        if message.kind is Kind.RS:
+        if message.kind.plain is Kind.RS:
             reduced.update(message.parts)
-        elif message.kind is Kind.AG_F and message.micro == 0:
+        elif message.kind.plain is Kind.AG_F and message.micro == 0:
             for part in message.parts:
                 if part not in reduced and units[part[0]].trainable:
                     raise PlanError(
@@ -116,11 +126,11 @@ def _where(plan: Plan, i: int) -> str:
 
 
 def _check_barrier(plan: Plan) -> None:
-    reductions = [i for i, m in enumerate(plan.messages) if m.kind in (Kind.AR, Kind.RS)]
+    reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
     late = [i for i in reductions if plan.messages[i].slot > plan.period.turn]
     if late:
         raise PlanError(f"message {late[0]} reduces after the turn, but cross_iteration is off")
     for i, m in enumerate(plan.messages[: reductions[-1] if reductions else 0]):
         updated = any(plan.profile.units[u].trainable for u, _ in m.parts)
-        if m.kind is Kind.AG_F and m.micro == 0 and updated:
+        if m.kind.plain is Kind.AG_F and m.micro == 0 and updated:
             raise PlanError(f"message {i} gathers before the barrier that message {reductions[-1]} ends")

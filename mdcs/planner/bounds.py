@@ -54,7 +54,8 @@ def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
     """Seconds per step of DDP where messages cost compute nothing and the link only their bytes: everything is replicated, each
     unit is all-reduced beside backward as soon as it is ready, and all is updated before the next forward.
     """
-    link = dataclasses.replace(profile.link, alpha=(0.0, 0.0, 0.0, 0.0), gap=(0.0, 0.0, 0.0, 0.0))
+    none = (0.0,) * len(profile.link.kinds)
+    link = dataclasses.replace(profile.link, alpha=none, gap=none)
     free = dataclasses.replace(profile, link=link, contention=Contention(), interference=0.0, copy_seconds_per_byte=0.0)
     judge = Judge(Job(free, micro_steps, cross_iteration=False), None)
     return replay(Wfbp().schedule(judge.mix([Strategy.dp] * len(free.units)))).period_s

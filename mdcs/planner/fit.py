@@ -14,7 +14,6 @@ from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
 from mdcs.plan.widths import by_width
-from mdcs.profile.link import Kind
 
 
 def fit(plan: Plan, budget: int) -> Plan:
@@ -110,7 +109,7 @@ def _earlier_reductions(plan: Plan, q: int) -> tuple[Message, ...] | None:
     before = [plan.unrolled(m) for m in plan.messages]
     slots = [
         max(plan.period.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)
-        if m.kind in (Kind.AR, Kind.RS) and slot >= q
+        if not m.kind.is_gather and slot >= q
         else slot
         for m, slot in zip(plan.messages, before, strict=True)
     ]

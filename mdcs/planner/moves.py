@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.simulator.recurrence import Trace
 
 Move = Callable[[Plan, Trace, random.Random], Plan | None]
@@ -96,11 +96,11 @@ def restrategize(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
     """Another strategy for a unit, or for two: often the second takes the first one's, so that bytes stay about the same."""
     units = range(len(plan.strategies))
     u = rng.choice(units)
-    changes = {u: rng.choice([k for k in Strategy if k is not plan.strategies[u]])}
+    changes = {u: rng.choice([k for k in choices(plan.profile) if k is not plan.strategies[u]])}
     if len(units) > 1 and rng.random() < 0.6:
         v = u + rng.choice((-4, -3, -2, -1, 1, 2, 3, 4)) if rng.random() < 0.5 else rng.choice(units)
         if v in units and v != u:
-            changes[v] = plan.strategies[u] if rng.random() < 0.7 else rng.choice(list(Strategy))
+            changes[v] = plan.strategies[u] if rng.random() < 0.7 else rng.choice(choices(plan.profile))
     strategies = Mix(plan.job, tuple(changes.get(u, k) for u, k in enumerate(plan.strategies))).strategies
     return None if strategies == plan.strategies else _rebuilt(plan, changes, strategies, plan.blocks, rng)
 

@@ -17,6 +17,9 @@ For a message of S bytes (whole, unsharded) on N ranks; *sent* is what the rank 
 | | ring | S (N-1)/N | - |
 | | direct: from every rank to every other at once, in place | S (N-1)/N | - |
 
+Sharded within nodes of n of the N ranks, a unit is gathered, and at first reduced, among n ranks; after a reduction an
+all-reduce of the shard, S/n, follows among the N/n ranks that have the same one. The algorithms are the same.
+
 NCCL has its native ones only: nothing is copied, and its reduce-scatter sends S (N-1)/N. gloo's were counted on the
 wire and with the memory meter (torch 2.13). Rings and trees: Thakur, Rabenseifner, Gropp, "Optimization of Collective
 Communication Operations in MPICH" (2005).
@@ -95,10 +98,12 @@ _TABLES: dict[str, dict[str, dict[str, _Algorithm]]] = {  # backend, operation, 
 ALGORITHMS = {backend: {op: tuple(names) for op, names in table.items()} for backend, table in _TABLES.items()}
 """Backend -> operation -> names of its algorithms."""
 
-OPERATION = {Kind.AR: "all_reduce", Kind.RS: "reduce_scatter", Kind.AG_B: "all_gather", Kind.AG_F: "all_gather"}
-"""Kind of message -> the operation that carries it."""
-KIND = {operation: kind for kind, operation in OPERATION.items()}
+KIND = {"all_reduce": Kind.AR, "reduce_scatter": Kind.RS, "all_gather": Kind.AG_F}
 """Operation -> a kind that it carries (all-gathers: AG_F)."""
+OPERATION = {
+    kind: "all_gather" if kind.is_gather else "all_reduce" if kind is Kind.AR else "reduce_scatter" for kind in Kind
+}
+"""Kind of message -> the operation that carries it; an all-reduce across nodes follows those of RS_N."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +151,19 @@ class Collectives:
         """
         return self._algorithms[kind].buffer(size, world) if world > 1 else 0
 
+    def sent_by_node(self, kind: Kind, size: int, per_node: int, nodes: int) -> int:
+        """:meth:`sent` of a kind within nodes: of RS_N in the node, and then of its shard across."""
+        inside = self.sent(kind.plain, size, per_node)
+        return inside if kind.is_gather else inside + self.sent(Kind.AR, size // per_node, nodes)
+
+    def buffer_by_node(self, kind: Kind, size: int, per_node: int, nodes: int) -> int:
+        """:meth:`buffer` of a kind within nodes: of RS_N one for both of its collectives, which follow each other."""
+        inside = self.buffer(kind.plain, size, per_node)
+        return inside if kind.is_gather else max(inside, self.buffer(Kind.AR, size // per_node, nodes))
+
     def sums_afterwards(self, kind: Kind) -> bool:
-        """Whether each rank sums what the collective has brought, once it is done."""
-        return self._algorithms[kind].sums_afterwards
+        """Whether each rank sums what the collective has brought, once it is done; within RS_N it is done before it goes on."""
+        return self._algorithms[kind].sums_afterwards and not kind.in_node
 
     @cached_property
     def _algorithms(self) -> dict[Kind, _Algorithm]:  # planners look it up all the time

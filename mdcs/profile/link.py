@@ -18,20 +18,37 @@ from mdcs.sizes import MIB
 
 
 class Kind(str, Enum):
-    """The collective kinds; ``is_gather`` is whether one gathers parameters."""
+    """The collective kinds. ``is_gather``: it gathers parameters; ``in_node``: its shards are of the ranks of a node;
+    ``plain``: the kind that does the same over the world.
+    """
 
     AR = "AR"  # all-reduce (dp)
     RS = "RS"  # reduce-scatter (zero1, sdp, fsdp)
     AG_F = "AG_F"  # all-gather before forward (zero1, sdp, fsdp)
     AG_B = "AG_B"  # all-gather before backward (fsdp)
+    RS_N = "RS_N"  # reduce-scatter within the node, then all-reduce of the shard across nodes (hsdp, hfsdp)
+    AG_F_N = "AG_F_N"  # all-gather within the node before forward (hsdp, hfsdp)
+    AG_B_N = "AG_B_N"  # all-gather within the node before backward (hfsdp)
 
     __hash__ = str.__hash__  # Enum's own is ten times slower, and planners look kinds up all the time
+    plain: Kind
 
     def __init__(self, value: str) -> None:
-        self.is_gather = value.startswith("AG")
+        self.is_gather, self.in_node = value.startswith("AG"), value.endswith("_N")
 
     def __str__(self) -> str:
         return self.value
+
+
+for _kind in Kind:
+    _kind.plain = Kind(_kind.value.removesuffix("_N"))
+
+REDUCTION = {Kind.AG_F: Kind.RS, Kind.AG_F_N: Kind.RS_N}
+"""A gather before forward -> the reduction whose update it brings."""
+GATHER = {reduction: gather for gather, reduction in REDUCTION.items()}
+"""The inverse."""
+
+_LEVELS = tuple(kind for kind in Kind if not kind.in_node), tuple(Kind)
 
 
 @dataclass(frozen=True)
@@ -39,19 +56,21 @@ class Link:
     """α (seconds of a message that is alone), β (seconds per wire byte) and gap (seconds between two messages in flight) per
     kind, and the in-flight ``depth``.
 
-    ``alpha``, ``beta`` and ``gap`` are in the order of :class:`Kind`: AR, RS, AG_F, AG_B. ``block`` is the smallest
-    message (payload bytes) that saturates the link: partition size and schedule granularity. ``emulated``: messages are
-    held back until the link would have carried them. Raises ValueError for a value out of range.
+    ``alpha``, ``beta`` and ``gap`` are in the order of :class:`Kind`: AR, RS, AG_F, AG_B and, on two levels, those within
+    nodes. ``block`` is the smallest message (payload bytes) that saturates the link: partition size and schedule granularity.
+    ``emulated``: messages are held back until the link would have carried them. Raises ValueError for a value out of range.
     """
 
-    alpha: tuple[float, float, float, float]
-    beta: tuple[float, float, float, float]
+    alpha: tuple[float, ...]
+    beta: tuple[float, ...]
     depth: int = 2
     block: int = MIB
     emulated: bool = False
-    gap: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    gap: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
+        if not len(self.alpha) == len(self.beta) == len(self.gap) == len(self.kinds):
+            raise ValueError("link alpha, beta and gap must be of 4 kinds each, or of 7 with those within nodes")
         if min(*self.alpha, *self.beta, *self.gap) < 0:
             raise ValueError("link alpha, beta and gap must be >= 0")
         if self.depth < 1:
@@ -77,11 +96,13 @@ class Link:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Link:
         """Inverse of ``dataclasses.asdict``; KeyError for a missing field, ValueError for a value out of range."""
-        a, b, g = data["alpha"], data["beta"], data["gap"]
-        return cls(
-            (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), data["depth"], data["block"], data["emulated"],
-            (g[0], g[1], g[2], g[3]),
-        )  # fmt: skip
+        a, b, g = tuple(data["alpha"]), tuple(data["beta"]), tuple(data["gap"])
+        return cls(a, b, data["depth"], data["block"], data["emulated"], g)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Those it has costs of: within nodes, too, where it has two levels."""
+        return _LEVELS[len(self.beta) > len(_LEVELS[0])]
 
     def alpha_of(self, kind: Kind) -> float:
         """Latency in seconds of a message of this kind that is alone."""

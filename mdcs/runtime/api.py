@@ -29,7 +29,7 @@ from mdcs.runtime import misuse, optimizer_state, state
 from mdcs.runtime import refusals as checks
 from mdcs.runtime.account import Account
 from mdcs.runtime.buffers import Buffers, broadcast, check_buffers, layout
-from mdcs.runtime.communicator import Communicator, backend_of
+from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
 from mdcs.runtime.errors import Place, RunError
@@ -47,7 +47,7 @@ from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_dispatcher import StreamDispatcher, bytes_apart
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.walker import SlotWalker
-from mdcs.runtime.wire import Wire
+from mdcs.runtime.wire import Connected, Wire
 
 if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import Checkpoints, Resumed, Saving
@@ -147,7 +147,10 @@ class Parallel:
         except ValueError as e:
             problem = e
         # Every rank learns of every rank's problem: one that raised alone would leave the others waiting.
-        self._groups = Groups(group, device, timeout_s, needs_control=clip_norm is not None or loss_scale is not None)
+        self._groups = Groups(
+            group, device, timeout_s, needs_control=clip_norm is not None or loss_scale is not None,
+            per_node=plan.profile.per_node if any(k.in_node for k in plan.strategies) else 0,
+        )
         try:
             named = [*model.named_parameters(), *model.named_buffers()]
             checks.same_plan(plan, problem, layout(named), started, self.rank, processes, self._groups.talk)
@@ -184,8 +187,14 @@ class Parallel:
             self._executor.limit(plan.budget + (bytes_apart(ledger) if self._executor.runs_ahead else 0))
         cap = None if plan.budget is None else plan.budget - plan.reserve
 
-        def connect(collectives: Collectives) -> Communicator | EmulatedCommunicator:
-            return Communicator(collectives, group) if emulate is None else EmulatedCommunicator(collectives, emulate)
+        def connect(collectives: Collectives, in_node: bool) -> Connected:
+            if emulate is not None:
+                return EmulatedCommunicator(collectives, emulate)
+            if in_node:
+                return NodeCommunicator(
+                    Communicator(collectives, self._groups.node), Communicator(collectives, self._groups.across)
+                )
+            return Communicator(collectives, group)
 
         self._account = Account(lock, cap, ledger.at_rest)
         self._wire = Wire(plan, self._storages, connect, self._meter)

@@ -204,11 +204,9 @@ class Checkpoints:
 
     def _share(self, u: int, b: int) -> slice:
         """Of a block in the unit's flat buffer, what this rank writes."""
-        storage, world = self._storages[u], self._groups.world
-        if storage.strategy.value != "dp":
-            return storage.own(b)
-        start, n = storage.offsets[b], storage.blocks[b]
-        return slice(start + self._rank * n // world, start + (self._rank + 1) * n // world)
+        own, (number, replicas) = self._storages[u].own(b), self._storages[u].replica
+        n = own.stop - own.start
+        return slice(own.start + number * n // replicas, own.start + (number + 1) * n // replicas)
 
     def _names(self) -> tuple[dict[nn.Parameter, list[str]], dict[str, Tensor]]:
         """The names of each parameter in the plain model's state dict, tied ones with several; and its buffers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind
+from mdcs.runtime.executor import Waitable
 
-Steps = Iterator[list[dist.Work]]
+Steps = Iterator[Sequence[Waitable]]
 
 _TAGS = 1 << 16  # more than messages are ever in flight
 
@@ -175,6 +177,45 @@ class Communicator:
     def _receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
         work: dist.Work = self._gloo.recv([tensor], source % self.world, tag)
         return work
+
+
+class NodeCommunicator:
+    """The same within a node: ``inside`` has its ranks, ``across`` those of all nodes that have the same shard.
+
+    ``received`` is a buffer for both, one after the other (:meth:`Collectives.buffer_by_node`).
+    """
+
+    def __init__(self, inside: Communicator, across: Communicator) -> None:
+        self._inside, self._across = inside, across
+
+    def all_gather(self, buffer: Tensor) -> Running:
+        """Every part of the node's ranks to all of them, in place."""
+        return self._inside.all_gather(buffer)
+
+    def reduce_scatter(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Running:
+        """``out`` gets the sum over the ranks of all nodes of this rank's part. ``buffer`` is spoilt."""
+        return Running(self._reduce(buffer, received, out))
+
+    def _reduce(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Steps:
+        inside, across = self._inside, self._across
+        first = _head(received, inside.collectives.buffer(Kind.RS, buffer.numel(), inside.world))
+        yield [inside.reduce_scatter(buffer, first, out)]
+        if first is not None and inside.collectives.sums_afterwards(Kind.RS):
+            sum_rows(first.view(inside.world, -1), out)
+        second = _head(received, across.collectives.buffer(Kind.AR, out.numel(), across.world))
+        yield [across.all_reduce(out, second)]
+
+
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """Of a matrix, in the order of the rows: the result does not depend on who arrives first."""
+    first, second, *others = rows
+    torch.add(first, second, out=out)
+    for row in others:
+        out += row
+
+
+def _head(buffer: Tensor | None, elements: int) -> Tensor | None:
+    return None if buffer is None else buffer[:elements]
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

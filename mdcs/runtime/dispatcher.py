@@ -406,15 +406,14 @@ class Dispatcher:
         """Whether all gradients are finite, and the factor that undoes the loss scale and brings their global norm down to
         ``clip_norm``, as torch's clip_grad_norm_ does. (True, None) where there is nothing to scale.
 
-        Shards are counted by their owner, whole (dp) gradients by rank 0; their squares are summed in float64. Only a loss
+        A part is counted by the first of the ranks that have it (whole, dp, gradients by rank 0); their squares are summed in float64. Only a loss
         scale needs to be told on the host.
         """
         if self.clip_norm is None and self.loss_scale is None:
             return True, None
         total = torch.zeros((), dtype=torch.float64, device=self.storages[0].device)
         for (u, _), gradient in gradients.items():
-            whole = self.plan.strategies[u].value == "dp"
-            if not whole or self.wire.rank == 0:
+            if self.storages[u].replica[0] == 0:
                 # In the gradient's own precision, if it has enough: in another one torch would make a whole copy of it.
                 precision = torch.float32 if gradient.element_size() < 4 else None
                 total += torch.linalg.vector_norm(gradient, dtype=precision).double() ** 2

@@ -24,15 +24,18 @@ _WORDS = 4
 class Groups:
     """Of the ranks of ``group``: ``messages`` are the plan's, ``control`` the finisher thread's, ``talk`` the training thread's.
 
-    Each is a new group, whose collectives give up after ``timeout_s``. On NCCL what control says is on the device, between
+    Each is a new group, whose collectives give up after ``timeout_s``. With ``per_node`` ranks to a node ``node`` are those of
+    this one, and ``across`` those of all nodes that have this rank's place in theirs. On NCCL what control says is on the device, between
     messages, and so in their group. None for all where there is one process. ``needs_control``: there is something to say.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool, per_node: int = 0
+    ) -> None:
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._own: list[dist.ProcessGroup] = []
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
-        self.messages = self.control = self.talk = None
+        self.messages = self.control = self.talk = self.node = self.across = None
         if self.world == 1:
             return
         timeout = timedelta(seconds=timeout_s)
@@ -44,6 +47,25 @@ class Groups:
         if needs_control:
             self.control = self.messages if backend == "nccl" else self._new(group, timeout)
         self.talk = self._new(group, timeout)
+        if per_node:
+            nodes = [list(range(first, first + per_node)) for first in range(0, self.world, per_node)]
+            self.node = self._one_of(nodes, timeout, backend)
+            self.across = self._one_of([list(ranks) for ranks in zip(*nodes, strict=True)], timeout, backend)
+
+    def _one_of(self, parts: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
+        """The part of the ranks that has this one."""
+        ranks = dist.get_process_group_ranks(self._group)
+        mine, own = dist.get_rank(self._group), None
+        everyone = self.world == dist.get_world_size()  # see _new
+        for part in parts:
+            if mine in part or everyone:
+                group = dist.new_group(
+                    [ranks[r] for r in part], timeout=timeout, backend=backend, use_local_synchronization=not everyone
+                )
+                own = group if mine in part else own
+        if everyone:
+            self._own.append(own)
+        return own
 
     def _new(self, group: dist.ProcessGroup | None, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
         if self.world == dist.get_world_size():

@@ -27,6 +27,8 @@ def fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation 
             raise PlanError(f"the plan is for {plan.world} ranks, the emulated world has {emulate.world}")
         if not plan.profile.link.emulated:
             raise PlanError("an emulated world sends nothing: plan with an emulated link")
+        if within := next((k for k in plan.strategies if k.in_node), None):
+            raise PlanError(f"an emulated world has no nodes, and {within} shards within one")
         return
     if processes != plan.world:
         raise PlanError(f"the plan is for {plan.world} ranks, the process group has {processes}")

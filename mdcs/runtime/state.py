@@ -86,7 +86,7 @@ def sharded_state(model: nn.Module, storages: list[UnitStorage]) -> dict[str, An
             sections.append(
                 {
                     "blocks": [storage.blocks[b] for b in blocks],
-                    "replicated": storage.strategy.value == "dp",
+                    "ranks": storage.parts,
                     "places": [[offset, n, *shape] for _, offset, n, shape in (storage.places[i] for i in inside)],
                     "parts": [storage.at_rest(b).detach().clone() for b in blocks],
                 }
@@ -119,8 +119,8 @@ def merge_shards(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     for s, section in enumerate(first["sections"]):
         blocks = []
         for b in range(len(section["blocks"])):
-            pieces = [ranks[r]["sections"][s]["parts"][b] for r in range(world)]
-            blocks.append(pieces[0] if section["replicated"] else torch.cat(pieces))
+            among = section.get("ranks", 1 if section.get("replicated") else world)  # older parts say whether they are whole
+            blocks.append(torch.cat([ranks[r]["sections"][s]["parts"][b] for r in range(among)]))
         flats.append(torch.cat(blocks))
     out = dict(first["buffers"])
     for name, (s, i) in first["names"].items():

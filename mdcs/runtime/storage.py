@@ -2,7 +2,7 @@
 
 Each section of the unit has its own: the elements of a buffer are of one type. Parameters are views of the full one
 (``p.data = view``), which stay valid for autograd when the storage is resized to nothing and back. The order of elements is
-that of the model; rank r owns the r-th part of every *block*, so that a block is contiguous on the wire and a shard is the
+that of the model; rank r owns the r-th part of every *block* (within nodes: the r-th rank of a node), so that a block is contiguous on the wire and a shard is the
 concatenation of its parts.
 """
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mdcs.measure.memory import Meter
 from mdcs.model.guard import Guard, Refuse
 from mdcs.plan.messages import Plan
-from mdcs.plan.strategy import Strategy
 from mdcs.plan.widths import sections_of
 
 
@@ -69,7 +68,7 @@ class UnitStorage:
         """Keep what the strategy keeps between steps."""
         for s, section in enumerate(self.layout.sections):
             if self.strategy.sharded or section.master_bytes:
-                size = self.layout.sizes[s] // self._ranks
+                size = self.layout.sizes[s] // self.parts
                 with self.meter.tag("optimizer" if section.master_bytes else "parameters"):
                     dtype = dtype_of(section.master_bytes, self.fulls[s].dtype)
                     self.shards[s] = torch.empty(size, dtype=dtype, device=self.device)
@@ -80,9 +79,14 @@ class UnitStorage:
     # -- parameters ---------------------------------------------------------------------------------------------
 
     @property
-    def _ranks(self) -> int:
-        """Among how many updates are shared."""
-        return 1 if self.strategy is Strategy.dp else self.plan.world
+    def parts(self) -> int:
+        """Into how many parts updates are divided; the ranks that have the same one are replicas."""
+        return self.strategy.parts(self.plan.profile)
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank among those that have the same part, and how many these are."""
+        return self.rank // self.parts, self.plan.world // self.parts
 
     @property
     def is_plain(self) -> bool:
@@ -101,19 +105,15 @@ class UnitStorage:
         """A block in the flat buffers of its section."""
         return slice(self.offsets[block], self.offsets[block] + self.blocks[block])
 
-    def part(self, block: int, rank: int) -> slice:
-        """What a rank owns of a block, there."""
-        size = self.blocks[block] // self.plan.world
-        start = self.offsets[block] + rank * size
-        return slice(start, start + size)
-
     def own(self, block: int) -> slice:
         """What this rank updates of a block, there."""
-        return self.region(block) if self.strategy is Strategy.dp else self.part(block, self.rank)
+        size = self.blocks[block] // self.parts
+        start = self.offsets[block] + self.rank % self.parts * size
+        return slice(start, start + size)
 
     def in_shard(self, block: int) -> slice:
         """The same part in the shard."""
-        return slice(self.offsets[block] // self._ranks, (self.offsets[block] + self.blocks[block]) // self._ranks)
+        return slice(self.offsets[block] // self.parts, (self.offsets[block] + self.blocks[block]) // self.parts)
 
     def full(self, block: int) -> Tensor:
         """The full parameters of the block's section."""

@@ -16,7 +16,6 @@ from mdcs.measure.memory import Meter
 from mdcs.measure.timeline import SlotMemory
 from mdcs.plan.ledger import Ledger, SlotLimits
 from mdcs.plan.messages import Plan
-from mdcs.plan.strategy import Strategy
 from mdcs.runtime.account import Account
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.errors import RunError
@@ -61,7 +60,7 @@ class SlotWalker:
                 first, last = period.forward(u, micro)
                 backward = period.backward(u, micro)
                 opens[first % period.length].append(storage)
-                if storage.strategy is Strategy.fsdp and backward is not None:
+                if storage.strategy.regathers and backward is not None:
                     closes[last % period.length].append(storage)
                     opens[backward[0] % period.length].append(storage)
                 if storage.strategy.sharded or storage.trainable:  # whose gradients the runtime holds from here on

@@ -1,6 +1,6 @@
 """One message on the wire: pack, launch the collective, unpack. A message of one block is not packed.
 
-Every buffer is seen as a matrix with a row per rank, a block's and that of a packed (fused) message, whose columns are
+Every buffer is seen as a matrix with a row per rank among which it is divided, a block's and that of a packed (fused) message, whose columns are
 those of its blocks in order. So one collective serves all of them, and packing and unpacking are one call each.
 """
 
@@ -17,7 +17,7 @@ from mdcs.measure.memory import Meter
 from mdcs.plan.messages import Message, Plan
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.runtime.communicator import Communicator
+from mdcs.runtime.communicator import Communicator, NodeCommunicator, sum_rows
 from mdcs.runtime.emulation import EmulatedCommunicator
 from mdcs.runtime.executor import Waitable
 from mdcs.runtime.storage import UnitStorage
@@ -53,11 +53,13 @@ class Transfer:
         self.sent = self.received = None
 
 
-Connect = Callable[[Collectives], Communicator | EmulatedCommunicator]
+Connected = Communicator | NodeCommunicator | EmulatedCommunicator
+Connect = Callable[[Collectives, bool], Connected]
+"""From the algorithms, and whether within a node."""
 
 
 class Wire:
-    """``connect`` makes what runs collectives, if there is more than one rank."""
+    """``connect`` makes what runs collectives, if there is more than one rank: over the world, and within nodes as needed."""
 
     def __init__(self, plan: Plan, storages: list[UnitStorage], connect: Connect, meter: Meter) -> None:
         self.plan, self.storages, self.meter = plan, storages, meter
@@ -65,10 +67,11 @@ class Wire:
         self.rank = storages[0].rank
         self.collectives = plan.profile.collectives
         self._known_sizes: dict[Message, _Sizes] = {}
-        self._communicator = connect(self.collectives) if self.world > 1 else None
+        levels = sorted({False, *(k.in_node for k in plan.strategies)}) if self.world > 1 else []
+        self._communicators = {in_node: connect(self.collectives, in_node) for in_node in levels}
         # What is gathered outside of the plan has no buffer reserved, and the default algorithm needs none.
         default = Collectives.default(self.collectives.backend)
-        self._outside = connect(default) if self.world > 1 else None
+        self._outside = {in_node: connect(default, in_node) for in_node in levels}
 
     def allocate(self, message: Message) -> Transfer:
         """Staging and gradient shards."""
@@ -84,9 +87,9 @@ class Wire:
                     transfer.sent = torch.empty(sizes.whole, dtype=dtype, device=device)
                 if sizes.buffer:
                     transfer.received = torch.empty(sizes.buffer, dtype=dtype, device=device)
-        if message.kind is Kind.RS:
+        if message.kind.plain is Kind.RS:
             with self.meter.tag("gradient_shards"):
-                transfer.reduced = torch.empty(sizes.whole // self.world, dtype=dtype, device=device)
+                transfer.reduced = torch.empty(sum(sizes.columns), dtype=dtype, device=device)
             pieces = transfer.reduced.split(sizes.columns) if len(message.parts) > 1 else (transfer.reduced,)
             transfer.shards = dict(zip(message.parts, pieces, strict=True))
         return transfer
@@ -94,16 +97,18 @@ class Wire:
     def _sizes(self, message: Message) -> _Sizes:
         sizes = self._known_sizes.get(message)
         if sizes is None:
-            columns = [self.storages[u].blocks[b] // self.world for u, b in message.parts]
-            whole = sum(columns) * self.world
-            native = self.collectives.of(message.kind) == "native"  # the backend allocates what that needs
-            buffer = 0 if native else self.collectives.buffer(message.kind, whole, self.world)
+            ranks = self.plan.profile.group(message.kind)
+            columns = [self.storages[u].blocks[b] // ranks for u, b in message.parts]
+            whole = sum(columns) * ranks
+            # The backend allocates what a native gather needs; native reductions need nothing.
+            native = message.kind.is_gather and self.collectives.of(message.kind) == "native"
+            buffer = 0 if native else self.plan.profile.buffer(message.kind, whole)
             sizes = self._known_sizes[message] = _Sizes(whole, columns, buffer)
         return sizes
 
     def launch(self, transfer: Transfer) -> None:
         """Pack and start the collective, without waiting for it."""
-        message, communicator = transfer.message, self._communicator
+        message, communicator = transfer.message, self._communicators.get(transfer.message.kind.in_node)
         if message.kind.is_gather:
             for u, b in message.parts:
                 self.storages[u].place_own(b)
@@ -114,17 +119,18 @@ class Wire:
             [buffer] = self._blocks(message)
         elif message.kind.is_gather:
             own = [self.storages[u].full(b)[self.storages[u].own(b)] for u, b in message.parts]
-            torch.cat(own, out=self._rows(buffer)[self.rank])
+            rows = self._rows(buffer, message)
+            torch.cat(own, out=rows[self.rank % len(rows)])
         else:
-            torch.cat([self._rows(block) for block in self._blocks(message)], dim=1, out=self._rows(buffer))
+            torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=self._rows(buffer, message))
         with self.meter.tag("staging"):  # a backend may copy
             if message.kind.is_gather:
                 work = communicator.all_gather(buffer)
-            elif message.kind is Kind.AR:
-                work = communicator.all_reduce(buffer, transfer.received)
-            else:
-                assert transfer.reduced is not None
+            elif transfer.reduced is not None:
                 work = communicator.reduce_scatter(buffer, transfer.received, transfer.reduced)
+            else:
+                assert not isinstance(communicator, NodeCommunicator), "all-reduces are over the world"
+                work = communicator.all_reduce(buffer, transfer.received)
         transfer.works = [work]
 
     def land(self, transfer: Transfer) -> None:
@@ -136,14 +142,10 @@ class Wire:
                 torch.cat(self._blocks(message), out=reduced)
             elif self.collectives.sums_afterwards(message.kind):
                 assert transfer.received is not None
-                # Summed in rank order on every rank: the result does not depend on who arrives first.
-                first, second, *others = self._rows(transfer.received)
-                torch.add(first, second, out=reduced)
-                for row in others:
-                    reduced += row
+                sum_rows(self._rows(transfer.received, message), reduced)
         elif transfer.sent is not None:
-            blocks = [self._rows(block) for block in self._blocks(message)]
-            columns = self._rows(transfer.sent).split(self._sizes(message).columns, dim=1)
+            blocks = [self._rows(block, message) for block in self._blocks(message)]
+            columns = self._rows(transfer.sent, message).split(self._sizes(message).columns, dim=1)
             torch._foreach_copy_(blocks, columns)
 
     def gather_now(self, unit: int) -> list[Waitable]:
@@ -155,10 +157,11 @@ class Wire:
 
     def gather_flat(self, unit: int, flats: list[Tensor]) -> list[Waitable]:
         """Gather what is laid out as the unit is, by section, and of which every rank has its parts."""
-        if self._outside is None:
-            return []
         storage = self.storages[unit]
-        return [self._outside.all_gather(flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
+        outside = self._outside.get(storage.strategy.in_node)
+        if outside is None:
+            return []
+        return [outside.all_gather(flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
 
     def _blocks(self, message: Message) -> list[Tensor]:
         """The message's parts of the flat parameters or gradients."""
@@ -167,6 +170,6 @@ class Wire:
             return [storages[u].full(b)[storages[u].region(b)] for u, b in message.parts]
         return [storages[u].gradient(b)[storages[u].region(b)] for u, b in message.parts]
 
-    def _rows(self, buffer: Tensor) -> Tensor:
-        """As a matrix with a row per rank."""
-        return buffer.view(self.world, -1)
+    def _rows(self, buffer: Tensor, message: Message) -> Tensor:
+        """As a matrix with a row for each of the ranks among which the message is divided."""
+        return buffer.view(self.plan.profile.group(message.kind), -1)

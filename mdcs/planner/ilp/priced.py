@@ -11,7 +11,6 @@ import dataclasses
 
 from mdcs.plan.cost import CostModel
 from mdcs.profile.contents import Contention, Profile
-from mdcs.profile.link import Kind
 
 
 def priced(profile: Profile) -> Profile:
@@ -23,17 +22,17 @@ def priced(profile: Profile) -> Profile:
         return profile
     elements = max(profile.world, profile.block // profile.grad_bytes)
     beta, lost = [], 0.0
-    for kind in Kind:
+    for kind in link.kinds:
         block = cost.message(kind, elements)
         wire = profile.wire(kind, cost.payload(kind, elements))
         each = (max(block.alpha, block.gap) if link.depth == 1 else block.gap) + block.transfer
         beta.append(each / wire if wire else link.beta_of(kind))
         lost = max(lost, block.lost / each if each else 0.0)
     lost = 1 - (1 - min(0.9, lost)) / (1 + profile.interference)  # of the seconds of sending, those that computing loses
-    none = (0.0, 0.0, 0.0, 0.0)
+    none = (0.0,) * len(beta)
     return dataclasses.replace(
         profile,
-        link=dataclasses.replace(link, alpha=none, beta=(beta[0], beta[1], beta[2], beta[3]), gap=none),
+        link=dataclasses.replace(link, alpha=none, beta=tuple(beta), gap=none),
         contention=Contention(),
         interference=lost / (1 - lost),
     )

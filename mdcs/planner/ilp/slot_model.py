@@ -9,7 +9,7 @@ stage of its window::
                 c monotone, c[op, last] = Σ z of the strategies that need op
                 Σ_op seconds[op] (c[op,R(q)] - c[op,before]) <= (1 + interference) · compute seconds of q
                 c[AG_F,u,·] <= c[RS,u,·]                           blocks are gathered after their update
-                done[u,q] <= c[RS,u,A(q)] + c[AR,u,A(q)]           binary: the gradient is freed before slot q
+                done[u,q] <= Σ c[AR or RS,u,A(q)]                  binary: the gradient is freed before slot q
                 c[AG,u,R(q)] <= started[u,q] (+ z[u,zero1])        binary, monotone: the buffer is held from slot q on
                 Σ bytes at rest + full parameters + gradients not done <= budget - activations of q, for every slot q
 
@@ -34,13 +34,11 @@ from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.period import Op
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.ilp.solver import Problem, Terms
 from mdcs.planner.judge import Judge
-from mdcs.profile.link import Kind
+from mdcs.profile.link import REDUCTION, Kind
 from mdcs.simulator.simulate import steady_state
-
-_REDUCTIONS = (Kind.AR, Kind.RS)
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class SlotModel:
         self.profile = judge.profile
         self.problem = Problem()
         units = range(len(self.profile.units))
-        self.mixes = {k: judge.mix([k] * len(self.profile.units)) for k in Strategy}
+        self.mixes = {k: judge.mix([k] * len(self.profile.units)) for k in choices(judge.profile)}
         self.ops = {k: frozenset(mix.ops) for k, mix in self.mixes.items()}
         self.period = judge.job.period
         passes = [i for i, s in enumerate(self.period.slots) if i == 0 or s.phase != self.period.slots[i - 1].phase]
@@ -133,10 +131,10 @@ class SlotModel:
         if self.fixed is not None:
             return [self.judge.mix(self.fixed).strategies[unit]]
         if not self.profile.units[unit].trainable:
-            possible = [Strategy.dp, Strategy.sdp, Strategy.fsdp]
+            pointless: Strategy | None = Strategy.zero1
         else:
-            possible = [k for k in Strategy if k is not Strategy.dp or not self._dominated(unit)]
-        return [k for k in possible if self.mixes[k].strategies[unit] is k]
+            pointless = Strategy.dp if self._dominated(unit) else None
+        return [k for k, mix in self.mixes.items() if k is not pointless and mix.strategies[unit] is k]
 
     def _dominated(self, unit: int) -> bool:
         """Whether zero1 is no slower on the link than dp and holds no more."""
@@ -197,14 +195,14 @@ class SlotModel:
             return first < end and last > start
         if what == 2:  # compute arrives at some slot inside the bin inside the window
             return max(first, start + 1) <= min(last, end - 1)
-        return first <= start and (op.kind in _REDUCTIONS or self.coarse or b == self._bin(last))
+        return first <= start and (not op.kind.is_gather or self.coarse or b == self._bin(last))
 
     # ---- rows
 
     def _precedence(self) -> None:
         for op, gather in self.sendings.items():
-            reduction = self.sendings.get(Op(Kind.RS, op.unit, 0))
-            if op.kind is not Kind.AG_F or op.micro or reduction is None:
+            reduction = self.sendings.get(Op(REDUCTION[op.kind], op.unit, 0)) if op.kind in REDUCTION else None
+            if op.micro or reduction is None:
                 continue
             for stage in gather.stages[:-1]:
                 # What runs and what waits inside a bin is not in order.
@@ -241,7 +239,7 @@ class SlotModel:
         first, last = self.mixes[Strategy.dp].window(op)
         if self.reach is None:
             return first, last
-        return (first, min(last, first + self.reach)) if op.kind in _REDUCTIONS else (max(first, last - self.reach), last)
+        return (first, min(last, first + self.reach)) if not op.kind.is_gather else (max(first, last - self.reach), last)
 
     def _memory(self, cap: int) -> None:
         """Rows in units of the cap, for the solver's tolerances."""
@@ -302,7 +300,7 @@ class SlotModel:
     def _hold_gradient(self, u: int, size: int, held: list[Terms], base: list[float]) -> None:
         """The full gradient, from the first backward slot of the period until it is reduced."""
         length = self.period.length
-        reductions = [self.sendings[op] for op in (Op(Kind.RS, u, 0), Op(Kind.AR, u, 0)) if op in self.sendings]
+        reductions = self._reductions(u)
         span = self.period.backward(u, 0)
         assert span is not None
         first, last = self._window(reductions[0].op)
@@ -324,6 +322,11 @@ class SlotModel:
                 if barrier_dp:
                     self.problem.at_most([(x, 1.0), *barrier_dp], 1.0)
             held[q].append((x, -float(size)))
+
+    def _reductions(self, u: int) -> list[Sending]:
+        """Those of a unit: the one of its strategy is sent."""
+        possible = (Op(kind, u, 0) for kind in (Kind.RS, Kind.AR, Kind.RS_N))
+        return [self.sendings[op] for op in possible if op in self.sendings]
 
     def _held_from(self, gather: Sending, q: int) -> Terms:
         """What of a gather surely holds its buffer in slot q: of a bin, its last slot alone holds what the bin sends."""
@@ -366,7 +369,7 @@ class SlotModel:
                 sent_by = self._held_from(self.sendings[op], q)
                 values[x] = float(sharded and sum(c * values[y] for y, c in sent_by) > 1e-9)
         for u, columns in enumerate(self.done):
-            reduced = [self.sendings[op] for op in (Op(Kind.RS, u, 0), Op(Kind.AR, u, 0)) if op in self.sendings]
+            reduced = self._reductions(u)
             barrier = not self.judge.job.cross_iteration and plan.strategies[u] is Strategy.dp
             for q, x in columns.items():
                 sent_by = self._freed_by(reduced, q)
@@ -428,7 +431,7 @@ class SlotModel:
                 whole = sum(values[x] for k, x in self.z[op.unit].items() if k.sharded and op in self.ops[k])
                 held = [q for q, x in self.started[op].items() if values[x] > sent * max(whole, 1e-3)]
                 opens[op] = min(held, default=last)
-            if op.kind in _REDUCTIONS and self.judge.budget is not None:
+            if not op.kind.is_gather and self.judge.budget is not None:
                 last = self._window(op)[1]
                 closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 1 - sent), default=last)
         return Decision(mix.strategies, opens, closes)

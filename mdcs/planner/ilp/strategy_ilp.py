@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from mdcs.plan.ledger import Ledger, walk
 from mdcs.plan.mix import Mix, sequential
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.ilp.solver import Problem, Solving, solve
 from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
@@ -60,7 +60,7 @@ class Ilp(Solving):
 def problem(judge: Judge) -> tuple[Problem, list[dict[Strategy, int]]]:
     """The integer program, and its column for every unit and strategy; costs and bytes relative to the largest."""
     made, job = Problem(), judge.job
-    costs = [{k: job.cost.unit_s(u, k, job.micro_steps) for k in Strategy} for u in range(len(job.profile.units))]
+    costs = [{k: job.cost.unit_s(u, k, job.micro_steps) for k in choices(job.profile)} for u in range(len(job.profile.units))]
     scale = max(c for unit in costs for c in unit.values()) or 1.0
     z = [{k: made.column(cost / scale, integer=True) for k, cost in unit.items()} for unit in costs]
     for unit in z:
@@ -84,7 +84,7 @@ def memory_rows(judge: Judge) -> list[tuple[list[dict[Strategy, int]], int]]:
         return []
     profile = judge.profile
     cap, units = judge.budget - judge.job.reserve, range(len(profile.units))
-    walks = [{k: _walk(judge, u, k) for k in Strategy} for u in units]
+    walks = [{k: _walk(judge, u, k) for k in choices(profile)} for u in units]
     stages: set[Stage] = set().union(*(walk for unit in walks for walk in unit.values()))
     period = judge.job.period
     rows = []
@@ -124,7 +124,7 @@ def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
             after_update = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_update)
             held -= after_link + after_update
             if barrier and not kind.is_gather:  # its update waits for the last reduction of all units
-                kept = after_update + (e.shards if kind is Kind.RS else 0)
+                kept = after_update + (e.shards if kind.plain is Kind.RS else 0)
                 held, waiting = held + kept, waiting + kept
             own[q, False, kind.is_gather, unit] = during, held
         slot = ledger.slots[q]

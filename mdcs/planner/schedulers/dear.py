@@ -12,7 +12,6 @@ from mdcs.options import Checked, option
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
-from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.fusion import buckets, fuse
 
 
@@ -34,7 +33,7 @@ class Dear(Checked):
             slot = fused.unrolled(m)
             if m.kind.is_gather:
                 first = max([turn, *(mix.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)])
-                keep = all(mix.strategies[u] is not Strategy.fsdp for u, _ in m.parts)
+                keep = not any(mix.strategies[u].regathers for u, _ in m.parts)
                 need = fused.need(m)
                 assert need is not None
                 slot = first if keep else max(first, need - self.ahead)

@@ -40,7 +40,7 @@ def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
             slot = max(mix.window(op)[0] for op in group)
             if kind.is_gather:
                 slot = max(slot, min(ready_slot(mix, op) for op in group))
-                if kind is Kind.AG_F and micro == 0:
+                if kind.plain is Kind.AG_F and micro == 0:
                     slot = max([slot, *(reduced.get(op.unit, 0) for op in group)])
             else:
                 reduced |= {op.unit: slot for op in group}

@@ -22,7 +22,7 @@ from mdcs.plan.period import Op
 from mdcs.plan.widths import width_of
 from mdcs.planner.schedulers.wfbp import Blocks
 from mdcs.profile.contents import Contention
-from mdcs.profile.link import Kind
+from mdcs.profile.link import GATHER, Kind
 from mdcs.simulator.simulate import steady_state
 
 _ROUNDS = 3  # of making a plan from a replay of the one before
@@ -109,7 +109,7 @@ def _calendar(
     for p in range(_PERIODS):
         for op in mix.ops:
             first, last = (p * mix.period.length + slot for slot in windows[op])
-            updated = op.kind is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
+            updated = op.kind.plain is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
             for b in range(len(blocks[op.unit])):
                 needed.setdefault(last, []).append((op, b, p))
                 if not (updated and mix.cross_iteration):  # else opened by its reduce-scatter
@@ -179,9 +179,9 @@ class _Link:
         self._began, self._free = begin, begin + before + cost.transfer
         self.done[op, block, p] = self._free
         self.sent[op, block, p] = slot
-        if op.kind is Kind.RS and self.mix.cross_iteration:
+        if op.kind in GATHER and self.mix.cross_iteration:
             updated = self._free + cost.copy + cost.update
-            heapq.heappush(self._waiting, (updated, len(self.sent), Op(Kind.AG_F, op.unit, 0), block, p))
+            heapq.heappush(self._waiting, (updated, len(self.sent), Op(GATHER[op.kind], op.unit, 0), block, p))
         return True
 
 

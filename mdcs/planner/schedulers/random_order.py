@@ -10,7 +10,7 @@ from typing import ClassVar
 from mdcs.options import Checked, option
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
-from mdcs.profile.link import Kind
+from mdcs.profile.link import REDUCTION, Kind
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class RandomOrder(Checked):
         for op in sorted(mix.ops, key=lambda o: o.kind.is_gather):  # reductions first: gathers follow them
             for b in range(len(blocks[op.unit])):
                 first, last = mix.window(op)
-                if op.kind is Kind.AG_F and op.micro == 0:
-                    first = max(first, slots.get((Kind.RS, op.unit, 0, b), first))
+                if op.kind in REDUCTION and op.micro == 0:
+                    first = max(first, slots.get((REDUCTION[op.kind], op.unit, 0, b), first))
                 slots[op.kind, op.unit, op.micro, b] = rng.randint(first, last)
         keys = list(slots)
         rng.shuffle(keys)

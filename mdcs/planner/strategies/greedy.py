@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.plan.ledger import bytes_beyond_fsdp
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
+
+
+_BEYOND_FSDP = Strategy.hfsdp, Strategy.sdp, Strategy.hsdp, Strategy.zero1, Strategy.dp
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,13 @@ class Greedy:
         profile, units = judge.profile, range(len(judge.profile.units))
         judge.require_floor()
         mix = list(judge.mix((Strategy.fsdp,) * len(units)).strategies)  # units that gain nothing from a second gather are sdp
-        cost = [{k: judge.job.cost.unit_s(u, k, judge.job.micro_steps) for k in Strategy} for u in units]
+        cost = [{k: judge.job.cost.unit_s(u, k, judge.job.micro_steps) for k in choices(profile)} for u in units]
         changes = sorted(
             (
                 (-saved / max(1, bytes_beyond_fsdp(profile, u, k)), u, k)
                 for u in units
-                for k in (Strategy.sdp, Strategy.zero1, Strategy.dp)
-                if (saved := cost[u][mix[u]] - cost[u][k]) > 0
+                for k in _BEYOND_FSDP
+                if k in cost[u] and (saved := cost[u][mix[u]] - cost[u][k]) > 0
             ),
             key=lambda c: c[:2],
         )

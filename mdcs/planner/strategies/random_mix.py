@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
 
@@ -24,7 +24,7 @@ class RandomMix(Checked):
         """Draw every unit; while the mix is too large, make one more random unit fsdp. Raises InfeasibleBudget."""
         judge.require_floor()
         rng = random.Random(self.seed)
-        mix = [rng.choice(list(Strategy)) for _ in judge.profile.units]
+        mix = [rng.choice(choices(judge.profile)) for _ in judge.profile.units]
         order = [u for u, s in enumerate(mix) if s is not Strategy.fsdp]
         rng.shuffle(order)
         while not judge.fits(mix):

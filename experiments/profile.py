@@ -22,9 +22,8 @@ from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import ranks, rehearsed
-from mdcs.profile.algorithms import OPERATION
+from mdcs.profile.algorithms import name_of
 from mdcs.profile.contents import Profile, Unit
-from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
 
 
@@ -82,11 +81,11 @@ def link_table(profile: Profile) -> Table:
     rates = sorted({name.partition(" with ")[2] for name in profile.spread if name.endswith(" in flight")})
     for heading in ("collective", "α µs", "gap µs", "Gbit/s", "a block's share of the rate", *rates):
         table.add_column(heading, justify="left" if heading == "collective" else "right")
-    for kind in Kind:
+    for kind in link.kinds:
         alpha, beta, gap = link.alpha_of(kind), link.beta_of(kind), link.gap_of(kind)
         rate = f"{8e-9 / beta:.2f}" if beta else "∞"
         served, before = beta * profile.block, gap if link.depth > 1 else max(alpha, gap)
-        operation = OPERATION[kind]
+        operation = name_of(kind)
         alphas, betas = (_between(profile, f"{what} of {operation}", scale) for what, scale in (("α", 1e6), ("1/β", 8e-9)))
         flights = (_between(profile, f"{operation} with {name}", 8e-9) for name in rates)
         share = f"{served / (before + served):.0%}" if before + served else "–"

@@ -23,6 +23,9 @@ KIND_COLOURS = {
     "RS": "#D55E00",
     "AG_F": "#009E73",
     "AG_B": "#E6B800",
+    "RS_N": "#A84A00",
+    "AG_F_N": "#7CCBB2",
+    "AG_B_N": "#F3DC80",
     "update": "#767676",
 }
 

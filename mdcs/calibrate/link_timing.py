@@ -15,10 +15,13 @@ are nearly as fast as any number.
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -26,11 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.calibrate.clock import Mark
+from mdcs.calibrate.clock import Mark, machine
 from mdcs.calibrate.regression import Line, below, spread
-from mdcs.profile.algorithms import ALGORITHMS, KIND, OPERATION, Collectives
+from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives, name_of
 from mdcs.profile.link import Kind, Link
-from mdcs.runtime.communicator import Communicator, Running, backend_of
+from mdcs.runtime.communicator import Communicator, NodeCommunicator, Running, backend_of
+from mdcs.runtime.groups import Groups
 from mdcs.sizes import MIB
 
 _SIZES = MIB // 4, MIB, 4 * MIB  # payload bytes of the messages of trains; larger ones leave a CPU's caches, and are slower
@@ -41,6 +45,7 @@ _TURNS = 3
 _NEAR = 1.3  # times as slow as the fastest: may be the fastest in another turn
 _ALONE, _REPEATS = MIB // 256, 15  # payload bytes of a single message: so few that they take next to no time
 _SATURATED = 0.97
+_TIMEOUT_S = 60.0
 _DEPTHS, _NEARLY = (1, 2, 4), 1.05
 
 
@@ -63,11 +68,22 @@ class Timing:
     operation: str
     collectives: Collectives
     samples: dict[int, list[float]] = field(default_factory=dict)
+    in_node: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """Of a message that it carries."""
+        return Kind(f"{KIND[self.operation]}_N") if self.in_node else KIND[self.operation]
+
+    @property
+    def name(self) -> str:
+        """That of the operation, and whether it is within nodes."""
+        return name_of(self.kind)
 
     @property
     def algorithm(self) -> str:
         """The name of the algorithm."""
-        return self.collectives.of(KIND[self.operation])
+        return self.collectives.of(self.kind)
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -85,6 +101,7 @@ def measure_link(
     group: dist.ProcessGroup | None = None,
     depth: int | None = 2,
     wanted: Mapping[str, str] | None = None,
+    per_node: int | None = None,
 ) -> MeasuredLink:
     """The algorithm of each operation, and the link's α, gap and β with them.
 
@@ -92,7 +109,9 @@ def measure_link(
 
     ``wanted`` names algorithms by operation; of the other operations all are measured and the fastest is taken (on a
     GPU over gloo: the default, as gloo sends little else from there). Collective: call it on every rank. A world of one
-    has a link that takes no time. Raises ValueError for an algorithm that the backend does not have.
+    has a link that takes no time. ``per_node`` ranks share a host, one after the other (None: as :func:`ranks_per_node` finds):
+    if there are several such hosts, the algorithms that were chosen are measured within them, too.
+    Raises ValueError for an algorithm that the backend does not have.
     """
     backend, wanted = backend_of(group, device), wanted or {}
     chosen = replace(Collectives.default(backend), **wanted)
@@ -114,25 +133,59 @@ def measure_link(
     fastest = _fastest(near, nearest)
     ranks.trains(fastest, sizes, in_flight)
     alone = ranks.alone(fastest)
-
+    block = min(max(_block(_lines(fastest)), sizes[0]), sizes[-1])
     chosen = replace(chosen, **{t.operation: t.algorithm for t in fastest})
-    lines, turns = _lines(fastest), [_lines([t.turn(number) for t in fastest]) for number in range(_TURNS)]
+    per_node = ranks_per_node(group) if per_node is None else per_node
+    within = []
+    if per_node:
+        sharded = [t for t in fastest if t.operation != "all_reduce"]
+        within = [replace(t, collectives=chosen, samples={}, in_node=True) for t in sharded]
+        with ranks.of_nodes(per_node):
+            ranks.trains(within, sizes, in_flight)
+            alone |= ranks.alone(within)
+
+    measured = [*fastest, *within]
+    lines, turns = _lines(measured), [_lines([t.turn(number) for t in measured]) for number in range(_TURNS)]
+    sent = {t.kind: _sent(chosen, t.kind, world, per_node) / MIB for t in measured}
     varied = {f"α of {operation}": spread(samples) for operation, samples in alone.items()}
-    for operation in alone:
-        varied[f"gap of {operation}"] = spread([turn[operation].intercept for turn in turns])
-        sent = chosen.sent(KIND[operation], MIB, world) / MIB
-        if rates := [sent / turn[operation].slope for turn in turns if turn[operation].slope]:
-            varied[f"1/β of {operation}"] = spread(rates)
-    block = min(max(_block(lines), sizes[0]), sizes[-1])
+    for t in measured:
+        varied[f"gap of {t.name}"] = spread([turn[t.name].intercept for turn in turns])
+        if rates := [sent[t.kind] / turn[t.name].slope for turn in turns if turn[t.name].slope]:
+            varied[f"1/β of {t.name}"] = spread(rates)
     if depth is None:
         in_flight, rates_by_depth = _depth(ranks, fastest, _nearest(sizes, block))
         varied |= rates_by_depth
     by_kind = [
-        (min(alone[OPERATION[kind]]), gap, beta * MIB / chosen.sent(kind, MIB, world))
-        for kind, (gap, beta) in ((kind, lines[OPERATION[kind]]) for kind in Kind)
+        (min(alone[name]), lines[name].intercept, lines[name].slope * MIB / _sent(chosen, kind, world, per_node))
+        for kind, name in ((kind, name_of(kind)) for kind in Kind if per_node or not kind.in_node)
     ]
     alphas, gaps, betas = zip(*by_kind, strict=True)
-    return MeasuredLink(Link(alphas, betas, in_flight, block, gap=gaps), chosen, varied)
+    return MeasuredLink(Link(alphas, betas, in_flight, block, gap=gaps, per_node=per_node), chosen, varied)
+
+
+def ranks_per_node(group: dist.ProcessGroup | None = None) -> int:
+    """How many ranks share a host, one after the other, where there are several on each of several hosts; else 0.
+
+    For all ranks what torchrun has told them counts (LOCAL_WORLD_SIZE), else which machine they are on. Collective.
+    """
+    world = dist.get_world_size(group)
+    told = os.environ.get("LOCAL_WORLD_SIZE") if world == dist.get_world_size() else None
+    seen: list[tuple[str | None, str]] = [("", "")] * world
+    dist.all_gather_object(seen, (told, machine()), group=group)
+    if told is not None and {said for said, _ in seen} == {told}:
+        count = int(told)
+    else:
+        hosts = [host for _, host in seen]
+        runs = [len(list(same)) for _, same in itertools.groupby(hosts)]
+        count = runs[0] if len(set(runs)) == 1 and len(runs) == len(set(hosts)) else 0
+    return count if 1 < count < world and world % count == 0 else 0
+
+
+def _sent(collectives: Collectives, kind: Kind, world: int, per_node: int) -> int:
+    """Bytes sent for a MiB."""
+    if kind.in_node:
+        return collectives.sent_by_node(kind, MIB, per_node, world // per_node)
+    return collectives.sent(kind, MIB, world)
 
 
 def measure_trains(
@@ -200,7 +253,7 @@ def _lines(timings: Iterable[Timing]) -> dict[str, Line]:
     samples: dict[str, dict[int, list[float]]] = {}
     for t in timings:
         for size, seconds in t.samples.items():
-            samples.setdefault(t.operation, {}).setdefault(size, []).extend(seconds)
+            samples.setdefault(t.name, {}).setdefault(size, []).extend(seconds)
     return {
         operation: below([(size, statistics.median(seconds)) for size, seconds in by_size.items()])
         for operation, by_size in samples.items()
@@ -229,6 +282,23 @@ class _Ranks:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.device, self.group, self.world = device, group, dist.get_world_size(group)
+        self._groups: Groups | None = None  # with those of nodes
+
+    @contextmanager
+    def of_nodes(self, per_node: int) -> Iterator[None]:
+        """While messages are sent within nodes of so many ranks."""
+        self._groups = Groups(self.group, self.device, _TIMEOUT_S, needs_control=False, per_node=per_node)
+        yield
+        dist.barrier(group=self.group)
+        self._groups.destroy()
+        self._groups = None
+
+    def communicator(self, timing: Timing) -> Communicator | NodeCommunicator:
+        """What carries its messages."""
+        if self._groups is None:
+            return Communicator(timing.collectives, self.group)
+        node, across = (Communicator(timing.collectives, group) for group in (self._groups.node, self._groups.across))
+        return NodeCommunicator(node, across)
 
     def timings(self, candidates: Mapping[str, Iterable[str]]) -> list[Timing]:
         """Of the ``candidates``, algorithms by operation, before anything is sent."""
@@ -247,7 +317,7 @@ class _Ranks:
         """Seconds of single small messages, by operation."""
         samples = [self._mean([self._single(t) for t in timings]) for _ in range(1 + _REPEATS)]
         columns = zip(*samples[1:], strict=True)  # the first warms up
-        return {t.operation: list(column) for t, column in zip(timings, columns, strict=True)}
+        return {t.name: list(column) for t, column in zip(timings, columns, strict=True)}
 
     def _mean(self, seconds: list[float]) -> list[float]:
         """Of the ranks."""
@@ -258,7 +328,7 @@ class _Ranks:
 
     def _train(self, timing: Timing, size: int, depth: int) -> float:
         """Seconds per message: the median over pairs of those that end with as many in flight behind them."""
-        messages = [_Message(timing, size, self.device, self.group) for _ in range(depth)]
+        messages = [_Message(timing, size, self) for _ in range(depth)]
         counted = -(-_messages(size) // depth) * depth  # some algorithms end those in flight all at once
         dist.barrier(group=self.group)
         in_flight = deque(message.start() for message in messages)
@@ -279,7 +349,7 @@ class _Ranks:
         )
 
     def _single(self, timing: Timing) -> float:
-        message = _Message(timing, _ALONE, self.device, self.group)
+        message = _Message(timing, _ALONE, self)
         dist.barrier(group=self.group)
         begin = Mark(self.device)
         message.start().wait()
@@ -289,12 +359,11 @@ class _Ranks:
 class _Message:
     """One message, to be sent again and again; what else it needs is allocated each time."""
 
-    def __init__(self, timing: Timing, size: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.collectives, self.kind = timing.collectives, KIND[timing.operation]
+    def __init__(self, timing: Timing, size: int, ranks: _Ranks) -> None:
+        self.collectives, self.kind = timing.collectives, timing.kind
         self.sums = self.collectives.sums_afterwards(self.kind)
-        self.communicator = Communicator(self.collectives, group)
-        self.world = self.communicator.world
-        self.buffer = torch.zeros(size // 4 // self.world * self.world, device=device)
+        self.communicator, self.world = ranks.communicator(timing), ranks.world
+        self.buffer = torch.zeros(size // 4 // ranks.world * ranks.world, device=ranks.device)
         self.received: Tensor | None = None
         self.out: Tensor | None = None
 
@@ -302,9 +371,12 @@ class _Message:
         elements = self.buffer.numel()
         if self.kind.is_gather:
             return self.communicator.all_gather(self.buffer)
-        if self.collectives.of(self.kind) != "native":
+        if isinstance(self.communicator, NodeCommunicator):
+            self.world, nodes = self.communicator.levels
+            self.received = self.buffer.new_empty(self.collectives.buffer_by_node(self.kind, elements, self.world, nodes))
+        elif self.collectives.of(self.kind) != "native":
             self.received = self.buffer.new_empty(self.collectives.buffer(self.kind, elements, self.world))
-        if self.kind is Kind.AR:
+        if isinstance(self.communicator, Communicator) and self.kind is Kind.AR:
             return self.communicator.all_reduce(self.buffer, self.received)
         self.out = self.buffer.new_empty(elements // self.world)
         return self.communicator.reduce_scatter(self.buffer, self.received, self.out)

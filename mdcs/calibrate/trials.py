@@ -22,7 +22,7 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import choices
 from mdcs.plan.times import StepTimes
-from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.interfaces import Scheduler, StrategyPlanner
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.dear import Dear
@@ -145,7 +145,8 @@ def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _heuristics(plan: Plan) -> Iterator[Plan]:
-    for strategy in (Greedy(), *(Uniform(str(k)) for k in choices(plan.profile))):
+    strategies: list[StrategyPlanner] = [Greedy(), *(Uniform(str(k)) for k in choices(plan.profile))]
+    for strategy in strategies:
         for scheduler in _SCHEDULERS:
             try:
                 yield make_plan(plan.job, strategy, scheduler, budget=plan.budget)

@@ -30,7 +30,7 @@ class Interval:
     """One piece of work on one rank: a slot, a message or an update.
 
     `start` and `end` are seconds on the rank's clock, `bytes` what a message moves (0 for the other lanes),
-    `kind` is F or B (compute), AR, RS, AG_F or AG_B (message), or update.
+    `kind` is F or B (compute), that of a message, or update.
 
     Raises ValueError for an unknown lane, a time that is not finite, an end before its start, negative bytes.
     """

@@ -26,7 +26,6 @@ from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.plan.widths import sections_of
 from mdcs.profile.contents import Profile
-from mdcs.profile.layout import Layout
 from mdcs.profile.link import Kind
 
 CATEGORIES = (

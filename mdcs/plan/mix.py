@@ -32,9 +32,9 @@ class Mix:
     """A strategy per unit for one job.
 
     An fsdp unit whose last forward use is followed at once by its backward has nothing to gain from being
-    freed in between: it becomes sdp (hfsdp: hsdp). ``budget`` is what the plan may use (bytes; None: unlimited), for schedulers that
-    plan with it; the others are made to fit it afterwards. Raises PlanError for another number of strategies than of units, and
-    for one that the ranks do not have.
+    freed in between: it becomes sdp (hfsdp: hsdp). ``budget`` is what the plan may use (bytes; None: unlimited), for
+    schedulers that plan with it; the others are made to fit it afterwards. Raises PlanError for another number of strategies
+    than of units, and for one that the ranks do not have.
     """
 
     job: Job

@@ -106,6 +106,11 @@ OPERATION = {
 """Kind of message -> the operation that carries it; an all-reduce across nodes follows those of RS_N."""
 
 
+def name_of(kind: Kind) -> str:
+    """What carries messages of this kind, in words: the key of what was measured of it."""
+    return f"{OPERATION[kind]} within nodes" if kind.in_node else OPERATION[kind]
+
+
 @dataclass(frozen=True)
 class Collectives:
     """The algorithm of each operation. Raises ValueError for one that the backend does not have.

@@ -139,8 +139,7 @@ class Profile:
     """What was measured of (model, batch, device, world).
 
     ``slots`` are those of one micro-step in executed order: all forward slots, then all backward slots.
-    ``collectives`` are the algorithms that the link was measured with, and that carry the messages. ``per_node`` consecutive
-    ranks share a host, where there are several such hosts and the link has costs within them; else 0.
+    ``collectives`` are the algorithms that the link was measured with, and that carry the messages.
     ``param_bytes`` and ``grad_bytes`` are the widths of an element in compute and on the wire. ``master_bytes`` is that of the
     copy which the optimizer updates, in mixed precision; 0: it updates the parameters themselves. Units with ``sections`` have
     widths of their own.
@@ -171,16 +170,13 @@ class Profile:
     spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     rehearsed: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     schema: int = SCHEMA
-    per_node: int = 0
 
     def __post_init__(self) -> None:
         _check_schema(self.schema)
         if self.world < 1:
             raise ValueError(f"world must be >= 1, got {self.world}")
         if self.per_node and (not 1 < self.per_node < self.world or self.world % self.per_node):
-            raise ValueError(f"per_node must be 0 or a divisor of world={self.world} between them, got {self.per_node}")
-        if self.per_node and self.link.kinds != tuple(Kind):
-            raise ValueError(f"per_node is {self.per_node}, but the link has no costs within nodes")
+            raise ValueError(f"link per_node must be 0, or more than 1 and divide world={self.world}, got {self.per_node}")
         if self.interference < 0:
             raise ValueError(f"interference must be >= 0, got {self.interference}")
         phases = "".join(s.phase for s in self.slots)
@@ -241,6 +237,11 @@ class Profile:
             return self.collectives.buffer_by_node(kind, size, self.per_node, self.world // self.per_node)
         return self.collectives.buffer(kind, size, self.world)
 
+    @property
+    def per_node(self) -> int:
+        """Ranks of a node, where there are several nodes of several ranks; else 0."""
+        return self.link.per_node
+
     def group(self, kind: Kind) -> int:
         """Among how many ranks messages of this kind are divided: the world, or those of a node."""
         return self.per_node if kind.in_node else self.world
@@ -249,7 +250,7 @@ class Profile:
         """Every field as plain containers; ``per_node`` only where there are nodes, as older files have it."""
         data = dataclasses.asdict(self)
         if not self.per_node:
-            del data["per_node"]
+            del data["link"]["per_node"]
         return data
 
     def to_json(self) -> str:
@@ -282,7 +283,6 @@ class Profile:
                 collectives=Collectives(**data["collectives"]),
                 contention=Contention(**data["contention"]),
                 spread={name: (low, high) for name, (low, high) in data["spread"].items()},
-                per_node=data.get("per_node", 0),
                 rehearsed={name: (predicted, measured) for name, (predicted, measured) in data["rehearsed"].items()},
                 **{
                     k: data[k]

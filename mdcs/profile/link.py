@@ -58,7 +58,8 @@ class Link:
 
     ``alpha``, ``beta`` and ``gap`` are in the order of :class:`Kind`: AR, RS, AG_F, AG_B and, on two levels, those within
     nodes. ``block`` is the smallest message (payload bytes) that saturates the link: partition size and schedule granularity.
-    ``emulated``: messages are held back until the link would have carried them. Raises ValueError for a value out of range.
+    ``emulated``: messages are held back until the link would have carried them. ``per_node`` consecutive ranks share a host,
+    where there are several such hosts and the link has two levels; else 0. Raises ValueError for a value out of range.
     """
 
     alpha: tuple[float, ...]
@@ -67,10 +68,11 @@ class Link:
     block: int = MIB
     emulated: bool = False
     gap: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    per_node: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.alpha) == len(self.beta) == len(self.gap) == len(self.kinds):
-            raise ValueError("link alpha, beta and gap must be of 4 kinds each, or of 7 with those within nodes")
+            raise ValueError("link alpha, beta and gap must be of 4 kinds each, or of 7 with per_node ranks to a node")
         if min(*self.alpha, *self.beta, *self.gap) < 0:
             raise ValueError("link alpha, beta and gap must be >= 0")
         if self.depth < 1:
@@ -97,12 +99,12 @@ class Link:
     def from_dict(cls, data: dict[str, Any]) -> Link:
         """Inverse of ``dataclasses.asdict``; KeyError for a missing field, ValueError for a value out of range."""
         a, b, g = tuple(data["alpha"]), tuple(data["beta"]), tuple(data["gap"])
-        return cls(a, b, data["depth"], data["block"], data["emulated"], g)
+        return cls(a, b, data["depth"], data["block"], data["emulated"], g, data.get("per_node", 0))
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Those it has costs of: within nodes, too, where it has two levels."""
-        return _LEVELS[len(self.beta) > len(_LEVELS[0])]
+        return _LEVELS[self.per_node > 0]
 
     def alpha_of(self, kind: Kind) -> float:
         """Latency in seconds of a message of this kind that is alone."""

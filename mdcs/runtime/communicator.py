@@ -187,6 +187,7 @@ class NodeCommunicator:
 
     def __init__(self, inside: Communicator, across: Communicator) -> None:
         self._inside, self._across = inside, across
+        self.levels = inside.world, across.world
 
     def all_gather(self, buffer: Tensor) -> Running:
         """Every part of the node's ranks to all of them, in place."""

@@ -406,8 +406,8 @@ class Dispatcher:
         """Whether all gradients are finite, and the factor that undoes the loss scale and brings their global norm down to
         ``clip_norm``, as torch's clip_grad_norm_ does. (True, None) where there is nothing to scale.
 
-        A part is counted by the first of the ranks that have it (whole, dp, gradients by rank 0); their squares are summed in float64. Only a loss
-        scale needs to be told on the host.
+        A part is counted by the first of the ranks that have it (a whole, dp, gradient by rank 0); squares are summed in float64.
+        Only a loss scale needs to be told on the host.
         """
         if self.clip_norm is None and self.loss_scale is None:
             return True, None

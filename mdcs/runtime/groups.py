@@ -24,9 +24,10 @@ _WORDS = 4
 class Groups:
     """Of the ranks of ``group``: ``messages`` are the plan's, ``control`` the finisher thread's, ``talk`` the training thread's.
 
-    Each is a new group, whose collectives give up after ``timeout_s``. With ``per_node`` ranks to a node ``node`` are those of
-    this one, and ``across`` those of all nodes that have this rank's place in theirs. On NCCL what control says is on the device, between
+    Each is a new group, whose collectives give up after ``timeout_s``. On NCCL what control says is on the device, between
     messages, and so in their group. None for all where there is one process. ``needs_control``: there is something to say.
+    With ``per_node`` ranks to a node messages have two groups more: ``node``, this rank's, and ``across``, the ranks of all nodes
+    that have its place in theirs.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Groups:
                     [ranks[r] for r in part], timeout=timeout, backend=backend, use_local_synchronization=not everyone
                 )
                 own = group if mine in part else own
-        if everyone:
+        if everyone and own is not None:
             self._own.append(own)
         return own
 

@@ -2,8 +2,8 @@
 
 Each section of the unit has its own: the elements of a buffer are of one type. Parameters are views of the full one
 (``p.data = view``), which stay valid for autograd when the storage is resized to nothing and back. The order of elements is
-that of the model; rank r owns the r-th part of every *block* (within nodes: the r-th rank of a node), so that a block is contiguous on the wire and a shard is the
-concatenation of its parts.
+that of the model; rank r, of the world or of a node, owns the r-th part of every *block*, so that a block is contiguous on the
+wire and a shard is the concatenation of its parts.
 """
 
 from __future__ import annotations

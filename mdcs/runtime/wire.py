@@ -1,7 +1,8 @@
 """One message on the wire: pack, launch the collective, unpack. A message of one block is not packed.
 
-Every buffer is seen as a matrix with a row per rank among which it is divided, a block's and that of a packed (fused) message, whose columns are
-those of its blocks in order. So one collective serves all of them, and packing and unpacking are one call each.
+Every buffer is seen as a matrix with a row for each of the ranks among which it is divided, a block's and that of a packed
+(fused) message, whose columns are those of its blocks in order. So one collective serves all of them, and packing and unpacking
+are one call each.
 """
 
 from __future__ import annotations

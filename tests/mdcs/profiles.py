@@ -36,12 +36,13 @@ from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.layout import Section
-from mdcs.profile.link import Link
+from mdcs.profile.link import Kind, Link
 from mdcs.sizes import MIB
 
 _TIMES = float(os.environ.get("MDCS_EXAMPLES", "0.25"))
 
 FREE = Link((0.0,) * 4, (0.0,) * 4, depth=1, block=64)
+COLLECTIVES = Collectives()
 ADAM = Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2)
 
 
@@ -63,6 +64,18 @@ def few(cases: Iterable[Any], count: int = 1) -> list[Any]:
 def link(seconds_per_byte: float = 0.0, alpha: float = 0.0, depth: int = 1, block: int = 64, gap: float = 0.0) -> Link:
     """The same α, β and gap for all kinds."""
     return Link((alpha,) * 4, (seconds_per_byte,) * 4, depth, block, gap=(gap,) * 4)
+
+
+def in_nodes(link: Link, world: int, per_node: int, inside: float, collectives: Collectives = COLLECTIVES) -> Link:
+    """The link between nodes of so many ranks, within which bytes take ``inside`` times as long."""
+    size = 1 << 20
+    shard = collectives.sent(Kind.AR, size // per_node, world // per_node)
+    sent = shard + collectives.sent(Kind.RS, size, per_node)
+    beta = link.beta_of(Kind.RS)
+    reduced = beta * (shard + inside * (sent - shard)) / sent
+    alpha, gap = ((*values, values[1] + values[0], *values[2:]) for values in (link.alpha, link.gap))
+    betas = (*link.beta, reduced, inside * beta, inside * beta)
+    return replace(link, alpha=alpha, beta=betas, gap=gap, per_node=per_node)
 
 
 def chain(
@@ -115,7 +128,7 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
     count = draw(st.integers(1, max_units))
     again = count > 1 and draw(st.booleans())
     uses = [*range(count), *([0] if again else [])]
-    world = draw(st.sampled_from([1, 2, 2, 3]))
+    world = draw(st.sampled_from([1, 2, 2, 3, 4]))
     segments = st.lists(st.integers(1, 900), min_size=1, max_size=3).map(tuple)
     narrow = draw(st.sampled_from([(4, 4, 0), (4, 2, 0), (2, 4, 4), (2, 2, 0), (2, 2, 4)]))
     is_mixed, wider = draw(st.booleans()), (8, 8, 0) if narrow[0] == 4 else (4, 4, 0)
@@ -158,6 +171,8 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         block=draw(st.sampled_from([400, 2000, 10**6])),
         gap=draw(st.tuples(gap, gap, gap, gap)),
     )
+    if world == 4 and draw(st.booleans()):
+        link_ = in_nodes(link_, world, 2, draw(st.sampled_from([0.1, 1.0])))
     timed = replace(ADAM, seconds_per_element=1e-8, seconds_per_run=1e-5)
     return Profile(
         tuple(units),
@@ -209,7 +224,7 @@ schedulers: st.SearchStrategy[Scheduler] = st.one_of(
 )
 
 strategies: st.SearchStrategy[StrategyPlanner] = st.one_of(
-    st.sampled_from([Uniform(str(s)) for s in Strategy]), seeds.map(RandomMix), st.just(Greedy())
+    st.sampled_from([Uniform(str(s)) for s in Strategy if not s.in_node]), seeds.map(RandomMix), st.just(Greedy())
 )
 
 flexible: st.SearchStrategy[StrategyPlanner] = st.one_of(

@@ -33,6 +33,7 @@ from mdcs.planner.named import SCHEDULERS, STRATEGIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
 from mdcs.sizes import MIB
+from tests.mdcs.profiles import in_nodes
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -284,6 +285,7 @@ class How:
     depth: int = 2
     collectives: Collectives = Collectives()
     bytes: int = 4000
+    per_node: int = 0
 
 
 SOLVER_S = 5.0  # the other ranks wait for it, and for no more than their timeout
@@ -366,6 +368,8 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
             )
         )  # fmt: skip
     link = mdcs.Link.uniform(1.0, 50.0, how.depth, how.emulated)
+    if how.per_node:
+        link = in_nodes(link, world, how.per_node, 0.1, how.collectives)
     return dataclasses.replace(_PROFILES[key], link=link, collectives=how.collectives)
 
 

@@ -125,11 +125,11 @@ class Network:
         if group == "node":
             gather, scatter = ring, _sum(ring, rings, rings)
         by_kind = {Kind.AR: _sum(gather, scatter), Kind.RS: scatter, Kind.AG_F: gather, Kind.AG_B: gather}
-        alpha = tuple(by_kind[kind][0] for kind in Kind)
+        alpha = tuple(alpha for alpha, _ in by_kind.values())
         # A link's β is per byte that a rank sends, of a payload that all ranks of the group share.
-        beta = tuple(by_kind[kind][1] * size / max(1, COLLECTIVES.sent(kind, size, size)) for kind in Kind)
-        block = max(by_kind[kind][0] / by_kind[kind][1] for kind in Kind) * _SATURATED / (1 - _SATURATED)
-        return Link((alpha[0], alpha[1], alpha[2], alpha[3]), (beta[0], beta[1], beta[2], beta[3]), depth, int(block) + 1)
+        beta = tuple(beta * size / max(1, COLLECTIVES.sent(kind, size, size)) for kind, (_, beta) in by_kind.items())
+        block = max(alpha / beta for alpha, beta in by_kind.values()) * _SATURATED / (1 - _SATURATED)
+        return Link(alpha, beta, depth, int(block) + 1)
 
     def group_size(self, group: str) -> int:
         """Devices over which parameters are sharded. Raises ValueError for an unknown group or one device."""

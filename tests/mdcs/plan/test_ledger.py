@@ -23,7 +23,7 @@ from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import ADAM, FREE, Job, chain, examples, jobs, of_job, planned, schedulers, seeds, tied
 
-AR, RS, AG_F, AG_B = Kind
+AR, RS, AG_F, AG_B, *_ = Kind
 
 # a has 8 elements (32 bytes), b has 4 (16 bytes); (live, peak) of the activations in the order of the model.
 PLAIN = chain(8, 4, world=2, optimizer=ADAM)

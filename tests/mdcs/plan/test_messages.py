@@ -28,7 +28,7 @@ from mdcs.profile.layout import pad
 from mdcs.profile.link import Kind
 from tests.mdcs.profiles import Job, chain, examples, jobs, of_job, planned, seeds, tied
 
-AR, RS, AG_F, AG_B = Kind
+AR, RS, AG_F, AG_B, *_ = Kind
 
 
 def names(period: Period) -> str:

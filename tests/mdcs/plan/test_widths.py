@@ -16,7 +16,7 @@ from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind
 from tests.mdcs.profiles import ADAM, chain
 
-AR, RS, AG_F, AG_B = Kind
+AR, RS, AG_F, AG_B, *_ = Kind
 
 
 def plan_of(*strategies: str) -> Plan:

@@ -62,7 +62,7 @@ def job(seed: int) -> Profile:
 
 
 def planners(seed: int) -> dict[str, StrategyPlanner]:
-    return {**{str(k): Uniform(str(k)) for k in Strategy}, "random": RandomMix(seed), "greedy": Greedy()}
+    return {**{str(k): Uniform(str(k)) for k in Strategy if not k.in_node}, "random": RandomMix(seed), "greedy": Greedy()}
 
 
 @pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"memory_aware"}))  # see test_slot_planner

@@ -28,7 +28,7 @@ from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, of_job, planned, schedulers, seeds
 
-AR, RS, AG_F, AG_B = Kind
+AR, RS, AG_F, AG_B, *_ = Kind
 
 
 def listed(plan: Plan) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import bytes_beyond_fsdp, smallest_budget
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.judge import InfeasibleBudget, Judge
 from mdcs.planner.named import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
 from mdcs.planner.schedulers.sequential import Sequential
@@ -22,7 +22,7 @@ from mdcs.profile.link import Link
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, link, planned, seeds
 
-dp, zero1, sdp, fsdp = Strategy
+dp, zero1, sdp, fsdp, *_ = Strategy
 
 
 def step_s(judge: Judge, mix: tuple[Strategy, ...]) -> float:
@@ -53,7 +53,7 @@ def test_the_judge_knows_the_job() -> None:
 # ---- uniform
 
 
-@pytest.mark.parametrize("kind", list(Strategy))
+@pytest.mark.parametrize("kind", [dp, zero1, sdp, fsdp])
 def test_uniform_is_uniform_where_it_fits(kind: Strategy) -> None:
     profile = chain(8, 4, 4, optimizer=ADAM)
     need = Judge(Job(profile), None).peak([kind] * 3)
@@ -102,7 +102,7 @@ def test_seconds_of_a_strategy() -> None:
 
 def test_sharded_units_are_gathered_in_every_micro_step() -> None:
     profile = chain(8, 8, link=link(1 / 16))
-    assert [CostModel(profile).unit_s(0, k, micro_steps=4) for k in Strategy] == [2, 1 + 1, 1 + 4, 1 + 4 + 4]
+    assert [CostModel(profile).unit_s(0, k, micro_steps=4) for k in choices(profile)] == [2, 1 + 1, 1 + 4, 1 + 4 + 4]
 
 
 @examples(60)
@@ -138,7 +138,7 @@ def test_greedy_is_never_slower_than_all_fsdp_and_fits(job: Job, factor: float |
 @given(jobs())
 def test_with_unlimited_memory_greedy_is_as_fast_as_can_be(job: Job) -> None:
     mix = Greedy().choose(job.judge).strategies
-    best = sum(min(job.cost.unit_s(u, k, job.micro_steps) for k in Strategy) for u in range(len(mix)))
+    best = sum(min(job.cost.unit_s(u, k, job.micro_steps) for k in choices(job.profile)) for u in range(len(mix)))
     chosen = sum(job.cost.unit_s(u, k, job.micro_steps) for u, k in enumerate(job.judge.mix(mix).strategies))
     assert chosen == pytest.approx(best, abs=1e-12)
 
@@ -165,7 +165,7 @@ def test_greedy_prefers_dp_when_an_all_reduce_has_less_latency() -> None:
 def test_greedy_shards_less_when_gathers_are_repeated() -> None:
     profile = chain(8, 8, 8, link=Link((3.0, 1.0, 1.0, 1.0), (0.0,) * 4, 1, 64))  # an all-reduce costs 3 s, a gather 1 s
     once = Greedy().choose(Judge(Job(profile), None)).strategies
-    assert [CostModel(profile).unit_s(0, k) for k in Strategy] == [3, 2, 2, 3]
+    assert [CostModel(profile).unit_s(0, k) for k in choices(profile)] == [3, 2, 2, 3]
     assert dp not in once
     often = Greedy().choose(Judge(Job(profile, micro_steps=4), None)).strategies
     assert set(often) == {zero1}

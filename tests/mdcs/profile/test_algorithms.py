@@ -13,7 +13,7 @@ from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 from tests.mdcs.profiles import chain
 
-AR, RS, AG_F, AG_B = Kind
+AR, RS, AG_F, AG_B, *_ = Kind
 
 
 def using(kind: Kind, algorithm: str, backend: str = "gloo") -> Collectives:
@@ -46,8 +46,8 @@ def test_bytes(kind: Kind, algorithm: str, sent: tuple[int, ...], buffer: tuple[
 
 def test_nccl_copies_nothing_and_sends_no_more_than_necessary() -> None:
     nccl = Collectives.default("nccl")
-    assert [nccl.sent(kind, 1200, 3) for kind in Kind] == [1600, 800, 800, 800]
-    assert [nccl.buffer(kind, 1200, 3) for kind in Kind] == [0, 0, 0, 0]
+    assert [nccl.sent(kind, 1200, 3) for kind in (AR, RS, AG_F, AG_B)] == [1600, 800, 800, 800]
+    assert [nccl.buffer(kind, 1200, 3) for kind in (AR, RS, AG_F, AG_B)] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("backend", ALGORITHMS)
@@ -60,7 +60,7 @@ def test_one_rank_sends_and_holds_nothing(backend: str) -> None:
 
 
 def test_the_kinds_of_a_gather_share_an_algorithm() -> None:
-    assert [Collectives("ring", "native", "broadcast").of(kind) for kind in Kind] == [
+    assert [Collectives("ring", "native", "broadcast").of(kind) for kind in (AR, RS, AG_F, AG_B)] == [
         "ring", "native", "broadcast", "broadcast",
     ]  # fmt: skip
 

@@ -13,14 +13,14 @@ def test_a_kind_is_its_name() -> None:
     assert str(Kind.AG_F) == "AG_F"
     assert {Kind.RS: 1}["RS"] == 1  # type: ignore[index]
     assert pickle.loads(pickle.dumps(Kind.AG_B)) is Kind.AG_B
-    assert [k for k in Kind if k.is_gather] == [Kind.AG_F, Kind.AG_B]
+    assert [k for k in Kind if k.is_gather] == [Kind.AG_F, Kind.AG_B, Kind.AG_F_N, Kind.AG_B_N]
 
 
 def test_alpha_beta_and_gap_belong_to_a_kind() -> None:
     link = Link((1.0, 2.0, 3.0, 4.0), (0.1, 0.2, 0.3, 0.4), gap=(0.5, 0.6, 0.7, 0.8))
-    assert [link.alpha_of(k) for k in Kind] == [1.0, 2.0, 3.0, 4.0]
-    assert [link.beta_of(k) for k in Kind] == [0.1, 0.2, 0.3, 0.4]
-    assert [link.gap_of(k) for k in Kind] == [0.5, 0.6, 0.7, 0.8]
+    assert [link.alpha_of(k) for k in link.kinds] == [1.0, 2.0, 3.0, 4.0]
+    assert [link.beta_of(k) for k in link.kinds] == [0.1, 0.2, 0.3, 0.4]
+    assert [link.gap_of(k) for k in link.kinds] == [0.5, 0.6, 0.7, 0.8]
 
 
 def test_latencies_overlap_and_bytes_do_not() -> None:

@@ -22,7 +22,7 @@ import mdcs
 from mdcs.calibrate.agreement import on_rank_zero
 from mdcs.plan.ledger import smallest_budget
 from mdcs.plan.mix import Mix
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import choices
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from tests.mdcs.runtime.ranks import Ranks
@@ -47,7 +47,7 @@ BETWEEN = (
 
 
 def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
-    mix = tuple(rng.choice(list(Strategy)) for _ in profile.units)
+    mix = tuple(rng.choice(choices(profile)) for _ in profile.units)
     order = RandomOrder(rng.randrange(1 << 30), max_blocks=rng.choice([1, 2, 4]), fuse=rng.choice([0.0, 0.3, 0.9]))
     plan = order.schedule(Mix(mdcs.Job(profile, micro_steps, cross_iteration=rng.random() < 0.7), mix))
     blocking = rng.choice([0.0, 0.0, 0.2])

@@ -17,7 +17,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.measure.memory import ShimMeter
 from mdcs.plan.ledger import start_bytes
 from mdcs.plan.mix import Mix
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.runtime.start import Initialisation
 from tests.mdcs.runtime.ranks import Ranks
@@ -105,7 +105,7 @@ def planned(strategy: str, half: bool = False, rank: int = 0) -> tuple[nn.Module
         )
     )  # fmt: skip
     model.load_state_dict(kept)
-    names = list(Strategy)
+    names = choices(profile)
     mix = [names[u % 4] if strategy == "mixed" else Strategy(strategy) for u in range(len(units))]
     return model, on_rank_zero(lambda: as_ready(profile, mix))
 

@@ -28,7 +28,7 @@ from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
 
-AR, RS, AG_F, AG_B = Kind
+AR, RS, AG_F, AG_B, *_ = Kind
 
 # Forward takes 1 s and backward 2 s per unit. One rank of two sends 16 bytes of a (1 s) and 32 bytes of b (2 s).
 PROFILE = chain(8, 16, link=link(1 / 16))

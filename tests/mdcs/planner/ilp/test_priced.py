@@ -9,7 +9,6 @@ import pytest
 from mdcs.plan.cost import CostModel
 from mdcs.planner.ilp.priced import priced
 from mdcs.profile.contents import Contention
-from mdcs.profile.link import Kind
 from tests.mdcs.profiles import chain, link
 
 
@@ -22,9 +21,9 @@ def test_a_block_takes_as_long_and_costs_computing_as_much() -> None:
     gaps = replace(link(1 / 64), gap=(0.5, 0.25, 0.25, 0.125), block=1024)
     profile = replace(chain(4096, link=gaps), contention=Contention(message_seconds=30.0, compute_per_message=4.0))
     model, elements = priced(profile), profile.block // profile.grad_bytes
-    for kind in Kind:
+    for kind in profile.link.kinds:
         before, after = CostModel(profile).message(kind, elements), CostModel(model).message(kind, elements)
         assert after.transfer == pytest.approx(before.gap + before.transfer)
         assert after.gap == after.lost == 0
-    slowest = max(4.0 / (c.gap + c.transfer) for c in (CostModel(profile).message(k, elements) for k in Kind))
+    slowest = max(4.0 / (c.gap + c.transfer) for c in (CostModel(profile).message(k, elements) for k in profile.link.kinds))
     assert 1 - 1 / (1 + model.interference) == pytest.approx(slowest)

@@ -15,7 +15,7 @@ from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.validity import PlanError
 from mdcs.planner.fit import fit
 from mdcs.planner.ilp.slot_model import SlotModel
@@ -39,7 +39,7 @@ def plans(seed: int, *, latencies: bool = False) -> Iterator[tuple[Judge, Plan]]
         profile = dataclasses.replace(profile, link=dataclasses.replace(profile.link, depth=2))
     judge = Judge(Job(profile, rng.choice([1, 1, 2, 3]), rng.random() < 0.6), None)
     for name in FAST:
-        plan = SCHEDULERS[name]().schedule(judge.mix([rng.choice(list(Strategy)) for _ in profile.units]))
+        plan = SCHEDULERS[name]().schedule(judge.mix([rng.choice(choices(profile)) for _ in profile.units]))
         budget = rng.choice([None, int(judge.peak(plan.strategies) * rng.uniform(1.0, 1.2))])
         if budget is not None:
             try:

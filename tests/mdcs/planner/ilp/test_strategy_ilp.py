@@ -16,7 +16,7 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link
 
-KINDS = list(Strategy)
+KINDS = [k for k in Strategy if not k.in_node]
 
 
 def chain(rng: random.Random, layers: int, world: int) -> Profile:

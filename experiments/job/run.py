@@ -32,7 +32,9 @@ from launch.claim import Occupied, claim
 from launch.elastic import Outcome
 from launch.status import Status
 from mdcs.measure.memory import preload_env
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.make import floor_bytes
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
 from mdcs.sizes import GIB, MIB
 
@@ -64,7 +66,7 @@ def run(
     known: the profiles that this program knows; jobs that are given the same ones share what they measure.
     start: what starts the ranks and waits; None: `launch.elastic.run`.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
-    that is not of ranks, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
+    that is not of ranks, for a strategy within nodes that there are not, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
     for an engine that cannot run here or, with `only`, does not plan; and for a folder that another job is in. A folder that
     cannot be written is a reason.
     """
@@ -78,6 +80,7 @@ def run(
     if only is not None:
         _require_plan(config)
     _require_decided(config)
+    _require_nodes(config)
     checkpoints.require(config, folder)
     config.engine.require()
     try:
@@ -224,6 +227,13 @@ def _require_plan(config: Config) -> None:
 def _require_decided(config: Config) -> None:
     if config.model.checkpointing == "auto":
         raise ConfigError("model.checkpointing", "only train.py and plan.py decide auto; here it must be true or false")
+
+
+def _require_nodes(config: Config) -> None:
+    cluster, strategy = config.cluster, config.strategy
+    if isinstance(strategy, Uniform) and Strategy(strategy.each).in_node and not 1 < cluster.hosts < cluster.ranks:
+        problem = f"{strategy.each} shards within a node, of which there must be several with several ranks each"
+        raise ConfigError("strategy.each", f"{problem}; got cluster.ranks={cluster.ranks} on {cluster.hosts}")
 
 
 def _say(reused: Path | None, console: Console) -> None:

@@ -63,6 +63,13 @@ def test_where_it_cannot_work_nothing_is_started(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_without_nodes_nothing_is_sharded_within_one(tmp_path, nodes):
+    config = composed("strategy=hfsdp", "cluster.ranks=4", f"cluster.nodes={nodes}")
+    with pytest.raises(ConfigError, match=f"strategy.each: hfsdp shards within a node, .* got cluster.ranks=4 on {nodes}"):
+        jobs.run(config, tmp_path, Console(file=io.StringIO()))
+
+
 def test_a_profile_belongs_to_its_rate_and_congestion_control(tmp_path, monkeypatch):
     text = Profile.from_json((checks.CONF.parent / "tests/experiments/profile.json").read_text()).to_json()
     (tmp_path / "profile.json").write_text(text)

@@ -41,8 +41,14 @@ def three() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def four() -> Iterator[Ranks]:
+def nodes() -> Iterator[Ranks]:
+    """Two nodes of two ranks, if a profile says so. Its tests tell themselves which are slow."""
     yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def four(nodes: Ranks) -> Ranks:
+    return nodes
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,10 @@ from mdcs.plan.ledger import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import How, Job, compare, distance, parallel_for, reference, train
+from tests.mdcs.runtime.test_checkpointing import other_start
+from tests.mdcs.runtime.test_loops import one_step
+from tests.mdcs.runtime.test_optimizer_state import differences
+from tests.mdcs.runtime.training import How, Job, compare, differing, parallel_for, train
 
 ROUNDING = 1e-9
 BUFFERS = tuple(c for c in CATEGORIES if c != "activations")
@@ -43,10 +44,11 @@ def test_trains_like_ddp(nodes: Ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "scheduler", "collectives"),
-    [("hsdp", "wfbp", Collectives()), ("random", "random", RING), ("random", "priority", TREE), ("greedy", "dear", RING)],
+    [("hsdp", "wfbp", Collectives()), ("random", "random", RING), ("random", "priority", TREE), ("hfsdp", "partitioning", RING)],
 )
 def test_so_does_every_mix(nodes: Ranks, strategy, scheduler, collectives):
-    agrees(nodes.run(compare, Job("tied", 2, double=True, steps=6), How(strategy, scheduler, seed=3, per_node=2, collectives=collectives)))
+    how = How(strategy, scheduler, seed=3, per_node=2, collectives=collectives)
+    agrees(nodes.run(compare, Job("tied", 2, double=True, steps=6), how))
 
 
 @pytest.mark.slow
@@ -85,18 +87,54 @@ def test_the_ledger_is_right_to_the_byte(counted: Ranks, strategy, collectives):
 # ---- what is saved
 
 
-def saved(root: str) -> tuple[float, list[dict[str, Any]]]:
-    """Four steps with another plan in the middle, against DDP's; and this rank's part of the sharded state."""
-    job = Job("tied", double=True, steps=4)
-    with parallel_for(replace(job), How("hfsdp", "wfbp", per_node=2)) as (made, parallel, optimizer):
-        train(job, made, parallel, optimizer, 2)
-        parallel.checkpoint(root).wait()
+def saved(root: str) -> list[float]:
+    """Of the weights and the optimizer's state, what differs once another plan has gone on from the checkpoint."""
+    job = Job("tied", double=True)
+    with parallel_for(job, How("random", "random", seed=3, per_node=2)) as (made, parallel, _):
+        assert {"hsdp", "hfsdp"} <= {str(k) for k in parallel.plan.strategies}
+        one_step(made, parallel)
+        parallel.checkpoint(root)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, parallel.sharded_state_dict())
-        assert distance(mdcs.merge_shards(parts), parallel.state_dict()) == 0
-        train_from(job, made, parallel, optimizer, 2)
-        straight = parallel.state_dict()
-    with parallel_for(job, How("fsdp", "wfbp")) as (made, parallel, optimizer):
-        assert mdcs.resume(parallel, root) is not None
-        train_from(job, made, parallel, optimizer, 2)
-        return distance(parallel.state_dict(), straight), distance(straight, reference(job).state)
+        state, optimizer = parallel.state_dict(), parallel.optimizer_state_dict()
+    with parallel_for(job, How("fsdp", "wfbp"), other_start(job)) as (_, parallel, _):
+        resumed = mdcs.resume(parallel, root)
+        assert resumed is not None and resumed.step == 1
+        found = differing(parallel.state_dict(), state), differences(parallel.optimizer_state_dict(), optimizer)
+    return [*differing(mdcs.merge_shards(parts), state), *found[0], *found[1]]
+
+
+@pytest.mark.slow
+def test_it_is_saved_whole_and_resumed_with_any_plan(nodes: Ranks, tmp_path):
+    assert nodes.run(saved, str(tmp_path)) == [[]] * 4
+
+
+# ---- measured
+
+
+def measured(per_node: int | None) -> tuple[mdcs.Link, list[str]]:
+    link, _, spread = measure_link(torch.device("cpu"), per_node=per_node)
+    return link, [name for name in spread if name.startswith("1/β")]
+
+
+@pytest.mark.slow
+def test_both_levels_are_measured_where_there_are_two(nodes: Ranks):
+    (link, names), *others = nodes.run(measured, 2)
+    assert all(other == (link, names) for other in others)
+    assert link.per_node == 2 and min(link.beta_of(kind) for kind in Kind) > 0
+    assert {"1/β of all_gather within nodes", "1/β of reduce_scatter within nodes"} < set(names)
+
+
+def seen(told: dict[int, str]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if dist.get_rank() in told:
+            patch.setenv("LOCAL_WORLD_SIZE", told[dist.get_rank()])
+        return ranks_per_node()
+
+
+@pytest.mark.parametrize(
+    ("told", "count"), [("2222", 2), ("4444", 0), ("1111", 0), ("3331", 0), ("", 0)], ids=lambda value: str(value) or "nothing"
+)
+def test_ranks_learn_who_shares_a_host(nodes: Ranks, told, count):
+    assert nodes.run(seen, dict(enumerate(told))) == [count] * 4

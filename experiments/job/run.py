@@ -66,9 +66,9 @@ def run(
     known: the profiles that this program knows; jobs that are given the same ones share what they measure.
     start: what starts the ranks and waits; None: `launch.elastic.run`.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
-    that is not of ranks, for a strategy within nodes that there are not, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
-    for an engine that cannot run here or, with `only`, does not plan; and for a folder that another job is in. A folder that
-    cannot be written is a reason.
+    that is not of ranks, for a shaped link that this machine or user cannot have, for a strategy within nodes that there are
+    not, for checkpointing that is not decided, and for an engine that cannot run here or, with `only`, does not plan; and for a
+    folder that another job is in. A folder that cannot be written is a reason.
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")

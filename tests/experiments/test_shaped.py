@@ -63,6 +63,17 @@ def test_where_it_cannot_work_nothing_is_started(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
+def test_two_nodes_have_two_levels(tmp_path):
+    if why := network.refusal(RATE):
+        pytest.skip(f"no shaped network: {why}")
+    nodes = ("cluster.ranks=4", "cluster.nodes=2", "strategy=hfsdp")
+    outcome = jobs.run(composed(*SMALL, *nodes), tmp_path, Console(file=io.StringIO()))
+    assert outcome.ok, outcome.reason
+    link = Profile.from_json((tmp_path / "profile.json").read_text()).link
+    assert link.per_node == 2 and link.beta_of(Kind.AG_F_N) < link.beta_of(Kind.AG_F)
+    assert analysis.load_run(tmp_path).row()["bytes_AG_B_N"] > 0
+
+
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_without_nodes_nothing_is_sharded_within_one(tmp_path, nodes):
     config = composed("strategy=hfsdp", "cluster.ranks=4", f"cluster.nodes={nodes}")

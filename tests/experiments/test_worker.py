@@ -71,7 +71,7 @@ JOBS = [
 ELSEWHERE = {
     "cluster": {"cuda", "shaped", "emulated"},  # test_shaped.py, test_emulated.py
     "profile": {"gpt3-1024"},
-    "tracker": {"wandb"},
+    "tracker": {"wandb", "tensorboard"},
     "model": {"gpt2-small", "bert-base", "resnet50", "resnet152",  # the small ones are of the same classes
               "timed"},  # test_engines.py
 }

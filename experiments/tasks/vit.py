@@ -36,7 +36,8 @@ class Vit(Transformer):
         """Of ViTConfig."""
         return {
             "num_hidden_layers": self.layers, "hidden_size": self.width, "num_attention_heads": self.heads,
-            "intermediate_size": 4 * self.width, "image_size": self.image, "patch_size": self.patch, "num_channels": self.channels,
+            "intermediate_size": 4 * self.width, "image_size": self.image, "patch_size": self.patch,
+            "num_channels": self.channels,
         }  # fmt: skip
 
     def make(self) -> Task:

@@ -190,7 +190,8 @@ WRONG = {
     "model.weights=/no/such/folder": "model.weights: must be a folder with a model's config.json, got /no/such/folder",
     "model=llama-tiny model.kv_heads=3": "model.kv_heads: must divide heads=4, got 3",
     "model=vit-tiny model.patch=5 data=synthetic": "model.patch: must divide image=32, got 5",
-    "model=bert-tiny-pairs": "data: stdlib_bytes gives tokens, the model reads pairs of sentences; use another source, or synthetic",
+    "model=bert-tiny-pairs":
+        "data: stdlib_bytes gives tokens, the model reads pairs of sentences; use another source, or synthetic",
     "data=nli": "data: nli gives pairs of sentences, the model reads tokens; use another source, or synthetic",
     "model=bert-tiny-pairs data=nli model.vocab=256": "data: nli needs a vocabulary of 259, the model has 256",
     "model=bert-tiny-pairs data=nli model.classes=2": "data: nli has 3 classes, the model has 2",

@@ -22,7 +22,7 @@ from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import ranks, rehearsed
-from experiments.job.tracking import record
+from experiments.job.tracking import show_files
 from mdcs.profile.algorithms import OPERATION
 from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.link import Kind
@@ -36,7 +36,7 @@ def main(worker: str = jobs.WORKER) -> int:
     def measure(config: Config, folder: Path) -> str:
         known = jobs.known_profile(config, folder, console)
         if known is not None:
-            record(known[0], folder, "profile")
+            show_files(known[0], folder, "profile")
         else:
             outcome = jobs.run(config, folder, console, only="profile", worker=worker)
             if not outcome.ok:

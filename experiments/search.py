@@ -1,7 +1,7 @@
 """Search for the plan with the least measured step time, within the budget, by training a few steps at a time.
 
     python experiments/search.py experiment=search_timed --trials 20
-    python experiments/search.py --trials 40 --search 'scheduler=fusion,priority' --search scheduler.bucket_mib=1..64 …
+    python experiments/search.py --trials 40 --search=scheduler=fusion,priority --search=scheduler.bucket_mib=1..64 …
 
 Optuna proposes, the job measures. By default it searches the fusion bytes of `scheduler=fusion`, the block bytes of
 `scheduler=priority`, `budget.schedule_share` where there is a budget, and `link.depth`; `--search` names other keys instead,

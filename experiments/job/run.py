@@ -26,7 +26,7 @@ from experiments.job.events import job_event
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
-from experiments.job.tracking import Event, Follower, JsonLines, record
+from experiments.job.tracking import Event, Follower, JsonLines, show_files
 from launch import elastic, network
 from launch.claim import Occupied, claim
 from launch.elastic import Outcome
@@ -202,7 +202,7 @@ def plan(
             except ValueError as error:
                 return str(error)
             write_plan(folder, made)
-            record(resolved, folder, "plan")
+            show_files(resolved, folder, "plan")
             return ""
     return run(config, folder, console, known=known, only="plan", worker=worker, start=start).reason
 

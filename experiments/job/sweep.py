@@ -11,7 +11,7 @@ import pandas as pd
 
 import analysis
 from experiments.job.app import Session, sweep_name
-from experiments.job.tracking import record_sweep
+from experiments.job.tracking import show_sweep
 
 
 def report(session: Session, started: float) -> None:
@@ -45,7 +45,7 @@ def report(session: Session, started: float) -> None:
         warnings.warn(f"the sweep could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
         written = _table(frame, folder / "table.csv")
     for config in session.accepted[:1]:
-        record_sweep(config, config.run.sweep or sweep_name(folder), folder, frame, written)
+        show_sweep(config, config.run.sweep or sweep_name(folder), folder, frame, written)
     print(
         f"{len(jobs)} jobs in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
         flush=True,

@@ -115,12 +115,12 @@ class Follower:
             self._aside.finish(ok)
 
 
-def record(config: Config, folder: Path, kind: str) -> None:
+def show_files(config: Config, folder: Path, kind: str) -> None:
     """Show what a folder has of a job for which no ranks were started: its "profile" or its "plan"."""
     Follower(config, folder, kind).finish(True)
 
 
-def record_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pictures: Sequence[Path]) -> None:
+def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pictures: Sequence[Path]) -> None:
     """Show a sweep's table and pictures to the tracker of one of its jobs, by the group that all of its runs are in."""
     if not config.tracker.shows:
         return

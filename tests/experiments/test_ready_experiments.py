@@ -105,7 +105,7 @@ def test_times_of_collectives_are_drawn_by_operation():
         for i, name in enumerate(names)
     ]
     figure = collectives.picture(rows, 4, "gloo")
-    assert [axes.get_title() for axes in figure.axes] == ["all-reduce", "reduce-scatter", "all-gather"]
+    assert [axes.get_title("left") for axes in figure.axes] == ["all-reduce", "reduce-scatter", "all-gather"]
     assert [len(axes.lines) for axes in figure.axes] == [len(names) for names in ALGORITHMS["gloo"].values()]
 
 

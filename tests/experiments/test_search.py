@@ -23,11 +23,11 @@ def ran(monkeypatch):
 
     def run(config, folder, console, *, known, worker):
         ran.append(config)
-        if config.link.depth == 4:
+        if config.link.depth == 3:
             return Outcome(False, "rank 1 failed: as told")
         bucket = getattr(config.scheduler, "bucket_mib", None)
         step_s = 9.0 if bucket is None else 1 + abs(math.log2(bucket) - 2)
-        over = config.budget.schedule_share > 0.4
+        over = (config.budget.schedule_share or 0) > 0.5
         folder.mkdir(parents=True)
         with JsonLines(folder / METRICS) as metrics:
             metrics.write({"event": "job", "schema": 2, "budget_bytes": 512 * MIB})
@@ -51,19 +51,19 @@ def study(folder) -> optuna.Study:
 def test_the_search_finds_the_bucket_prunes_with_reasons_and_goes_on(tmp_path, monkeypatch, ran, capsys):
     assert search(monkeypatch, tmp_path, *SMALL, "--trials", "4") == 0
     assert len(ran) == 4
-    assert search(monkeypatch, tmp_path, *SMALL, "--trials", "12") == 0
-    assert len(ran) == 12  # those of before are not run again
+    assert search(monkeypatch, tmp_path, *SMALL, "--trials", "6") == 0
+    assert len(ran) == 6  # those of before are not run again
     trials = study(tmp_path).trials
     assert all("scheduler.bucket_mib" in t.params or "scheduler.block_mib" in t.params for t in trials)
     assert not any("scheduler.bucket_mib" in t.params and "scheduler.block_mib" in t.params for t in trials)
     reasons = {t.user_attrs["reason"] for t in trials if t.state == optuna.trial.TrialState.PRUNED}
     assert reasons == {"rank 1 failed: as told", "peak of 600.0 MiB, over the budget of 512.0 MiB"}
     best = study(tmp_path).best_trial
-    assert best.params["scheduler"] == "fusion" and best.params["link.depth"] < 4
+    assert best.params["scheduler"] == "fusion" and best.value < 9 and best.params["link.depth"] != 3
     told = capsys.readouterr().out.splitlines()
     first = next(line for line in told if f"scheduler.bucket_mib={best.params['scheduler.bucket_mib']:.6g}" in line)
     assert first.split()[0] == str(best.number)
-    assert len((tmp_path / program.TABLE).read_text().splitlines()) == 13
+    assert len((tmp_path / program.TABLE).read_text().splitlines()) == 7
 
 
 def test_axes_of_one_s_own(tmp_path, monkeypatch, ran):

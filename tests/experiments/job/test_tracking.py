@@ -14,7 +14,7 @@ from analysis.events import read_events
 from experiments.config import checks
 from experiments.config.identity import run_hash, sweep_hash
 from experiments.config.schema import Config
-from experiments.job.tracking import Follower, JsonLines, record_sweep
+from experiments.job.tracking import Follower, JsonLines, show_sweep
 from experiments.trackers.tracker import Mirror, Shown, Tracker, flat
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -165,7 +165,7 @@ def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
     with JsonLines(tmp_path / "0/metrics.jsonl") as metrics:
         metrics.write({"event": "job", "schema": 2, "name": "mine", "budget_bytes": 2**29})
         metrics.write({"event": "summary", "status": "ok", "step_s": {"median": 0.1, "p10": 0.1, "p90": 0.1}})
-    record_sweep(config, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])
+    show_sweep(config, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])
     run, [row, ok] = heard(config)
     assert (run.kind, run.id, ok) == ("sweep", f"sweep-{run.group}", True) and run.group == sweep_hash("multirun/today")
     assert (row["name"], row["budget_gib"], row["step_s"], row["overlap_ratio"]) == ("mine", 0.5, 0.1, None)

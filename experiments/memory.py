@@ -79,7 +79,8 @@ def picture(frame: pd.DataFrame) -> Figure:
         ticks = range(0, len(frame), every)
         axes.set_xticks(list(ticks), [short[str(frame.index[i])] for i in ticks], rotation=90)
         axes.set_ylim(0, None)
-        axes.set_ylabel("MiB per rank, at most while the unit is computed")
+        axes.set_title("at most while the unit is computed, forward or backward")
+        axes.set_ylabel("MiB per rank")
         axes.set_xlabel("units, in the order of forward")
         figure.legend(loc="outside lower left", ncols=2)
         return figure

@@ -41,7 +41,7 @@ class BertPairs(Transformer):
 
         config = BertConfig(
             hidden_dropout_prob=self.dropout, attention_probs_dropout_prob=self.dropout, pad_token_id=None,
-            attn_implementation="sdpa", **self.numbers(),
+            **self.numbers(), **{"attn_implementation": "sdpa"},
         )  # fmt: skip
         config.num_labels = self.classes
         model = self.new(BertForSequenceClassification, config)

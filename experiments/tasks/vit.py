@@ -47,8 +47,8 @@ class Vit(Transformer):
         from experiments.tasks.task import Task, cross_entropy
 
         config = ViTConfig(
-            hidden_dropout_prob=self.dropout, attention_probs_dropout_prob=self.dropout, attn_implementation="sdpa",
-            **self.numbers(),
+            hidden_dropout_prob=self.dropout, attention_probs_dropout_prob=self.dropout,
+            **self.numbers(), **{"attn_implementation": "sdpa"},
         )  # fmt: skip
         config.num_labels = self.classes
         model = self.new(ViTForImageClassification, config)

@@ -64,7 +64,7 @@ class WandbMirror(Mirror):
             name=run.name, dir=str(run.folder), mode=mode, config=dict(run.config),
             resume="allow" if self._kept else None, reinit="create_new", save_code=False,
             settings=wandb.Settings(
-                console="off", silent=True, init_timeout=min(20.0, tracker.timeout_s), finish_timeout=tracker.timeout_s,
+                console="off", silent=True, init_timeout=tracker.timeout_s, finish_timeout=tracker.timeout_s,
                 # What it would find out by itself may hold more than a config: arguments, remotes, the host.
                 disable_git=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
             ),

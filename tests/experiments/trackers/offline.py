@@ -31,7 +31,7 @@ def records(file: Path) -> Iterator[Any]:
 
 def whole(file: Path) -> list[Any]:
     """The records of a run that has ended: W&B's own process may still be writing."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (found := list(records(file))) or found[-1].WhichOneof("record_type") != "exit":
         assert time.monotonic() < deadline, f"{file} has no end"
         time.sleep(0.02)

@@ -13,6 +13,7 @@ from experiments.trackers.wandb import Wandb, default_mode, report
 from tests.experiments.trackers.offline import Read
 
 STEP = {"event": "step", "step": 1, "loss": 2.5, "step_s": 0.2, "overlap_ratio": 0.5, "bytes": {"AR": 10}, "peak_bytes": None}
+OFFLINE = Wandb(mode="offline", timeout_s=120)
 SECRET = "0123456789abcdef" * 2 + "deadbeef"
 
 
@@ -51,7 +52,7 @@ def read(tmp_path_factory):
         patch.setenv("WANDB_API_KEY", SECRET)
         patch.setenv("WANDB_DATA_DIR", str(tmp_path_factory.mktemp("artifacts")))
         told(
-            shown(folder), Wandb(mode="offline"), ("event", {"event": "job", "model": "mlp"}),
+            shown(folder), OFFLINE, ("event", {"event": "job", "model": "mlp"}),
             ("event", {"event": "start", "predicted": {"step_s": 0.1}}), ("event", STEP), ("event", {**STEP, "step": 2}),
             ("event", {"event": "eval", "step": 2, "loss": 2.0}),
             ("event", {"event": "summary", "status": "ok", "step_s": {"median": 0.1}}),
@@ -97,10 +98,10 @@ def test_no_key_is_in_any_file(read):
 
 
 def test_a_run_that_goes_on_offline_is_rebuilt(tmp_path):
-    told(shown(tmp_path), Wandb(mode="offline"), ("event", STEP), ok=False)
+    told(shown(tmp_path), OFFLINE, ("event", STEP), ok=False)
     assert Read(tmp_path).exit_code == 1
     resumed = shown(tmp_path, run={"resume": "auto"})
-    told(resumed, Wandb(mode="offline"), ("past", [STEP]), ("event", {**STEP, "step": 2}))
+    told(resumed, OFFLINE, ("past", [STEP]), ("event", {**STEP, "step": 2}))
     read = Read(tmp_path)  # of which there is one
     assert [row["train/step"] for row in read.history if "train/step" in row] == [1, 2]
     assert read.exit_code == 0
@@ -108,7 +109,7 @@ def test_a_run_that_goes_on_offline_is_rebuilt(tmp_path):
 
 def test_a_sweep_has_a_table_and_budget_against_step_time(tmp_path):
     columns, rows = ("name", "budget_gib", "step_s"), [["a", 0.5, 0.2], ["b", None, 0.1], ["c", 1.0, 0.1]]
-    told(shown(tmp_path, "sweep"), Wandb(mode="offline"), ("table", columns, rows))
+    told(shown(tmp_path, "sweep"), OFFLINE, ("table", columns, rows))
     read = Read(tmp_path)
     assert read.run.job_type == "sweep"
     tables = {row["runs._type"]: row["runs.nrows"] for row in read.history if "runs._type" in row}

@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).with_name("nli.jsonl")
 BYTES, PAD, CLS, SEP = 256, 256, 257, 258
 CLASSES = 3
 _HELD_OUT = ("validation_matched", "validation", "test")
-_HELD_OUT_ONE_IN = 10
+_HELD_OUT_ONE_IN = 5
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 Encode = Any
@@ -55,7 +55,7 @@ class Nli(Data):
             raise ValueError(f"nli needs a vocabulary of {SEP + 1}, the model has {inputs.vocabulary}")
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """All of a split; of a source without splits every tenth row is held out."""
+        """All of a split; of a source without splits every fifth row is held out."""
         assert isinstance(inputs, Pairs)
         rows, indices, labels = _rows(self.path or str(SHIPPED), held_out)
         encode = _bytes if self.tokenizer is None else partial(_tokens, _tokenizer(self.tokenizer))

@@ -67,8 +67,8 @@ def test_a_tiny_tradeoff(tmp_path, name, tiny):
 @pytest.mark.slow
 def test_tiny_buckets_of_ddp_on_pairs(tmp_path):
     small = ("model=bert-tiny-pairs", "data=nli", "run.eval_every=3", *SHORT)
-    run(tmp_path, "train", "experiment=bert_nli_ddp_bucket", *small, "hydra.sweeper.params={engine:'ddp,ddp_no_overlap',engine.bucket_mib:'4'}",
-        "hydra.sweep.dir=out")  # fmt: skip
+    two = "hydra.sweeper.params={engine:'ddp,ddp_no_overlap',engine.bucket_mib:'4'}"
+    run(tmp_path, "train", "experiment=bert_nli_ddp_bucket", *small, two, "hydra.sweep.dir=out")
     frame = analysis.load_sweep(tmp_path / "out")
     assert list(frame["status"]) == ["ok", "ok"]
     assert frame["loss"].nunique() == 1  # when reductions happen changes no number

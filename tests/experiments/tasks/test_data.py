@@ -306,11 +306,11 @@ def test_words_of_a_tokenizer(tmp_path: Path) -> None:
 
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "dog", "is", "outside"]))
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "made")
-    source = Nli(tokenizer=str(tmp_path / "made"), batch_size=108)
+    source = Nli(tokenizer=str(tmp_path / "made"), batch_size=96)
     [batch] = source.batches(Pairs(sequence=24, vocabulary=9, classes=3), rank=0, world=1, epochs=1)
     ids = batch["input_ids"]
-    assert ids.shape == (108, 24) and ids.max() < 9 and (ids[:, 0] == 2).all()
-    assert (ids == 3).sum(dim=1).tolist() == [2] * 108
+    assert ids.shape == (96, 24) and ids.max() < 9 and (ids[:, 0] == 2).all()
+    assert (ids == 3).sum(dim=1).tolist() == [2] * 96
 
 
 def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:

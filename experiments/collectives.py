@@ -4,10 +4,11 @@
     python experiments/collectives.py cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
     python experiments/collectives.py cluster=shaped cluster.rate_gbit=0.5 --repeat 10
 
-Prints median milliseconds per message in trains by algorithm and message size, in which * is the fastest, what one rank sends
-and holds, and at which rate it sends the largest message. With --repeat it measures the link as often as a profile would, and
-prints how far that differs from time to time: rate, gap and latency, what was chosen, and how much slower that is than the
-fastest in trains of all algorithms that are sent meanwhile.
+`experiment=collectives` has four ranks. Prints median milliseconds per message in trains by algorithm and message size, in which
+* is the fastest, what one rank sends and holds, and at which rate it sends the largest message, and leaves a picture in the
+job's folder. With --repeat it measures the link as often as a profile would, and prints how far that differs from time to time:
+rate, gap and latency, what was chosen, and how much slower that is than the fastest in trains of all algorithms that are sent
+meanwhile.
 An emulated link would make all algorithms alike: this always measures the real one.
 """
 
@@ -27,10 +28,12 @@ from typing import Any
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from analysis.pictures import save, style
 from experiments.config.checks import load
 from experiments.config.schema import Config
 from experiments.job import app
@@ -41,7 +44,7 @@ from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
-FILE, REPEAT = "collectives.json", "repeat"
+FILE, REPEAT, PICTURE = "collectives.json", "repeat", "collectives.png"
 _BLOCK = MIB  # payload bytes of the messages by which repeated choices are judged
 
 
@@ -65,6 +68,8 @@ def main() -> int:
             about = config.cluster.ranks, config.cluster.resolved_backend(), shaped_link(config)
             found = json.loads((folder / FILE).read_text(encoding="utf-8"))
             console.print(repeated(found["links"], found["rows"], *about) if asked.repeat else table(found["rows"], *about))
+            if not asked.repeat:
+                console.print(f"drawn in {save(picture(found['rows'], *about), folder / PICTURE)}", soft_wrap=True)
         return outcome.reason
 
     return app.run(compare)
@@ -117,7 +122,7 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
     made = Table(title=f"{backend}, {world} ranks{link}: median ms per message", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("operation", "algorithm"):
         made.add_column(heading, no_wrap=True)
-    for heading in (*(f"{s >> 10}K" if s < MIB else f"{s >> 20}M" for s in SIZES), "sent", "buffer", "Gbit/s"):
+    for heading in (*map(_size, SIZES), "sent", "buffer", "Gbit/s"):
         made.add_column(heading, justify="right", no_wrap=True)
     for operation, kind in KIND.items():
         own = [row for row in rows if row["operation"] == operation]
@@ -130,6 +135,27 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
             made.add_row(operation, row["algorithm"], *times, *share, f"{rate:.2f}")
         made.add_section()
     return made
+
+
+@style.styled
+def picture(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Figure:
+    """Seconds per message over its size, both logarithmic: an operation per axes, a line per algorithm."""
+    looks = style.look(row["algorithm"] for row in rows)
+    figure = style.new_figure(9.2, 3.4, f"{backend}, {world} ranks{link}: median time per message")
+    for axes, operation in zip(figure.subplots(1, len(KIND), sharey=True), KIND, strict=True):
+        for row in rows:
+            if row["operation"] == operation:
+                axes.loglog(SIZES, [s * 1e3 for s in row["seconds"]], **looks[row["algorithm"]])
+        axes.set_title(operation.replace("_", "-"))
+        axes.set_xticks(SIZES, [_size(s) for s in SIZES])
+        axes.minorticks_off()
+    figure.axes[0].set_ylabel("ms")
+    style.legend_below(figure, style.series_handles(looks))
+    return figure
+
+
+def _size(size: int) -> str:
+    return f"{size >> 10}K" if size < MIB else f"{size >> 20}M"
 
 
 def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:

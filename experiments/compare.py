@@ -212,7 +212,7 @@ class Comparison:
 
     def _turn(self, number: int, candidate: Candidate) -> None:
         folder = self.out / "runs" / f"{number}-{re.sub(r'[^a-z0-9.]+', '-', _key(candidate).lower())}"
-        outcome = jobs.run(candidate.config, folder, self.console, known=self.known, worker=self.module)
+        outcome = jobs.run(candidate.config, folder, self.console, known=self.known, kind="compare", worker=self.module)
         if not outcome.ok:
             self.failed[_key(candidate)] = outcome.reason
             self.console.print(f"{_key(candidate)}: {outcome.reason}", markup=False, soft_wrap=True)

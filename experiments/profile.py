@@ -22,6 +22,7 @@ from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import ranks, rehearsed
+from experiments.job.tracking import show_files
 from mdcs.profile.algorithms import name_of
 from mdcs.profile.contents import Profile, Unit
 from mdcs.sizes import MIB
@@ -32,7 +33,10 @@ def main(worker: str = jobs.WORKER) -> int:
     console = Console()
 
     def measure(config: Config, folder: Path) -> str:
-        if jobs.known_profile(config, folder, console) is None:
+        known = jobs.known_profile(config, folder, console)
+        if known is not None:
+            show_files(known[0], folder, "profile")
+        else:
             outcome = jobs.run(config, folder, console, only="profile", worker=worker)
             if not outcome.ok:
                 return outcome.reason

@@ -22,10 +22,10 @@ from mdcs.profile.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
     from experiments.engines.base import EngineOptions as Engine
-    from experiments.job.tracking import Tracker
     from experiments.tasks.data import Data
     from experiments.tasks.model import Model
     from experiments.tasks.optimizers import Optimizer
+    from experiments.trackers.tracker import Tracker
     from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
 
     Strategy = StrategyPlanner | JointPlanner

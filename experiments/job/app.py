@@ -149,7 +149,7 @@ def _run_job(
                 raise ConfigError("--multirun", "this program takes one job")
             sweep = Path(settings.sweep.dir).resolve()
             _claim_sweep(session, sweep)
-            config.run.sweep = config.run.sweep or _sweep_name(sweep)
+            config.run.sweep = config.run.sweep or sweep_name(sweep)
         elif unused := _unused(config, overrides):
             print(f"{_decides(config)}: not used: {' '.join(unused)}", file=sys.stderr)
         if settings.mode == RunMode.MULTIRUN and str(settings.launcher._target_).startswith(_HANDS_IN):
@@ -234,7 +234,8 @@ def _exit_code(session: Session) -> int:
     return 1 if bad else 0
 
 
-def _sweep_name(folder: Path) -> str:
+def sweep_name(folder: Path) -> str:
+    """What runs of a sweep call it."""
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else folder.name
 

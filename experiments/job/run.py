@@ -19,14 +19,14 @@ from rich.console import Console
 
 import analysis
 from analysis.events import METRICS, Tail
-from experiments.config.checks import as_mapping, save
+from experiments.config.checks import save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpoints, profiles
 from experiments.job.events import job_event
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
-from experiments.job.tracking import Event, JsonLines
+from experiments.job.tracking import Event, Follower, JsonLines, show_files
 from launch import elastic, network
 from launch.claim import Occupied, claim
 from launch.elastic import Outcome
@@ -57,6 +57,7 @@ def run(
     *,
     known: Profiles | None = None,
     only: str | None = None,
+    kind: str = "train",
     worker: str = WORKER,
     start: Start | None = None,
 ) -> Outcome:
@@ -65,6 +66,7 @@ def run(
 
     known: the profiles that this program knows; jobs that are given the same ones share what they measure.
     start: what starts the ranks and waits; None: `launch.elastic.run`.
+    kind: what trackers call it, if it trains.
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
     that is not of ranks, for a shaped link that this machine or user cannot have, for a strategy within nodes that there are
     not, for checkpointing that is not decided, and for an engine that cannot run here or, with `only`, does not plan; and for a
@@ -85,20 +87,21 @@ def run(
     config.engine.require()
     try:
         with _claimed(folder):
-            return _run(config, folder.resolve(), console, known or Profiles(), only, worker, start or elastic.run)
+            return _run(config, folder.resolve(), console, known or Profiles(), only, kind, worker, start or elastic.run)
     except OSError as error:  # nothing has run yet
         return _failed(error)
 
 
 def _run(
-    config: Config, folder: Path, console: Console, known: Profiles, only: str | None, worker: str, start: Start
-) -> Outcome:
+    config: Config, folder: Path, console: Console, known: Profiles, only: str | None, kind: str, worker: str,
+    start: Start,
+) -> Outcome:  # fmt: skip
     reused = known.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
     begin(resolved, folder, trains=only is None)
     name = str(resolved.run.name)
-    mirror = resolved.tracker.mirror(folder, name=name, group=resolved.run.sweep, config=as_mapping(resolved))
+    mirror = Follower(resolved, folder, only or kind)
     asked, ended_well = job_event(resolved), only is not None
     mirror.event(asked)
     tail = Tail(folder / METRICS)
@@ -137,7 +140,7 @@ def _run(
                 warnings.warn(f"that the job failed is not in its folder: {error}", stacklevel=2)
             for event in tail.new():
                 mirror.event(event)
-        if outcome.ok and only is None and resolved.tracker.shows_pictures:
+        if outcome.ok and only is None and resolved.tracker.shows:
             mirror.pictures(_draw(folder))
         mirror.finish(outcome.ok)
     if reused is None and config.engine.plans:
@@ -202,6 +205,7 @@ def plan(
             except ValueError as error:
                 return str(error)
             write_plan(folder, made)
+            show_files(resolved, folder, "plan")
             return ""
     return run(config, folder, console, known=known, only="plan", worker=worker, start=start).reason
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pandas as pd
 
 import analysis
-from experiments.job.app import Session
+from experiments.job.app import Session, sweep_name
+from experiments.job.tracking import show_sweep
 
 
 def report(session: Session, started: float) -> None:
@@ -43,6 +44,8 @@ def report(session: Session, started: float) -> None:
     except Exception as error:  # hours of runs must not end in a traceback of a plot
         warnings.warn(f"the sweep could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
         written = _table(frame, folder / "table.csv")
+    for config in session.accepted[:1]:
+        show_sweep(config, config.run.sweep or sweep_name(folder), folder, frame, written)
     print(
         f"{len(jobs)} jobs in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
         flush=True,

@@ -1,28 +1,37 @@
-"""Where a run's metrics go: metrics.jsonl, the truth, which is always written, and W&B beside it if a config says so.
+"""Where a run's metrics go: metrics.jsonl, the truth, which is always written, and a tracker beside it if a config says so.
 
 Rank 0 writes one JSON object per line, flushed per line, so a killed run can be read to its last step
-(`JsonLines`). The parent process, which follows that file anyway to show progress (`analysis.events.Tail`), mirrors it to
-W&B (`WandbMirror`). So W&B takes no time and no memory in a rank, sees failed runs too, and cannot stop a
-run: its first failure is one warning, and then it is left alone.
+(`JsonLines`). The parent process, which follows that file anyway to show progress (`analysis.events.Tail`), shows it to
+the config's tracker (`Follower`). So a tracker takes no time and no memory in a rank, sees failed runs too, and cannot stop
+a run: its first failure is one warning, and then it is left alone.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import netrc
 import os
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from mdcs.options import Checked, option
+import pandas as pd
 
-Event = Mapping[str, Any]
+from analysis.events import METRICS, read_events
+from experiments.config.checks import as_mapping
+from experiments.config.identity import run_hash, sweep_hash
+from experiments.config.schema import Config
+from experiments.trackers.aside import Aside
+from experiments.trackers.tracker import Event, Shown
+
+_DOCUMENTS = ("profile", "plan")
+_TABLE = (
+    "name", "model", "strategy", "scheduler", "engine", "world", "budget_gib", "schedule_share", "status", "step_s",
+    "predicted_step_s", "overlap_ratio", "exposed_s", "stalled_s", "peak_bytes", "throughput_samples_s", "plan_hash",
+)  # fmt: skip
+"""Columns of a sweep's table that a tracker is shown."""
 
 
 class JsonLines:
@@ -68,189 +77,79 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# ---- mirrors of the file
+# ---- the tracker beside it
 
 
-class Mirror(Protocol):
-    """Something that is shown a run's events and pictures."""
+class Follower:
+    """Shows a run to its config's tracker: events as they come, then its files. Never raises, and never waits but at the end.
 
-    def event(self, event: Event) -> None: ...
-
-    def pictures(self, files: Sequence[Path]) -> None: ...
-
-    def finish(self, ok: bool) -> None: ...
-
-
-class NoMirror:
-    def event(self, event: Event) -> None:
-        """Not shown anywhere else."""
-
-    def pictures(self, files: Sequence[Path]) -> None:
-        """Not shown anywhere else."""
-
-    def finish(self, ok: bool) -> None:
-        """Nothing to finish."""
-
-
-class WandbMirror:
-    """One W&B run that mirrors a run's events.
-
-    config: the resolved config as plain containers. group: the name of the sweep, or None. load: imports
-    wandb. Nothing here raises: the first failure is warned about, and ends the mirroring.
+    kind: profile, plan, train or compare. The steps that the folder has of former attempts are shown before the first that
+    goes on from them.
     """
 
-    def __init__(
-        self,
-        tracker: Wandb,
-        folder: Path,
-        *,
-        name: str,
-        group: str | None,
-        config: Mapping[str, Any],
-        load: Callable[[], ModuleType] | None = None,
-    ) -> None:
-        self._run: Any = None
-        self._wandb: Any = None
-        self._guarded("start", self._start, tracker, folder, name, group, config, load or _import_wandb)
+    def __init__(self, config: Config, folder: Path, kind: str) -> None:
+        self._folder, self._aside = folder, None
+        self._past = former_steps(folder) if config.tracker.shows else {}
+        if config.tracker.shows:
+            self._aside = _beside(config, _shown(config, folder, kind))
 
     def event(self, event: Event) -> None:
-        self._guarded("log", self._event, event)
+        if self._aside is None:
+            return
+        if event["event"] == "step" and self._past:
+            earlier = [step for number, step in sorted(self._past.items()) if number < event["step"]]
+            self._past = {}
+            self._aside.call("past", earlier)
+        self._aside.call("event", event)
 
     def pictures(self, files: Sequence[Path]) -> None:
-        self._guarded("log pictures", self._pictures, files)
+        if self._aside is not None:
+            self._aside.call("pictures", files)
 
     def finish(self, ok: bool) -> None:
-        self._guarded("finish", lambda: self._run.finish(exit_code=0 if ok else 1))
-        self._run = None
-
-    def _guarded(self, what: str, do: Callable[..., None], *arguments: Any) -> None:
-        if self._run is None and what != "start":
-            return
-        try:
-            do(*arguments)
-        except Exception as error:  # whatever a tracker does, training goes on
-            self._run = None
-            reason = " ".join(str(error).split()) or "no reason given"
-            warnings.warn(
-                f"W&B could not {what}, the run goes on without it: {type(error).__name__}: {reason}",
-                stacklevel=2,
-            )
-
-    def _start(
-        self,
-        tracker: Wandb,
-        folder: Path,
-        name: str,
-        group: str | None,
-        config: Mapping[str, Any],
-        load: Callable[[], ModuleType],
-    ) -> None:
-        wandb: Any = load()
-        self._wandb = wandb
-        self._run = wandb.init(
-            project=tracker.project,
-            entity=tracker.entity,
-            group=tracker.group or group,
-            name=name,
-            dir=str(folder),
-            mode=tracker.mode or default_mode(os.environ),
-            config=dict(config),
-            reinit="finish_previous",
-            settings=wandb.Settings(console="off", silent=True, init_timeout=20.0, x_disable_stats=True),
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def _event(self, event: Event) -> None:
-        values = {key: value for key, value in event.items() if key != "event"}
-        if event["event"] == "step":
-            self._run.log(flat(values))
-        elif event["event"] in ("job", "start"):
-            self._run.config.update({event["event"]: values}, allow_val_change=True)
-        else:
-            self._run.summary.update(flat(values))
-
-    def _pictures(self, files: Sequence[Path]) -> None:
-        if not files:
-            return
-        self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
+        """The profile and the plan that are in the folder by now, and the end."""
+        if self._aside is not None:
+            for kind in _DOCUMENTS:
+                if (file := self._folder / f"{kind}.json").is_file():
+                    self._aside.call("document", kind, file)
+            self._aside.finish(ok)
 
 
-def default_mode(env: Mapping[str, str]) -> str:
-    """What W&B does when the config leaves it open: as $WANDB_MODE says, online with an account, else
-    offline.
+def show_files(config: Config, folder: Path, kind: str) -> None:
+    """Show what a folder has of a job for which no ranks were started: its "profile" or its "plan"."""
+    Follower(config, folder, kind).finish(True)
 
-    Without an account W&B would ask for one on the terminal, or fail where there is none.
-    """
-    if mode := env.get("WANDB_MODE"):
-        return mode
-    if env.get("WANDB_API_KEY"):
-        return "online"
+
+def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pictures: Sequence[Path]) -> None:
+    """Show a sweep's table and pictures to the tracker of one of its jobs, by the group that all of its runs are in."""
+    if not config.tracker.shows:
+        return
+    group = sweep_hash(sweep)
+    aside = _beside(config, Shown(folder, f"sweep-{group}", sweep, group, "sweep", {}))
+    rows = frame[list(_TABLE)].astype(object)
+    aside.call("table", _TABLE, rows.where(rows.notna(), None).values.tolist())
+    aside.call("pictures", [file for file in pictures if file.suffix == ".png"])
+    aside.finish(True)
+
+
+def former_steps(folder: Path) -> dict[int, Event]:
+    """The step events of a folder by step, of several attempts the last; none where its file cannot be read."""
     try:
-        hosts = netrc.netrc(env.get("NETRC") or os.path.expanduser("~/.netrc")).hosts
-    except (OSError, netrc.NetrcParseError):
-        return "offline"
-    return "online" if any("wandb" in host for host in hosts) else "offline"
+        events = read_events(folder / METRICS)
+    except (OSError, ValueError):
+        return {}
+    return {int(event["step"]): event for event in events if event["event"] == "step"}
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by "/"; nulls are left out."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            result |= flat(value, f"{prefix}{key}/")
-        elif value is not None:
-            result[f"{prefix}{key}"] = value
-    return result
+def _beside(config: Config, shown: Shown) -> Aside:
+    return Aside(config.tracker.title, config.tracker.patience_s, partial(config.tracker.mirror, shown))
 
 
-def _import_wandb() -> ModuleType:
-    import wandb
-
-    return wandb
-
-
-# ---- what a config chooses
-
-
-@dataclass(frozen=True)
-class Tracker(Checked, ABC):
-    """What a config chooses. `name` is a class's own."""
-
-    name: ClassVar[str] = "tracker"
-    shows_pictures: ClassVar[bool] = True
-    """Whether the pictures of a run are worth drawing for it."""
-
-    @abstractmethod
-    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
-        """What is shown the events of the run in `folder`; it cannot stop the run."""
-
-
-@dataclass(frozen=True)
-class NoTracker(Tracker):
-    """metrics.jsonl alone."""
-
-    name = "none"
-    shows_pictures = False
-
-    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
-        """Nothing."""
-        return NoMirror()
-
-
-@dataclass(frozen=True)
-class Wandb(Tracker):
-    """Weights & Biases."""
-
-    name = "wandb"
-
-    project: str = option("mdcs", "W&B project")
-    entity: str | None = option(None, "W&B entity")
-    group: str | None = option(None, "W&B group; null: the name of the sweep")
-    mode: str | None = option(
-        None, "null: online with a W&B account on this machine, else offline", choices=("offline", "online", "disabled")
-    )
-
-    def mirror(self, folder: Path, *, name: str, group: str | None, config: Mapping[str, Any]) -> Mirror:
-        """A run of W&B, its files in the folder."""
-        return WandbMirror(self, folder, name=name, group=group, config=config)
+def _shown(config: Config, folder: Path, kind: str) -> Shown:
+    own = run_hash(config)
+    if kind != "train":
+        own += f"-{kind}"
+    if kind == "compare":  # equal jobs take turns
+        own += "-" + re.sub(r"[^A-Za-z0-9.-]+", "-", folder.name)
+    group = None if config.run.sweep is None else sweep_hash(config.run.sweep)
+    return Shown(folder, own, str(config.run.name), group, kind, as_mapping(config))

@@ -24,7 +24,7 @@ class Digits(Data):
     def require(self, inputs: Inputs) -> None:
         """Images, of as many classes as there are digits."""
         if not isinstance(inputs, Images):
-            raise ValueError("digits gives images, the model reads tokens; use stdlib_bytes or synthetic")
+            raise ValueError(f"digits gives images, the model reads {inputs.what}; use another source, or synthetic")
         if inputs.classes < _CLASSES:
             raise ValueError(f"digits has {_CLASSES} classes, the model has {inputs.classes}")
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments.tasks.inputs import Tokens
-from experiments.tasks.transformer import Transformer
+from experiments.tasks.transformer import TextTransformer
 
 if TYPE_CHECKING:
     from experiments.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpt2(Transformer):
+class Gpt2(TextTransformer):
     """transformers' GPT-2 with a language model's head."""
 
     @property
     def inputs(self) -> Tokens:
         """Sequences with the next token of each position."""
         return Tokens(self.sequence, self.vocab)
+
+    def numbers(self) -> dict[str, Any]:
+        """Of GPT2Config."""
+        return {
+            "n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.sequence,
+            "vocab_size": self.vocab,
+        }  # fmt: skip
 
     def make(self) -> Task:
         """Blocks are units; embeddings and the last norm lie outside of them."""
@@ -28,18 +35,14 @@ class Gpt2(Transformer):
         from experiments.tasks.task import Task, cross_entropy
 
         config = GPT2Config(
-            n_layer=self.layers,
-            n_embd=self.width,
-            n_head=self.heads,
-            n_positions=self.sequence,
-            vocab_size=self.vocab,
             resid_pdrop=self.dropout,
             embd_pdrop=self.dropout,
             attn_pdrop=self.dropout,
             bos_token_id=None,
             eos_token_id=None,
+            **self.numbers(),
             **self.library_options(),
         )
-        model = GPT2LMHeadModel(config)
+        model = self.new(GPT2LMHeadModel, config)
         self.recompute(model)
         return Task(model, cross_entropy, ("GPT2Block",), self.inputs)

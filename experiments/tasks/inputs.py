@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 MASKED_SHARE = 0.15
 """Share of a sequence's positions that a masked language model is asked for (BERT, Devlin et al. 2019)."""
@@ -19,6 +20,8 @@ class Tokens:
 
     Raises ValueError when `sequence` or `vocabulary` is out of range.
     """
+
+    what: ClassVar[str] = "tokens"
 
     sequence: int
     vocabulary: int = 256
@@ -51,6 +54,8 @@ class Images:
     Raises ValueError when a number is out of range.
     """
 
+    what: ClassVar[str] = "images"
+
     size: int
     channels: int
     classes: int
@@ -67,4 +72,17 @@ class Images:
         return self.channels * self.size * self.size
 
 
-Inputs = Tokens | Images
+@dataclass(frozen=True)
+class Pairs:
+    """Batches of a classifier of pairs of sentences: `input_ids`, `token_type_ids` and `attention_mask`, int64 of shape
+    (batch, sequence), and int64 `labels` of shape (batch,).
+    """
+
+    what: ClassVar[str] = "pairs of sentences"
+
+    sequence: int
+    vocabulary: int
+    classes: int
+
+
+Inputs = Tokens | Images | Pairs

@@ -1,6 +1,7 @@
 """What a model that can be chosen is: a dataclass of its family's numbers, which builds it from them alone.
 
-Random weights, no downloads. Imports no torch: a config is checked before any process starts, and torch takes seconds.
+No downloads: weights are random, or of a folder. Imports no torch: a config is checked before any process starts, and torch
+takes seconds.
 A family imports what it needs in `make`.
 """
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments.tasks.inputs import Images
-from experiments.tasks.model import Model
+from experiments.tasks.library import Library
 from mdcs.options import OptionError, option, shown
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResNet(Model):
+class ResNet(Library):
     """transformers' ResNet. Raises OptionError for numbers that give no network."""
 
     depths: tuple[int, ...] = option((3, 4, 6, 3), "residual blocks per stage", at_least=1)
@@ -42,18 +42,19 @@ class ResNet(Model):
         """Images as they are."""
         return Images(self.image, self.channels, self.classes)
 
+    def numbers(self) -> dict[str, Any]:
+        """Of ResNetConfig."""
+        return {
+            "num_channels": self.channels, "embedding_size": self.stem // self.width_divisor, "depths": list(self.depths),
+            "hidden_sizes": [size // self.width_divisor for size in self.hidden_sizes], "layer_type": "bottleneck",
+        }  # fmt: skip
+
     def make(self) -> Task:
         """Bottlenecks are units; stem and classifier lie outside of them."""
         from transformers import ResNetConfig, ResNetForImageClassification
 
         from experiments.tasks.task import Task, cross_entropy
 
-        config = ResNetConfig(
-            num_channels=self.channels,
-            embedding_size=self.stem // self.width_divisor,
-            hidden_sizes=[size // self.width_divisor for size in self.hidden_sizes],
-            depths=list(self.depths),
-            layer_type="bottleneck",
-        )
+        config = ResNetConfig(**self.numbers())
         config.num_labels = self.classes
-        return Task(ResNetForImageClassification(config), cross_entropy, ("ResNetBottleNeckLayer",), self.inputs)
+        return Task(self.new(ResNetForImageClassification, config), cross_entropy, ("ResNetBottleNeckLayer",), self.inputs)

@@ -32,7 +32,7 @@ class StdlibBytes(Data):
     def require(self, inputs: Inputs) -> None:
         """Tokens, with a vocabulary that has every byte."""
         if not isinstance(inputs, Tokens):
-            raise ValueError("stdlib_bytes gives tokens, the model reads images; use digits or synthetic")
+            raise ValueError(f"stdlib_bytes gives tokens, the model reads {inputs.what}; use another source, or synthetic")
         if inputs.vocabulary < _BYTES:
             raise ValueError(f"stdlib_bytes needs a vocabulary of {_BYTES}, the model has {inputs.vocabulary}")
 

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks.data import CONTENT, Arrays, Data, Samples, image_arrays, random, token_samples
-from experiments.tasks.inputs import Images, Inputs, Tokens
+from experiments.tasks.inputs import Images, Inputs, Pairs, Tokens
 
 SAMPLES = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic(Data):
-    """Random tokens, or random images with random labels."""
+    """Random tokens, or random images or pairs with random labels."""
 
     name = "synthetic"
 
@@ -27,6 +27,8 @@ class Synthetic(Data):
         """The same number of samples for every split and shape."""
         if isinstance(inputs, Tokens):
             return token_samples(SAMPLES, partial(_rows, inputs, self.seed, held_out), inputs, self.seed)
+        if isinstance(inputs, Pairs):
+            return Samples(SAMPLES, partial(_pairs, inputs, self.seed, held_out))
         return Samples(SAMPLES, partial(_arrays, inputs, self.seed, held_out))
 
 
@@ -43,3 +45,12 @@ def _arrays(images: Images, seed: int, held_out: bool, indices: NDArray[np.int64
     labels = np.array([each.integers(0, images.classes) for each in randoms], dtype=np.int64)
     pixels = np.stack([each.standard_normal(shape, dtype=np.float32) for each in randoms])
     return image_arrays(pixels, labels, images)
+
+
+def _pairs(pairs: Pairs, seed: int, held_out: bool, indices: NDArray[np.int64], epoch: int) -> Arrays:
+    """Two halves, without padding."""
+    randoms = [random(seed, CONTENT, int(held_out), int(i)) for i in indices]
+    labels = np.array([each.integers(0, pairs.classes) for each in randoms], dtype=np.int64)
+    tokens = np.stack([each.integers(0, pairs.vocabulary, pairs.sequence) for each in randoms])
+    kinds = np.broadcast_to(np.arange(pairs.sequence) >= pairs.sequence // 2, tokens.shape).astype(np.int64)
+    return {"input_ids": tokens, "token_type_ids": kinds, "attention_mask": np.ones_like(tokens), "labels": labels}

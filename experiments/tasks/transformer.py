@@ -1,24 +1,21 @@
-"""What GPT-2 and BERT have in common: the numbers of a transformer, and how transformers' classes are told of them."""
+"""What transformers have in common: their numbers, and how transformers' classes are told of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.tasks.model import Model
+from experiments.tasks.library import Library
 from mdcs.options import OptionError, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformer(Model):
+class Transformer(Library):
     """The numbers of a transformer. Raises OptionError when `heads` does not divide `width`."""
 
     layers: int = option(12, "transformer blocks", at_least=1)
     width: int = option(768, "hidden size", at_least=1)
     heads: int = option(12, "attention heads; divides width", at_least=1)
-    sequence: int = option(512, "tokens in a sequence", at_least=1)
-    vocab: int = option(256, "tokens in the vocabulary", at_least=2)
-    tie: bool = option(True, "input and output embeddings are one parameter")
     dropout: float = option(0.0, "dropout everywhere", at_least=0, below=1)
     checkpointing: bool | str = option(
         False, "recompute activations in backward; auto: if that is predicted to be faster within the budget",
@@ -30,6 +27,22 @@ class Transformer(Model):
         if self.width % self.heads:
             raise OptionError("heads", f"must divide width={self.width}, got {self.heads}")
 
+    def recompute(self, model: Any) -> None:
+        """Make transformers' model checkpoint its blocks, if the options say so."""
+        if self.checkpointing is True:
+            # The first name is the newer one; both take the keyword arguments of torch.utils.checkpoint first.
+            newer = getattr(model, "activation_checkpointing_enable", None)
+            (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTransformer(Transformer):
+    """One that reads tokens."""
+
+    sequence: int = option(512, "tokens in a sequence", at_least=1)
+    vocab: int = option(256, "tokens in the vocabulary", at_least=2)
+    tie: bool = option(True, "input and output embeddings are one parameter")
+
     def library_options(self) -> dict[str, Any]:
         """What a config of transformers is given whatever the family."""
         return {
@@ -37,10 +50,3 @@ class Transformer(Model):
             "use_cache": False,  # a cache would keep every layer's keys and values alive until the end of forward
             "attn_implementation": "sdpa",
         }
-
-    def recompute(self, model: Any) -> None:
-        """Make transformers' model checkpoint its blocks, if the options say so."""
-        if self.checkpointing is True:
-            # The first name is the newer one; both take the keyword arguments of torch.utils.checkpoint first.
-            newer = getattr(model, "activation_checkpointing_enable", None)
-            (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -52,7 +52,8 @@ def test_a_job_that_ends_well(tmp_path):
 
 
 def test_a_job_is_mirrored_to_wandb_with_its_pictures(tmp_path):
-    done = train(tmp_path, *QUICK, "tracker=wandb", "tracker.mode=offline", "hydra.run.dir=out", ranks=False)
+    done = train(tmp_path, *QUICK, "tracker=wandb", "tracker.mode=offline", "tracker.timeout_s=100",
+                 "hydra.run.dir=out", ranks=False)
     assert (done.returncode, done.stderr) == (0, "")
     [run] = (tmp_path / "out/wandb").glob("offline-run-*")
     assert list(run.glob("files/media/images/tradeoff_*.png"))

@@ -45,6 +45,7 @@ WORKLOADS = {
     ),
     "resnet by size": ("model=resnet-tiny", "data=synthetic", "optimizer=sgd", "model.wrap=size",
                        "model.wrap_min_params=2000", "run.eval_every=3"),
+    "pairs": ("model=bert-tiny-pairs", "data=nli", "optimizer=adam", "run.eval_every=2"),
     "frozen fp64 mlp": ("model=mlp", "model.width=64", "data=digits", "optimizer=adam", "model.wrap=leaf",
                         "model.frozen=[layers.1.*]", "run.precision=fp64", "run.accumulation=2"),
 }  # fmt: skip
@@ -63,6 +64,8 @@ JOBS = [
                         "budget.over_floor=0.2")),
     ("resnet by size", ("strategy=fsdp", "scheduler=random", "link=emulated", "collectives=reduce_broadcast")),
     ("resnet by size", ("strategy=dp", "scheduler=priority", "scheduler.block_mib=0.02", "budget=unlimited")),
+    ("pairs", ("strategy=dp", "scheduler=sequential")),
+    ("pairs", ("strategy=fsdp", "scheduler=priority", "link=emulated")),
     ("frozen fp64 mlp", ("strategy=zero1", "scheduler=priority", "run.cross_iteration=false")),
     ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget.gib=0.5", "budget.reserve_mib=1")),
     ("frozen fp64 mlp", ("strategy=sdp", "scheduler=memory_aware", "scheduler.seconds=5", "link=emulated",
@@ -72,8 +75,10 @@ ELSEWHERE = {
     "cluster": {"cuda", "shaped", "emulated"},  # test_shaped.py, test_emulated.py
     "profile": {"gpt3-1024"},
     "strategy": {"hsdp", "hfsdp"},  # test_shaped.py: they need nodes
-    "tracker": {"wandb"},
-    "model": {"gpt2-small", "bert-base", "resnet50", "resnet152",  # the small ones are of the same classes
+    "tracker": {"wandb", "tensorboard"},
+    "data": {"multi_nli"},  # on the hub
+    "model": {"gpt2-small", "gpt2-medium", "gpt2-xl", "bert-base", "bert-base-pairs", "llama-1b", "vit-base",
+              "resnet50", "resnet152",  # the small ones are of the same classes
               "timed"},  # test_engines.py
 }
 DEFAULTS = {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none"}
@@ -211,7 +216,7 @@ def test_a_job_says_what_it_does_step_by_step(ran):
         assert (run.summary["status"], run.summary["steps"]) == ("ok", STEPS)
         assert run.summary["loss"] == run.steps[-1]["loss"]
         evaluated = [event["step"] for event in run.events if event["event"] == "eval"]
-        every = {"tied gpt2": 2, "resnet by size": 3}.get(run.workload, STEPS + 1)
+        every = {"tied gpt2": 2, "pairs": 2, "resnet by size": 3}.get(run.workload, STEPS + 1)
         assert evaluated == list(range(every, STEPS + 1, every))
 
 

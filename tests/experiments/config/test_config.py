@@ -32,8 +32,9 @@ OPTIONS = [(group, option) for group, options in files.groups().items() for opti
 
 @pytest.mark.parametrize(("group", "option"), a_third(OPTIONS), ids=lambda value: value)
 def test_every_option_of_every_group_composes(group, option):
-    images = option.startswith(("resnet", "mlp"))
+    images = option.startswith(("resnet", "mlp", "vit"))
     needed = ["data=digits"] if images else ["model=mlp"] if option == "digits" else []
+    needed += ["data=nli"] if option.endswith("-pairs") else ["model=bert-tiny-pairs"] if option.endswith("nli") else []
     needed += ["data=synthetic"] if option.startswith("timed") else []
     needed += ["link=emulated"] if (group, option) == ("cluster", "emulated") else []
     needed += ["cluster=cuda", "cluster.ranks=1"] if option in ("fairscale_fsdp", "dataparallel") else []
@@ -179,8 +180,8 @@ WRONG = {
     "optimizer.clip_norm=0": "optimizer.clip_norm: must be > 0, got 0",
     "model.layers=0": "model.layers: must be >= 1, got 0",
     "model.depth=2": (
-        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, layers, width,"
-        " heads, sequence, vocab, tie, dropout, checkpointing"
+        "model.depth: no such key of model=gpt2-tiny; its keys: name, wrap, wrap_min_params, frozen, norms_fp32, weights,"
+        " layers, width, heads, dropout, checkpointing, sequence, vocab, tie"
     ),
     "model.checkpointing=yes": "model.checkpointing: must be one of true, false, auto; got yes",
     "model.checkpointing=1": "model.checkpointing: must be one of true, false, auto, got 1",
@@ -192,12 +193,22 @@ WRONG = {
     ),
     "model.width=10 model.heads=3": "model.heads: must divide width=10, got 3",
     "model.vocab=100": "data: stdlib_bytes needs a vocabulary of 256, the model has 100",
+    "model.weights=/no/such/folder": "model.weights: must be a folder with a model's config.json, got /no/such/folder",
+    "model=llama-tiny model.kv_heads=3": "model.kv_heads: must divide heads=4, got 3",
+    "model=vit-tiny model.patch=5 data=synthetic": "model.patch: must divide image=32, got 5",
+    "model=bert-tiny-pairs":
+        "data: stdlib_bytes gives tokens, the model reads pairs of sentences; use another source, or synthetic",
+    "data=nli": "data: nli gives pairs of sentences, the model reads tokens; use another source, or synthetic",
+    "model=bert-tiny-pairs data=nli model.vocab=256": "data: nli needs a vocabulary of 259, the model has 256",
+    "model=bert-tiny-pairs data=nli model.classes=2": "data: nli has 3 classes, the model has 2",
+    "model=bert-tiny-pairs data=nli data.path=none.jsonl": "data.path: no such file or folder: none.jsonl",
+    "model=bert-tiny-pairs data=nli data.tokenizer=none": "data.tokenizer: no such folder: none",
     "model.norms_fp32=true": "model.norms_fp32: has no effect with run.precision=fp32, got true",
     "model.frozen=5": "model.frozen: must be a list, each value text, got 5",
-    "model=mlp": "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic",
-    "model=timed": "data: stdlib_bytes gives tokens, the model reads images; use digits or synthetic",
+    "model=mlp": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
+    "model=timed": "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic",
     "model=timed data=synthetic model.divisor=2": "model.divisor: has no effect without model.profile, got 2",
-    "data=digits": "data: digits gives images, the model reads tokens; use stdlib_bytes or synthetic",
+    "data=digits": "data: digits gives images, the model reads tokens; use another source, or synthetic",
     "data.batch_size=0": "data.batch_size: must be >= 1, got 0",
     "tracker.project=x": "tracker.project: no such key of tracker=none; it has none",
     "cluster.measure_memory=false budget.gib=1": (

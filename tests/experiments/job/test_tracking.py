@@ -1,21 +1,24 @@
-"""metrics.jsonl survives crashes; W&B can fail anywhere without stopping a run."""
+"""metrics.jsonl survives crashes; what a run's tracker is shown, in which order."""
 
+import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
-import types
-import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from analysis.events import read_events
-from experiments.job.tracking import JsonLines, NoMirror, NoTracker, Wandb, WandbMirror, default_mode, flat
+from experiments.config import checks
+from experiments.config.identity import run_hash, sweep_hash
+from experiments.config.schema import Config
+from experiments.job.tracking import Follower, JsonLines, show_sweep
+from experiments.trackers.tracker import Mirror, Shown, Tracker, flat
 
 ROOT = Path(__file__).resolve().parents[3]
-STEP = {"event": "step", "step": 1, "loss": 2.5, "bytes": {"AR": 10}, "peak_bytes": None}
+STEP = {"event": "step", "step": 1, "loss": 2.5}
 
 
 # ---- the file
@@ -74,168 +77,111 @@ def test_numbers_that_json_does_not_know_become_null(tmp_path):
     ]
 
 
-# ---- W&B
+# ---- what a tracker is shown
 
 
-class Broken(Exception):
-    pass
+class Listening(Mirror):
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def event(self, event):
+        self.heard.append(event.get("step", event["event"]))
+
+    def document(self, kind, file):
+        self.heard.append((kind, file.name))
+
+    def table(self, columns, rows):
+        self.heard.append(dict(zip(columns, rows[0], strict=True)))
+
+    def finish(self, ok):
+        self.heard.append(ok)
 
 
-def fake_wandb(fails_at: str = "", error: type[BaseException] = Broken) -> types.ModuleType:
-    """A module like wandb that records its calls, and raises in the call named `fails_at`."""
-    calls: list[tuple[str, tuple, dict]] = []
+@dataclasses.dataclass(frozen=True)
+class Heard(Tracker):
+    name = "heard"
+    runs: dict = dataclasses.field(default_factory=dict)
 
-    def call(name):
-        def called(*args, **kwargs):
-            calls.append((name, args, kwargs))
-            if name == fails_at:
-                raise error("as told,\nin two lines")
-            return types.SimpleNamespace(name=name, args=args)
-
-        return called
-
-    run = types.SimpleNamespace(
-        define_metric=call("define_metric"),
-        log=call("log"),
-        finish=call("finish"),
-        config=types.SimpleNamespace(update=call("config")),
-        summary=types.SimpleNamespace(update=call("summary")),
-    )
-
-    def init(**kwargs):
-        call("init")(**kwargs)
-        return run
-
-    module = types.ModuleType("wandb")
-    module.init, module.Settings, module.Image = init, call("settings"), call("image")  # type: ignore[attr-defined]
-    module.calls = calls  # type: ignore[attr-defined]
-    return module
+    def mirror(self, run: Shown) -> Mirror:
+        return self.runs.setdefault(run.id, (run, Listening()))[1]
 
 
-def whole_run(module, folder, tracker=None) -> list[str]:
-    """Everything a run does with its mirror; returns the warnings."""
-
-    def load():
-        if isinstance(module, Exception):
-            raise module
-        return module
-
-    (folder / "timeline.png").write_bytes(b"")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        tracker = tracker or Wandb()
-        mirror = WandbMirror(tracker, folder, name="n", group="the sweep", config={"a": 1}, load=load)
-        mirror.event({"event": "start", "plan_hash": "x"})
-        for step in (1, 2, 3):
-            mirror.event({**STEP, "step": step})
-        mirror.event({"event": "summary", "step_s": {"median": 0.1}})
-        mirror.pictures([folder / "timeline.png"])
-        mirror.finish(True)
-    return [str(warning.message) for warning in caught]
+@pytest.fixture
+def config() -> Config:
+    with checks.composing():
+        made = checks.compose_config(["model=mlp", "data=synthetic", "run.name=mine", "run.sweep=multirun/today"])
+    return dataclasses.replace(made, tracker=Heard())
 
 
-def test_a_run_is_mirrored(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", "/no/such/file")
-    wandb = fake_wandb()
-    assert whole_run(wandb, tmp_path) == []
-    calls = {}
-    for name, args, kwargs in wandb.calls:
-        calls.setdefault(name, []).append((args, kwargs))
-    [(_, init)] = calls["init"]
-    assert (init["mode"], init["group"], init["project"], init["config"]) == (
-        "offline",
-        "the sweep",
-        "mdcs",
-        {"a": 1},
-    )
-    assert [args[0] for args, _ in calls["log"][:3]] == [
-        {"step": s, "loss": 2.5, "bytes/AR": 10} for s in (1, 2, 3)
-    ]
-    assert calls["summary"] == [(({"step_s/median": 0.1},), {})]
-    assert ((), {"exit_code": 0}) in calls["finish"]
-    assert [list(args[0]) for args, _ in calls["log"][3:]] == [["timeline"]]
+def heard(config: Config) -> tuple[Shown, list[Any]]:
+    [(run, mirror)] = config.tracker.runs.values()  # type: ignore[attr-defined]
+    return run, mirror.heard
 
 
-@pytest.mark.parametrize(
-    "point", ["settings", "init", "define_metric", "config", "log", "summary", "image", "finish"]
-)
-def test_wandb_may_fail_anywhere_and_is_warned_about_once(tmp_path, point):
-    wandb = fake_wandb(point)
-    [warning] = whole_run(wandb, tmp_path)
-    assert warning.startswith("W&B could not ")
-    assert "the run goes on without it: Broken: as told, in two lines" in warning
-    if point in ("init", "log"):
-        assert [name for name, *_ in wandb.calls].count(point) == 1  # and is left alone afterwards
+def follow(config: Config, folder: Path, *events: dict, kind: str = "train") -> tuple[Shown, list[Any]]:
+    follower = Follower(config, folder, kind)
+    for event in events:
+        follower.event(event)
+    follower.finish(True)
+    return heard(config)
 
 
-@pytest.mark.parametrize("error", [ImportError("No module named 'wandb'"), OSError("no space left")])
-def test_wandb_may_be_missing(tmp_path, error):
-    [warning] = whole_run(error, tmp_path)
-    assert "could not start" in warning
+def test_a_run_goes_by_its_hash_and_its_sweep_with_its_plan(tmp_path, config):
+    (tmp_path / "plan.json").write_text("{}")
+    run, said = follow(config, tmp_path, {"event": "job"}, STEP, {"event": "summary"})
+    assert said == ["job", 1, "summary", ("plan", "plan.json"), True]
+    assert (run.id, run.group, run.kind, run.name) == (run_hash(config), sweep_hash("multirun/today"), "train", "mine")
+    assert run.config["model"]["depth"] == 4
 
 
-def test_ctrl_c_is_not_swallowed(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        whole_run(fake_wandb("log", KeyboardInterrupt), tmp_path)
+def test_steps_from_before_are_shown_again_once_a_run_goes_on(tmp_path, config):
+    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+        for step in (1, 2, 3, 4):
+            metrics.write({"event": "step", "step": step})
+    _, said = follow(config, tmp_path, {"event": "resumed"}, {"event": "step", "step": 3}, {"event": "step", "step": 4})
+    assert said == ["resumed", 1, 2, 3, 4, True]
 
 
-def test_the_configured_group_and_mode_win(tmp_path):
-    wandb = fake_wandb()
-    whole_run(wandb, tmp_path, Wandb(group="mine", mode="disabled", entity="us"))
-    [init] = [kwargs for name, _, kwargs in wandb.calls if name == "init"]
-    assert (init["group"], init["mode"], init["entity"]) == ("mine", "disabled", "us")
+def test_a_run_that_begins_anew_has_no_past(tmp_path, config):
+    with JsonLines(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write({"event": "step", "step": 1, "loss": 7})
+    assert follow(config, tmp_path, STEP)[1] == [1, True]
 
 
-def test_without_wandb_nothing_is_imported(tmp_path):
-    mirror = NoTracker().mirror(tmp_path, name="n", group=None, config={})
-    assert isinstance(mirror, NoMirror)
-    mirror.event(STEP)
-    mirror.pictures([])
-    mirror.finish(False)
+def test_equal_jobs_share_a_hash_and_turns_of_a_comparison_do_not(tmp_path, config):
+    moved = dataclasses.replace(config, run=dataclasses.replace(config.run, sweep=None, resume="auto", name="other"))
+    assert run_hash(moved) == run_hash(config)
+    longer = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=31))
+    assert run_hash(longer) != run_hash(config)
+    for turn in ("0-mdcs @ 10%", "1-mdcs @ 10%"):
+        Follower(config, tmp_path / turn, "compare").finish(True)
+    assert list(config.tracker.runs) == [f"{run_hash(config)}-compare-{turn}-mdcs-10-" for turn in (0, 1)]  # type: ignore[attr-defined]
 
 
-def test_offline_unless_there_is_an_account(tmp_path):
-    netrc = tmp_path / "netrc"
-    nothing = {"NETRC": str(netrc)}
-    assert default_mode(nothing) == "offline"
-    assert default_mode(nothing | {"WANDB_MODE": "disabled"}) == "disabled"
-    assert default_mode(nothing | {"WANDB_API_KEY": "0" * 40}) == "online"
-    netrc.write_text("machine api.wandb.ai login user password x\n")
-    assert default_mode(nothing) == "online"
-    netrc.write_text("machine example.org login user password x\n")
-    assert default_mode(nothing) == "offline"
-    netrc.write_text("nonsense")
-    assert default_mode(nothing) == "offline"
+def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
+    import analysis
+
+    (tmp_path / "0").mkdir()
+    with JsonLines(tmp_path / "0/metrics.jsonl") as metrics:
+        metrics.write({"event": "job", "schema": 2, "name": "mine", "budget_bytes": 2**29})
+        metrics.write({"event": "summary", "status": "ok", "step_s": {"median": 0.1, "p10": 0.1, "p90": 0.1}})
+    show_sweep(config, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])
+    run, [row, ok] = heard(config)
+    assert (run.kind, run.id, ok) == ("sweep", f"sweep-{run.group}", True) and run.group == sweep_hash("multirun/today")
+    assert (row["name"], row["budget_gib"], row["step_s"], row["overlap_ratio"]) == ("mine", 0.5, 0.1, None)
 
 
-def test_the_real_wandb_records_a_run_offline(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    from PIL import Image
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        tracker = Wandb(mode="offline")
-        mirror = WandbMirror(tracker, tmp_path, name="n", group="g", config={"a": {"b": [1]}})
-        mirror.event({"event": "start", "predicted": {"step_s": 0.1}})
-        mirror.event(STEP)
-        mirror.event({"event": "summary", "step_s": {"median": 0.1}})
-        Image.new("RGB", (4, 4)).save(tmp_path / "timeline.png")
-        mirror.pictures([tmp_path / "timeline.png"])
-        mirror.finish(True)
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert wandb.run is None
+def test_without_a_tracker_nothing_is_imported_or_shown(tmp_path):
+    code = """import sys, experiments.job.tracking, experiments.trackers.wandb, experiments.trackers.tensorboard
+sys.exit(bool({'wandb', 'torch', 'tensorboard'} & set(sys.modules)))"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    with checks.composing():
+        config = checks.compose_config(["model=mlp", "data=synthetic"])
+    follower = Follower(config, tmp_path, "train")
+    follower.event(STEP)
+    follower.finish(False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nested_values_are_flat_and_nulls_are_left_out():
     assert flat({"a": {"b": 1, "c": {"d": 2}}, "e": None, "f": 0}) == {"a/b": 1, "a/c/d": 2, "f": 0}
-
-
-def test_importing_tracking_does_not_import_wandb():
-    import subprocess
-
-    code = "import sys, experiments.job.tracking; sys.exit('wandb' in sys.modules or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False).returncode == 0

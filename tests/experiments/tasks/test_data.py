@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from experiments.tasks.data import IGNORED, Data
 from experiments.tasks.digits import Digits
-from experiments.tasks.inputs import Images, Inputs, Tokens
+from experiments.tasks.inputs import Images, Inputs, Pairs, Tokens
+from experiments.tasks.nli import CLS, PAD, SEP, SHIPPED, Nli
 from experiments.tasks.stdlib_bytes import StdlibBytes, text
 from experiments.tasks.synthetic import Synthetic
 
@@ -23,6 +26,7 @@ TEXT = Tokens(sequence=32)
 MASKED = Tokens(sequence=40, masked=True)
 PICTURES = Images(size=16, channels=3, classes=10)
 VECTORS = Images(size=8, channels=1, classes=10, flat=True)
+SENTENCES = Pairs(sequence=96, vocabulary=259, classes=3)
 CAP = 40_000  # bytes of text: 1,249 windows of 32
 
 EVERY_SOURCE: list[tuple[str, Inputs]] = [
@@ -34,11 +38,13 @@ EVERY_SOURCE: list[tuple[str, Inputs]] = [
     ("synthetic", MASKED),
     ("synthetic", PICTURES),
     ("synthetic", VECTORS),
+    ("synthetic", SENTENCES),
+    ("nli", SENTENCES),
 ]
 every_source = pytest.mark.parametrize(("name", "inputs"), EVERY_SOURCE)
 
 
-SOURCES: dict[str, type[Data]] = {"stdlib_bytes": StdlibBytes, "digits": Digits, "synthetic": Synthetic}
+SOURCES: dict[str, type[Data]] = {"stdlib_bytes": StdlibBytes, "digits": Digits, "synthetic": Synthetic, "nli": Nli}
 
 
 def batches(
@@ -88,6 +94,11 @@ def test_shapes_and_dtypes_are_those_the_inputs_name(name: str, inputs: Inputs) 
         shape = (torch.int64, (5, inputs.sequence))
         assert found == {"input_ids": shape, "labels": shape}
         assert int(batch["input_ids"].max()) <= inputs.vocabulary
+    elif isinstance(inputs, Pairs):
+        shape = (torch.int64, (5, inputs.sequence))
+        names = ("input_ids", "token_type_ids", "attention_mask")
+        assert found == {**dict.fromkeys(names, shape), "labels": (torch.int64, (5,))}
+        assert int(batch["input_ids"].max()) < inputs.vocabulary and int(batch["labels"].max()) < inputs.classes
     elif inputs.flat:
         assert found == {"inputs": (torch.float32, (5, 64)), "labels": (torch.int64, (5,))}
     else:
@@ -250,6 +261,62 @@ def test_held_out_digits_are_others_and_all_classes_are_there() -> None:
     assert train.isdisjoint(held_out)
     assert len(train) + len(held_out) == 1797
     assert train_labels == held_out_labels == set(range(10))
+
+
+# ---- pairs of sentences
+
+
+def sentence(ids: list[int]) -> str:
+    return bytes(ids).decode()
+
+
+def test_a_pair_is_two_sentences_of_bytes_with_the_label_of_its_row() -> None:
+    rows = {(r["premise"], r["hypothesis"]): r["label"] for r in map(json.loads, SHIPPED.read_text().splitlines())}
+    assert len(rows) == 120 and set(rows.values()) == {0, 1, 2}
+    for batch in take(5, "nli", SENTENCES):
+        for ids, kinds, mask, label in zip(*(batch[key].tolist() for key in batch), strict=True):
+            first, second = ids.index(SEP), len(ids) - 1 - ids[::-1].index(SEP)
+            assert ids[0] == CLS and set(ids[second + 1 :]) <= {PAD}
+            assert rows[sentence(ids[1:first]), sentence(ids[first + 1 : second])] == label
+            assert mask == [1] * (second + 1) + [0] * (len(ids) - second - 1)
+            assert kinds == [0] * (first + 1) + [1] * (second - first) + [0] * (len(ids) - second - 1)
+
+
+def test_long_sentences_are_cut_to_what_fits() -> None:
+    (batch,) = take(1, "nli", Pairs(sequence=16, vocabulary=259, classes=3))
+    for ids in batch["input_ids"].tolist():
+        assert (ids.count(CLS), ids.count(SEP), ids.count(PAD)) == (1, 2, 0) and ids.index(SEP) in (7, 8)
+
+
+def test_a_source_of_splits_and_rows_without_a_label(tmp_path: Path) -> None:
+    import datasets
+
+    def made(words: list[str], labels: list[int]) -> Any:
+        return datasets.Dataset.from_dict({"premise": words, "hypothesis": words, "label": labels})
+
+    datasets.DatasetDict(train=made(["a", "b", "c"], [0, -1, 2]), validation_matched=made(["d"], [1])).save_to_disk(tmp_path)
+    source = Nli(path=str(tmp_path), batch_size=1)
+    train = [batch["labels"].item() for batch in source.batches(SENTENCES, rank=0, world=1, epochs=1)]
+    [other] = source.batches(SENTENCES, rank=0, world=1, epochs=1, held_out=True)
+    assert sorted(train) == [0, 2] and other["labels"].item() == 1
+
+
+def test_words_of_a_tokenizer(tmp_path: Path) -> None:
+    from transformers import BertTokenizer
+
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "dog", "is", "outside"]))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "made")
+    source = Nli(tokenizer=str(tmp_path / "made"), batch_size=96)
+    [batch] = source.batches(Pairs(sequence=24, vocabulary=9, classes=3), rank=0, world=1, epochs=1)
+    ids = batch["input_ids"]
+    assert ids.shape == (96, 24) and ids.max() < 9 and (ids[:, 0] == 2).all()
+    assert (ids == 3).sum(dim=1).tolist() == [2] * 96
+
+
+def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("text,label\na,1\n")
+    with pytest.raises(ValueError, match=r"other.csv has no hypothesis, premise; its columns: text, label"):
+        Nli(path=str(tmp_path / "other.csv")).batches(SENTENCES, rank=0, world=1)
 
 
 # ---- refusals, at the call and not at the first batch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,12 @@ SMALL: list[tuple[str, dict[str, Any]]] = [
     ("bert-tiny", {}),
     ("bert-tiny", {"tie": False}),
     ("bert-tiny", {"checkpointing": True}),
+    ("llama-tiny", {}),
+    ("llama-tiny", {"tie": True, "checkpointing": True}),
+    ("vit-tiny", {}),
+    ("bert-tiny-pairs", {}),
+    ("lstm-lm", {}),
+    ("lstm-lm", {"tie": False}),
     ("resnet-tiny", {}),
     ("mlp", {"depth": 3, "width": 16}),
 ]
@@ -74,6 +82,12 @@ def blocks(task: Task) -> list[nn.Module]:
     [
         # 12 (12 d² + 13 d) with d = 768; then byte and position embeddings and the last norm.
         ("gpt2-small", 12, 85_054_464, 85_054_464 + (256 + 1024 + 2) * 768),
+        ("gpt2-medium", 24, 24 * (12 * 1024**2 + 13 * 1024), 24 * (12 * 1024**2 + 13 * 1024) + (256 + 1024 + 2) * 1024),
+        ("gpt2-xl", 48, 48 * (12 * 1600**2 + 13 * 1600), 48 * (12 * 1600**2 + 13 * 1600) + (256 + 1024 + 2) * 1600),
+        # Of Llama 3.2 1B's 1,235,814,400 parameters 128,256 − 256 tokens are missing, whose embedding is tied.
+        ("llama-1b", 16, 16 * 60_821_504, 1_235_814_400 - 128_000 * 2048),
+        # What torchvision gives for ViT-B/16: 86.57 M. The same blocks as GPT-2 small's.
+        ("vit-base", 12, 85_054_464, 86_567_656),
         # The same blocks. 257 bytes, 512 positions, 2 segments, a norm; the head: d² + d, a norm, 257 biases.
         ("bert-base", 12, 85_054_464, 85_054_464 + (257 + 512 + 2 + 2) * 768 + 768 * 768 + 3 * 768 + 257),
         # What torchvision and the paper give for these two: 25.56 M and 60.19 M.
@@ -132,7 +146,8 @@ def test_a_parameter_is_only_used_inside_the_forward_of_a_module_that_owns_it(
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            for value in (*args, *(kwargs or {}).values()):
+            given = (*args, *(kwargs or {}).values())
+            for value in itertools.chain(given, *(each for each in given if isinstance(each, list))):  # an LSTM's are in one
                 # Reading `.shape` or `.dtype` of a released parameter is harmless; computing with it is not.
                 if isinstance(value, nn.Parameter) and getattr(func, "__name__", "") != "__get__":
                     used.add(id(value))
@@ -294,6 +309,9 @@ def test_causal_attention_sees_no_future() -> None:
         ("bert-tiny", {"sequence": 32}, "stdlib_bytes", 4.6),
         ("resnet-tiny", {}, "digits", 1.6),
         ("mlp", {"depth": 2, "width": 64}, "digits", 1.0),
+        ("llama-tiny", {"sequence": 32}, "stdlib_bytes", 4.3),
+        ("vit-tiny", {"image": 16}, "digits", 2.2),
+        ("lstm-lm", {"sequence": 32}, "stdlib_bytes", 4.6),
     ],
 )
 def test_loss_falls_on_real_data(name: str, options: dict[str, Any], source: str, to: float) -> None:
@@ -337,6 +355,17 @@ def test_a_value_that_gives_no_model_is_refused_with_its_name(
     with pytest.raises(ConfigError) as caught:
         model_named(name, **options)
     assert str(caught.value) == f"model.{words}"
+
+
+def test_weights_are_those_of_a_folder(tmp_path: Path) -> None:
+    trained = build("gpt2-tiny", seed=7).model
+    trained.save_pretrained(tmp_path)  # type: ignore[operator]
+    task = build("gpt2-tiny", seed=1, weights=str(tmp_path))
+    assert task.model.training
+    assert all(p.equal(q) for p, q in zip(task.model.parameters(), trained.parameters(), strict=True))
+    with pytest.raises(ConfigError) as caught:
+        model_named("gpt2-tiny", layers=3, weights=str(tmp_path))
+    assert str(caught.value) == f"model.weights: {tmp_path} has n_layer=2, the model 3"
 
 
 @pytest.mark.parametrize("name", files.groups()["model"])

@@ -1,0 +1,131 @@
+"""Pairs of sentences with what the first says of the second: Multi-NLI (Williams et al. 2018) and what is written like it.
+
+Read with Hugging Face's `datasets`: a name on their hub, or a file or folder of this machine. A row has `premise`, `hypothesis`
+and `label`: 0 entailment, 1 neutral, 2 contradiction; rows with other labels are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.tasks.data import Arrays, Data, Samples
+from experiments.tasks.inputs import Inputs, Pairs
+from mdcs.options import OptionError, option
+
+SHIPPED = Path(__file__).with_name("nli.jsonl")
+BYTES, PAD, CLS, SEP = 256, 256, 257, 258
+CLASSES = 3
+_HELD_OUT = ("validation_matched", "validation", "test")
+_HELD_OUT_ONE_IN = 5
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+Encode = Any
+"""(premises, hypotheses, sequence) → the arrays of a batch but for its labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nli(Data):
+    """Pairs of sentences. Raises OptionError for a path of this machine that is not there."""
+
+    name = "nli"
+
+    path: str | None = option(None, "a name on the hub, or a file or folder here; null: a small file of this repository")
+    tokenizer: str | None = option(None, "a folder with a tokenizer of transformers; null: bytes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is not None and _is_local(self.path) and not Path(self.path).exists():
+            raise OptionError("path", f"no such file or folder: {self.path}")
+        if self.tokenizer is not None and not Path(self.tokenizer).is_dir():
+            raise OptionError("tokenizer", f"no such folder: {self.tokenizer}")
+
+    def require(self, inputs: Inputs) -> None:
+        """Pairs, of three classes, and a vocabulary for bytes and special tokens."""
+        if not isinstance(inputs, Pairs):
+            raise ValueError(f"nli gives pairs of sentences, the model reads {inputs.what}; use another source, or synthetic")
+        if inputs.classes < CLASSES:
+            raise ValueError(f"nli has {CLASSES} classes, the model has {inputs.classes}")
+        if self.tokenizer is None and inputs.vocabulary <= SEP:
+            raise ValueError(f"nli needs a vocabulary of {SEP + 1}, the model has {inputs.vocabulary}")
+
+    def samples(self, inputs: Inputs, held_out: bool) -> Samples:
+        """All of a split; of a source without splits every fifth row is held out."""
+        assert isinstance(inputs, Pairs)
+        rows, indices, labels = _rows(self.path or str(SHIPPED), held_out)
+        encode = _bytes if self.tokenizer is None else partial(_tokens, _tokenizer(self.tokenizer))
+        return Samples(len(indices), partial(_arrays, rows, indices, labels, encode, inputs.sequence))
+
+
+def _is_local(path: str) -> bool:
+    return Path(path).suffix in _READERS or path.startswith(("/", ".", "~")) or Path(path).exists()
+
+
+@lru_cache(maxsize=2)
+def _rows(path: str, held_out: bool) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of the source, which of them are in the split, and their labels. Raises ValueError where they cannot be read."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        reader = _READERS.get(Path(path).suffix)
+        if reader is not None:
+            found = datasets.load_dataset(reader, data_files=path)
+        elif (Path(path) / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset(path)
+    except Exception as error:  # of the network, of the hub, of files
+        raise ValueError(f"data.path: {path} cannot be read: {' '.join(str(error).split())}") from error
+    other = next((name for name in _HELD_OUT if name in found), None)
+    rows = found[other if held_out and other is not None else "train"]
+    if missing := {"premise", "hypothesis", "label"} - set(rows.column_names):
+        raise ValueError(f"data.path: {path} has no {', '.join(sorted(missing))}; its columns: {', '.join(rows.column_names)}")
+    labels = np.asarray(rows["label"], dtype=np.int64)
+    indices = np.flatnonzero((labels >= 0) & (labels < CLASSES))
+    if other is None:
+        in_split = indices % _HELD_OUT_ONE_IN == _HELD_OUT_ONE_IN - 1
+        indices = indices[in_split if held_out else ~in_split]
+    return rows, indices, labels[indices]
+
+
+def _arrays(
+    rows: Any, indices: NDArray[np.int64], labels: NDArray[np.int64], encode: Encode, sequence: int,
+    chosen: NDArray[np.int64], epoch: int,
+) -> Arrays:  # fmt: skip
+    batch = rows[indices[chosen].tolist()]
+    return {**encode(batch["premise"], batch["hypothesis"], sequence), "labels": labels[chosen]}
+
+
+def _bytes(premises: list[str], hypotheses: list[str], sequence: int) -> Arrays:
+    """[CLS] premise [SEP] hypothesis [SEP], the longer of both cut off, and padding."""
+    shape = (len(premises), sequence)
+    ids, kinds, mask = np.full(shape, PAD, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for row, (premise, hypothesis) in enumerate(zip(premises, hypotheses, strict=True)):
+        first, second = list(premise.encode()), list(hypothesis.encode())
+        half = (sequence - 3) // 2
+        first = first[: max(half, sequence - 3 - len(second))]
+        second = second[: sequence - 3 - len(first)]
+        whole = [CLS, *first, SEP, *second, SEP]
+        ids[row, : len(whole)] = whole
+        kinds[row, len(first) + 2 : len(whole)] = 1
+        mask[row, : len(whole)] = 1
+    return {"input_ids": ids, "token_type_ids": kinds, "attention_mask": mask}
+
+
+def _tokens(tokenizer: Any, premises: list[str], hypotheses: list[str], sequence: int) -> Arrays:
+    made = tokenizer(premises, hypotheses, truncation=True, padding="max_length", max_length=sequence,
+                     return_token_type_ids=True, return_tensors="np")  # fmt: skip
+    return {name: made[name].astype(np.int64) for name in ("input_ids", "token_type_ids", "attention_mask")}
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,1 @@
+"""Where a run is shown beside metrics.jsonl: Weights & Biases, TensorBoard, or whatever a config names."""

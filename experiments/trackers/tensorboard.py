@@ -1,0 +1,80 @@
+"""TensorBoard: event files in the job's folder, for `tensorboard --logdir`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.trackers.tracker import Event, Mirror, Shown, Tracker, flat, train_values
+
+FOLDER = "tensorboard"
+
+
+@dataclass(frozen=True)
+class TensorBoard(Tracker):
+    """TensorBoard."""
+
+    name = "tensorboard"
+    title = "TensorBoard"
+
+    def mirror(self, run: Shown) -> Mirror:
+        """Event files in the folder."""
+        return TensorBoardMirror(run)
+
+
+class TensorBoardMirror(Mirror):
+    """The event files of one run; a run that goes on has them written anew."""
+
+    def __init__(self, run: Shown) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / FOLDER
+        shutil.rmtree(folder, ignore_errors=True)
+        self._writer: Any = SummaryWriter(str(folder))
+        self._text("config", run.config)
+        self._text("run", {"id": run.id, "name": run.name, "group": run.group, "kind": run.kind})
+
+    def event(self, event: Event) -> None:
+        """Numbers of steps and evaluations as curves, the rest as text."""
+        name = event["event"]
+        if name == "step":
+            self._scalars(train_values(event), int(event["step"]))
+        elif name == "eval":
+            values = {key: value for key, value in event.items() if key not in ("event", "step")}
+            self._scalars(flat(values, "eval/"), int(event["step"]))
+        else:
+            self._text(name, event)
+        self._writer.flush()
+
+    def pictures(self, files: Sequence[Path]) -> None:
+        """Under the names of the files."""
+        import numpy as np
+        from PIL import Image
+
+        for file in files:
+            self._writer.add_image(file.stem, np.asarray(Image.open(file).convert("RGB")), dataformats="HWC")
+
+    def document(self, kind: str, file: Path) -> None:
+        """That it is there, for it is beside the event files."""
+        self._writer.add_text(kind, str(file))
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """As Markdown."""
+        lines = [columns, ["---"] * len(columns), *rows]
+        self._writer.add_text("runs", "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines))
+
+    def finish(self, ok: bool) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _scalars(self, values: dict[str, Any], step: int) -> None:
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, step)
+
+    def _text(self, name: str, value: Any) -> None:
+        self._writer.add_text(name, f"```json\n{json.dumps(value, indent=1, default=str)}\n```")

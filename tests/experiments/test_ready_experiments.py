@@ -1,0 +1,130 @@
+"""conf/experiment/: what a sweep makes of them, and tiny versions that run."""
+
+import io
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hydra import compose
+from rich.console import Console
+
+import analysis
+from experiments import collectives, memory
+from experiments.config import checks
+from mdcs.profile.algorithms import ALGORITHMS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def jobs_of(name: str) -> list[list[str]]:
+    """The overrides of each job of its sweep, beside the experiment itself."""
+    sweeper = compose("config", [f"experiment={name}"], return_hydra_config=True).hydra.sweeper
+    axes = [[f"{key}={value}" for value in str(values).split(",")] for key, values in sweeper.params.items()]
+    return [*map(list, product(*axes)), *(job.split() for job in sweeper.also)]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("bert_nli_ddp_bucket", 8), ("memory_dp_fsdp_precision", 4), ("slurm_grid", 21)]
+)
+def test_every_job_of_a_sweep_composes(name, count):
+    with checks.composing():
+        jobs = jobs_of(name)
+        made = [checks.compose_config([f"experiment={name}", *job]) for job in (jobs[0], jobs[-1])]  # they take a while
+    assert len(jobs) == count and made[0] != made[1]
+
+
+def run(folder: Path, program: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / f"experiments/{program}.py"), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+SHORT = ("run.steps=3", "run.warmup_steps=1", "run.profile_iterations=2", "cluster.threads=1")
+TINY_RESNET = ("model.depths=[1,1,1,1]", "model.width_divisor=16", "model.image=32", "data.batch_size=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tiny"),
+    [
+        ("tradeoff_gpt2", ("model.layers=2", "model.width=64", "model.heads=4", "scheduler.seconds=1")),
+        ("tradeoff_resnet152", (*TINY_RESNET, "scheduler.seconds=1")),
+    ],
+)
+def test_a_tiny_tradeoff(tmp_path, name, tiny):
+    said = run(tmp_path, "tradeoff", f"experiment={name}", *tiny, *SHORT, "tradeoff.shares=3", "tradeoff.budgets=[0.0]",
+               "tradeoff.measure=stop", "hydra.run.dir=out")  # fmt: skip
+    assert "stop point of greedy · memory_aware" in said
+    points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
+    assert [point["measured"] for point in points if point["stop_point"]] != [None]
+
+
+@pytest.mark.slow
+def test_tiny_buckets_of_ddp_on_pairs(tmp_path):
+    small = ("model=bert-tiny-pairs", "data=nli", "run.eval_every=3", *SHORT)
+    two = "hydra.sweeper.params={engine:'ddp,ddp_no_overlap',engine.bucket_mib:'4'}"
+    run(tmp_path, "train", "experiment=bert_nli_ddp_bucket", *small, two, "hydra.sweep.dir=out")
+    frame = analysis.load_sweep(tmp_path / "out")
+    assert list(frame["status"]) == ["ok", "ok"]
+    assert frame["loss"].nunique() == 1  # when reductions happen changes no number
+    assert sorted(frame["overlap_ratio"] > 0) == [False, True]
+
+
+@pytest.mark.slow
+def test_a_tiny_memory_sweep(tmp_path):
+    run(tmp_path, "train", "experiment=memory_dp_fsdp_precision", *TINY_RESNET, *SHORT, "hydra.sweep.dir=out")
+    said = run(tmp_path, "memory", "out")
+    frame = pd.read_csv(tmp_path / "out/memory_by_layer.csv", index_col="unit")
+    assert set(frame.columns) == {f"{s} {p}, measured" for s, p in product(("dp", "fsdp"), ("fp32", "bf16"))}
+    assert (frame["fsdp fp32, measured"] < frame["dp fp32, measured"]).all()
+    assert (tmp_path / "out/memory_by_layer.png").stat().st_size > 10_000 and "peak" in said
+
+
+@pytest.mark.slow
+def test_a_tiny_grid_handed_in_here(tmp_path):
+    pytest.importorskip("submitit")
+    run(tmp_path, "train", "experiment=slurm_grid", "hydra/launcher=mdcs_local", "hydra.launcher.nodes=1",
+        "hydra.launcher.ranks_per_node=2", "hydra.launcher.gpus_per_node=null", "cluster=local", "model=llama-tiny",
+        "model.checkpointing=true", *SHORT, "hydra.sweeper.also=[]",
+        "hydra.sweeper.params={strategy:fsdp,scheduler:dear,budget.gib:'0.5'}", "hydra.sweep.dir=out")  # fmt: skip
+    assert list(analysis.load_sweep(tmp_path / "out")["status"]) == ["ok"]
+
+
+# ---- pictures
+
+
+def test_times_of_collectives_are_drawn_by_operation():
+    rows = [
+        {"operation": operation, "algorithm": name, "seconds": [1e-3 * (n + 1) * (i + 1) for n in range(len(collectives.SIZES))]}
+        for operation, names in ALGORITHMS["gloo"].items()
+        for i, name in enumerate(names)
+    ]
+    figure = collectives.picture(rows, 4, "gloo")
+    assert [axes.get_title("left") for axes in figure.axes] == ["all-reduce", "reduce-scatter", "all-gather"]
+    assert [len(axes.lines) for axes in figure.axes] == [len(names) for names in ALGORITHMS["gloo"].values()]
+
+
+def test_memory_by_layer_is_the_most_of_a_unit_s_slots(tmp_path):
+    """Of the run that the other tests plan with, predicted."""
+    from experiments.job import run as jobs
+
+    folder = tmp_path / "0"
+    with checks.composing():
+        config = checks.compose_config(
+            ["model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
+             f"profile.path={Path(__file__).with_name('profile.json')}"]
+        )  # fmt: skip
+    assert jobs.plan(config, folder, Console(file=io.StringIO())) == ""
+    (folder / "metrics.jsonl").write_text('{"event": "job", "schema": 2}\n')
+    frame = memory.by_layer([folder])
+    timeline = json.loads((folder / "predicted_timeline.json").read_text())
+    totals = {slot["slot"]: slot["predicted"]["total"] / 2**20 for slot in timeline["memory"]}
+    assert list(frame.columns) == ["dp fp32, predicted"]
+    for unit, row in frame.iterrows():
+        assert row.iloc[0] == max(total for slot, total in totals.items() if slot.partition(":")[2] == unit)
+    assert len(memory.picture(frame).axes[0].patches) + len(memory.picture(frame).axes[0].lines) >= 1

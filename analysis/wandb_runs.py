@@ -6,6 +6,7 @@ summary, nested keys joined by "/". Steps' keys may begin with `train/`.
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import warnings
@@ -35,13 +36,18 @@ def offline_runs(folder: str | Path) -> list[Run]:
 def project_runs(project: str, group: str | None = None, *, api: Any = None) -> list[Run]:
     """The runs of a project, `ENTITY/NAME`, or of one group (a sweep) in it, through W&B's API, the oldest first.
 
-    `api` is a `wandb.Api`, by default that of this machine's account. Raises ModuleNotFoundError without the wandb package.
+    `api` is a `wandb.Api`, by default that of this machine's account. Raises ModuleNotFoundError without the wandb
+    package, ValueError with what W&B says if it refuses.
     """
-    api = api or _wandb().Api()
-    found = api.runs(project, filters={"group": group} if group else {}, order="+created_at")
-    return [
-        _run(Path(run.url or run.name), dict(run.config), list(run.scan_history()), dict(run.summary)) for run in found
-    ]
+    wandb = _wandb()
+    try:
+        api = api or wandb.Api()
+        found = api.runs(project, filters={"group": group} if group else {}, order="+created_at")
+        return [
+            _run(Path(run.url or run.name), dict(run.config), list(run.scan_history()), dict(run.summary)) for run in found
+        ]
+    except wandb.Error as error:
+        raise ValueError(f"W&B, {project}: {error}") from error
 
 
 def _wandb() -> ModuleType:
@@ -54,13 +60,12 @@ def _wandb() -> ModuleType:
 
 def _offline_run(path: Path) -> Run:
     _wandb()
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    form: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     history: list[dict[str, Any]] = []
     for data in _records(path):
-        record = Record.FromString(data)
+        record = form.Record.FromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             config |= _values(record.run.config.update)

@@ -64,12 +64,20 @@ function sortBy(column) {
 }
 
 const chosen = new Map();
-function show() {
+const SHOWN = 200;  // rows at once: a browser takes a second to lay out a thousand
+function show(all = false) {
   const asked = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   const wanted = order.filter((index) => asked.every((word) => text[index].includes(word))
     && [...chosen].every(([column, value]) => value === "" || words(data.runs[index][column], data.columns[column]) === value));
-  table.tBodies[0].replaceChildren(...wanted.map((index) => rows[index]));
-  byId("shown").textContent = `${wanted.length} of ${rows.length} runs; a click on a run shows its command`;
+  const shown = all ? wanted : wanted.slice(0, SHOWN);
+  table.tBodies[0].replaceChildren(...shown.map((index) => rows[index]));
+  const first = shown.length < wanted.length ? `, of which the first ${SHOWN} are shown` : "";
+  byId("shown").textContent = `${wanted.length} of ${rows.length} runs${first}; a click on a run shows its command `;
+  if (first) {
+    const more = element("button", "show all");
+    more.addEventListener("click", () => show(true));
+    byId("shown").append(more);
+  }
 }
 
 function filters() {
@@ -77,7 +85,7 @@ function filters() {
   const label = element("label", "words ");
   const input = element("input");
   input.id = "search";
-  input.addEventListener("input", show);
+  input.addEventListener("input", () => show());
   label.append(input);
   place.append(label);
   for (const name of ["workload", "strategy", "scheduler", "budget", "status"]) {
@@ -150,6 +158,7 @@ function curves() {
   const drawn = (place) => { soon.unobserve(place); draw(place, data.figures[place.dataset.figure].figure); };
   const soon = new IntersectionObserver(
     (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => drawn(entry.target)), { rootMargin: "600px" });
+  window.addEventListener("beforeprint", () => show(true));
   window.addEventListener("beforeprint", () => document.querySelectorAll("[data-figure]").forEach(drawn));
   data.figures.forEach((figure, index) => {
     const place = element("div");

@@ -21,24 +21,29 @@ class Page:
         self.ask("Page.enable")
 
     def ask(self, method, **parameters):
-        """The result of a command; errors of the page that come meanwhile are kept."""
+        """The result of a command."""
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        answer = self._wait(lambda message: message.get("id") == number)
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def _wait(self, wanted):
+        """The first message that is wanted; errors of the page that come meanwhile are kept."""
         while True:
-            message = json.loads(self._socket.recv(timeout=60))
+            message = json.loads(self._socket.recv(timeout=120))
             if message.get("method") == "Runtime.exceptionThrown":
                 self.errors.append(message["params"]["exceptionDetails"])
-            if message.get("id") == number:
-                assert "error" not in message, message["error"]
-                return message["result"]
+            if wanted(message):
+                return message
 
-    def open(self, path, until="document.readyState === 'complete'"):
-        """Open a file and wait for an expression to be true; returns the seconds that took."""
+    def open(self, path, until="true"):
+        """Open a file, wait for its end and for an expression to be true; returns the seconds that took."""
         began = time.perf_counter()
         self.ask("Page.navigate", url=path.resolve().as_uri())
-        deadline = began + 60
-        while not self.value(f"Boolean(document.body && ({until}))"):
-            assert time.perf_counter() < deadline, f"not true: {until}"
+        self._wait(lambda message: message.get("method") == "Page.loadEventFired")
+        while not self.value(f"Boolean({until})"):
+            assert time.perf_counter() < began + 120, f"not true: {until}"
             time.sleep(0.02)
         return time.perf_counter() - began
 

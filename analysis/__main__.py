@@ -1,4 +1,4 @@
-"""`python -m analysis SOURCE`, `python -m analysis report SOURCE` and `python -m analysis trace RUN`."""
+"""`python -m analysis SOURCE`, and the subcommands report, notebooks and trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from analysis.executed import run_notebooks
 from analysis.load import load_run
 from analysis.page import write_page
 from analysis.report import write_report, write_trace
@@ -24,8 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _trace(arguments[1:])
         if arguments[:1] == ["report"]:
             return _page(arguments[1:])
+        if arguments[:1] == ["notebooks"]:
+            return _notebooks(arguments[1:])
         return _pictures(arguments)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"analysis: {error}", file=sys.stderr)
         return 1
 
@@ -35,7 +38,8 @@ def _pictures(arguments: Sequence[str]) -> int:
         prog="python -m analysis",
         description="Print the table of a sweep (or of one run) and write table.csv, its pictures and the trace of "
         "its fastest run.",
-        epilog="python -m analysis report SOURCE writes one HTML page; python -m analysis trace RUN the trace of one run.",
+        epilog="python -m analysis report SOURCE writes one HTML page, python -m analysis notebooks SOURCE runs the notebooks, "
+        "python -m analysis trace RUN writes the trace of one run.",
     )
     parser.add_argument("source", help=_SOURCE)
     parser.add_argument("--out", type=Path, help="where to write (default: the folder; of W&B's runs, here)")
@@ -57,6 +61,19 @@ def _page(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     title = options.source if options.source.startswith(WANDB) else Path(options.source).resolve().name
     print(f"wrote {write_page(runs(options.source), options.output or _folder(options.source) / 'report.html', title)}")
+    return 0
+
+
+def _notebooks(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis notebooks",
+        description="Run the notebooks of analysis/notebooks on these runs and write them, with their output, as .ipynb files.",
+    )
+    parser.add_argument("source", nargs="?", help=f"{_SOURCE}; default: a small sweep of the tests")
+    parser.add_argument("--out", type=Path, default=Path("results/notebooks"), help="the folder to write (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    for path, reason in run_notebooks(options.source, options.out):
+        print(f"left out {path.name}: {reason}" if reason else f"wrote {path}")
     return 0
 
 

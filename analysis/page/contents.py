@@ -74,18 +74,17 @@ def _cell(value: Any, scale: float) -> Any:
 
 
 def _best(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Of each workload the fastest run within each budget: also one that was made for a smaller budget, if it was faster."""
-    found = []
-    for workload, rows in ask.workloads(frame):
-        measured = ask.measured(rows)
-        budgets = sorted(measured["budget_bytes"].dropna().unique())
-        limits = [*budgets, *([float("nan")] if measured["budget_bytes"].isna().any() else [])]
-        for budget in limits:
-            within = measured if pd.isna(budget) else measured[measured["budget_bytes"] <= budget]
-            row = within.loc[within["step_s"].idxmin()]
-            words = ask.budget_words(budget)
-            found.append({"run": int(row.name), "workload": workload.title, "budget": words, "label": ask.label(row)})
-    return found
+    """Of each workload the fastest run within each budget."""
+    return [
+        {
+            "run": int(row.name),
+            "workload": workload.title,
+            "budget": ask.budget_words(row["within_bytes"]),
+            "label": ask.label(row),
+        }
+        for workload, rows in ask.workloads(frame)
+        for _, row in ask.best_within_budgets(rows).iterrows()
+    ]
 
 
 def _commands(folders: pd.Series) -> list[str | None]:

@@ -30,7 +30,7 @@ function draw(place, figure) {
   const axes = Object.keys(figure.layout).filter((key) => /axis/.test(key));
   const shared = Object.fromEntries(axes.map((key) => [key, { gridcolor: "#e4e4e4", zeroline: false, ...figure.layout[key] }]));
   const legend = { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 };
-  const layout = { margin: { l: 120, r: 20, t: 60, b: 50 }, plot_bgcolor: "white", font: { size: 12 }, legend, ...figure.layout, ...shared };
+  const layout = { margin: { l: 120, r: 50, t: 60, b: 50 }, plot_bgcolor: "white", modebar: { orientation: "v" }, font: { size: 12 }, legend, ...figure.layout, ...shared };
   return Plotly.react(place, figure.data, layout, { responsive: true, displaylogo: false });
 }
 

@@ -49,7 +49,11 @@ table = fastest.pivot(index="plan", columns="budget", values="cell")[order].fill
 table
 
 # %%
-pictures.step_time_over_budget(rows)
+figure = pictures.step_time_over_budget(rows)
+fastest_run = questions.best_run(rows)
+words = f"fastest: {questions.label(fastest_run)}, {fastest_run['step_s'] * 1e3:.0f} ms, {questions.budget_words(fastest_run['budget_bytes'])}"
+figure.axes[0].set_title(words, loc="right", fontweight="bold")
+figure
 
 # %% [markdown]
 # ## The best plan of each budget

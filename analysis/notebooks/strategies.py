@@ -50,9 +50,9 @@ table
 
 # %%
 figure = pictures.step_time_over_budget(rows)
-fastest_run = questions.best_run(rows)
-words = f"fastest: {questions.label(fastest_run)}, {fastest_run['step_s'] * 1e3:.0f} ms, {questions.budget_words(fastest_run['budget_bytes'])}"
-figure.axes[0].set_title(words, loc="right", fontweight="bold")
+winner = questions.best_run(rows)
+words = [questions.label(winner), questions.budget_words(winner["budget_bytes"]), f"{winner['step_s'] * 1e3:.0f} ms"]
+figure.axes[0].set_title(f"fastest: {', '.join(words)}", loc="right", fontweight="bold")
 figure
 
 # %% [markdown]

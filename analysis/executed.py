@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = HERE / "notebooks"
-TIMEOUT_S = 600.0  # of a cell
+TIMEOUT_S = 600  # of a cell
 
 
 def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
@@ -32,7 +32,8 @@ def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
     for notebook in sorted(NOTEBOOKS.glob("*.py")):
         document, path = jupytext.read(notebook), out / f"{notebook.stem}.ipynb"
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # which others on the machine cannot reach
-        client = NotebookClient(document, km=kernel, timeout=TIMEOUT_S, resources={"metadata": {"path": os.getcwd()}})
+        here = {"metadata": {"path": os.getcwd()}}
+        client = NotebookClient(document, km=kernel, timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S, resources=here)
         try:
             client.execute(env=environment)
         except CellExecutionError as error:

@@ -42,10 +42,15 @@ class Page:
         began = time.perf_counter()
         self.ask("Page.navigate", url=path.resolve().as_uri())
         self._wait(lambda message: message.get("method") == "Page.loadEventFired")
-        while not self.value(f"Boolean({until})"):
-            assert time.perf_counter() < began + 120, f"not true: {until}"
-            time.sleep(0.02)
+        self.wait(until)
         return time.perf_counter() - began
+
+    def wait(self, until):
+        """Wait for an expression to be true."""
+        deadline = time.perf_counter() + 120
+        while not self.value(f"Boolean({until})"):
+            assert time.perf_counter() < deadline, f"not true: {until}"
+            time.sleep(0.02)
 
     def value(self, expression):
         """What the expression is in the page, awaited if it is a promise."""

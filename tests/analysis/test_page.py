@@ -81,7 +81,7 @@ def test_a_browser_shows_sorts_and_filters_runs(page, tmp_path, capsys):
     assert "scheduler=dear budget.over_floor=0.1" in page.value("document.querySelector('tr.detail').textContent")
 
     page.value("document.getElementById('curves').scrollIntoView()")
-    page.open(tmp_path / "report.html", "document.querySelector('#figures .js-plotly-plot') && document.body.dataset.ready")
+    page.wait("document.querySelector('#figures .js-plotly-plot')")
     assert page.value("timeline.querySelectorAll('.point').length") > 50
     whole = page.value("timeline.layout.xaxis.range")
     assert page.value("Plotly.relayout(timeline, {'xaxis.range': [10, 20]}).then(() => timeline.layout.xaxis.range)") != whole

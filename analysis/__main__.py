@@ -1,4 +1,4 @@
-"""`python -m analysis FOLDER` and `python -m analysis trace RUN`."""
+"""`python -m analysis SOURCE`, and the subcommands report, notebooks and trace."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.load import load_run, load_sweep
+from analysis.executed import run_notebooks
+from analysis.load import load_run
+from analysis.page import write_page
 from analysis.report import write_report, write_trace
+from analysis.sources import WANDB, runs
 from analysis.table import print_table
+
+_SOURCE = "a sweep's or a run's folder (runs are found at any depth), one of offline W&B runs, or wandb:ENTITY/PROJECT[/GROUP]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,27 +23,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["trace"]:
             return _trace(arguments[1:])
-        return _report(arguments)
-    except (OSError, ValueError) as error:
+        if arguments[:1] == ["report"]:
+            return _page(arguments[1:])
+        if arguments[:1] == ["notebooks"]:
+            return _notebooks(arguments[1:])
+        return _pictures(arguments)
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"analysis: {error}", file=sys.stderr)
         return 1
 
 
-def _report(arguments: Sequence[str]) -> int:
+def _pictures(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m analysis",
         description="Print the table of a sweep (or of one run) and write table.csv, its pictures and the trace of "
         "its fastest run.",
-        epilog="python -m analysis trace RUN -o trace.json writes the trace of one run.",
+        epilog="python -m analysis report SOURCE writes one HTML page, python -m analysis notebooks SOURCE runs the notebooks, "
+        "python -m analysis trace RUN writes the trace of one run.",
     )
-    parser.add_argument("folder", type=Path, help="a sweep's or a run's folder; runs are found at any depth")
-    parser.add_argument("--out", type=Path, help="where to write (default: FOLDER)")
+    parser.add_argument("source", help=_SOURCE)
+    parser.add_argument("--out", type=Path, help="where to write (default: the folder; of W&B's runs, here)")
     options = parser.parse_args(arguments)
-    frame = load_sweep(options.folder)
+    frame = runs(options.source)
     print_table(frame)
-    for path in write_report(frame, options.out or options.folder):
+    for path in write_report(frame, options.out or _folder(options.source)):
         print(f"wrote {path}")
     return 0
+
+
+def _page(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis report",
+        description="Write a sweep as one HTML page that needs no network: best plans, curves, all runs, timelines, memory.",
+    )
+    parser.add_argument("source", help=_SOURCE)
+    parser.add_argument("-o", "--output", type=Path, help="the file to write (default: report.html in the folder)")
+    options = parser.parse_args(arguments)
+    title = options.source if options.source.startswith(WANDB) else Path(options.source).resolve().name
+    print(f"wrote {write_page(runs(options.source), options.output or _folder(options.source) / 'report.html', title)}")
+    return 0
+
+
+def _notebooks(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis notebooks",
+        description="Run the notebooks of analysis/notebooks on these runs and write them, with their output, as .ipynb files.",
+    )
+    parser.add_argument("source", nargs="?", help=f"{_SOURCE}; default: a small sweep of the tests")
+    parser.add_argument("--out", type=Path, default=Path("results/notebooks"), help="the folder to write (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    for path, reason in run_notebooks(options.source, options.out):
+        print(f"left out {path.name}: {reason}" if reason else f"wrote {path}")
+    return 0
+
+
+def _folder(source: str) -> Path:
+    return Path() if source.startswith(WANDB) else Path(source)
 
 
 def _trace(arguments: Sequence[str]) -> int:

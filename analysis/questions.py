@@ -130,6 +130,18 @@ def best_run(frame: pd.DataFrame) -> pd.Series | None:
     return rows.loc[rows["step_s"].idxmin()] if len(rows) else None
 
 
+def best_within_budgets(frame: pd.DataFrame) -> pd.DataFrame:
+    """For each budget of a workload, the smallest first and none last, the row of least measured step time within it.
+
+    A run that was made for a smaller budget may be the fastest; `within_bytes` has the budget that is asked about.
+    """
+    rows = measured(frame)
+    budgets = list(rows["budget_bytes"].sort_values().unique())  # none, NaN, is last
+    found = [rows[rows["budget_bytes"] <= budget] if pd.notna(budget) else rows for budget in budgets]
+    best = rows.loc[[within["step_s"].idxmin() for within in found]]
+    return best.assign(within_bytes=budgets)
+
+
 def gib(size: float) -> str:
     """A size in words, in GiB or MiB."""
     return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / MIB:.4g} MiB"

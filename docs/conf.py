@@ -5,8 +5,10 @@ The pages are Markdown that is read as well without Sphinx; `make docs` builds t
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -20,12 +22,20 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "mdcs"
 html_show_copyright = False
+html_extra_path = ["period.html"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 
 
-def setup(app: object) -> None:
+def embed(_app: Any, _page: str, source: list[str]) -> None:
+    """Show what a picture links to in its place: plain Markdown has `[![words](NAME.png)](NAME.html)`, the site NAME.html."""
+    frame = r'<iframe src="\2.html" title="\1" loading="lazy" style="width:100%;height:660px;border:0"></iframe>'
+    source[0] = re.sub(r"\[!\[(.*?)\]\((\w+)\.png\)\]\(\2\.html\)", frame, source[0])
+
+
+def setup(app: Any) -> None:
     """Make the generated page before pages are read."""
+    app.connect("source-read", embed)
     (HERE / "options.md").write_text(options_reference.page(), encoding="utf-8")

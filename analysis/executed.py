@@ -1,0 +1,45 @@
+"""The notebooks of `analysis/notebooks/`, run on somebody's runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NOTEBOOKS = HERE / "notebooks"
+TIMEOUT_S = 600  # of a cell
+
+
+def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
+    """Run each notebook on `source` (:func:`analysis.runs`; None: the example it names) and write it into `out` with its output.
+
+    Yields each path with an empty string, or with the reason why these runs are not for that notebook (a ValueError in it).
+    Raises ModuleNotFoundError without the packages of the extra `notebooks`, RuntimeError for a notebook that fails otherwise.
+    """
+    try:
+        import jupytext
+        from jupyter_client.manager import AsyncKernelManager
+        from nbclient import NotebookClient
+        from nbclient.exceptions import CellExecutionError
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}: notebooks need pip install jupytext nbclient ipykernel") from error
+
+    out.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))}
+    if source is not None:
+        environment["RUNS"] = source
+    for notebook in sorted(NOTEBOOKS.glob("*.py")):
+        document, path = jupytext.read(notebook), out / f"{notebook.stem}.ipynb"
+        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # which others on the machine cannot reach
+        here = {"metadata": {"path": os.getcwd()}}
+        client = NotebookClient(document, km=kernel, timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S, resources=here)
+        try:
+            client.execute(env=environment)
+        except CellExecutionError as error:
+            if error.ename != "ValueError":
+                raise RuntimeError(f"{notebook.name}: {error.ename}: {error.evalue}") from error
+            yield path, error.evalue
+            continue
+        jupytext.write(document, path)
+        yield path, ""

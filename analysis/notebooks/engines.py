@@ -1,0 +1,80 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+"""mdcs beside other engines."""
+
+# %% [markdown]
+# # Beside other engines
+#
+# `RUNS` names a sweep over `engine=`: a folder, one of offline W&B runs, or `wandb:ENTITY/PROJECT/GROUP`. Runs of one workload
+# (model, ranks, link) and one budget are compared; of several plans of mdcs each is a line. For figures to rely on, in turns and
+# with bounds, there is `experiments/compare.py`.
+
+# %%
+# %matplotlib inline
+import dataclasses
+import os
+from pathlib import Path
+
+import pandas as pd
+
+import analysis
+from analysis import pictures, questions
+from analysis.comparison import lines
+from mdcs.sizes import MIB
+
+EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/engines"
+frame = questions.measured(analysis.runs(os.environ.get("RUNS", EXAMPLE)))
+workload, rows = questions.workloads(frame)[0]
+own = rows["engine"].isna() | (rows["engine"] == "mdcs")
+names = rows.apply(questions.label, axis=1).where(~own, "mdcs " + rows.apply(questions.label, axis=1))
+base = names[own].iloc[0] if own.any() else names.iloc[0]
+workload.title
+
+# %% [markdown]
+# ## Step time, exposed communication and memory
+#
+# A ratio of 2 takes twice as long as the first plan of mdcs.
+
+# %%
+budgets, table = [], []
+for budget, of_budget in rows.groupby("budget_bytes", dropna=False):
+    limit = None if pd.isna(budget) else int(budget)
+    compared = lines({name: of.to_dict("records") for name, of in of_budget.groupby(names)}, base, limit, {})
+    budgets.append({"budget_bytes": limit, "over_floor": None, "bounds": {}, "lines": [dataclasses.asdict(x) for x in compared]})
+    table += [
+        {
+            "budget": questions.budget_words(budget), "engine": line.engine, "step ms": line.step_s.median * 1e3,
+            "ratio": line.ratio.median if line.ratio else None, "exposed ms": line.exposed_s and line.exposed_s * 1e3,
+            "overlap ratio": line.overlap_ratio, "sent MB": line.sent_bytes and line.sent_bytes / 1e6,
+            "peak MiB": line.peak_bytes and line.peak_bytes / MIB,
+        }
+        for line in compared
+    ]  # fmt: skip
+table = pd.DataFrame(table)
+table.round(2)
+
+# %%
+pictures.engine_comparison(
+    {
+        "model": workload.model, "world": workload.world, "rounds": int(rows.groupby(names).size().max()), "base": base,
+        "shaped_link": None if workload.shaped_gbit is None else f"{workload.shaped_gbit:g} Gbit/s",
+        "budgets": budgets, "losses": {"differences": {}, "equal": False},
+    }
+)  # fmt: skip
+
+# %% [markdown]
+# ## Losses
+#
+# After the last step. Engines that train the same differ in the order of their sums alone.
+
+# %%
+losses = rows.assign(name=names).groupby("name")["loss"].agg(["min", "max"])
+losses

@@ -1,0 +1,81 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+"""Strategies, schedulers and budgets of a sweep."""
+
+# %% [markdown]
+# # Strategies × schedulers × budgets
+#
+# `RUNS` names the runs: a folder, one of offline W&B runs, or `wandb:ENTITY/PROJECT/GROUP`. Times are medians in milliseconds
+# (p10–p90), memory is in MiB per rank.
+
+# %%
+# %matplotlib inline
+import os
+from pathlib import Path
+
+import analysis
+from analysis import pictures, questions
+from mdcs.sizes import MIB
+
+EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/plans"
+frame = analysis.runs(os.environ.get("RUNS", EXAMPLE))
+workload, rows = questions.workloads(frame)[0]
+measured = questions.measured(rows)
+workload.title
+
+# %% [markdown]
+# ## Step time
+#
+# Each cell is the fastest share of a plan within one budget; `*` is the fastest of its budget.
+
+# %%
+named = measured.assign(plan=measured.apply(questions.label, axis=1), budget=measured["budget_bytes"].map(questions.budget_words))
+fastest = named.loc[named.groupby(["plan", "budget"])["step_s"].idxmin()]
+best_of_budget = fastest.groupby("budget")["step_s"].transform("min")
+fastest["cell"] = [
+    f"{row.step_s * 1e3:.0f} ({row.step_s_p10 * 1e3:.0f}–{row.step_s_p90 * 1e3:.0f}){'*' if row.step_s == best else ''}"
+    for row, best in zip(fastest.itertuples(), best_of_budget, strict=True)
+]
+order = [questions.budget_words(budget) for budget in measured["budget_bytes"].sort_values().unique()]
+table = fastest.pivot(index="plan", columns="budget", values="cell")[order].fillna("")
+table
+
+# %%
+figure = pictures.step_time_over_budget(rows)
+winner = questions.best_run(rows)
+words = [questions.label(winner), questions.budget_words(winner["budget_bytes"]), f"{winner['step_s'] * 1e3:.0f} ms"]
+figure.axes[0].set_title(f"fastest: {', '.join(words)}", loc="right", fontweight="bold")
+figure
+
+# %% [markdown]
+# ## The best plan of each budget
+#
+# Also one that was made for a smaller budget, where that was faster.
+
+# %%
+best = questions.best_within_budgets(rows)
+best_plans = best.assign(
+    within=best["within_bytes"].map(questions.budget_words),
+    plan=best.apply(questions.label, axis=1),
+    share=best["schedule_share"],
+    **{
+        "step ms": best["step_s"] * 1e3, "predicted ms": best["predicted_step_s"] * 1e3, "exposed ms": best["exposed_s"] * 1e3,
+        "peak MiB": best["peak_bytes"] / MIB,
+    },
+)[["within", "plan", "share", "step ms", "predicted ms", "exposed ms", "overlap_ratio", "peak MiB", "folder"]]  # fmt: skip
+best_plans.round(3).reset_index(drop=True)
+
+# %% [markdown]
+# ## What was not measured
+
+# %%
+failed = questions.not_measured(frame)[["name", "status", "reason"]]
+failed

@@ -1,0 +1,125 @@
+"""What the page tells: every run, the best one of each budget, curves, and the periods of the best runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import questions as ask
+from analysis.load import load_run
+from analysis.page import figures
+from mdcs.sizes import MIB
+
+PROGRAM = "python experiments/train.py"
+PERIODS = 8
+"""How many of the best runs are shown slot by slot; more would make the page large."""
+
+COLUMNS: tuple[tuple[str, str, str, float], ...] = (
+    ("workload", "workload", "", 0),
+    ("strategy", "strategy", "", 0),
+    ("scheduler", "scheduler", "", 0),
+    ("budget_bytes", "budget", "MiB", MIB),
+    ("schedule_share", "share", "", 1),
+    ("step_s", "step", "ms", 1e-3),
+    ("step_s_p10", "p10", "ms", 1e-3),
+    ("step_s_p90", "p90", "ms", 1e-3),
+    ("predicted_step_s", "predicted", "ms", 1e-3),
+    ("off", "predicted is off by", "%", 1e-2),
+    ("overlap_ratio", "overlap ratio", "", 1),
+    ("exposed_s", "exposed", "ms", 1e-3),
+    ("bytes_total", "sent", "MB", 1e6),
+    ("peak_bytes", "peak", "MiB", MIB),
+    ("predicted_peak_bytes", "predicted peak", "MiB", MIB),
+    ("loss", "loss", "", 1),
+    ("status", "status", "", 0),
+)
+"""Of the table: key, heading, unit, and what the values are divided by; 0 is text."""
+
+
+def contents(frame: pd.DataFrame) -> dict[str, Any]:
+    """Everything that the page shows, as plain data; `frame` has the columns of :mod:`analysis.load`."""
+    frame = frame.reset_index(drop=True)
+    frame = frame.assign(off=frame["predicted_step_s"] / frame["step_s"] - 1, workload=_workloads(frame))
+    best = _best(frame)
+    return {
+        "counts": frame["status"].value_counts().to_dict(),
+        "columns": [{"name": heading, "unit": unit, "text": not scale} for _, heading, unit, scale in COLUMNS],
+        "runs": [[_cell(row[key], scale) for key, _, _, scale in COLUMNS] for _, row in frame.iterrows()],
+        "names": [str(name) for name in frame["name"]],
+        "reasons": ["" if pd.isna(reason) else reason for reason in frame["reason"]],
+        "folders": [str(folder) for folder in frame["folder"]],
+        "commands": _commands(frame["folder"]),
+        "best": best,
+        "figures": [figure for workload, rows in ask.workloads(frame) for figure in figures.of_sweep(workload.title, rows)],
+        "periods": list(_periods(frame, best)),
+    }
+
+
+def _workloads(frame: pd.DataFrame) -> pd.Series:
+    titles = pd.Series("", index=frame.index)
+    for workload, rows in ask.workloads(frame):
+        titles[rows.index] = workload.title
+    return titles
+
+
+def _cell(value: Any, scale: float) -> Any:
+    if pd.isna(value):
+        return None
+    return value / scale if scale else str(value)
+
+
+def _best(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Of each workload the fastest run within each budget."""
+    return [
+        {
+            "run": int(row.name),
+            "workload": workload.title,
+            "budget": ask.budget_words(row["within_bytes"]),
+            "label": ask.label(row),
+        }
+        for workload, rows in ask.workloads(frame)
+        for _, row in ask.best_within_budgets(rows).iterrows()
+    ]
+
+
+def _commands(folders: pd.Series) -> list[str | None]:
+    """What runs each job again: from the sweep.json above its folder; None where there is none."""
+    known: dict[Path, str] = {}
+    for above in {parent for folder in folders for parent in Path(folder).parents if (parent / "sweep.json").is_file()}:
+        jobs = json.loads((above / "sweep.json").read_text(encoding="utf-8"))["jobs"]
+        for job in jobs:
+            if job["folder"] is not None:
+                known[above / job["folder"]] = _command(job["overrides"])
+    return [known.get(Path(folder)) for folder in folders]
+
+
+def _command(overrides: list[str]) -> str:
+    # An experiment may itself be a sweep; this is one job of it.
+    one = ["hydra.mode=RUN"] if any(each.startswith(("experiment=", "+experiment=")) for each in overrides) else []
+    return f"{PROGRAM} {shlex.join([*overrides, *one])}"
+
+
+def _periods(frame: pd.DataFrame, best: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Timeline and memory of the best runs that have them."""
+    seen: set[int] = set()
+    for entry in best:
+        index = entry["run"]
+        if index in seen or len(seen) == PERIODS or not Path(frame["folder"][index]).is_dir():
+            continue
+        run = load_run(frame["folder"][index])
+        measured, predicted = run.timeline(), run.predicted_timeline()
+        shown = measured or predicted
+        if shown is None:
+            continue
+        seen.add(index)
+        yield {
+            "run": index,
+            "title": f"{entry['workload']} · {entry['budget']}: {entry['label']}",
+            "timeline": figures.timeline(shown, predicted if measured else None),
+            "memory": figures.memory(shown if shown.memory else predicted, frame["budget_bytes"][index]),
+        }

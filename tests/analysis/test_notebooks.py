@@ -1,0 +1,102 @@
+"""The notebooks, on the small sweep beside this file: as plain Python for their tables, and by Jupyter."""
+
+import json
+import runpy
+import warnings
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from analysis.__main__ import main
+from analysis.load import load_sweep
+
+SWEEP = Path(__file__).parent / "sweep"
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "analysis/notebooks"
+MIB = 2**20
+
+
+def run(name, monkeypatch, source=None):
+    """What a notebook has made, from its own example or from `source`."""
+    monkeypatch.delenv("RUNS", raising=False)
+    if source is not None:
+        monkeypatch.setenv("RUNS", str(source))
+    matplotlib.use("agg")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        return runpy.run_path(str(NOTEBOOKS / f"{name}.py"))
+
+
+def test_stop_points(monkeypatch):
+    table = run("tradeoff", monkeypatch)["table"]
+    frame = load_sweep(SWEEP / "plans")
+    curve = frame[(frame["scheduler"] == "priority") & (frame["budget_bytes"] == frame["budget_bytes"][0])]
+    best = curve.loc[curve["step_s"].idxmin()]
+    first = table.iloc[0]
+    assert (first["plan"], first["share"]) == ("greedy · priority", best["schedule_share"])
+    assert first["step ms"] == best["step_s"] * 1e3
+    assert first["all for the schedule"] == curve[curve["schedule_share"] == 1]["step_s"].item() / best["step_s"]
+    assert (table[["all for the strategy", "all for the schedule"]] >= 1).all(axis=None)
+
+
+def test_strategies_schedulers_and_budgets(monkeypatch):
+    made = run("strategies", monkeypatch)
+    assert list(made["table"].columns) == ["budget 24.02 MiB", "budget 26.2 MiB", "budget 30.57 MiB", "no budget"]
+    assert made["table"].loc["joint", "budget 26.2 MiB"] == "86 (80–91)*"
+    assert [sum(cell.endswith("*") for cell in made["table"][column]) for column in made["table"]] == [1, 1, 1, 1]
+    assert list(made["best_plans"]["plan"]) == ["greedy · priority", "joint", "joint", "dp · wfbp"]
+    assert list(made["failed"]["status"]) == ["failed"]
+
+
+def test_one_run(monkeypatch):
+    made = run("one_run", monkeypatch)
+    table, row = made["table"], made["row"]
+    assert table.loc["step", "measured"] == row["step_s"] * 1e3 == load_sweep(SWEEP / "plans")["step_s"].min() * 1e3
+    parts = table.loc["overlap"] + table.loc["exposed"]
+    assert list(parts) == pytest.approx(list(table.loc["communication"]), rel=0.05)
+    assert list(table.columns[2:]) == ["rank 0, this period", "rank 1, this period"]
+    assert made["messages"]["count"].sum() == row["messages_total"]
+    assert made["memory"].loc["total", "measured"] == pytest.approx(made["memory"].loc["total", "predicted"], rel=0.01)
+
+
+def test_predictions_and_measurements(monkeypatch):
+    table = run("prediction", monkeypatch)["table"]
+    frame = load_sweep(SWEEP / "plans")
+    [joint] = frame[frame["scheduler"] == "joint"].to_dict("records")
+    assert table.loc["joint", "step: median"] == pytest.approx(joint["predicted_step_s"] / joint["step_s"] - 1)
+    assert dict(table["runs"]) == {"dear": 5, "joint": 1, "priority": 6, "wfbp": 3}
+    assert (table["peak memory: greatest"] < 0.001).all()
+
+
+def test_other_engines(monkeypatch):
+    table = run("engines", monkeypatch)["table"].set_index("engine")
+    frame = load_sweep(SWEEP / "engines").set_index("engine")
+    assert list(table.index) == ["ddp · own", "mdcs dp · wfbp", "fsdp2 always own · own"]
+    assert list(table["ratio"]) == [frame["step_s"][engine] / frame["step_s"]["mdcs"] for engine in ("ddp", "mdcs", "fsdp2")]
+    assert table.loc["ddp · own", "peak MiB"] == frame["peak_bytes"]["ddp"] / MIB
+
+
+@pytest.mark.slow
+def test_larger_worlds(monkeypatch):
+    made = run("scaling", monkeypatch)
+    steps = made["table"].pivot(index="GPUs", columns="plan", values="step ms")
+    assert list(steps.index) == [8 * nodes for nodes in made["NODES"]]
+    assert (steps["greedy · wfbp"] <= steps["fsdp · wfbp"]).all()
+    assert (steps["fsdp · wfbp"] < steps["fsdp · sequential"]).all()
+    assert (made["table"]["peak GiB"] <= made["BUDGET_GIB"]).all()
+
+
+@pytest.mark.slow
+def test_jupyter_runs_them_all(run_writer, tmp_path, capsys):
+    """Of a sweep without curves, timelines and engines."""
+    run_writer("0", share=None)
+    assert main(["notebooks", str(run_writer.sweep), "--out", str(tmp_path / "out")]) == 0
+    assert set(capsys.readouterr().out.splitlines()) == {
+        *(f"wrote {tmp_path / 'out' / name}.ipynb" for name in ("engines", "prediction", "scaling", "strategies")),
+        "left out one_run.ipynb: no run that ended well has a timeline",
+        "left out tradeoff.ipynb: no curve: that needs runs of one budget with two schedule shares or more",
+    }
+    notebook = json.loads((tmp_path / "out/strategies.ipynb").read_text())
+    shown = [output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    assert any("image/png" in data for data in shown)
+    assert any("budget 640 MiB" in "".join(data.get("text/html", "")) for data in shown)

@@ -67,7 +67,7 @@ def main() -> int:
             console.print(repeated(found["links"], found["rows"], *about) if asked.repeat else table(found["rows"], *about))
         return outcome.reason
 
-    return app.run(compare)
+    return app.run(app.Program(compare))
 
 
 def measure(folder: Path) -> None:

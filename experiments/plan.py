@@ -66,7 +66,7 @@ def main(module: str = jobs.WORKER) -> int:
                 console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
         return reason
 
-    return app.run(plan)
+    return app.run(app.Program(plan))
 
 
 def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:

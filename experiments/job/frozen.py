@@ -14,7 +14,7 @@ from rich.console import Console
 
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
-from experiments.job import checkpointing
+from experiments.job import checkpointing, record
 from experiments.job import run as jobs
 from hydra_plugins._mdcs_slurm import JOB
 from launch.place import NoPlace, place
@@ -25,6 +25,7 @@ WORKER = "MDCS_WORKER"
 def freeze(config: Config, folder: Path) -> None:
     """Leave the config for a job that starts later, perhaps elsewhere."""
     checks.save(config, folder / JOB)
+    record.write(folder, record.identity_of(config), record.HANDED_IN)
 
 
 def main(folder: Path) -> int:
@@ -39,10 +40,11 @@ def main(folder: Path) -> int:
 
 def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:
     """The job itself, on rank 0."""
-    console, worker = Console(), os.environ.get(WORKER, jobs.WORKER)
+    console, worker, before = Console(), os.environ.get(WORKER, jobs.WORKER), record.read(folder)
+    identity = None if before is None else before.identity
     try:
         config, reason = checkpointing.decide(adapt(checks.load(folder / JOB)), folder, console, module=worker, start=start)
-        reason = reason or jobs.run(config, folder, console, worker=worker, start=start).reason
+        reason = reason or jobs.run(config, folder, console, worker=worker, start=start, identity=identity).reason
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ import analysis
 from analysis.events import METRICS, Tail
 from experiments.config.checks import as_mapping, save
 from experiments.config.schema import Config, ConfigError
-from experiments.job import checkpoints, profiles
+from experiments.job import checkpoints, profiles, record
 from experiments.job.events import job_event
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
@@ -57,12 +57,14 @@ def run(
     only: str | None = None,
     worker: str = WORKER,
     start: Start | None = None,
+    identity: str | None = None,
 ) -> Outcome:
     """Run the job in `folder` to its end; how it ended is in metrics.jsonl too. Ctrl-C ends the ranks and
     is raised again.
 
     known: the profiles that this program knows; jobs that are given the same ones share what they measure.
-    start: what starts the ranks and waits; None: `launch.elastic.run`.
+    start: what starts the ranks and waits; None: `launch.elastic.run`. identity: of the job as it was asked for, if that is not
+    `config` (`experiments.job.record`).
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
     that is not of ranks, for a shaped link that this machine or user cannot have, for checkpointing that is not decided, and
     for an engine that cannot run here or, with `only`, does not plan; and for a folder that another job is in. A folder that
@@ -82,17 +84,21 @@ def run(
     config.engine.require()
     try:
         with _claimed(folder):
-            return _run(config, folder.resolve(), console, known or Profiles(), only, worker, start or elastic.run)
+            identity = None if only else identity or record.identity_of(config)
+            return _run(config, folder.resolve(), console, known or Profiles(), only, worker, start or elastic.run, identity)
     except OSError as error:  # nothing has run yet
         return _failed(error)
 
 
 def _run(
-    config: Config, folder: Path, console: Console, known: Profiles, only: str | None, worker: str, start: Start
-) -> Outcome:
+    config: Config, folder: Path, console: Console, known: Profiles, only: str | None, worker: str, start: Start,
+    identity: str | None,
+) -> Outcome:  # fmt: skip
     reused = known.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
+    if identity is not None:
+        record.write(folder, identity, record.RUNNING)
     begin(resolved, folder, trains=only is None)
     name = str(resolved.run.name)
     mirror = resolved.tracker.mirror(folder, name=name, group=resolved.run.sweep, config=as_mapping(resolved))
@@ -100,7 +106,7 @@ def _run(
     mirror.event(asked)
     tail = Tail(folder / METRICS)
     tail.new()  # what the folder had until now
-    outcome = Outcome(False, "interrupted")
+    outcome = Outcome(False, record.INTERRUPTED)
     try:
         with JobProgress(console, name, resolved.run.steps) as progress:
 
@@ -125,6 +131,11 @@ def _run(
     except OSError as error:
         outcome = _failed(error)
     finally:
+        if identity is not None:
+            try:
+                record.write(folder, identity, _state(outcome), outcome.reason, ranks=config.cluster.processes)
+            except OSError as error:
+                warnings.warn(f"how the job has ended is not in its {record.FILE}: {error}", stacklevel=2)
         if not outcome.ok:
             where = {"reason": outcome.reason, "rank": outcome.rank, "step": outcome.step}
             failure = {"event": "failure", "status": "failed", **where, "time": time.time()}
@@ -214,6 +225,12 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 def _failed(error: OSError) -> Outcome:
     return Outcome(False, f"{type(error).__name__}: {error}")
+
+
+def _state(outcome: Outcome) -> str:
+    if outcome.ok:
+        return record.OK
+    return record.INTERRUPTED if outcome.reason == record.INTERRUPTED else record.FAILED
 
 
 def _require_plan(config: Config) -> None:

@@ -43,8 +43,10 @@ def report(session: Session, started: float) -> None:
     except Exception as error:  # hours of runs must not end in a traceback of a plot
         warnings.warn(f"the sweep could not be drawn: {type(error).__name__}: {error}", stacklevel=2)
         written = _table(frame, folder / "table.csv")
+    earlier = sum(result.kept for result in session.results)
+    kept = f", {earlier} of them earlier," if earlier else ""
     print(
-        f"{len(jobs)} jobs in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
+        f"{len(jobs)} jobs{kept} in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
         flush=True,
     )
 

@@ -23,6 +23,7 @@ from experiments.job import app, checkpointing, frozen, record, sweep
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch.place import NoPlace, place
+from launch.warm import Warm
 
 
 def main(worker: str = jobs.WORKER) -> int:
@@ -48,19 +49,24 @@ def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[[Co
         config, reason = checkpointing.decide(config, folder, console, known=profiles, module=worker, start=start)
         if reason:
             return reason
-        outcome = jobs.run(config, folder, console, known=profiles, worker=worker, start=start, identity=identity)
+        fork = start is None and in_sweep and config.engine.plans and config.cluster.device == "cpu"
+        outcome = jobs.run(
+            config, folder, console, known=profiles, worker=worker, identity=identity,
+            start=warm.run if fork and config.cluster.rate_gbit is None else start,
+        )  # fmt: skip
         if outcome.ok and not in_sweep:
             print()
             analysis.print_table(analysis.load_sweep(folder))
             print(f"the run is in {folder}; python -m analysis {folder} draws it", flush=True)
         return outcome.reason
 
-    return app.run(
-        app.Program(
-            train, adapt=adapt, on_sweep_end=lambda session: sweep.report(session, started), on_earlier=profiles.adopt,
-            freeze=frozen.freeze,
-        )
-    )  # fmt: skip
+    with Warm() as warm:
+        return app.run(
+            app.Program(
+                train, adapt=adapt, on_sweep_end=lambda session: sweep.report(session, started), on_earlier=profiles.adopt,
+                freeze=frozen.freeze,
+            )
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

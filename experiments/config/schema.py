@@ -222,7 +222,7 @@ class SweepConfig:
     """What a sweep that is repeated makes of the runs that its folder has; a single job has none."""
 
     resume: str = option(
-        "auto", "a sweep's folder, to go on in; auto: hydra.sweep.dir, where it has the time in it of the newest sweep asked alike"
+        "auto", "a sweep's folder, to go on in; auto: hydra.sweep.dir, with the time in it of the newest sweep asked alike"
     )
     force: bool = option(False, "run every job, in a new folder if hydra.sweep.dir has the time in it")
     retry_failed: bool = option(True, "run jobs again that have failed; false: they stay failed")

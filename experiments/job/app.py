@@ -272,7 +272,7 @@ def _unused(config: Config, overrides: Sequence[str]) -> list[str]:
 
 def _exit_code(session: Session) -> int:
     bad = [result for result in session.results if result.status not in (record.OK, record.HANDED_IN)]
-    if session.sweep is not None and bad:
+    if session.accepted and bad:
         names = "; ".join(" ".join(result.overrides) or "(no overrides)" for result in bad)
         print(f"{len(bad)} of {len(session.results)} jobs failed: {names}", file=sys.stderr)
     if bad and all(result.status == "invalid" for result in session.results):

@@ -34,7 +34,7 @@ from experiments.config.checks import from_composed
 from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
-from experiments.job import record
+from experiments.job import checkpoints, record
 from experiments.job.earlier import Earlier, folder_of
 from hydra_plugins._mdcs_slurm import MdcsLauncher
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
@@ -174,7 +174,7 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
         config = config if handed_in else program.adapt(config)
         if session.sweep is not None:
             config.run.sweep = config.run.sweep or _sweep_name(session.sweep)
-            if config.run.save_every is not None and config.run.resume is None and record.read(folder) and not config.sweep.force:
+            if config.run.resume is None and not config.sweep.force and checkpoints.any_in(folder):
                 config.run.resume = "auto"
         else:
             _complain_of_sweep(overrides)

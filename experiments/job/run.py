@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -102,7 +103,7 @@ def _run(
     begin(resolved, folder, trains=only is None)
     name = str(resolved.run.name)
     mirror = resolved.tracker.mirror(folder, name=name, group=resolved.run.sweep, config=as_mapping(resolved))
-    asked, ended_well = job_event(resolved), only is not None
+    asked, ended_well, preempted = job_event(resolved), only is not None, dict[str, Any]()
     mirror.event(asked)
     tail = Tail(folder / METRICS)
     tail.new()  # what the folder had until now
@@ -111,12 +112,13 @@ def _run(
         with JobProgress(console, name, resolved.run.steps) as progress:
 
             def on_tick(statuses: Sequence[Status | None]) -> None:
-                nonlocal ended_well
+                nonlocal ended_well, preempted
                 progress.statuses(statuses)
                 for event in tail.new():
                     progress.event(event)
                     mirror.event(event)
                     ended_well = ended_well or event.get("event") == "summary"
+                    preempted = event if event.get("event") == "preempted" else preempted
 
             cluster = elastic.Cluster(
                 config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s, config.cluster.rate_gbit,
@@ -126,14 +128,18 @@ def _run(
             outcome = start(
                 folder, cluster, environment(resolved), module=worker, arguments=arguments, on_tick=on_tick
             )
-        if outcome.ok and not ended_well:
+        if outcome.ok and preempted:
+            step = preempted["step"]
+            outcome = Outcome(False, f"preempted at step {step}, of which it has a checkpoint", step=step)
+        elif outcome.ok and not ended_well:
             outcome = Outcome(False, "all ranks ended well, but wrote no summary")
     except OSError as error:
         outcome = _failed(error)
     finally:
         if identity is not None:
             try:
-                record.write(folder, identity, _state(outcome), outcome.reason, ranks=config.cluster.processes)
+                state = record.PREEMPTED if preempted else _state(outcome)
+                record.write(folder, identity, state, outcome.reason, ranks=config.cluster.processes)
             except OSError as error:
                 warnings.warn(f"how the job has ended is not in its {record.FILE}: {error}", stacklevel=2)
         if not outcome.ok:

@@ -1,4 +1,4 @@
-"""Ranks that write who has forked them and whether a module was there before they import it: `told{rank}`, then change their process."""
+"""Ranks that write who forked them and whether a module is there already (`told{rank}`), and then change their process."""
 
 import os
 import sys

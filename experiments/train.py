@@ -49,7 +49,7 @@ def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[[Co
         config, reason = checkpointing.decide(config, folder, console, known=profiles, module=worker, start=start)
         if reason:
             return reason
-        fork = start is None and in_sweep and config.engine.plans and config.cluster.device == "cpu"
+        fork = start is None and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
         outcome = jobs.run(
             config, folder, console, known=profiles, worker=worker, identity=identity,
             start=warm.run if fork and config.cluster.rate_gbit is None else start,

@@ -227,6 +227,7 @@ class SweepConfig:
     force: bool = option(False, "run every job, in a new folder if hydra.sweep.dir has the time in it")
     retry_failed: bool = option(True, "run jobs again that have failed; false: they stay failed")
     fail_fast: bool = option(False, "run no more jobs once one has failed")
+    warm: bool = option(True, "ranks on this machine's CPU are forks of a process that stays; false: each job starts its own")
 
 
 @dataclass

@@ -14,8 +14,8 @@ from launch.warm import Warm
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
-JOB = ("model=gpt2-tiny", "data=stdlib_bytes", "strategy=fsdp", "scheduler=dear", "link=emulated", "cluster.threads=1",
-       "run.steps=6", "run.warmup_steps=2", "run.profile_iterations=2")  # fmt: skip
+JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "scheduler=dear", "link=emulated", "cluster.threads=1",
+       "run.steps=6", "run.warmup_steps=2", "run.profile_iterations=1")  # fmt: skip
 
 
 def ran(folder: Path, known: Profiles, start=None) -> tuple[dict, list, list]:

@@ -40,6 +40,10 @@ class Checkpoints:
     def __init__(
         self, config: Config, folder: Path, engine: Engine, schedule: LRScheduler, metrics: JsonLines | None
     ) -> None:
+        if config.cluster.name == "joined":  # where the others' folders are their own, and do not stay
+            from mdcs.calibrate.agreement import on_rank_zero
+
+            folder = Path(on_rank_zero(lambda: str(folder)))
         self._run, self._own, self._metrics = config.run, folder / FOLDER, metrics
         self._engine, self._schedule = engine, schedule
         self._last: Saving | None = None

@@ -50,7 +50,8 @@ def main(module: str = jobs.WORKER) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     options, sys.argv[1:] = parser.parse_known_args()
-    as_json = options.format == "json"
+    if as_json := options.format == "json":
+        sys.argv.append("hydra/hydra_logging=disabled")  # which would be on stdout too
     console = Console(stderr=as_json)
     console.width = console.width if console.is_terminal else WIDTH
 

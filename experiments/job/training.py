@@ -57,6 +57,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
                 evaluate(metrics, workload, engine, step)
             checkpoints.after(step)
             if stop is not None and step < run.steps and stop.asked(step):
+                engine.drain()
+                report(metrics, workload, engine, losses, processor, warmup, flush=True)
                 checkpoints.leave(step)
                 return
             if step % 50 == 0:

@@ -40,6 +40,8 @@ def main(folder: Path, only: str | None = None) -> None:
     if only is None:
         train(folder, workload, floor)
     dist.barrier()
+    if preemption.expected():
+        preemption.ignore()  # Python takes its handlers away before it ends
     dist.destroy_process_group()
 
 

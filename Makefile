@@ -26,7 +26,7 @@ $(STAMP): setup.cfg constraints.txt pyproject.toml
 	@touch $@
 
 sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the table, draw tradeoff.png (minutes)
-	@if [ -e "$(OUT)/multirun.yaml" ]; then rm -rf "$(OUT)"; fi  # an earlier sweep, nothing else
+	@if [ -e "$(OUT)/multirun.yaml" ] && [ -e "$(OUT)/sweep.json" ]; then rm -rf "$(OUT)"; fi  # that has ended; others go on
 	$(RUN) experiments/train.py experiment=quick hydra.sweep.dir="$(OUT)"
 
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)

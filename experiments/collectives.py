@@ -72,7 +72,7 @@ def main() -> int:
                 console.print(f"drawn in {save(picture(found['rows'], *about), folder / PICTURE)}", soft_wrap=True)
         return outcome.reason
 
-    return app.run(compare)
+    return app.run(app.Program(compare))
 
 
 def measure(folder: Path) -> None:

@@ -69,7 +69,7 @@ def main() -> int:
             console.print(table(json.loads((folder / FILE).read_text(encoding="utf-8")), config))
         return outcome.reason
 
-    return app.run(measured)
+    return app.run(app.Program(measured))
 
 
 def measure(folder: Path) -> None:

@@ -4,9 +4,11 @@
     python experiments/plan.py strategy=greedy scheduler=dear budget.gib=0.5 profile.path=outputs/…/profile.json
     python experiments/plan.py strategy=fsdp scheduler=dear budget.gib=72 profile=gpt3-1024 profile.group=node
     python experiments/plan.py --format json strategy=greedy budget.gib=0.5
+    python experiments/plan.py -m strategy=greedy scheduler=priority,dear budget.over_floor=0.05,0.1,0.2
 
 A profile that is known already (named, calculated, or kept by an earlier job) is planned with at once; else the job's
-own ranks are started to measure one. `--format json` prints one JSON document and nothing else.
+own ranks are started to measure one. With -m a row for every plan, which share what they measure. `--format json` prints one
+JSON document and nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,43 +50,74 @@ def main(module: str = jobs.WORKER) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     options, sys.argv[1:] = parser.parse_known_args()
-    as_json = options.format == "json"
+    if as_json := options.format == "json":
+        sys.argv.append("hydra/hydra_logging=disabled")  # which would be on stdout too
     console = Console(stderr=as_json)
     console.width = console.width if console.is_terminal else WIDTH
 
-    def plan(config: Config, folder: Path) -> str:
-        known = Profiles()
-        config, reason = checkpointing.decide(config, folder, console, known=known, module=module)
-        reason = reason or jobs.plan(config, folder, console, known=known, worker=module)
-        if not reason:
-            made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-            # One that solves for a while is not asked again for every unit, nor can there be one of joint.
-            scheduler = Priority() if config.scheduler is None or hasattr(config.scheduler, "seconds") else config.scheduler
-            if as_json:
-                print(json.dumps(document(made, scheduler), indent=1))
-            else:
-                show(made, scheduler, console)
-                console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
-        return reason
+    known, plans = Profiles(), list[Plan]()
 
-    return app.run(plan)
+    def plan(config: Config, folder: Path) -> str:
+        in_sweep = config.run.sweep is not None
+        config, reason = checkpointing.decide(config, folder, console, known=known, module=module)
+        reason = reason or jobs.plan(config, folder, Console(quiet=True) if in_sweep else console, known=known, worker=module)
+        if reason:
+            return reason
+        made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+        # One that solves for a while is not asked again for every unit, nor can there be one of joint.
+        scheduler = Priority() if config.scheduler is None or hasattr(config.scheduler, "seconds") else config.scheduler
+        if in_sweep:
+            plans.append(made)
+        elif as_json:
+            print(json.dumps(document(made, scheduler), indent=1))
+        else:
+            show(made, scheduler, console)
+            console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
+        return ""
+
+    def show_all(session: app.Session) -> None:
+        planned = [result for result in session.results if result.status == "ok"]
+        if as_json:
+            rows = [{"overrides": each.overrides, "folder": str(each.folder), **told(made)}
+                    for each, made in zip(planned, plans, strict=True)]  # fmt: skip
+            print(json.dumps({"schema": SCHEMA, "plans": rows}, indent=1))
+        else:
+            console.print(sweep_table(plans))
+            console.print(f"{len(plans)} plans in {session.sweep}", markup=False, highlight=False, soft_wrap=True)
+
+    return app.run(app.Program(plan, on_sweep_end=show_all))
+
+
+def told(plan: Plan) -> dict[str, Any]:
+    """What says which plan it is, and what is predicted of it: seconds and bytes."""
+    assert plan.prediction is not None
+    return {
+        "plan": plan.hash, "strategy": plan.strategy, "scheduler": plan.scheduler, "outcome": plan.outcome, "world": plan.world,
+        "messages": len(plan.messages), "budget_bytes": plan.budget, "floor_bytes": _floor(plan),
+        "predicted": dataclasses.asdict(plan.prediction),
+    }  # fmt: skip
+
+
+def sweep_table(plans: Sequence[Plan]) -> Table:
+    """A row for each plan, as they were asked for."""
+    table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("strategy", "scheduler", "budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"):
+        table.add_column(heading, justify="left" if heading.startswith("s") and " " not in heading else "right")
+    for plan in plans:
+        p = plan.prediction
+        assert p is not None
+        table.add_row(
+            plan.strategy, plan.scheduler, "–" if plan.budget is None else f"{plan.budget / MIB:.1f}", milliseconds(p.step_s),
+            milliseconds(p.exposed_s), f"{p.overlap_ratio:.2f}", f"{p.peak_bytes / MIB:.1f}", str(len(plan.messages)),
+        )  # fmt: skip
+    return table
 
 
 def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
     """Everything that is shown, for machines: seconds and bytes."""
-    if plan.prediction is None:
-        raise ValueError("the plan has no prediction")
     return {
         "schema": SCHEMA,
-        "plan": plan.hash,
-        "strategy": plan.strategy,
-        "scheduler": plan.scheduler,
-        "outcome": plan.outcome,
-        "world": plan.world,
-        "messages": len(plan.messages),
-        "budget_bytes": plan.budget,
-        "floor_bytes": _floor(plan),
-        "predicted": dataclasses.asdict(plan.prediction),
+        **told(plan),
         "bounds": dataclasses.asdict(bounds_of(plan, BOUNDS_S)),
         "ideal_ddp_s": ideal_ddp_s(plan.profile, plan.micro_steps),
         "binding_slot": dataclasses.asdict(explain.binding_slot(plan)),

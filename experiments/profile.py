@@ -44,7 +44,7 @@ def main(worker: str = jobs.WORKER) -> int:
         console.print(f"the profile is {folder / 'profile.json'}", markup=False, highlight=False, soft_wrap=True)
         return ""
 
-    return app.run(measure)
+    return app.run(app.Program(measure))
 
 
 def show(profile: Profile, console: Console) -> None:

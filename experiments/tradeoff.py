@@ -128,7 +128,7 @@ def main(module: str = jobs.WORKER) -> int:
         console.print(f"in {folder}: {names}", markup=False, highlight=False, soft_wrap=True)
         return f"{len(failed)} jobs failed: {'; '.join(failed)}" if failed else ""
 
-    return app.run(trade)
+    return app.run(app.Program(trade))
 
 
 def compared(config: Config) -> list[Config]:

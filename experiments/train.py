@@ -19,10 +19,11 @@ from rich.console import Console
 
 import analysis
 from experiments.config.schema import Config
-from experiments.job import app, checkpointing, frozen, sweep
+from experiments.job import app, checkpointing, frozen, record, sweep
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch.place import NoPlace, place
+from launch.warm import Warm
 
 
 def main(worker: str = jobs.WORKER) -> int:
@@ -44,18 +45,28 @@ def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[[Co
     started, console, profiles = time.time(), Console(), Profiles()
 
     def train(config: Config, folder: Path) -> str:
-        in_sweep = config.run.sweep is not None
-        config, reason = checkpointing.decide(adapt(config), folder, console, known=profiles, module=worker, start=start)
+        in_sweep, identity = config.run.sweep is not None, record.identity_of(config)
+        config, reason = checkpointing.decide(config, folder, console, known=profiles, module=worker, start=start)
         if reason:
             return reason
-        outcome = jobs.run(config, folder, console, known=profiles, worker=worker, start=start)
+        fork = start is None and in_sweep and config.sweep.warm and config.engine.plans and config.cluster.device == "cpu"
+        outcome = jobs.run(
+            config, folder, console, known=profiles, worker=worker, identity=identity,
+            start=warm.run if fork and config.cluster.rate_gbit is None else start,
+        )  # fmt: skip
         if outcome.ok and not in_sweep:
             print()
             analysis.print_table(analysis.load_sweep(folder))
             print(f"the run is in {folder}; python -m analysis {folder} draws it", flush=True)
         return outcome.reason
 
-    return app.run(train, on_sweep_end=lambda session: sweep.report(session, started), freeze=frozen.freeze)
+    with Warm() as warm:
+        return app.run(
+            app.Program(
+                train, adapt=adapt, on_sweep_end=lambda session: sweep.report(session, started), on_earlier=profiles.adopt,
+                freeze=frozen.freeze,
+            )
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

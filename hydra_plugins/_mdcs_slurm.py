@@ -10,8 +10,11 @@ The underscore is there as in `hydra_plugins._mdcs_sweeper`.
 
 from __future__ import annotations
 
+import functools
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = ("analysis", "experiments", "hydra_plugins", "launch", "mdcs", "conf")
 JOB = "frozen.yaml"
 """Is in the folders of jobs that are to run."""
+REQUEUE = "MDCS_REQUEUE"
+"""Tells a job's processes that one that is to stop goes on later (`launch.preemption`)."""
 
 _POLL_SECONDS = 0.5
 _SHOW_SECONDS = 30.0
@@ -63,6 +68,8 @@ class MdcsSlurmConf:
     parallel: int = 16
     snapshot: bool = True
     wait: bool = True
+    requeue: bool = True
+    grace_s: int = 90
     print_script: bool = False
 
 
@@ -119,7 +126,7 @@ class MdcsLauncher(Launcher):
         executor.update_parameters(**parameters(asked, code))
         if asked.print_script:
             print(script(asked, code, logs, folders[0]), flush=True)
-        runs = [submitit.helpers.CommandFunction(command(asked, folder), cwd=code) for folder in folders]
+        runs = [functools.partial(run_command, command(asked, folder), code) for folder in folders]
         if asked.executor == "slurm":  # its limit is the array's
             with executor.batch():
                 handed = [executor.submit(run) for run in runs]
@@ -139,9 +146,20 @@ class MdcsLauncher(Launcher):
                 raise
 
 
+def run_command(command: list[str], folder: Path) -> str:
+    """What submitit runs on every node. Signals are the ranks' to act on: submitit would requeue the job at once."""
+    import submitit
+
+    if REQUEUE in os.environ:
+        for each in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+    said: str = submitit.helpers.CommandFunction(command, cwd=folder)()
+    return said
+
+
 def check(asked: MdcsSlurmConf) -> None:
     """Raises ValueError, one line with the key, for the first value out of its range."""
-    for name in ("nodes", "ranks_per_node", "cpus_per_node", "time_min", "parallel"):
+    for name in ("nodes", "ranks_per_node", "cpus_per_node", "time_min", "parallel", "grace_s"):
         value = getattr(asked, name)
         if value is not None and value < 1:
             raise ValueError(f"hydra.launcher.{name}: must be >= 1, got {value}")
@@ -178,6 +196,8 @@ def parameters(asked: MdcsSlurmConf, code: Path) -> dict[str, Any]:
     common = {"timeout_min": asked.time_min, "nodes": asked.nodes, "tasks_per_node": 1, "gpus_per_node": asked.gpus_per_node or 0}
     if asked.executor != "slurm":
         return {**common, "local_setup": setup}
+    if asked.requeue:
+        setup.insert(0, f"export {REQUEUE}=1")
     cpus = [] if asked.cpus_per_node is None else [f"--cpus-per-task={asked.cpus_per_node}"]  # srun does not inherit sbatch's
     wanted = {
         "cpus_per_task": asked.cpus_per_node,
@@ -189,6 +209,7 @@ def parameters(asked: MdcsSlurmConf, code: Path) -> dict[str, Any]:
         "slurm_additional_parameters": dict(asked.sbatch) or None,
         "slurm_array_parallelism": asked.parallel,
         "slurm_setup": setup,
+        "slurm_signal_delay_s": asked.grace_s,
         "slurm_srun_args": ["--kill-on-bad-exit=1", *cpus, *asked.srun_args],
         "name": "mdcs",
     }

@@ -1,7 +1,8 @@
 """A Hydra sweeper in which one bad job does not cost the others.
 
 Hydra's own refuses the whole sweep when one job cannot be composed, after saying so in many lines. This one
-asks `judge` about each job before any of them starts, reports those it rejects, and launches the rest.
+asks `judge` about each job before any of them starts, and launches those that it accepts, in the folders that it says.
+A sweep that is repeated goes on in the folder that `begin` finds.
 `also` adds single jobs to the grid, each a string of overrides: baselines that need not be crossed with
 every axis.
 
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict, read_write
 
 Plugins.instance()  # executes the modules of Hydra's own plugins, again if need be: earlier imports are stale
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
@@ -36,13 +37,17 @@ class MdcsSweeperConf:
 ConfigStore.instance().store(group="hydra/sweeper", name="mdcs", node=MdcsSweeperConf, provider="mdcs")
 
 
-Judge = Callable[[Callable[[], DictConfig], Sequence[str]], bool]
-"""(compose one job, its overrides) → whether to run it."""
+Begin = Callable[[DictConfig], str | None]
+"""(the sweep's config, without those of its jobs) → the folder that it goes on in, if it is not the config's own."""
+
+Judge = Callable[[Callable[[], DictConfig], Sequence[str]], str | None]
+"""(compose one job, its overrides) → its folder in the sweep's, empty for the config's own; None: it is not to be run."""
 
 
 class MdcsSweeper(BasicSweeper):
     """`BasicSweeper` over the jobs that `judge` accepts."""
 
+    begin: ClassVar[Begin]
     judge: ClassVar[Judge]
     """Set by the application before Hydra starts."""
 
@@ -55,6 +60,14 @@ class MdcsSweeper(BasicSweeper):
         super().__init__(max_batch_size=max_batch_size, params=params)
         self.also = [shlex.split(job) for job in also]
 
+    def sweep(self, arguments: list[str]) -> Any:
+        config: Any = self.config
+        if (folder := type(self).begin(config)) is not None:
+            with read_write(config), open_dict(config):
+                config.hydra.sweep.dir = folder
+                config.hydra.overrides.hydra.append(_override("hydra.sweep.dir", folder))  # each job is composed anew
+        return super().sweep(arguments)
+
     def get_job_batch(self) -> Sequence[Sequence[str]]:
         batch = list(super().get_job_batch())
         if self.is_done():
@@ -64,8 +77,10 @@ class MdcsSweeper(BasicSweeper):
                 keys = {override.partition("=")[0] for override in job}
                 single = [override for override in common if not keys & set(_key_and_group(override))] + job
                 batch += [] if single in batch else [single]
-        judge = type(self).judge
-        return [job for job in batch if judge(partial(self._compose, job), job)]
+        judged = [(list(job), type(self).judge(partial(self._compose, job), job)) for job in batch]
+        return [
+            [*job, _override("hydra.sweep.subdir", folder)] if folder else job for job, folder in judged if folder is not None
+        ]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Each job was composed by `get_job_batch`."""
@@ -79,3 +94,8 @@ class MdcsSweeper(BasicSweeper):
 def _key_and_group(override: str) -> tuple[str, str]:
     key = override.partition("=")[0]
     return key, key.partition(".")[0]
+
+
+def _override(key: str, text: str) -> str:
+    quoted = text.replace("'", "\\'")
+    return f"{key}='{quoted}'"

@@ -111,10 +111,7 @@ def run(
     exception from `on_tick` and Ctrl-C included, has ended every rank too. Raises OSError where `run_dir` has no room.
     """
     run_dir = run_dir.resolve()
-    clear(run_dir)
-    for file in _reserved(run_dir, cluster):
-        file.take()  # here, where it can be told that there is no room
-    orphans.adopt_orphans()  # ranks, once the agent is gone
+    begin(run_dir, cluster)
     job = {
         "schema": 1,
         "id": uuid.uuid4().hex,
@@ -145,7 +142,9 @@ def run(
     try:
         stuck = watch(run_dir, cluster, agent, on_tick)
     finally:
-        _end(run_dir, cluster, agent)
+        orphans.kill_groups([agent.pid])  # first: a rank it sees die it would report
+        agent.wait()
+        end(run_dir, cluster, [agent.pid])
     return outcome_of(run_dir, cluster, agent.returncode, stuck)
 
 
@@ -183,13 +182,21 @@ def watch(
     return None
 
 
-def _end(run_dir: Path, cluster: Cluster, agent: subprocess.Popen[bytes]) -> None:
+def begin(run_dir: Path, cluster: Cluster) -> None:
+    """Make the folder ready for a job's processes. Raises OSError where it has no room."""
+    clear(run_dir)
+    for file in _reserved(run_dir, cluster):
+        file.take()  # here, where it can be told that there is no room
+    orphans.adopt_orphans()  # ranks, once the agent is gone
+
+
+def end(run_dir: Path, cluster: Cluster, sessions: Sequence[int] = ()) -> None:
+    """Kill the ranks that are left, and reap what belongs to `sessions` or to them; gives back what room was not used."""
     said = (status.read(run_dir, rank) for rank in range(cluster.ranks))
     ranks = [each.pid for each in said if each is not None]
-    orphans.kill_groups([agent.pid, *ranks])  # the agent first: a rank it sees die it would report
-    agent.wait()
+    orphans.kill_groups(ranks)
     orphans.wait_until_gone(ranks, REPORT_SECONDS)
-    orphans.reap([agent.pid, *ranks])
+    orphans.reap([*sessions, *ranks])
     for unused in _reserved(run_dir, cluster):
         unused.give_back()
 

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 
-from launch import orphans, rendezvous
+from launch import orphans, preemption, rendezvous
 from launch.place import NoPlace, expand, resolved
 
 _FIRST_PORT, _PORTS = 30_000, 2_500
@@ -46,6 +46,7 @@ def main(ranks: int, module: str, arguments: list[str]) -> int:
             monitor_interval=_POLL_SECONDS,
             shutdown_timeout=_CLOSE_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
+            signals_to_handle="SIGINT" if preemption.expected() else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         )
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
@@ -63,6 +64,8 @@ def host() -> tuple[int, list[str]]:
 
 
 if __name__ == "__main__":
+    if preemption.expected():
+        preemption.ignore()
     try:
         sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
     except NoPlace as error:

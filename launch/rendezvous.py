@@ -35,7 +35,12 @@ def serve(address: str, port: int = 0) -> tuple[TCPStore, int]:
     """A store that listens on `address` alone, and its port: 0 takes one that is free. It goes with the process."""
     listener = socket.create_server((address, port), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
-    return TCPStore(address, port, None, True, _JOIN, wait_for_workers=False, master_listen_fd=listener.detach()), port
+    return serve_on(listener.detach(), address, port), port
+
+
+def serve_on(listener: int, address: str, port: int) -> TCPStore:
+    """A store that listens on a socket which somebody has bound there."""
+    return TCPStore(address, port, None, True, _JOIN, wait_for_workers=False, master_listen_fd=listener)
 
 
 def join(address: str, port: int) -> TCPStore:

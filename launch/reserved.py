@@ -13,7 +13,7 @@ class ReservedFile:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self._path, self._part, self._size = path, path.with_name(f"{path.name}.part"), size
+        self.path, self._part, self._size = path, path.with_name(f"{path.name}.part"), size
 
     def take(self) -> None:
         """Take the room; raises OSError when there is none."""
@@ -22,7 +22,7 @@ class ReservedFile:
     def write(self, text: str) -> None:
         """Make it the file, once; a longer text than the room takes more of the disk."""
         self._fill(text.encode())
-        self._part.replace(self._path)
+        self._part.replace(self.path)
 
     def give_back(self) -> None:
         """Free the room if it is not written."""

@@ -218,6 +218,19 @@ class RunConfig:
 
 
 @dataclass
+class SweepConfig:
+    """What a sweep that is repeated makes of the runs that its folder has; a single job has none."""
+
+    resume: str = option(
+        "auto", "a sweep's folder, to go on in; auto: hydra.sweep.dir, with the time in it of the newest sweep asked alike"
+    )
+    force: bool = option(False, "run every job, in a new folder if hydra.sweep.dir has the time in it")
+    retry_failed: bool = option(True, "run jobs again that have failed; false: they stay failed")
+    fail_fast: bool = option(False, "run no more jobs once one has failed")
+    warm: bool = option(True, "ranks on this machine's CPU are forks of a process that stays; false: each job starts its own")
+
+
+@dataclass
 class TradeoffConfig:
     """What experiments/tradeoff.py looks for; other programs leave it alone."""
 
@@ -248,6 +261,7 @@ class Config:
     engine: Engine = MISSING
     tracker: Tracker = MISSING
     run: RunConfig = field(default_factory=RunConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)
 
 

@@ -4,7 +4,7 @@
 What is wrong is one line on stderr; HYDRA_FULL_ERROR=1 shows Hydra's tracebacks.
 
 Hydra composes each job once, in this process. In a sweep a job that is wrong or fails is reported, and the
-others go on.
+others go on. One that is repeated runs what has not ended well.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from analysis.events import METRICS, read_events
@@ -34,23 +34,27 @@ from experiments.config.checks import from_composed
 from experiments.config.errors import explain
 from experiments.config.files import CONF, added_folders
 from experiments.config.schema import Config, ConfigError, register
+from experiments.job import checkpoints, record
+from experiments.job.earlier import Earlier, folder_of
 from hydra_plugins._mdcs_slurm import MdcsLauncher
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
 from launch.claim import Occupied, claim
 from mdcs.planner.interfaces import decides_schedule
 
-HANDED_IN = "handed in"
 _HANDS_IN = "hydra_plugins._mdcs_slurm."
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended. status: ok, failed, invalid (its config is wrong; it has no folder), or handed in: it has not ended."""
+    """How a job ended. status: ok, failed, invalid (its config is wrong; it has no folder), left out (after one that failed), or
+    handed in: it has not ended. kept: an earlier sweep ran it.
+    """
 
     status: str
     overrides: tuple[str, ...]
     reason: str = ""
     folder: Path | None = None
+    kept: bool = False
 
 
 @dataclass
@@ -62,43 +66,47 @@ class Session:
     accepted: list[Config] = field(default_factory=list)
     claimed: ExitStack = field(default_factory=ExitStack)
     """The sweep's folder, in which no other sweep may number its jobs meanwhile."""
+    earlier: Earlier | None = None
 
 
 Job = Callable[[Config, Path], str]
 """(config, its folder) → the reason why it failed, empty when it ended well. Raises ConfigError before it starts."""
 
 
-def run(
-    job: Job,
-    *,
-    on_sweep_end: Callable[[Session], None] | None = None,
-    freeze: Callable[[Config, Path], None] | None = None,
-) -> int:
-    """Run `job` for what the command line asks for; returns the exit code.
+@dataclass(frozen=True)
+class Program:
+    """What runs jobs. Without `on_sweep_end` a sweep is refused; it is called after one that has a job with a folder.
 
-    Without `on_sweep_end` a sweep is refused. It is called after the last job of a sweep in which any job
-    ran. `freeze` leaves in a job's folder what a launcher that hands jobs in takes to run it; without it there is none.
+    adapt: makes a composed config that of the ranks that there are; raises ConfigError. freeze: leaves in a job's folder what a
+    launcher that hands jobs in takes to run it; without it there is none. on_earlier: is told of every job that the sweep's
+    folder has a run of; without it no sweep goes on where one has stopped.
     """
+
+    job: Job
+    adapt: Callable[[Config], Config] = lambda config: config
+    on_sweep_end: Callable[[Session], None] | None = None
+    on_earlier: Callable[[Config, Path], None] | None = None
+    freeze: Callable[[Config, Path], None] | None = None
+
+
+def run(program: Program) -> int:
+    """Run the program for what the command line asks for; returns the exit code."""
     session = Session()
     with session.claimed:
-        return _run(session, job, on_sweep_end, freeze)
+        return _run(session, program)
 
 
-def _run(
-    session: Session,
-    job: Job,
-    on_sweep_end: Callable[[Session], None] | None,
-    freeze: Callable[[Config, Path], None] | None,
-) -> int:
+def _run(session: Session, program: Program) -> int:
     register()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: ranks are ended before this process is
     for plugin in (MdcsSweeper, MdcsLauncher):
         Plugins.instance().register(plugin)
-    MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, compose, overrides))
+    MdcsSweeper.begin = staticmethod(lambda config: _begin(session, program, config))
+    MdcsSweeper.judge = staticmethod(lambda compose, overrides: _judge(session, program, compose, overrides))
 
     def task(composed: DictConfig) -> None:
-        _run_job(session, job, composed, sweeps=on_sweep_end is not None, freeze=freeze)
+        _run_job(session, program, composed)
 
     # Hydra takes flags before or after all overrides, but not between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
@@ -130,35 +138,56 @@ def _run(
     finally:
         if not wants_tracebacks:
             del os.environ["HYDRA_FULL_ERROR"]
-    session.results = [_ended(result) if result.status == HANDED_IN else result for result in session.results]
-    if session.sweep is not None and on_sweep_end is not None and any(r.folder for r in session.results):
-        on_sweep_end(session)
+    session.results = [_ended(result) if result.status == record.HANDED_IN else result for result in session.results]
+    if session.sweep is not None and program.on_sweep_end is not None and any(r.folder for r in session.results):
+        program.on_sweep_end(session)
     return _exit_code(session)
 
 
-def _run_job(
-    session: Session, job: Job, composed: DictConfig, *, sweeps: bool, freeze: Callable[[Config, Path], None] | None
-) -> None:
+def _begin(session: Session, program: Program, config: DictConfig) -> str | None:
+    if program.on_sweep_end is None:
+        raise ConfigError("--multirun", "this program takes one job")
+    found = folder_of(config) if program.on_earlier else None
+    session.sweep = (found or Path(str(config.hydra.sweep.dir))).resolve()
+    try:
+        session.claimed.enter_context(claim(session.sweep))
+    except Occupied as error:
+        raise ConfigError("hydra.sweep.dir", str(error)) from error
+    if program.on_earlier:
+        named: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+        session.earlier = Earlier(session.sweep, str(named["subdir"]))
+    if found is not None:
+        print(f"going on in {found} (sweep.force=true begins anew)", flush=True)
+    return None if found is None else str(found)
+
+
+def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
     # Nothing may be raised to Hydra: it would print its own words, and end a sweep at the first failure.
     settings = HydraConfig.get()
     overrides, folder = tuple(settings.overrides.task), Path(settings.runtime.output_dir)
+    handed_in = settings.mode == RunMode.MULTIRUN and str(settings.launcher._target_).startswith(_HANDS_IN)
+    if composed.sweep.fail_fast and any(result.status == "failed" for result in session.results):
+        session.results.append(JobResult("left out", overrides))
+        return
     try:
         config = from_composed(composed, settings.runtime.choices)
-        if settings.mode == RunMode.MULTIRUN:
-            if not sweeps:
-                raise ConfigError("--multirun", "this program takes one job")
-            sweep = Path(settings.sweep.dir).resolve()
-            _claim_sweep(session, sweep)
-            config.run.sweep = config.run.sweep or sweep_name(sweep)
-        elif unused := _unused(config, overrides):
-            print(f"{_decides(config)}: not used: {' '.join(unused)}", file=sys.stderr)
-        if settings.mode == RunMode.MULTIRUN and str(settings.launcher._target_).startswith(_HANDS_IN):
-            if freeze is None:
+        config = config if handed_in else program.adapt(config)
+        if session.sweep is not None:
+            config.run.sweep = config.run.sweep or sweep_name(session.sweep)
+            if config.run.resume is None and not config.sweep.force and checkpoints.any_in(folder):
+                config.run.resume = "auto"
+        else:
+            _complain_of_sweep(overrides)
+            if unused := _unused(config, overrides):
+                print(f"{_decides(config)}: not used: {' '.join(unused)}", file=sys.stderr)
+        if handed_in:
+            if program.freeze is None:
                 raise ConfigError("hydra/launcher", "this program's jobs cannot be handed in")
-            freeze(config, folder)
-            session.results.append(JobResult(HANDED_IN, overrides, "" if settings.launcher.wait else HANDED_IN, folder))
+            program.freeze(config, folder)
+            reason = "" if settings.launcher.wait else record.HANDED_IN
+            session.results.append(JobResult(record.HANDED_IN, overrides, reason, folder))
             return
-        reason = job(config, folder)
+        reason = program.job(config, folder)
     except ConfigError as error:
         session.results.append(JobResult("invalid", overrides, str(error)))
         print(error, file=sys.stderr)
@@ -176,7 +205,7 @@ def _ended(result: JobResult) -> JobResult:
     metrics = result.folder / METRICS
     last = next(reversed(read_events(metrics)), None) if metrics.exists() else None
     if last is None or last["event"] not in ("summary", "failure"):
-        if result.reason == HANDED_IN:  # and nobody has waited
+        if result.reason == record.HANDED_IN:  # and nobody has waited
             return result
         reason = "it has ended and says nothing of how"
     else:
@@ -186,30 +215,47 @@ def _ended(result: JobResult) -> JobResult:
     return replace(result, status="failed" if reason else "ok", reason=reason)
 
 
-def _claim_sweep(session: Session, folder: Path) -> None:
-    if session.sweep is None:
-        try:
-            session.claimed.enter_context(claim(folder))
-        except Occupied as error:
-            raise ConfigError("hydra.sweep.dir", str(error)) from error
-        session.sweep = folder
-
-
-def _judge(session: Session, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> bool:
+def _judge(session: Session, program: Program, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> str | None:
     try:
-        config = from_composed(compose())
+        config = program.adapt(from_composed(compose()))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         reason = str(explain(error, overrides))
         if all(reason != result.reason for result in session.results):  # once, not for every job of an axis
             print(f"{reason} (job {' '.join(overrides)})", file=sys.stderr)
         session.results.append(JobResult("invalid", tuple(overrides), reason))
-        return False
+        return None
     if config in session.accepted:
         why = f": {_decides(config)}" if decides_schedule(config.strategy) else ""
         print(f"same as job {session.accepted.index(config)}{why} (job {' '.join(overrides)})", file=sys.stderr)
-        return False
+        return None
     session.accepted.append(config)
-    return True
+    return _place(session, program, config, overrides)
+
+
+def _place(session: Session, program: Program, config: Config, overrides: Sequence[str]) -> str | None:
+    """The job's folder in the sweep's, as `Judge` has it; one that an earlier sweep ran to its end is not to be run."""
+    if session.earlier is None or session.sweep is None or program.on_earlier is None:
+        return ""
+    found = session.earlier.find(record.identity_of(config))
+    if found is None:
+        return session.earlier.place(len(session.accepted) - 1)
+    name, before = found
+    if config.sweep.force:
+        return name
+    folder, job = session.sweep / name, " ".join(overrides)
+    program.on_earlier(config, folder)
+    if before.state == record.OK or before.state == record.FAILED and not config.sweep.retry_failed:
+        session.results.append(JobResult(before.state, tuple(overrides), before.reason, folder, kept=True))
+        print(f"{name}: {before.state}, not run again (job {job})", flush=True)
+        return None
+    print(f"{name}: {'not finished' if before.state == record.RUNNING else before.state}, runs again (job {job})", flush=True)
+    return name
+
+
+def _complain_of_sweep(overrides: Sequence[str]) -> None:
+    for key in (override.partition("=")[0] for override in overrides):
+        if key.startswith("sweep."):
+            raise ConfigError(key, "is for a sweep (-m)")
 
 
 def _decides(config: Config) -> str:
@@ -225,8 +271,8 @@ def _unused(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def _exit_code(session: Session) -> int:
-    bad = [result for result in session.results if result.status not in ("ok", HANDED_IN)]
-    if session.sweep is not None and bad:
+    bad = [result for result in session.results if result.status not in (record.OK, record.HANDED_IN)]
+    if session.accepted and bad:
         names = "; ".join(" ".join(result.overrides) or "(no overrides)" for result in bad)
         print(f"{len(bad)} of {len(session.results)} jobs failed: {names}", file=sys.stderr)
     if bad and all(result.status == "invalid" for result in session.results):

@@ -21,11 +21,17 @@ FOLDER = "checkpoints"
 
 def require(config: Config, folder: Path) -> None:
     """Raise ConfigError for a run that would mix its checkpoints with another's, or whose `run.resume` is no folder."""
-    run, own = config.run, folder / FOLDER
+    run = config.run
     if run.resume not in (None, "auto") and not Path(run.resume).is_dir():
         raise ConfigError("run.resume", f"no such folder: {run.resume}")
-    if run.resume is None and run.save_every is not None and any(own.glob("step-*")):
+    if run.resume is None and run.save_every is not None and any_in(folder):
+        own = folder / FOLDER
         raise ConfigError("run.resume", f"{own} has checkpoints of a former run: go on with auto, or delete them; got null")
+
+
+def any_in(folder: Path) -> bool:
+    """Whether a run's folder has some."""
+    return any((folder / FOLDER).glob("step-*"))
 
 
 class Checkpoints:
@@ -34,6 +40,10 @@ class Checkpoints:
     def __init__(
         self, config: Config, folder: Path, engine: Engine, schedule: LRScheduler, metrics: JsonLines | None
     ) -> None:
+        if config.cluster.name == "joined":  # where the others' folders are their own, and do not stay
+            from mdcs.calibrate.agreement import on_rank_zero
+
+            folder = Path(on_rank_zero(lambda: str(folder)))
         self._run, self._own, self._metrics = config.run, folder / FOLDER, metrics
         self._engine, self._schedule = engine, schedule
         self._last: Saving | None = None
@@ -58,10 +68,20 @@ class Checkpoints:
         """Write a checkpoint where one is due."""
         if self._run.save_every is None or step % self._run.save_every:
             return
+        self._save(step, wait=not self._run.save_beside)
+
+    def leave(self, step: int) -> None:
+        """Write one that a later run goes on from, if there is none of this step, and say so."""
+        if self._run.save_every is None or step % self._run.save_every:
+            self._save(step, wait=True)
+        self.finish()
+        self._tell("preempted", step=step)
+
+    def _save(self, step: int, wait: bool) -> None:
         status.set(phase="saving")
         self.finish()
         extra = {"schedule": self._schedule.state_dict()}
-        self._last = self._engine.checkpoint(self._own, extra, keep=self._run.keep, wait=not self._run.save_beside)
+        self._last = self._engine.checkpoint(self._own, extra, keep=self._run.keep, wait=wait)
 
     def finish(self) -> None:
         """Wait for the one that is being written."""

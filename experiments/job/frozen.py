@@ -14,9 +14,10 @@ from rich.console import Console
 
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
-from experiments.job import checkpointing
+from experiments.job import checkpointing, record
 from experiments.job import run as jobs
 from hydra_plugins._mdcs_slurm import JOB
+from launch import preemption
 from launch.place import NoPlace, place
 
 WORKER = "MDCS_WORKER"
@@ -25,6 +26,7 @@ WORKER = "MDCS_WORKER"
 def freeze(config: Config, folder: Path) -> None:
     """Leave the config for a job that starts later, perhaps elsewhere."""
     checks.save(config, folder / JOB)
+    record.write(folder, record.identity_of(config), record.HANDED_IN)
 
 
 def main(folder: Path) -> int:
@@ -39,13 +41,20 @@ def main(folder: Path) -> int:
 
 def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:
     """The job itself, on rank 0."""
-    console, worker = Console(), os.environ.get(WORKER, jobs.WORKER)
+    console, worker, before = Console(), os.environ.get(WORKER, jobs.WORKER), record.read(folder)
+    identity = None if before is None else before.identity
     try:
-        config, reason = checkpointing.decide(adapt(checks.load(folder / JOB)), folder, console, module=worker, start=start)
-        reason = reason or jobs.run(config, folder, console, worker=worker, start=start).reason
+        config = adapt(checks.load(folder / JOB))
+        if preemption.restarted() and config.run.resume is None and config.engine.plans:
+            config.run.resume = "auto"
+        config, reason = checkpointing.decide(config, folder, console, module=worker, start=start)
+        reason = reason or jobs.run(config, folder, console, worker=worker, start=start, identity=identity).reason
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    after = record.read(folder)
+    if after is not None and after.state == record.PREEMPTED:
+        reason += f"; {preemption.requeue() or 'handed in again'}"
     if reason:
         print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr, flush=True)
     return 1 if reason else 0

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
-from launch import orphans
+from launch import orphans, preemption
 from launch.elastic import Cluster, Outcome
 from launch.joined import Gone, Membership
 from launch.place import NoPlace, Place, described
@@ -72,7 +72,8 @@ def _lead(member: Membership, program: Program) -> int:
 
 
 def _follow(member: Membership) -> int:
-    signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the rank is ended before this process is
+    if not preemption.expected():
+        signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the rank is ended before this process is
     while not isinstance(job := member.receive(), int):
         with tempfile.TemporaryDirectory(prefix="mdcs-rank-") as made:
             folder = Path(made)

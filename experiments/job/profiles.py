@@ -30,18 +30,24 @@ class Profiles:
         """The profile of an equal job: one of this program, or else one of the cache if the config lets it."""
         if config.profile.name != "measured" or config.profile.path is not None:
             return None
-        key = _key(config)
+        key = key_of(config)
         if (measured := self._measured.get(key)) is not None and measured.exists():
             return measured
         cached = cache_folder() / f"{key}.json"
         return cached if config.profile.cache and not config.profile.refresh and _read(cached) else None
+
+    def adopt(self, config: Config, folder: Path) -> None:
+        """Remember the profile that an earlier program's job has left in its folder, for the jobs that this one runs."""
+        measures = config.profile.name == "measured" and config.profile.path is None and config.engine.plans
+        if measures and _read(folder / "profile.json"):
+            self._measured.setdefault(key_of(config), folder / "profile.json")
 
     def keep(self, config: Config, folder: Path) -> None:
         """Remember the profile that a job has measured and left in its folder, if it is whole."""
         profile = _read(folder / "profile.json")
         if config.profile.name != "measured" or config.profile.path is not None or profile is None:
             return
-        key, path = _key(config), folder / "profile.json"
+        key, path = key_of(config), folder / "profile.json"
         self._measured = {k: p for k, p in self._measured.items() if p != path}  # a folder has the profile of its last job
         self._measured.setdefault(key, path)
         has_memory = any(slot.peak for slot in profile.slots)
@@ -111,7 +117,8 @@ def _analytic(c: ProfileConfig, depth: int) -> Profile:
     return analytic_profile(model, device, network, group=c.group, depth=depth)
 
 
-def _key(config: Config) -> str:
+def key_of(config: Config) -> str:
+    """What equal jobs share a measured profile by."""
     parts = identity(config) | {"schema": str(SCHEMA), "measured": str(_MEASURED)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,7 +22,7 @@ import analysis
 from analysis.events import METRICS, Tail
 from experiments.config.checks import save
 from experiments.config.schema import Config, ConfigError
-from experiments.job import checkpoints, profiles
+from experiments.job import checkpoints, profiles, record
 from experiments.job.events import job_event
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
@@ -60,13 +61,14 @@ def run(
     kind: str = "train",
     worker: str = WORKER,
     start: Start | None = None,
+    identity: str | None = None,
 ) -> Outcome:
     """Run the job in `folder` to its end; how it ended is in metrics.jsonl too. Ctrl-C ends the ranks and
     is raised again.
 
     known: the profiles that this program knows; jobs that are given the same ones share what they measure.
-    start: what starts the ranks and waits; None: `launch.elastic.run`.
-    kind: what trackers call it, if it trains.
+    start: what starts the ranks and waits; None: `launch.elastic.run`. kind: what trackers call it, if it trains.
+    identity: of the job as it was asked for, if that is not `config` (`experiments.job.record`).
     only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
     that is not of ranks, for a shaped link that this machine or user cannot have, for a strategy within nodes that there are
     not, for checkpointing that is not decided, and for an engine that cannot run here or, with `only`, does not plan; and for a
@@ -87,36 +89,42 @@ def run(
     config.engine.require()
     try:
         with _claimed(folder):
-            return _run(config, folder.resolve(), console, known or Profiles(), only, kind, worker, start or elastic.run)
+            identity = None if only else identity or record.identity_of(config)
+            return _run(
+                config, folder.resolve(), console, known or Profiles(), only, kind, worker, start or elastic.run, identity
+            )
     except OSError as error:  # nothing has run yet
         return _failed(error)
 
 
 def _run(
     config: Config, folder: Path, console: Console, known: Profiles, only: str | None, kind: str, worker: str,
-    start: Start,
+    start: Start, identity: str | None,
 ) -> Outcome:  # fmt: skip
     reused = known.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
+    if identity is not None:
+        record.write(folder, identity, record.RUNNING)
     begin(resolved, folder, trains=only is None)
     name = str(resolved.run.name)
     mirror = Follower(resolved, folder, only or kind)
-    asked, ended_well = job_event(resolved), only is not None
+    asked, ended_well, preempted = job_event(resolved), only is not None, dict[str, Any]()
     mirror.event(asked)
     tail = Tail(folder / METRICS)
     tail.new()  # what the folder had until now
-    outcome = Outcome(False, "interrupted")
+    outcome = Outcome(False, record.INTERRUPTED)
     try:
         with JobProgress(console, name, resolved.run.steps) as progress:
 
             def on_tick(statuses: Sequence[Status | None]) -> None:
-                nonlocal ended_well
+                nonlocal ended_well, preempted
                 progress.statuses(statuses)
                 for event in tail.new():
                     progress.event(event)
                     mirror.event(event)
                     ended_well = ended_well or event.get("event") == "summary"
+                    preempted = event if event.get("event") == "preempted" else preempted
 
             cluster = elastic.Cluster(
                 config.cluster.processes, config.cluster.timeout_s, config.cluster.startup_s, config.cluster.rate_gbit,
@@ -126,11 +134,20 @@ def _run(
             outcome = start(
                 folder, cluster, environment(resolved), module=worker, arguments=arguments, on_tick=on_tick
             )
-        if outcome.ok and not ended_well:
+        if outcome.ok and preempted:
+            step = preempted["step"]
+            outcome = Outcome(False, f"preempted at step {step}, of which it has a checkpoint", step=step)
+        elif outcome.ok and not ended_well:
             outcome = Outcome(False, "all ranks ended well, but wrote no summary")
     except OSError as error:
         outcome = _failed(error)
     finally:
+        if identity is not None:
+            try:
+                state = record.PREEMPTED if preempted else _state(outcome)
+                record.write(folder, identity, state, outcome.reason, ranks=config.cluster.processes)
+            except OSError as error:
+                warnings.warn(f"how the job has ended is not in its {record.FILE}: {error}", stacklevel=2)
         if not outcome.ok:
             where = {"reason": outcome.reason, "rank": outcome.rank, "step": outcome.step}
             failure = {"event": "failure", "status": "failed", **where, "time": time.time()}
@@ -221,6 +238,12 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 def _failed(error: OSError) -> Outcome:
     return Outcome(False, f"{type(error).__name__}: {error}")
+
+
+def _state(outcome: Outcome) -> str:
+    if outcome.ok:
+        return record.OK
+    return record.INTERRUPTED if outcome.reason == record.INTERRUPTED else record.FAILED
 
 
 def _require_plan(config: Config) -> None:

@@ -46,8 +46,10 @@ def report(session: Session, started: float) -> None:
         written = _table(frame, folder / "table.csv")
     for config in session.accepted[:1]:
         show_sweep(config, config.run.sweep or sweep_name(folder), folder, frame, written)
+    earlier = sum(result.kept for result in session.results)
+    kept = f", {earlier} of them earlier," if earlier else ""
     print(
-        f"{len(jobs)} jobs in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
+        f"{len(jobs)} jobs{kept} in {wall_s:.0f} s; in {folder}: {', '.join(path.name for path in written) or 'nothing drawn'}",
         flush=True,
     )
 

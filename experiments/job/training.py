@@ -15,9 +15,10 @@ from analysis.events import METRICS
 from experiments.engines.base import Engine, Record
 from experiments.job import events
 from experiments.job.checkpoints import Checkpoints
+from experiments.job.stopping import Stop
 from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
-from launch import status
+from launch import preemption, status
 
 EVAL_BATCHES = 8
 
@@ -42,6 +43,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         done = checkpoints.resume()
         warmup = min(done + run.warmup_steps, run.steps - 1)  # the first steps after a resumption are warm-up again
         batches = workload.batches(first_step=done * run.accumulation)
+        stop = Stop(done) if preemption.expected() and config.engine.plans else None
         for step in range(done + 1, run.steps + 1):
             status.set(step=step, phase="training")
             losses[step] = train_step(workload, batches, engine)
@@ -54,6 +56,11 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
             if run.eval_every and step % run.eval_every == 0:
                 evaluate(metrics, workload, engine, step)
             checkpoints.after(step)
+            if stop is not None and step < run.steps and stop.asked(step):
+                engine.drain()
+                report(metrics, workload, engine, losses, processor, warmup, flush=True)
+                checkpoints.leave(step)
+                return
             if step % 50 == 0:
                 gc.collect()
         engine.drain()

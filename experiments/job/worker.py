@@ -21,7 +21,7 @@ from experiments.config.schema import Config
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.training import train
 from experiments.job.workload import Workload
-from launch import status
+from launch import preemption, status
 from mdcs.calibrate.agreement import on_rank_zero
 
 
@@ -32,12 +32,16 @@ def main(folder: Path, only: str | None = None) -> None:
     config = load(folder / "config.yaml")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     status.set(phase="starting")
+    if preemption.expected():
+        preemption.listen()
     device = start(config)
     workload = Workload(config, rank, world, device)
     floor = plan_job(folder, workload, only) if config.engine.plans else None
     if only is None:
         train(folder, workload, floor)
     dist.barrier()
+    if preemption.expected():
+        preemption.ignore()  # Python takes its handlers away before it ends
     dist.destroy_process_group()
 
 

@@ -15,7 +15,10 @@ from launch.elastic import Cluster, Outcome
 from launch.status import Status
 
 # What a program's process runs first to have no ranks: ``python -c``.
-INSTEAD_OF_RANKS = "from launch import elastic; from tests.experiments import one_process; elastic.run = one_process.run; "
+INSTEAD_OF_RANKS = (
+    "from launch import elastic, warm; from tests.experiments import one_process; elastic.run = one_process.run; "
+    "warm.Warm.run = lambda self, *arguments, **named: one_process.run(*arguments, **named); "
+)
 
 
 def run(

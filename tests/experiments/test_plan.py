@@ -1,4 +1,4 @@
-"""`plan.py` shows a plan and why it is as it is; it takes one job."""
+"""`plan.py` shows a plan and why it is as it is; with -m a row for every plan."""
 
 import io
 import json
@@ -53,8 +53,21 @@ def test_json_is_all_that_is_printed(tmp_path):
     assert document["plan"] == Plan.from_json((tmp_path / "out/plan.json").read_text()).hash
 
 
-def test_plan_takes_no_sweep(tmp_path):
-    command = [sys.executable, str(ROOT / "experiments/plan.py"), "-m", "strategy=dp", "hydra.sweep.dir=out"]
+def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):
+    grid = ("-m", "strategy=dp,zero1,stratgy", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
+            f"profile.path={Path(__file__).with_name('profile.json')}", "hydra.sweep.dir=out")  # fmt: skip
+    command = [sys.executable, str(ROOT / "experiments/plan.py"), "--format", "json", *grid]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "strategy: no such option stratgy" in done.stderr
+    plans = json.loads(done.stdout)["plans"]
+    assert [plan["strategy"] for plan in plans] == ["dp", "zero1"]
+    for number, told in enumerate(plans):
+        made = Plan.from_json((tmp_path / f"out/{number}/plan.json").read_text())
+        assert made.hash == told["plan"] and made.prediction.step_s == told["predicted"]["step_s"]
+
+
+def test_a_program_of_one_job_takes_no_sweep(tmp_path):
+    command = [sys.executable, str(ROOT / "experiments/profile.py"), "-m", "strategy=dp", "hydra.sweep.dir=out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "--multirun: this program takes one job\n"

@@ -1,4 +1,5 @@
-"""Sweeps on a real SLURM of two nodes: jobs over both, with two ranks each; one fails, one is cancelled, a node goes.
+"""Sweeps on a real SLURM of two nodes: jobs over both, with two ranks each; one fails, one is cancelled, one
+is preempted, a node goes.
 
 The ranks run a stub, but for one job that trains.
 """
@@ -65,15 +66,44 @@ def test_a_job_trains_over_both_nodes(tmp_path):
     assert len(steps) == 3 and "nodes: 2" in (tmp_path / "sweep/0/config.yaml").read_text()
 
 
+def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str:
+    """What one of SLURM's commands says in the cluster."""
+    env = {**os.environ, "SLURM_CONF": str(folder / "slurm/slurm.conf")}
+    entered = ["nsenter", f"--target={running.pid}", "--net", "--mount", *command]
+    return subprocess.run(entered, env=env, check=True, capture_output=True, text=True).stdout
+
+
+STEPS = 60
+TIMED = ("model=timed", "model.forward_ms=60", "model.backward_ms=120", "strategy=fsdp", "run.profile_iterations=1",
+         f"run.steps={STEPS}")  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["told", "out of time"])
+def test_a_job_that_is_preempted_or_out_of_time_goes_on_where_it_was(tmp_path, how):
+    """The ranks of both nodes write a checkpoint together, SLURM starts the job again, and it makes the steps that are left."""
+    limit = ("hydra.launcher.time_min=1", "hydra.launcher.grace_s=30", f"run.steps={STEPS * 4}") if how == "out of time" else ()
+    running = start(tmp_path, *TIMED, *limit, stub=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    metrics = tmp_path / "sweep/0/metrics.jsonl"
+    until(lambda: metrics.exists() and any(event["event"] == "step" for event in read_events(metrics)), running)
+    if how == "told":
+        inside(tmp_path, running, "scancel", "--signal=USR2", "1")  # as `sbatch --signal=USR2` and preemption do
+    out, err = running.communicate(timeout=540)
+    assert running.returncode == 0, (out, err)
+    events = read_events(metrics)
+    names = [event["event"] for event in events if event["event"] not in ("start", "step", "checkpoint")]
+    assert names[:4] == ["job", "preempted", "failure", "job"] and names[-2:] == ["resumed", "summary"]
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert sorted(set(steps)) == list(range(1, events[-1]["steps"] + 1))
+    assert "handed in again" in (tmp_path / "sweep/submitted/1_0_log.err").read_text()
+
+
 @pytest.mark.parametrize("how", ["cancelled", "gone"])
 def test_a_job_that_is_cancelled_or_loses_a_node_has_failed(tmp_path, how):
     running = start(tmp_path, "run.name=slow", "run.steps=1000", stderr=subprocess.PIPE)
     metrics = tmp_path / "sweep/0/metrics.jsonl"
     until(lambda: metrics.exists() and any(event["event"] == "step" for event in read_events(metrics)), running)
     if how == "cancelled":
-        env = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm/slurm.conf")}
-        inside = ["nsenter", f"--target={running.pid}", "--net", "--mount"]
-        subprocess.run([*inside, "scancel", "1"], env=env, check=True)
+        inside(tmp_path, running, "scancel", "1")
     else:
         for pid in slurm_cluster.processes_of(tmp_path / "slurm", "n1"):
             os.kill(pid, 9)

@@ -1,0 +1,85 @@
+"""A sweep that is repeated: which folder it goes on in, and what its jobs have there already."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.config.schema import ConfigError
+from experiments.job import record
+from experiments.job.record import Record
+
+_ASKED = "multirun.yaml"  # Hydra's, of every sweep
+_TIME = re.compile(r"\$\{now:[^}]*\}")
+_NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
+
+
+class Earlier:
+    """The runs in a sweep's folder, and the folders that its jobs are given; `subdir` is the config's own word for them."""
+
+    def __init__(self, folder: Path, subdir: str) -> None:
+        self._folder, self._subdir = folder, subdir
+        self._runs: dict[str, tuple[str, Record]] = {}
+        for path in _runs_in(folder):
+            if (made := record.read(path)) is not None:
+                self._runs[made.identity] = str(path.relative_to(folder)), made
+        self._taken = {name for name, _ in self._runs.values()}
+
+    def find(self, identity: str) -> tuple[str, Record] | None:
+        """The folder, in the sweep's, of the run of a job, and how it is."""
+        return self._runs.get(identity)
+
+    def place(self, number: int) -> str:
+        """A folder that no other job has, for the sweep's job of this number; empty: as the config says."""
+        if not self._runs or not _NUMBER.search(self._subdir):
+            return ""
+        while (name := _NUMBER.sub(str(number), self._subdir)) in self._taken:
+            number += 1
+        self._taken.add(name)
+        return name
+
+
+def folder_of(config: DictConfig) -> Path | None:
+    """The folder that a sweep is to go on in, if that is not `hydra.sweep.dir`. Raises ConfigError for a wrong `sweep.resume`.
+
+    `hydra.sweep.dir` with the time in it is a folder that nobody can name again: there the newest counts whose sweep was asked
+    the same, and has runs.
+    """
+    asked, pattern = str(config.sweep.resume), str(OmegaConf.to_container(config.hydra.sweep, resolve=False)["dir"])  # type: ignore[index,call-overload]
+    if asked != "auto":
+        if any(str(each).startswith("hydra.sweep.dir=") for each in config.hydra.overrides.hydra):
+            raise ConfigError("sweep.resume", f"and hydra.sweep.dir exclude each other, got {asked}")
+        if not Path(asked).is_dir():
+            raise ConfigError("sweep.resume", f"no such folder: {asked}")
+        return Path(asked).resolve()
+    if config.sweep.force is True or not _TIME.search(pattern):
+        return None
+    question = _asked(config)
+    for folder in _like(pattern):
+        try:
+            same = _asked(OmegaConf.load(folder / _ASKED)) == question
+        except (OSError, OmegaConfBaseException, AttributeError):
+            continue
+        if same and any(_runs_in(folder)):
+            return folder.resolve()
+    return None
+
+
+def _asked(config: Any) -> tuple[str, set[str]]:
+    said = [*map(str, config.hydra.overrides.task), *(str(o) for o in config.hydra.overrides.hydra if "hydra.sweeper." in str(o))]
+    return str(config.hydra.job.config_name), {each for each in said if not each.lstrip("+").startswith("sweep.")}
+
+
+def _like(pattern: str) -> list[Path]:
+    """The folders of a pattern's sweeps at any time, the newest first."""
+    found = map(Path, glob.glob("*".join(map(glob.escape, _TIME.split(pattern)))))
+    return sorted((path for path in found if (path / _ASKED).is_file()), key=lambda path: -(path / _ASKED).stat().st_mtime)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return sorted(file.parent for file in folder.rglob(record.FILE))

@@ -1,0 +1,68 @@
+"""status.json of a run: which job it is of, how far it is and how it has ended; `experiments.job.earlier` reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.config.checks import as_mapping
+from experiments.config.schema import Config
+from experiments.job import profiles
+from launch import status
+
+FILE = "status.json"
+SCHEMA = 1
+HANDED_IN, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "handed in", "running", "ok", "failed", "interrupted", "preempted"
+
+_NOT_OF_A_JOB = {"tracker": None, "sweep": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume")}
+"""What may differ between runs of one job: whole groups, and keys of groups."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """`ranks` has what each rank last said (`launch.status`), `time` is unix time in seconds. A killed run stays running."""
+
+    identity: str
+    state: str
+    reason: str = ""
+    ranks: tuple[dict[str, Any], ...] = ()
+    time: float = field(default_factory=time.time)
+
+
+def identity_of(config: Config) -> str:
+    """What two runs of one job have in common: the hash of the config, with what this machine decides of the profile, and without
+    paths and trackers.
+    """
+    told = as_mapping(config)
+    for group, keys in _NOT_OF_A_JOB.items():
+        for key in (*told[group],) if keys is None else keys:
+            del told[group][key]
+    path = config.profile.path
+    profile = profiles.key_of(config) if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(json.dumps([told, profile], sort_keys=True).encode()).hexdigest()[:20]
+
+
+def write(folder: Path, identity: str, state: str, reason: str = "", *, ranks: int = 0) -> None:
+    """Leave it in the folder, whole; of so many ranks what each has said there."""
+    said = (status.read(folder, rank) for rank in range(ranks))
+    record = Record(identity, state, reason, tuple(dataclasses.asdict(each) for each in said if each is not None))
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{FILE}.part"
+    part.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1), encoding="utf-8")
+    part.replace(folder / FILE)
+
+
+def read(folder: Path) -> Record | None:
+    """That of the folder's last run; None where there is none that can be read."""
+    try:
+        said = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if said.pop("schema") != SCHEMA:
+            return None
+        return Record(**said | {"ranks": tuple(said["ranks"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None

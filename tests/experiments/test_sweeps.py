@@ -1,0 +1,87 @@
+"""Sweeps that are repeated: what has ended well is kept, also when the program was killed. The ranks run a stub."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+from analysis.events import read_events
+from experiments.job import record
+from tests.experiments.test_train import start, train
+
+SWEEP = ("-m", "run.steps=3", "run.warmup_steps=1")
+
+
+def states(folder):
+    return {path.parent.name: record.read(path.parent).state for path in sorted(folder.glob("*/status.json"))}
+
+
+def kept(out: str) -> list[str]:
+    return re.findall(r"^(\d+): \w+, not run again", out, re.M)
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_loses_no_finished_run(tmp_path):
+    """The one that ran when SIGKILL came runs again, as does the one that had not yet; also in a folder with the time in it."""
+    jobs = (*SWEEP, "run.name=fine,slow,last")
+    first = start(tmp_path, *jobs)
+    deadline = time.monotonic() + 90
+    while not (running := list(tmp_path.glob("multirun/*/*/1/rank1.status"))):
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    sweep = running[0].parents[1]
+    assert states(sweep) == {"0": "ok", "1": "running"}
+    before = (sweep / "0/metrics.jsonl").read_bytes()
+
+    done = train(tmp_path, *jobs, ranks=False)
+    assert done.returncode == 0, done.stderr
+    assert f"going on in {sweep} (sweep.force=true begins anew)" in done.stdout
+    assert kept(done.stdout) == ["0"] and "1: not finished, runs again (job " in done.stdout
+    assert "3 jobs, 1 of them earlier, in " in done.stdout
+    assert (sweep / "0/metrics.jsonl").read_bytes() == before and states(sweep) == dict.fromkeys("012", "ok")
+    assert (sweep / "table.csv").read_text().count("\n") == 4
+    # Both plan with the profile of the first, as if nothing had happened.
+    for job in "12":
+        assert f"path: {sweep / '0/profile.json'}" in (sweep / job / "config.yaml").read_text()
+
+    again = train(tmp_path, *jobs, ranks=False)
+    assert (again.returncode, kept(again.stdout)) == (0, ["0", "1", "2"])
+    anew = train(tmp_path, *jobs, "sweep.force=true", ranks=False)
+    assert (anew.returncode, kept(anew.stdout)) == (0, []) and len(list(tmp_path.glob("multirun/*/*/0"))) == 2
+
+
+def test_what_failed_runs_again_unless_told_otherwise(tmp_path):
+    jobs = (*SWEEP, "hydra.sweep.dir=out", "run.name=raise,fine")
+    first = train(tmp_path, *jobs, "sweep.fail_fast=true", ranks=False)
+    assert first.returncode == 1 and states(tmp_path / "out") == {"0": "failed"}
+    said = record.read(tmp_path / "out/0")
+    assert said.reason == "rank 1 failed: RuntimeError: the stub fails as told"
+    assert [job["status"] for job in json.loads((tmp_path / "out/sweep.json").read_text())["jobs"]] == ["failed", "left out"]
+
+    left = train(tmp_path, *jobs, "sweep.retry_failed=false", ranks=False)
+    assert (left.returncode, kept(left.stdout)) == (1, ["0"])
+    assert states(tmp_path / "out") == {"0": "failed", "1": "ok"}
+    assert "0: failed, runs again" in train(tmp_path, *jobs, ranks=False).stdout
+    attempts = [sum(event["event"] == "job" for event in read_events(tmp_path / f"out/{n}/metrics.jsonl")) for n in (0, 1)]
+    assert attempts == [2, 1]
+
+
+def test_a_sweep_that_grows_keeps_the_folders_of_its_jobs(tmp_path):
+    train(tmp_path, *SWEEP, "hydra.sweep.dir=out", "run.name=a,c", ranks=False)
+    more = train(tmp_path, *SWEEP, "sweep.resume=out", "run.name=a,b,c", "cluster.timeout_s=60", ranks=False)
+    assert (more.returncode, kept(more.stdout)) == (0, ["0", "1"])
+    assert [read_events(tmp_path / f"out/{n}/metrics.jsonl")[0]["name"] for n in range(3)] == ["a", "c", "b"]
+
+
+def test_wrong_ways_to_repeat_are_one_line(tmp_path):
+    for asked, line in (
+        (("-m", "sweep.resume=none"), "sweep.resume: no such folder: none"),
+        (("-m", "sweep.resume=.", "hydra.sweep.dir=out"), "sweep.resume: and hydra.sweep.dir exclude each other, got ."),
+        (("sweep.force=true",), "sweep.force: is for a sweep (-m)"),
+    ):
+        done = train(tmp_path, *asked, ranks=False)
+        assert (done.returncode, done.stderr) == (2, line + "\n")

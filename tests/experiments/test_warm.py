@@ -1,0 +1,35 @@
+"""A job whose ranks are forks is the job that it is elsewhere: the same bytes at its peaks, and the same losses."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from analysis.events import read_events
+from experiments.config import checks
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles
+from launch.warm import Warm
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "scheduler=dear", "link=emulated", "cluster.threads=1",
+       "run.steps=6", "run.warmup_steps=2", "run.profile_iterations=1")  # fmt: skip
+
+
+def ran(folder: Path, known: Profiles, start=None) -> tuple[dict, list, list]:
+    with checks.composing():
+        config = checks.compose_config(JOB)
+    assert jobs.run(config, folder, Console(file=io.StringIO()), known=known, start=start).ok
+    events = read_events(folder / "metrics.jsonl")
+    steps = [event for event in events if event["event"] == "step"]
+    return events[-1]["memory"]["measured"], [s["peak_bytes"] for s in steps if not s["warmup"]], [s["loss"] for s in steps]
+
+
+def test_memory_and_losses_are_those_of_ranks_of_their_own(tmp_path):
+    known = Profiles()
+    cold = ran(tmp_path / "cold", known)
+    with Warm() as warm:
+        first, second = (ran(tmp_path / name, known, warm.run) for name in ("first", "second"))
+    assert cold[0] and first == cold and second == cold

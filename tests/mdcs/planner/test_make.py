@@ -29,6 +29,7 @@ from tests.mdcs.profiles import (
     chain,
     examples,
     flexible,
+    in_nodes,
     jobs,
     link,
     one_of_each,
@@ -134,7 +135,7 @@ def test_planning_is_repeatable(asked: Asked, strategy: StrategyPlanner, schedul
 @pytest.mark.parametrize("strategy", [*(str(k) for k in Strategy if not k.in_node), "greedy", "random"])
 def test_every_strategy_with_every_scheduler(strategy: str, name: str) -> None:
     makers: dict[str, StrategyPlanner] = {"greedy": Greedy(), "random": RandomMix(3)}
-    profile = tied(600, 400, 300, link=link(1e-5, alpha=1e-3), optimizer=ADAM)
+    profile = tied(600, 400, 300, world=4, link=in_nodes(link(1e-5, alpha=1e-3), 4, 2, 0.1), optimizer=ADAM)
     planner = makers.get(strategy) or Uniform(strategy)
     plan = make_plan(Job(profile, micro_steps=2), planner, SCHEDULERS[name]())
     assert (plan.strategy, plan.scheduler) == (strategy, name)

@@ -1,0 +1,68 @@
+"""Strategies within nodes, by hand: what they hold, send and take; and that without nodes nothing has changed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mdcs.plan.cost import CostModel
+from mdcs.plan.ledger import Ledger, runs
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.validity import PlanError
+from mdcs.planner.ilp.joint import Joint
+from mdcs.planner.ilp.strategy_ilp import Ilp
+from mdcs.planner.judge import Judge
+from mdcs.planner.make import make_plan
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
+from tests.mdcs.profiles import ADAM, Job, chain, in_nodes, link, planned
+
+hsdp, hfsdp = Strategy.hsdp, Strategy.hfsdp
+# Two nodes of two ranks; a byte takes 1/16 s across, a tenth of that within.
+PROFILE = chain(8, 16, 8, world=4, optimizer=ADAM, link=in_nodes(link(1 / 16), 4, 2, 0.1))
+
+
+@pytest.mark.parametrize(("strategy", "like"), [("hsdp", "sdp"), ("hfsdp", "fsdp")])
+def test_at_rest_a_rank_holds_what_it_would_in_a_world_of_its_node(strategy: str, like: str) -> None:
+    within, alone = planned(PROFILE, strategy), planned(chain(8, 16, 8, world=2, optimizer=ADAM), like)
+    assert Ledger(within).at_rest == Ledger(alone).at_rest
+    for rank in range(4):
+        assert runs(within, 1, 0, rank) == runs(alone, 1, 0, rank % 2)
+        assert Ledger(within, rank).rest_bytes == Ledger(alone, rank % 2).rest_bytes
+
+
+def test_a_reduction_goes_through_the_node_and_then_across() -> None:
+    # Of 64 bytes half is sent within; of the shard of 32 an all-reduce of two ranks sends 32 across.
+    assert PROFILE.wire(Kind.RS_N, 64) == 32 + 32 and PROFILE.wire(Kind.AG_F_N, 64) == 32
+    cost = CostModel(PROFILE).message(Kind.RS_N, 16)
+    assert cost.transfer == pytest.approx(32 * 0.1 / 16 + 32 / 16)
+    assert cost.copy == 0.0  # its sum is a part of it
+
+
+def test_one_buffer_serves_both_collectives_of_a_reduction() -> None:
+    def buffer(*names: str) -> int:
+        return Collectives(*names).buffer_by_node(Kind.RS_N, 64, 2, 2)
+
+    assert [buffer("native", "native"), buffer("native", "all_to_all"), buffer("reduce_broadcast", "native")] == [0, 64, 32]
+
+
+def test_planners_choose_among_what_there_is() -> None:
+    assert set(choices(PROFILE)) == set(Strategy)
+    for planner in (Greedy(), Ilp(seconds=2.0)):  # bytes are dear across, and latency nothing: two reductions of halves win
+        assert planner.choose(Judge(Job(PROFILE), None)).strategies == (hsdp,) * 3
+    assert hsdp in make_plan(PROFILE, Joint(seconds=2.0)).strategies
+    alone = chain(8, 16, world=4)
+    assert not any(k.in_node for k in choices(alone))
+    with pytest.raises(PlanError, match="hsdp shards within a node"):
+        Mix(Job(alone), (hsdp, hsdp))
+
+
+def test_files_know_of_nodes_only_where_there_are_some() -> None:
+    plan = planned(PROFILE, "hfsdp")
+    assert Plan.from_json(plan.to_json()).hash == plan.hash and Profile.from_json(PROFILE.to_json()) == PROFILE
+    assert "per_node" not in json.loads(chain(8, world=4).to_json())["link"]

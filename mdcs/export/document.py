@@ -10,6 +10,7 @@ from mdcs.export.groups import Group, groups_of
 from mdcs.export.lost import lost, megatron
 from mdcs.export.predicted import Steps, best_steps
 from mdcs.plan.messages import Plan
+from mdcs.plan.validity import PlanError
 
 SCHEMA = 1
 
@@ -30,7 +31,12 @@ KEYS = {
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """Plain containers for JSON, with all that :func:`mdcs.export.fsdp2.apply_plan` needs."""
+    """Plain containers for JSON, with all that :func:`mdcs.export.fsdp2.apply_plan` needs. Raises PlanError for shards
+    within nodes.
+    """
+    for unit, strategy in zip(plan.profile.units, plan.strategies, strict=True):
+        if strategy.in_node:
+            raise PlanError(f"{unit.name} is {strategy}: shards within a node cannot be taken home yet")
     groups = groups_of(plan)
     chosen = best_steps(plan, groups)
     return {

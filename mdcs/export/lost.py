@@ -100,7 +100,7 @@ def megatron(plan: Plan) -> dict[str, object]:
     for layout, strategy in zip(plan.profile.layouts, plan.strategies, strict=True):
         size[_MEGATRON[strategy]] += layout.param_bytes
     mode = size.most_common(1)[0][0]
-    exact = [s for s in Strategy if _MEGATRON[s] == mode and s is not Strategy.sdp]
+    exact = [s for s in _MEGATRON if _MEGATRON[s] == mode and s is not Strategy.sdp]
     names = [u.name for u, s in zip(plan.profile.units, plan.strategies, strict=True) if s not in exact]
     return {
         "data_parallel_sharding_strategy": mode,

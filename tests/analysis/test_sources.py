@@ -21,11 +21,14 @@ def test_a_folder_of_runs(sweep):
 
 def test_offline_runs_of_wandb_are_read_as_the_folder_is(run_writer, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    from experiments.job.tracking import Wandb, WandbMirror
+    from experiments.trackers.tracker import Shown
+    from experiments.trackers.wandb import Wandb, WandbMirror
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = run_writer("0", steps=40)
-    mirror = WandbMirror(Wandb(mode="offline"), tmp_path / "out", name="0", group="toy", config={})
+    shown = Shown(tmp_path / "out", "0", name="0", group="toy", kind="train", config={})
+    shown.folder.mkdir()
+    mirror = WandbMirror(Wandb(mode="offline"), shown)
     for event in read_events(folder / "metrics.jsonl"):
         mirror.event(event)
     mirror.finish(True)
@@ -48,7 +51,7 @@ def test_offline_runs_of_wandb_are_read_as_the_folder_is(run_writer, tmp_path, m
 
 
 def test_runs_of_a_project_are_asked_of_wandb(run_writer):
-    from experiments.job.tracking import flat
+    from experiments.trackers.tracker import flat
 
     def of_wandb(folder):
         config, history, summary = {}, [], {}

@@ -143,7 +143,7 @@ def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeyp
         ("link=emulated", "link.name: an emulated link paces mdcs alone: peers are compared on a real one"),
         ("budget.gib=1", "budget.gib: is chosen with --budgets here"),
         ("engine=ddp", "engine: is chosen with --engines here"),
-        ("strategy=foo", "strategy: no such option foo; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1"),
+        ("strategy=foo", "strategy: no such option foo; options: dp, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1"),
     ],
 )
 def test_a_wrong_override_is_one_line_and_starts_nothing(ranks, monkeypatch, capsys, argument, line):

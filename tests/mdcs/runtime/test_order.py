@@ -45,7 +45,7 @@ def listen(job: Job, how: How) -> dict[str, Any]:
             return getattr(self.real, name)
 
     with parallel_for(job, how) as (made, parallel, optimizer):
-        communicator = parallel._wire._communicator
+        communicator = parallel._wire._communicators[False]
         assert isinstance(communicator, Communicator)
         communicator._gloo = Gloo(communicator._gloo)
         launch = parallel._wire.launch

@@ -3,7 +3,6 @@ processes of their own only where launching is what is tested.
 """
 
 import json
-import os
 import re
 import signal
 import subprocess

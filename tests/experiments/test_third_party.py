@@ -43,7 +43,10 @@ MISTAKES = [  # one of a kind first; the others are slow
     ("strategy.whole=sdp", "strategy.whole: must be one of dp, zero1; got sdp"),
     ("strategy.m=2", "strategy.m: no such key of strategy=every_nth; its keys: n, whole"),
     ("data=stdlib_bytes", "data: stdlib_bytes gives tokens, the model reads images; use another source, or synthetic"),
-    ("strategy=nth", "strategy: no such option nth; options: dp, every_nth, fsdp, greedy, ilp, joint, random, sdp, zero1"),
+    (
+        "strategy=nth",
+        "strategy: no such option nth; options: dp, every_nth, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1",
+    ),
     ("scheduler._target_=stranger.planners.L", "scheduler: _target_ stranger.planners.L: stranger.planners has no class L"),
     ("scheduler._target_=stranger.odd.Nameless", "scheduler: _target_ stranger.odd.Nameless has no name, for tables"),
     ("scheduler._target_=stranger.odd.Untyped", "scheduler: _target_ stranger.odd.Untyped: name 'Nowhere' is not defined"),

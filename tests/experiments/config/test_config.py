@@ -97,7 +97,7 @@ WRONG = {
     "budget.schedule_share=0.5": (
         "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
     ),
-    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
+    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1",
     "strategy=joint scheduler=joint": (
         "scheduler: no such option joint; options: dear, fusion, memory_aware, mg_wfbp, partitioning, priority, random,"
         " sequential, wfbp"
@@ -108,7 +108,7 @@ WRONG = {
         "scheduler.seconds: must be at most half of cluster.timeout_s=60, got 50"
     ),
     "stratgy=dp": "stratgy: no such key; did you mean strategy?",
-    "strategy.each=zero2": "strategy.each: must be one of dp, zero1, sdp, fsdp; got zero2",
+    "strategy.each=zero2": "strategy.each: must be one of dp, zero1, sdp, fsdp, hsdp, hfsdp; got zero2",
     "strategy.each=null": "strategy.each: must be text, got null",
     "strategy.seed=3": "strategy.seed: no such key of strategy=dp; its keys: each",
     "strategy=greedy strategy.seed=3": "strategy.seed: no such key of strategy=greedy; it has none",
@@ -117,7 +117,7 @@ WRONG = {
     "strategy=random +strategy.seed=3": "strategy.seed: is set already: leave out the +",
     "strategy=random strategy.seed=null": "strategy.seed: must be an integer, got null",
     "strategy=random strategy.seed=-1": "strategy.seed: must be >= 0, got -1",
-    "strategy=null": "strategy: no such option null; options: dp, fsdp, greedy, ilp, joint, random, sdp, zero1",
+    "strategy=null": "strategy: no such option null; options: dp, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1",
     "strategy._target_=mine.Best": "strategy: _target_ mine.Best: no module mine; is it installed, or on PYTHONPATH?",
     "strategy._target_=mdcs.options.option": "strategy: _target_ mdcs.options.option is no dataclass",
     "strategy._target_=mdcs.options.Best": "strategy: _target_ mdcs.options.Best: mdcs.options has no class Best",

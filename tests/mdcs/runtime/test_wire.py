@@ -43,7 +43,7 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     ]
     for storage in storages:
         storage.settle()
-    wire = Wire(plan, storages, lambda collectives: Communicator(collectives, None), NullMeter())
+    wire = Wire(plan, storages, lambda collectives, _: Communicator(collectives, None), NullMeter())
     parts = [(u, b) for u in range(3) for b in range(len(plan.blocks[u]))]
     wrong = []
     reduced = {}

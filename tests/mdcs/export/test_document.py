@@ -15,13 +15,14 @@ from mdcs.export.predicted import as_run, best_steps
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
-from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, strategies, tied
+from tests.mdcs.profiles import Job, chain, examples, in_nodes, jobs, link, planned, schedulers, strategies, tied
 
 NATIVE = Collectives("native", "native", "native")
 
@@ -182,3 +183,13 @@ def test_the_nearest_mode_of_megatron_is_that_of_most_parameters(strategy: str) 
     nearest = {"dp": "no_shard", "zero1": "optim_grads"}.get(strategy, "optim_grads_params")
     assert mode["data_parallel_sharding_strategy"] == nearest
     assert ("a" in mode["units_that_the_plan_has_otherwise"]) is (strategy == "sdp")
+
+
+# ---- what cannot be taken home
+
+
+def test_shards_within_nodes_are_refused_by_unit() -> None:
+    with_nodes = in_nodes(link(1e-9), 4, 2, 1e-10)
+    plan = planned(named(chain(8, 4, world=4, link=with_nodes), "a", "b"), ["fsdp", "hsdp"])
+    with pytest.raises(PlanError, match="b is hsdp: shards within a node cannot be taken home yet"):
+        document(plan)

@@ -140,11 +140,13 @@ class CostModel:
         seconds = 0.0
         for kind in strategy.kinds(u.trainable, u.backward is not None):
             times = micro_steps if kind.is_gather and strategy.sharded else 1
+            parts: dict[int, list[int]] = {}  # of the messages: elements of one width go together
             for section, elements in zip(layout.sections, layout.sizes, strict=True):
-                size = elements * section.width(kind.is_gather)
-                seconds += times * self.link_s(kind, self.profile.wire(kind, size))
-                seconds += self.copy_s(kind, size)
-                seconds += self.update_s(kind, elements)
+                parts.setdefault(section.width(kind.is_gather), []).append(elements)
+            for width, together in parts.items():
+                size = width * sum(together)
+                seconds += times * (self.link_s(kind, self.profile.wire(kind, size)) + self.copy_s(kind, size, len(together)))
+                seconds += sum(self.update_s(kind, elements) for elements in together)
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:

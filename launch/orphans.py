@@ -41,7 +41,7 @@ def reap(sessions: Iterable[int]) -> None:
         with contextlib.suppress(OSError, ValueError):
             state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
             if state == "Z" and int(parent) == os.getpid() and int(session) in wanted:
-                os.waitpid(int(stat.parent.name), os.WNOHANG)
+                os.waitpid(int(stat.parent.name), 0)  # its other threads may need a moment more
 
 
 def kill_groups(leaders: Iterable[int]) -> None:

@@ -107,7 +107,7 @@ class Ranks:
                 patch.setenv(name, value)
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, self._stderr(rank)), daemon=True)
+                process = context.Process(target=_serve, args=(theirs, self._stderr(rank), self.environment is None), daemon=True)
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -136,7 +136,7 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _serve(pipe: Connection, output: Path) -> None:
+def _serve(pipe: Connection, output: Path, is_hasty: bool) -> None:
     os.setsid()
     with output.open("wb") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -144,7 +144,8 @@ def _serve(pipe: Connection, output: Path) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for module in PRELOADED:
         import_module(module)
-    update_timing._CACHES, update_timing._LONG = 1 << 16, 1 << 14  # seconds that tests have no use for
+    if is_hasty:  # where what an update takes is of no use to a test
+        update_timing._CACHES, update_timing._LONG = 1 << 16, 1 << 14
     gc.freeze()  # what has been imported is no garbage: to look through it takes longer than most tests
     pipe.send("ready")
     while True:

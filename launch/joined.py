@@ -249,12 +249,13 @@ class _Ranks:
     def gone(self) -> Outcome | None:
         """That a host says nothing any more, if that is why the job ends."""
         limit = self._cluster.timeout_s / (2 if self._failed else 1)
-        silent = {rank: for_s for rank in self._said if (for_s := self._line.unchanged(self.keys[rank - 1])) > limit}
-        if not silent:
+        silent = {rank: self._line.unchanged(self.keys[rank - 1]) for rank in self._said}
+        first = min((rank for rank, for_s in silent.items() if for_s > limit), default=None)
+        if first is None:
             return None
-        first = min(silent)
         host = self._said[first]["host"]
-        where = [self._where(rank) for rank in silent if self._said[rank]["host"] == host]
+        # The last words of its ranks come a moment apart.
+        where = [self._where(rank) for rank in sorted(silent) if self._said[rank]["host"] == host and silent[rank] > limit / 2]
         reason = f"host {host} has not answered for {silent[first]:.0f} s: {', '.join(where)}"
         return Outcome(False, reason, first, (self._said[first]["status"] or {}).get("step"))
 

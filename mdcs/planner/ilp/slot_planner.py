@@ -1,21 +1,23 @@
 """Plans from the slot model: solve it, turn the solution into messages, search on from there, say what became of it.
 
 The solver decides strategies and, under a budget, from when to when buffers live (:class:`mdcs.planner.ilp.slot_model.Decision`);
-within these windows blocks are sent nearest deadline first. From the best of that and of the heuristics, by replay, simulated
-annealing (:mod:`mdcs.planner.anneal`) goes on for what is left of the time. So what is returned is never slower than a heuristic
-that was tried; of schedules that are as fast, it is one that needs least memory.
+within these windows blocks are sent nearest deadline first. Beside the solver, simulated annealing (:mod:`mdcs.planner.anneal`)
+races from several heuristics; from the best of all, by replay, it goes on for what is left of the time. So what is returned is
+never slower than a heuristic that was tried; of schedules that are as fast, it is one that needs least memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mdcs.options import option
-from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.ledger import Ledger, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
@@ -43,6 +45,8 @@ _WHOLE = 60  # slots up to which it is solved in integers, too
 _COARSE = 24  # bins of the relaxation that is solved first
 _FINE = 96  # slots up to which the next one has no bins; beyond, half as many bins
 _MANY = 20_000  # messages that make a plan worth half as much to search from
+_RACING = 6  # heuristics' plans that are searched from
+_WORTH = 1e-3  # of the step: what makes another race worth its time
 _REACH = 32  # slots by which a schedule for more than four times as many sends early or late
 
 # Parts of the time, each with an end of its own, counted from the beginning.
@@ -88,13 +92,15 @@ def solve_plan(
     Raises PlanError when there is none at all.
     """
     asked = _Asked(judge, name, None if fixed is None else tuple(fixed), solver, seconds, block_bytes, time.monotonic())
-    known = _best(_until(asked.at(_HEURISTICS), _heuristics(judge, fixed)))
+    known = list(map(_timed, _until(asked.at(_HEURISTICS), _heuristics(judge, fixed))))
     found = _found(asked, known, heuristics)
-    candidates = [*found.plans, *([known] if known is not None and heuristics else [])]
+    candidates = [*found.plans, *(known if heuristics else [])]
     if not candidates:
         raise PlanError(f"{name}: no plan was found: {found.status}")
-    _, start = min(candidates, key=_patience_s)
-    candidates.append(_timed(asked.searched(start, 1 - _LEANER, found.bound)))
+    step_s = math.inf
+    while min(candidates, key=_step_s)[0] < step_s * (1 - _WORTH):  # else another race is worth no time
+        step_s = min(candidates, key=_step_s)[0]
+        candidates += asked.raced(candidates, 1 - _LEANER, found.bound, most=1)
     step_s, plan = min(candidates, key=_step_s)
     begun = plan.scheduler  # a search leaves the name of what it began with
     plan = _leanest(plan, step_s, judge.floor, asked.at(1.0))
@@ -130,10 +136,31 @@ class _Asked:
         left = max(1.0, self.at(_SOLVING) - time.monotonic())
         return solve(model.problem, solver=self.solver, seconds=left, start=values, relax=relax)
 
-    def searched(self, plan: Plan, part: float, bound: float | None, stop: Callable[[], bool] = lambda: False) -> Plan:
-        """The plan, improved by a search until then."""
-        left = self.at(part) - time.monotonic()
-        return annealed(plan, left, bound=bound or 0.0, strategies=self.fixed is None, stop=stop)
+    def raced(
+        self,
+        plans: Sequence[Timed],
+        part: float,
+        bound: float | None,
+        stop: Callable[[], bool] = lambda: False,
+        most: int = _RACING,
+    ) -> list[Timed]:
+        """What searches find until then: each of the likeliest plans has a turn, the better half of what comes of them another
+        one, and so on (successive halving; Karnin, Koren, Somekh, ICML 2013).
+        """
+        found: list[Timed] = []
+        racing = _likeliest(plans, most)
+        rounds = len(racing).bit_length()
+        for r in range(rounds):
+            until = time.monotonic() + (self.at(part) - time.monotonic()) / (rounds - r)
+            better = []
+            for i, (_, plan) in enumerate(racing):
+                left = (until - time.monotonic()) / (len(racing) - i)
+                better.append(
+                    _timed(annealed(plan, left, bound=bound or 0.0, strategies=self.fixed is None, stop=stop, seed=r))
+                )
+            found += better
+            racing = _likeliest(better, len(racing) // 2)
+        return found
 
     def decoded(self, decisions: Sequence[Decision]) -> list[Timed]:
         """Of the plans that these decisions make, as far as there is time, the best, and the best to search from. A single
@@ -155,7 +182,7 @@ class _Found:
     plans: list[Timed]
 
 
-def _found(asked: _Asked, known: Timed | None, heuristics: bool) -> _Found:
+def _found(asked: _Asked, known: list[Timed], heuristics: bool) -> _Found:
     """Small problems in integers, large ones relaxed and rounded, those between both, side by side; a search from the best
     heuristic goes on beside them. Plans are made with what messages cost in blocks, bounds with what no plan goes below.
     """
@@ -167,15 +194,14 @@ def _found(asked: _Asked, known: Timed | None, heuristics: bool) -> _Found:
         if slots > _SMALL:
             solving.append(pool.submit(_relaxed, asked, dear, bounds, plans=True))
         if slots <= _WHOLE or asked.fixed is not None:
-            solving.append(pool.submit(_whole, asked, known, dear, bounds))
+            solving.append(pool.submit(_whole, asked, min(known, key=_step_s, default=None), dear, bounds))
         if not bounds:
             solving.append(pool.submit(_relaxed, asked, judge, True, plans=False))
         plans: list[Timed] = []
-        if slots > _SMALL and known is not None and heuristics:
-            plans.append(_timed(asked.searched(known[1], _SOLVING, None, solving[0].done)))
+        if known and heuristics:
+            plans += asked.raced(known, _SOLVING, None, solving[0].done)
             plans += solving[0].result().plans
-            _, best = min(plans, key=_patience_s)
-            plans.append(_timed(asked.searched(best, _SOLVING + _DECODING, None, lambda: _all_done(solving))))
+            plans += asked.raced(plans, _SOLVING + _DECODING, None, lambda: _all_done(solving), most=1)
         found = [each.result() for each in solving]
     plans += [plan for each in found for plan in each.plans]
     said = [each.status for each in found if each.plans] or [found[0].status]
@@ -223,6 +249,14 @@ def _patience_s(timed: Timed) -> float:
     return timed[0] * (1 + len(timed[1].messages) / _MANY)
 
 
+def _likeliest(plans: Sequence[Timed], most: int) -> list[Timed]:
+    """Of those that come of one mix and scheduler the one, and of these the few, that are worth most to search from."""
+    first: dict[tuple[tuple[Strategy, ...], str], Timed] = {}
+    for step_s, plan in sorted(plans, key=_patience_s):
+        first.setdefault((plan.strategies, plan.scheduler), (step_s, plan))
+    return list(first.values())[:most]
+
+
 def _timed(plan: Plan) -> Timed:
     return replay(plan).period_s, plan
 
@@ -244,11 +278,6 @@ def _leanest(plan: Plan, step_s: float, floor: int, until: float) -> Plan:
     return plan
 
 
-def _best(plans: Iterator[Plan]) -> Timed | None:
-    """The plan with the shortest step."""
-    return min(map(_timed, plans), key=_step_s, default=None)
-
-
 def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
     """Plans made before the deadline; always the first."""
     for plan in plans:
@@ -261,10 +290,16 @@ def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
     """The plan within the budget, unless it cannot be made to fit; and with neighbours fused, if there are small ones."""
     fused = fuse_neighbours(plan, min(_FUSED_BLOCKS * plan.profile.block, _MOST_FUSED))
     for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
-        try:
+        with contextlib.suppress(PlanError):
             yield each if judge.budget is None else fit(each, judge.budget)
-        except PlanError:
-            continue
+
+
+def _roomier(plan: Plan) -> Iterator[Plan]:
+    """The plan with room for what compute allocates next, which else waits for the messages in flight; if it can be made."""
+    if plan.budget is not None:
+        next_bytes = max([slot.allocated for slot in Ledger(plan).slots])
+        with contextlib.suppress(PlanError):
+            yield dataclasses.replace(fit(plan, plan.budget - next_bytes), budget=plan.budget)
 
 
 def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int, finer: Sequence[int]) -> Iterator[Plan]:
@@ -282,20 +317,18 @@ def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int, fine
 
 def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
     """Greedy mixes at several divisions of the budget, or the fixed mix, under the schedulers that win most often; the
-    likeliest first.
+    likeliest first, and of all mixes first what has few messages.
     """
-    tried = set()
-    for mix in _mixes(judge, fixed):
-        if mix not in tried:
-            tried.add(mix)
-            yield from _scheduled(judge, mix)
-
-
-def _scheduled(judge: Judge, mix: Mix) -> Iterator[Plan]:
-    coarser = Priority(_COARSER * mix.profile.block / MIB)
-    for scheduler in (coarser, Dear(), Wfbp(), Priority(), Partitioning()):
-        yield from _fitted(judge, scheduler.schedule(mix))
-    yield from _fitted(judge, sequential(mix))
+    mixes = list(dict.fromkeys(_mixes(judge, fixed)))
+    coarser = Priority(_COARSER * judge.profile.block / MIB)
+    for scheduler in (coarser, Dear(), Wfbp()):
+        for mix in mixes:
+            for plan in _fitted(judge, scheduler.schedule(mix)):
+                yield plan
+                yield from _roomier(plan)
+    for schedule in (sequential, Priority().schedule, Partitioning().schedule):
+        for mix in mixes:
+            yield from _fitted(judge, schedule(mix))
 
 
 def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 from dataclasses import replace
 
 import pytest
 
 import mdcs
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import check, smallest_budget
+from mdcs.plan.ledger import Ledger, check, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
@@ -138,3 +140,33 @@ def test_of_schedules_as_fast_the_leanest() -> None:
         assert smallest_budget(leaner) <= smallest_budget(plan)
         saved += smallest_budget(plan) - smallest_budget(leaner)
     assert saved > 0
+
+
+def started() -> tuple[Judge, list[slot_planner.Timed]]:
+    """A tight job, and heuristics' plans for it."""
+    profile = chain(*[40_000] * 6, link=link(4e-6, depth=2, block=1 << 14), live=1000)
+    judge = Judge(Job(profile), int(1.25 * mdcs.floor_bytes(profile)))
+    coarse = itertools.islice(slot_planner._heuristics(judge, None), 12)
+    return judge, [(replay(plan).period_s, plan) for plan in coarse]
+
+
+def test_a_race_starts_from_several_plans_and_ends_with_the_fastest() -> None:
+    judge, known = started()
+    asked = slot_planner._Asked(judge, "joint", None, "HIGHS", 1.0, 0, time.monotonic())
+    found = asked.raced(known, 1.0, None)
+    racing = slot_planner._likeliest(known, slot_planner._RACING)
+    assert len(racing) > 2 and len({(p.strategies, p.scheduler) for _, p in racing}) == len(racing)
+    rounds = [found[: len(racing)], found[len(racing) :][: len(racing) // 2]]
+    for (before, _), (after, plan) in zip(racing, rounds[0], strict=True):
+        assert after <= before * (1 + 1e-9) and smallest_budget(plan) <= (judge.budget or 0)
+    assert min(step_s for step_s, _ in rounds[1]) <= min(step_s for step_s, _ in rounds[0])
+    assert min(step_s for step_s, _ in found) < min(step_s for step_s, _ in known)
+
+
+def test_a_roomier_plan_leaves_room_for_what_compute_allocates_next() -> None:
+    _, known = started()
+    roomier = [(plan, other) for _, plan in known for other in slot_planner._roomier(plan)]
+    assert roomier
+    for plan, other in roomier:
+        allocated = max(slot.allocated for slot in Ledger(plan).slots)
+        assert smallest_budget(other) <= (plan.budget or 0) - allocated and other.budget == plan.budget

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from analysis.executed import run_notebooks
@@ -20,27 +21,23 @@ _SOURCE = "a sweep's or a run's folder (runs are found at any depth), one of off
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, or 1 with one line on stderr for what cannot be read."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    name = arguments[0] if arguments[:1] and arguments[0] in _COMMANDS else ""
+    run, about = _COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"python -m analysis {name}".strip(), description=about)
     try:
-        if arguments[:1] == ["trace"]:
-            return _trace(arguments[1:])
-        if arguments[:1] == ["report"]:
-            return _page(arguments[1:])
-        if arguments[:1] == ["notebooks"]:
-            return _notebooks(arguments[1:])
-        return _pictures(arguments)
+        near = difflib.get_close_matches(arguments[0], _COMMANDS, n=1) if arguments and not name else []
+        if near and not Path(arguments[0]).exists():
+            raise ValueError(f"{arguments[0]} is neither a folder nor a command; did you mean {near[0]}?")
+        run(parser, arguments[1:] if name else arguments)
     except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"analysis: {error}", file=sys.stderr)
         return 1
+    return 0
 
 
-def _pictures(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis",
-        description="Print the table of a sweep (or of one run) and write table.csv, its pictures and the trace of "
-        "its fastest run.",
-        epilog="python -m analysis report SOURCE writes one HTML page, python -m analysis notebooks SOURCE runs the notebooks, "
-        "python -m analysis trace RUN writes the trace of one run.",
-    )
+def _pictures(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    others = (f"python -m analysis {name}: {about[0].lower()}{about[1:]}" for name, (_, about) in _COMMANDS.items() if name)
+    parser.epilog = "Other commands. " + " ".join(others)
     parser.add_argument("source", help=_SOURCE)
     parser.add_argument("--out", type=Path, help="where to write (default: the folder; of W&B's runs, here)")
     options = parser.parse_args(arguments)
@@ -48,49 +45,49 @@ def _pictures(arguments: Sequence[str]) -> int:
     print_table(frame)
     for path in write_report(frame, options.out or _folder(options.source)):
         print(f"wrote {path}")
-    return 0
 
 
-def _page(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis report",
-        description="Write a sweep as one HTML page that needs no network: best plans, curves, all runs, timelines, memory.",
-    )
+def _page(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("source", help=_SOURCE)
     parser.add_argument("-o", "--output", type=Path, help="the file to write (default: report.html in the folder)")
     options = parser.parse_args(arguments)
     title = options.source if options.source.startswith(WANDB) else Path(options.source).resolve().name
     print(f"wrote {write_page(runs(options.source), options.output or _folder(options.source) / 'report.html', title)}")
-    return 0
 
 
-def _notebooks(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis notebooks",
-        description="Run the notebooks of analysis/notebooks on these runs and write them, with their output, as .ipynb files.",
-    )
+def _notebooks(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("source", nargs="?", help=f"{_SOURCE}; default: a small sweep of the tests")
     parser.add_argument("--out", type=Path, default=Path("results/notebooks"), help="the folder to write (default: %(default)s)")
     options = parser.parse_args(arguments)
+    if options.source is not None:
+        runs(options.source)  # what is no source at all is told once, not by every notebook
     for path, reason in run_notebooks(options.source, options.out):
         print(f"left out {path.name}: {reason}" if reason else f"wrote {path}")
-    return 0
+
+
+def _trace(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("-o", "--output", type=Path, help="the file to write (default: RUN/trace.json)")
+    options = parser.parse_args(arguments)
+    print(f"wrote {write_trace(load_run(options.run), options.output or options.run / 'trace.json')}")
 
 
 def _folder(source: str) -> Path:
     return Path() if source.startswith(WANDB) else Path(source)
 
 
-def _trace(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis trace",
-        description="Write a run's period, predicted and measured, as a trace for https://ui.perfetto.dev.",
-    )
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("-o", "--output", type=Path, help="the file to write (default: RUN/trace.json)")
-    options = parser.parse_args(arguments)
-    print(f"wrote {write_trace(load_run(options.run), options.output or options.run / 'trace.json')}")
-    return 0
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser, Sequence[str]], None], str]] = {
+    "": (
+        _pictures, "Print the table of a sweep (or a run) and write table.csv, its pictures and the trace of its fastest run."
+    ),
+    "report": (
+        _page, "Write a sweep as one HTML page that needs no network: best plans, curves, all runs, timelines, memory."
+    ),
+    "notebooks": (
+        _notebooks, "Run the notebooks of analysis/notebooks on these runs and write them, with their output, as .ipynb files."
+    ),
+    "trace": (_trace, "Write a run's period, predicted and measured, as a trace for https://ui.perfetto.dev."),
+}  # fmt: skip
 
 
 if __name__ == "__main__":

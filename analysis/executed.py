@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = HERE / "notebooks"
@@ -29,17 +30,18 @@ def run_notebooks(source: str | None, out: Path) -> Iterator[tuple[Path, str]]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))}
     if source is not None:
         environment["RUNS"] = source
-    for notebook in sorted(NOTEBOOKS.glob("*.py")):
-        document, path = jupytext.read(notebook), out / f"{notebook.stem}.ipynb"
-        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # which others on the machine cannot reach
-        here = {"metadata": {"path": os.getcwd()}}
-        client = NotebookClient(document, km=kernel, timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S, resources=here)
-        try:
-            client.execute(env=environment)
-        except CellExecutionError as error:
-            if error.ename != "ValueError":
-                raise RuntimeError(f"{notebook.name}: {error.ename}: {error.evalue}") from error
-            yield path, error.evalue
-            continue
-        jupytext.write(document, path)
-        yield path, ""
+    with TemporaryDirectory() as sockets:  # which others on the machine cannot reach
+        for notebook in sorted(NOTEBOOKS.glob("*.py")):
+            document, path = jupytext.read(notebook), out / f"{notebook.stem}.ipynb"
+            kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/{notebook.stem}")
+            here = {"metadata": {"path": os.getcwd()}}
+            client = NotebookClient(document, km=kernel, timeout=TIMEOUT_S, startup_timeout=TIMEOUT_S, resources=here)
+            try:
+                client.execute(env=environment)
+            except CellExecutionError as error:
+                if error.ename != "ValueError":
+                    raise RuntimeError(f"{notebook.name}: {error.ename}: {error.evalue}") from error
+                yield path, error.evalue
+                continue
+            jupytext.write(document, path)
+            yield path, ""

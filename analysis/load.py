@@ -168,7 +168,7 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Read one run: the last attempt, where several jobs ran in the folder.
+    """Read one run: the last attempt, where several jobs ran in the folder, with the steps that it has gone on from.
 
     Raises FileNotFoundError if the folder has no metrics.jsonl, ValueError naming the line if that is corrupt.
     """
@@ -177,13 +177,20 @@ def load_run(folder: str | Path) -> Run:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a run: it has no {METRICS}")
     by_event: dict[str, list[Event]] = {}
-    for event in last_attempt(read_events(path)):
+    events = read_events(path)
+    attempt = last_attempt(events)
+    for event in attempt:
         by_event.setdefault(event["event"], []).append(event)
+    before = events[: len(events) - len(attempt)]
+    told = {Path(event["folder"]).parent for event in before if event["event"] == "checkpoint"}
+    own = told | {folder.resolve() / "checkpoints"}  # a killed run may not have told of its last one; a folder may be moved
+    done = max((e["step"] for e in by_event.get("resumed", []) if Path(e["folder"]).parent in own), default=0)
+    former = {event["step"]: event for event in before if event["event"] == "step" and event["step"] <= done}
     last = {name: found[-1] for name, found in by_event.items()}
     return Run(
         folder=folder,
         start=last.get("job", {}) | last.get("start", {}),
-        steps=pd.DataFrame(by_event.get("step", [])),
+        steps=pd.DataFrame([*(former[step] for step in sorted(former)), *by_event.get("step", [])]),
         summary=last.get("summary", {}),
         failure=last.get("failure", {}),
     )

@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2 3; with --timed 2 4")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all runs, as JSON")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. run.steps=30")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     return run_composing(lambda: measure(arguments))
 
 

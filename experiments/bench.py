@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python experiments/bench.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=positive, default=3, help="how often every candidate runs")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. link.rate_gbit=0.5")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     return run_composing(lambda: compare(arguments.rounds, arguments.overrides, Console(stderr=True)))
 
 

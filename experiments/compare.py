@@ -6,7 +6,8 @@ Every round runs mdcs once per budget and every peer once; the next round begins
 of mdcs's floor on top of that floor (10%), or none; a peer fits it if no rank ever held more. Ratios are taken within a
 round. All losses are compared with those of the first run of mdcs. Overrides of strategy, scheduler, collectives and profile
 are for mdcs alone, FSDP2 has a group per block whatever `model.wrap` says, and `--mdcs 'strategy=greedy scheduler=wfbp'` adds
-mdcs with another plan. comparison.json, comparison.png and the runs are left in `--out`.
+mdcs with another plan. comparison.json, comparison.png and the runs are left in `--out`; a session that is interrupted shows
+the rounds that ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib.metadata
 import json
 import math
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -35,6 +37,7 @@ import mdcs
 from analysis import load_run, pictures
 from analysis.comparison import Row, lines, loss_differences
 from analysis.table import milliseconds
+from experiments.config.budgets import Budget
 from experiments.config.checks import compose_config, positive, run_composing
 from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
@@ -43,7 +46,7 @@ from experiments.job import run as jobs
 from experiments.job.planning import job_of
 from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
-from mdcs.sizes import GIB, MIB
+from mdcs.sizes import MIB
 
 SCHEMA = 2
 WIDTH = 150  # of tables where there is no terminal
@@ -70,42 +73,6 @@ PLANNED = ("strategy", "scheduler", "collectives", "profile", "link", "run.cross
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Bytes per rank, or a share of the floor beyond it; neither: no limit."""
-
-    gib: float | None = None
-    over_floor: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Budget:
-        if text == "none":
-            return cls()
-        try:
-            share = text.endswith("%")
-            value = float(text.removesuffix("%")) / (100 if share else 1)
-            if (value >= 0 if share else value > 0) and value < float("inf"):
-                return cls(over_floor=value) if share else cls(gib=value)
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"a budget is GiB (0.5), a share of the floor on top of it (10%) or none; got {text}")
-
-    def bytes(self, floor: int) -> int | None:
-        if self.gib is not None:
-            return int(self.gib * GIB)
-        return None if self.over_floor is None else int(floor * (1 + self.over_floor))
-
-    def __str__(self) -> str:
-        if self.gib is not None:
-            return f"{self.gib:g} GiB"
-        return "none" if self.over_floor is None else f"{self.over_floor * 100:g}%"
-
-    @property
-    def overrides(self) -> list[str]:
-        values = {"budget.gib": self.gib, "budget.over_floor": self.over_floor}
-        return [f"{key}={value}" for key, value in values.items() if value is not None]
-
-
-@dataclass(frozen=True)
 class Candidate:
     """What takes its turn in every round: a peer, or mdcs under a budget."""
 
@@ -118,14 +85,15 @@ def main(module: str = jobs.WORKER) -> int:
     """Compare what the command line asks for; returns the exit code. Jobs run the module `module`."""
     parser = argparse.ArgumentParser(prog="python experiments/compare.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=positive, default=3, help="how often each engine runs")
-    parser.add_argument("--budgets", type=_each(Budget.parse), default=[Budget()], help="e.g. 0.5,10%%,none")
+    parser.add_argument("--budgets", type=_each(_budget), default=[Budget()], help="e.g. 10%%,1.5GiB,none")
     parser.add_argument("--engines", type=_each(_peer), help=f"peers, of {', '.join(PEERS)}; default: all that can run here")
     parser.add_argument("--mdcs", action="append", default=[], metavar="OVERRIDES", help="mdcs with another plan as well")
     parser.add_argument("--tolerance", type=float, default=5e-3, help="greatest relative difference of equal losses")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="of what is printed")
     parser.add_argument("--out", type=Path, default=Path("results/compare"), help="the folder for what is written")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. model.layers=4")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run_composing(lambda: Comparison(arguments, module).run())
     except KeyboardInterrupt:
@@ -150,6 +118,7 @@ class Comparison:
         self.runs: dict[tuple[str, Budget | None], list[Row]] = {}
         self.curves: dict[str, list[list[float]]] = {}
         self.failed: dict[str, str] = {}
+        self.rounds = 0  # that have ended
 
     def _peers(self, names: Sequence[str] | None, overrides: Sequence[str]) -> Iterable[Candidate]:
         """Raises ConfigError for one that was asked for and cannot run; one that was not is left out."""
@@ -173,12 +142,14 @@ class Comparison:
         if floor is None:
             return 1
         own = list(self._own(floor))
-        for number in range(self.asked.rounds):
-            candidates = [*own, *self.peers]
-            first = number % len(candidates)
-            for candidate in [*candidates[first:], *candidates[:first]]:
-                if _key(candidate) not in self.failed:
-                    self._turn(number, candidate)
+        interrupted = False
+        try:
+            for number in range(self.asked.rounds):
+                self._round(number, [*own, *self.peers])
+                self.rounds = number + 1
+        except KeyboardInterrupt:
+            interrupted = True
+            self.console.print("interrupted: all ranks were ended; what was measured before:")
         document = self.document(floor)
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "comparison.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
@@ -189,7 +160,13 @@ class Comparison:
         else:
             show(document)
         self.console.print(f"in {self.out}: comparison.json, comparison.png, runs", markup=False, highlight=False, soft_wrap=True)
-        return 1 if self.failed or not document["losses"]["equal"] else 0
+        return 130 if interrupted else 1 if self.failed or not document["losses"]["equal"] else 0
+
+    def _round(self, number: int, candidates: list[Candidate]) -> None:
+        first = number % len(candidates)
+        for candidate in [*candidates[first:], *candidates[:first]]:
+            if _key(candidate) not in self.failed:
+                self._turn(number, candidate)
 
     def _floor(self) -> int | None:
         """Of the profile, which is measured if it is not known; None, and a line, if that fails."""
@@ -224,8 +201,8 @@ class Comparison:
     # ---- what is written and shown
 
     def document(self, floor: int) -> dict[str, Any]:
-        config, whole = self.config, self.asked.rounds
-        complete = {key: rows for key, rows in self.runs.items() if len(rows) == whole}
+        config, whole = self.config, max(1, self.rounds)  # of the first one there is what was measured
+        complete = {key: rows[:whole] for key, rows in self.runs.items() if len(rows) >= whole}
         own = [key for key in self.curves if key.partition(" @ ")[0] == BASE]
         base = next(iter([*own, *self.curves]), None)
         differences = {} if base is None else loss_differences(self.curves, base)
@@ -376,6 +353,13 @@ def _each(parse: Any) -> Any:
         return [parse(part.strip()) for part in text.split(",")]
 
     return parse_all
+
+
+def _budget(words: str) -> Budget:
+    try:
+        return Budget.parse(words)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _peer(name: str) -> str:

@@ -10,8 +10,9 @@ explains its keys. In a loop of your own:
     from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
     apply_plan(model, json.load(open("fsdp2.json")))                  # calls fully_shard
     optimizer = torch.optim.AdamW(parameter_groups(model))            # afterwards
-    clip_grad_norm_(model.parameters(), 1.0)                          # if some units are replicated
+    clip_grad_norm_(model.parameters(), 1.0)                          # if some units are replicated, or sharded within nodes
 
+A plan for several hosts may shard units within each: their mesh is of hosts x ranks, 2 x 4 for instance.
 docs/export.md has a loader of 20 lines that needs torch alone.
 """
 
@@ -71,13 +72,14 @@ def show(made: dict[str, Any], console: Console) -> None:
     """Groups, what is lost, and what is predicted of both."""
     title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("modules", "strategy", "reshard_after_forward", "gathers ahead: forward", "backward"):
+    for heading in ("modules", "strategy", "mesh", "reshard_after_forward", "gathers ahead: forward", "backward"):
         table.add_column(heading, overflow="fold")
     for group in made["groups"]:
         modules = ", ".join(name or "(the model)" for name in group["modules"])
         strategy = str(group["strategy"]) if group["units"] else "–"
         ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
-        table.add_row(modules, strategy, str(group["reshard_after_forward"]), *ahead)
+        mesh = " x ".join(map(str, group["mesh"]))
+        table.add_row(modules, strategy, mesh, str(group["reshard_after_forward"]), *ahead)
     console.print(table)
     console.print("What the plan does and FSDP2 does not:", highlight=False)
     for each in made["lost"]:
@@ -86,6 +88,8 @@ def show(made: dict[str, Any], console: Console) -> None:
     console.print(_predicted(made["predicted"]))
     mode = made["megatron_fsdp"]
     nearest = f"data_parallel_sharding_strategy={mode['data_parallel_sharding_strategy']}"
+    if mode["num_distributed_optimizer_instances"] > 1:
+        nearest += f" num_distributed_optimizer_instances={mode['num_distributed_optimizer_instances']}"
     words = f"Megatron-FSDP: {nearest} is nearest for {mode['share_of_parameters']:.0%} of the parameters. {mode['lost']}"
     console.print(words, markup=False, highlight=False)
 

@@ -18,10 +18,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from analysis.table import WIDTH
 from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.profiles import ranks, rehearsed
+from experiments.job.record import identity_of
 from experiments.job.tracking import show_files
 from mdcs.profile.algorithms import name_of
 from mdcs.profile.contents import Profile, Unit
@@ -31,11 +33,12 @@ from mdcs.sizes import MIB
 def main(worker: str = jobs.WORKER) -> int:
     """Show the profile of what the command line asks for, measured if need be; returns the exit code."""
     console = Console()
+    console.width = console.width if console.is_terminal else WIDTH
 
     def measure(config: Config, folder: Path) -> str:
         known = jobs.known_profile(config, folder, console)
         if known is not None:
-            show_files(known[0], folder, "profile")
+            show_files(known[0], folder, "profile", identity_of(config))
         else:
             outcome = jobs.run(config, folder, console, only="profile", worker=worker)
             if not outcome.ok:
@@ -101,7 +104,10 @@ def link_table(profile: Profile) -> Table:
 def _between(profile: Profile, name: str, scale: float) -> str:
     """The percentiles of what was measured by this name, times ``scale``; nothing if it was not."""
     measured = profile.spread.get(name)
-    return "" if measured is None else "({:.3g}, {:.3g})".format(*(scale * value for value in measured))
+    if measured is None:
+        return ""
+    low, high = (f"{scale * value:.0f}" if scale * value >= 100 else f"{scale * value:.3g}" for value in measured)
+    return f"({low}, {high})"
 
 
 def interference_table(profile: Profile) -> Table:
@@ -111,7 +117,7 @@ def interference_table(profile: Profile) -> Table:
     table.add_column("value", justify="right")
     for name, (low, high) in profile.spread.items():
         if name.startswith("step beside"):  # 10th and 90th percentile
-            table.add_row(f"{name} takes longer by", f"{low - 1:.0%}, {high - 1:.0%}")
+            table.add_row(f"{name} takes longer by", f"{low - 1:.0%} to {high - 1:.0%}")
     c = profile.contention
     table.add_row("computing is slower while a message is in flight by", f"{profile.interference:.0%}")
     table.add_row("computing loses per message", f"{c.compute_per_message * 1e6:.0f} µs")

@@ -45,7 +45,7 @@ def main(module: str = jobs.WORKER) -> int:
     parser.add_argument("--rounds", type=positive, default=1, help="how often each number runs")
     parser.add_argument("--out", type=Path, default=Path("results/ranks"), help="the folder for what is written")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. experiment=timed-8")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     return run_composing(lambda: measure(arguments, module))
 
 

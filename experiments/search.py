@@ -35,6 +35,7 @@ from experiments.config.checks import compose_config, positive, run_composing
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
+from launch.claim import Occupied, claim
 from mdcs.sizes import MIB
 
 DEFAULT = ("scheduler=fusion,priority", "scheduler.bucket_mib=0.25..64", "scheduler.block_mib=0.0625..8", "link.depth=1..4")
@@ -75,7 +76,7 @@ class Axis:
     @property
     def first(self) -> str:
         """One of its values."""
-        return self.choices[0] if self.choices else f"{self.low:g}"
+        return self.choices[0] if self.choices else str(self.low)
 
     def __str__(self) -> str:
         return f"{self.key}={','.join(self.choices) or f'{self.low:g}..{self.high:g}'}"
@@ -84,9 +85,9 @@ class Axis:
         """An override with Optuna's proposal."""
         if self.choices:
             return f"{self.key}={trial.suggest_categorical(self.key, self.choices)}"
-        if isinstance(self.low, int) and isinstance(self.high, int):
-            return f"{self.key}={trial.suggest_int(self.key, self.low, self.high)}"
         is_log = self.low > 0 and self.high / self.low >= _LOGARITHMIC
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return f"{self.key}={trial.suggest_int(self.key, self.low, self.high, log=is_log)}"
         return f"{self.key}={trial.suggest_float(self.key, self.low, self.high, log=is_log):.6g}"
 
 
@@ -98,7 +99,7 @@ def main(module: str = jobs.WORKER) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of Optuna's sampler")
     parser.add_argument("--out", type=Path, default=Path("results/search"), help="the folder of the study")
     parser.add_argument("overrides", nargs="*", help="config overrides for all trials, e.g. model=gpt2-tiny")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     try:
         return run_composing(lambda: Search(arguments, module).run())
     except KeyboardInterrupt:
@@ -127,7 +128,14 @@ class Search:
         self.study.set_user_attr("of", wanted)
 
     def run(self) -> int:
-        """Go on until there are so many trials; 1 if none has ended well."""
+        """Go on until there are so many trials; 1 if none has ended well. Raises ConfigError where another search goes on."""
+        try:
+            with claim(self.out):
+                return self._run()
+        except Occupied as error:
+            raise ConfigError("--out", str(error)) from error
+
+    def _run(self) -> int:
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):  # of a search that was killed
             self.study.tell(trial.number, state=TrialState.FAIL)
         while len(self._ended()) < self.asked.trials:

@@ -33,6 +33,7 @@ from rich.table import Table
 import analysis
 import mdcs
 from analysis.table import WIDTH, milliseconds
+from experiments.config.budgets import on_front
 from experiments.config.checks import compose_config
 from experiments.config.schema import BudgetConfig, Config, ProfileConfig
 from experiments.job import app, planning
@@ -164,8 +165,8 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
         for p in points:
             is_stop = p is stop and p.plan is not None
             out.append(Entry(planner, p, "curve", is_stop, words if is_stop else ""))
-    budgets = [int(planner.floor * (1 + over)) for over in asked.budgets]
-    return out + [Entry(planner, p, "front") for p in tradeoff.front(make, budgets, of)]
+    budgets = [on_front(budget).bytes(planner.floor) for budget in asked.budgets]
+    return out + [Entry(planner, p, "front") for p in tradeoff.front(make, filter(None, budgets), of)]
 
 
 def measure(entries: list[Entry], profile: Path, folder: Path, console: Console, module: str) -> list[str]:

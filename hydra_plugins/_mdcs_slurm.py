@@ -15,10 +15,9 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING as NEEDED
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,6 +29,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
+from hydra_plugins import _mdcs_handed as handed
+
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("analysis", "experiments", "hydra_plugins", "launch", "mdcs", "conf")
 JOB = "frozen.yaml"
@@ -40,8 +41,6 @@ REQUEUE = "MDCS_REQUEUE"
 _POLL_SECONDS = 0.5
 _SHOW_SECONDS = 30.0
 _ENDED = "ended"
-_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-"""What squeue still calls a job for a while."""
 
 
 @dataclass
@@ -127,23 +126,36 @@ class MdcsLauncher(Launcher):
         if asked.print_script:
             print(script(asked, code, logs, folders[0]), flush=True)
         runs = [functools.partial(run_command, command(asked, folder), code) for folder in folders]
-        if asked.executor == "slurm":  # its limit is the array's
-            with executor.batch():
-                handed = [executor.submit(run) for run in runs]
-        else:
-            handed = []
-            for run in runs:
-                while sum(not job.done() for job in handed) >= asked.parallel:
-                    time.sleep(_POLL_SECONDS)
-                handed.append(executor.submit(run))
-        print(f"handed in: {', '.join(job.job_id for job in handed)}; logs are in {logs}", flush=True)
-        if asked.wait:
-            try:
-                wait(handed, folders, _states if asked.executor == "slurm" else _own_states)
-            except BaseException:
-                for job in handed:
-                    job.cancel(check=False)
-                raise
+        jobs: list[Any] = []
+        try:
+            for job, folder in zip(_submitted(executor, runs, asked), folders, strict=True):
+                jobs.append(job)
+                handed.note(folder, asked.executor, job.job_id)
+            print(f"handed in: {', '.join(job.job_id for job in jobs)}; logs are in {logs}", flush=True)
+            if asked.wait:
+                wait(jobs, folders, _states if asked.executor == "slurm" else _own_states)
+        except submitit.core.utils.FailedJobError as error:
+            raise ValueError(f"hydra.launcher: sbatch refuses the jobs: {' '.join(str(error).split())}") from error
+        except BaseException:
+            for job in jobs:
+                if asked.executor == "slurm" or not job.done():  # whose number may be another's by now
+                    handed.cancel(asked.executor, job.job_id)
+            raise
+
+
+def _submitted(executor: Any, runs: Sequence[Callable[[], str]], asked: MdcsSlurmConf) -> Iterator[Any]:
+    """The jobs, as they are handed in: SLURM's at once, as the array has their limit; this machine's when there is a slot."""
+    jobs: list[Any] = []
+    if asked.executor == "slurm":
+        with executor.batch():
+            jobs = [executor.submit(run) for run in runs]
+        yield from jobs
+        return
+    for run in runs:
+        while sum(not job.done() for job in jobs) >= slots(asked):
+            time.sleep(_POLL_SECONDS)
+        jobs.append(executor.submit(run))
+        yield jobs[-1]
 
 
 def run_command(command: list[str], folder: Path) -> str:
@@ -172,12 +184,31 @@ def check(asked: MdcsSlurmConf) -> None:
             usual = leaf.default_factory() if leaf.default_factory is not NEEDED else leaf.default
             if leaf.name not in _LOCAL and getattr(asked, leaf.name) != usual:
                 raise ValueError(f"hydra.launcher.{leaf.name}: has no effect without SLURM, got {getattr(asked, leaf.name)}")
+        slots(asked)
     for name in asked.env:
         if not name.isidentifier():
             raise ValueError(f"hydra.launcher.env: {name} is no name of a variable")
 
 
-_LOCAL = ("_target_", "executor", "ranks_per_node", "time_min", "env", "modules", "setup", "parallel", "snapshot", "wait")
+_LOCAL = (
+    "_target_", "executor", "ranks_per_node", "cpus_per_node", "mem_gb", "time_min", "env", "modules", "setup", "parallel",
+    "snapshot", "wait",
+)  # fmt: skip
+
+
+def slots(asked: MdcsSlurmConf) -> int:
+    """How many jobs this machine takes at a time: those asked for, as far as there are cores and memory for each.
+
+    Raises ValueError if there are not enough for one.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    count = asked.parallel
+    for name, has in (("cpus_per_node", len(os.sched_getaffinity(0))), ("mem_gb", memory)):
+        wanted = getattr(asked, name)
+        if wanted is not None and wanted > has:
+            raise ValueError(f"hydra.launcher.{name}: this machine has {has:.4g}, got {wanted:g}")
+        count = count if wanted is None else min(count, int(has // wanted))
+    return count
 
 
 def command(asked: MdcsSlurmConf, folder: Path) -> list[str]:
@@ -206,7 +237,7 @@ def parameters(asked: MdcsSlurmConf, code: Path) -> dict[str, Any]:
         "slurm_account": asked.account,
         "slurm_qos": asked.qos,
         "slurm_constraint": asked.constraint,
-        "slurm_additional_parameters": dict(asked.sbatch) or None,
+        "slurm_additional_parameters": {"requeue" if asked.requeue else "no-requeue": True, **asked.sbatch},
         "slurm_array_parallelism": asked.parallel,
         "slurm_setup": setup,
         "slurm_signal_delay_s": asked.grace_s,
@@ -239,33 +270,29 @@ def snapshot(target: Path) -> Path:
     return target
 
 
-def wait(handed: Sequence[Any], folders: Sequence[Path], states_of: Callable[[Sequence[Any]], list[str]]) -> None:
+def wait(jobs: Sequence[Any], folders: Sequence[Path], states_of: Callable[[Sequence[Any]], list[str]]) -> None:
     """Until every job has ended, saying now and then how far they are."""
-    shown, said = 0.0, ""
+    shown, said, began = 0.0, "", time.monotonic()
     while True:
-        states = states_of(handed)
+        states = states_of(jobs)
         over = all(state == _ENDED for state in states)
-        rows = zip(handed, states, folders, strict=True)
+        rows = zip(jobs, states, folders, strict=True)
         table = "\n".join(f"  {job.job_id:12} {state:10} {folder}" for job, state, folder in rows)
         if table != said and (over or time.monotonic() - shown > _SHOW_SECONDS):
             print(table, flush=True)
             shown, said = time.monotonic(), table
         if over:
             return
-        time.sleep(_POLL_SECONDS)
+        waited = time.monotonic() - began  # the longer, the less often SLURM's controller is asked
+        time.sleep(min(max(_POLL_SECONDS, waited / 100), _SHOW_SECONDS / 2))
 
 
-def _own_states(handed: Sequence[Any]) -> list[str]:
+def _own_states(jobs: Sequence[Any]) -> list[str]:
     """Of jobs of this machine."""
-    return [_ENDED if job.done() else job.state for job in handed]
+    return [_ENDED if job.done() else job.state for job in jobs]
 
 
-def _states(handed: Sequence[Any]) -> list[str]:
+def _states(jobs: Sequence[Any]) -> list[str]:
     """Of every job: SLURM's word while it has the job, which a cluster without accounting forgets a while after its end."""
-    try:
-        listed = subprocess.run(["squeue", "-h", "-r", "-o", "%i %T"], capture_output=True, text=True, check=True).stdout
-    except subprocess.CalledProcessError:  # its controller may be away for a moment
-        return ["unknown"] * len(handed)
-    known = dict(line.split() for line in listed.splitlines())
-    left = [known.get(job.job_id, _ENDED) for job in handed]
-    return [_ENDED if state in _OVER else state for state in left]
+    known = handed.queue()
+    return ["unknown" if known is None else known.get(job.job_id, _ENDED) for job in jobs]

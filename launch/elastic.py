@@ -80,14 +80,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `rank` and `step` say where the first failure was, as far as known; `returncode` is
-    0 or 1.
+    """How a job ended. `rank` and `step` say where the first failure was, as far as known; `lost`: a host of several has gone,
+    and elsewhere it might go on. `returncode` is 0 or 1.
     """
 
     ok: bool
     reason: str = ""
     rank: int | None = None
     step: int | None = None
+    lost: bool = False
 
     @property
     def returncode(self) -> int:
@@ -232,7 +233,7 @@ def outcome_of(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | No
     if errors:
         first = errors[0]
         where = _at(first["step"], first["phase"])
-        reason = f"rank {first['rank']} failed {where}: {_one_line(first['message'])}"
+        reason = f"rank {first['rank']} failed {where}: {_one_line(first['message'])}{_silent(run_dir, cluster, first)}"
         return Outcome(False, reason, first["rank"], first["step"])
     if stuck is not None:
         behind = min(range(cluster.ranks), key=lambda rank: _step(run_dir, rank))
@@ -246,6 +247,20 @@ def outcome_of(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | No
     return Outcome(
         False, f"the launcher's agent ended with {agent_code}: {_last_line(run_dir / 'agent.log')}"
     )
+
+
+def _silent(run_dir: Path, cluster: Cluster, error: dict[str, Any]) -> str:
+    """If the rank that failed had waited: those that had said nothing for most of the time granted, and were not further."""
+    if ": waited " not in error["message"]:
+        return ""
+    said = [status.read(run_dir, rank) for rank in range(cluster.ranks) if not (run_dir / f"rank{rank}.error").exists()]
+    mute = [each for each in said if each is not None and error["time"] - each.time >= cluster.timeout_s / 2]
+    least = min((each.step for each in mute), default=error["step"] + 2)
+    if least > error["step"] + 1:  # which a rank may be ahead
+        return ""
+    who = [each for each in mute if each.step == least]
+    ranks = f"rank {who[0].rank}" if len(who) == 1 else f"ranks {', '.join(str(each.rank) for each in who)}"
+    return f"; {ranks} had said nothing for {min(error['time'] - each.time for each in who):.0f} s, since step {least}"
 
 
 def _died(run_dir: Path, rank: int, code: int) -> Outcome:
@@ -284,7 +299,7 @@ def _one_line(message: str) -> str:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
     return lines[-1].strip() if lines else "it said nothing"
 
 

@@ -138,7 +138,10 @@ class Membership:
         try:
             stuck = elastic.watch(run_dir, cluster, agent, on_tick)
             code = agent.poll()
-            outcome = agent.gone() or elastic.outcome_of(run_dir, cluster, 1 if code is None else code, stuck)
+            if (gone := agent.gone()) is not None:
+                outcome = dataclasses.replace(gone, lost=True)
+            else:
+                outcome = elastic.outcome_of(run_dir, cluster, 1 if code is None else code, stuck)
         finally:
             child.end()
             self._line.say(f"{job.number}/over", json.dumps({"ok": outcome.ok, "reason": outcome.reason}))
@@ -250,14 +253,14 @@ class _Ranks:
         """That a host says nothing any more, if that is why the job ends."""
         limit = self._cluster.timeout_s / (2 if self._failed else 1)
         silent = {rank: self._line.unchanged(self.keys[rank - 1]) for rank in self._said}
-        first = min((rank for rank, for_s in silent.items() if for_s > limit), default=None)
-        if first is None:
+        longest = max(silent, key=silent.__getitem__, default=None)
+        if longest is None or silent[longest] <= limit:
             return None
-        host = self._said[first]["host"]
+        host = self._said[longest]["host"]
         # The last words of its ranks come a moment apart.
-        where = [self._where(rank) for rank in sorted(silent) if self._said[rank]["host"] == host and silent[rank] > limit / 2]
-        reason = f"host {host} has not answered for {silent[first]:.0f} s: {', '.join(where)}"
-        return Outcome(False, reason, first, (self._said[first]["status"] or {}).get("step"))
+        gone = [rank for rank in sorted(silent) if self._said[rank]["host"] == host and silent[rank] > limit / 2]
+        reason = f"host {host} has not answered for {silent[longest]:.0f} s: {', '.join(map(self._where, gone))}"
+        return Outcome(False, reason, gone[0], (self._said[gone[0]]["status"] or {}).get("step"))
 
     def _where(self, rank: int) -> str:
         said = self._said[rank]["status"]

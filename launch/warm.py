@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -86,8 +87,9 @@ class _Forks:
     def hand(self, folder: Path, job: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
         self._folder = folder
-        self._process.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `poll` tells
+            self._process.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
+            self._process.stdin.flush()
 
     def poll(self) -> int | None:
         """As that of an agent (`launch.elastic.Agent`): of the job, not of the process, unless that has ended."""
@@ -101,4 +103,5 @@ class _Forks:
         orphans.kill_groups([self._process.pid])
         self._process.wait()
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()

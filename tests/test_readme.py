@@ -1,11 +1,14 @@
 """README.md and docs/ are true: commands run or compose, tables name what exists, links lead somewhere."""
 
 import ast
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,49 @@ def test_one_job_its_plan_and_its_pictures(done):
     assert json.loads((folder / "outputs/first/trace.json").read_text())
 
 
+def sessions() -> list[tuple[str, list[str]]]:
+    """What documents show somebody typing in one shell, and lines of what is said to it, with single spaces."""
+    blocks = [block for text in TEXT.values() for block in re.findall(r"^```console\n(.*?)^```", text, re.S | re.M)]
+    typed = re.compile(r"^\$ ((?:.*\\\n)*.*)\n", re.M)
+    return [
+        ("\n".join(typed.findall(block)), [" ".join(line.split()) for line in typed.sub("", block).splitlines() if line != "…"])
+        for block in blocks
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "said"), sessions(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_session_is_as_it_is_shown(tmp_path, command, said):
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shell = subprocess.Popen(
+        ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = shell.communicate(timeout=250)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)  # what it has left in the background
+    lines = iter(" ".join(line.split()) for line in output.splitlines())
+    for wanted in said:  # in this order, others between; … in a line is what differs from run to run
+        pattern = re.escape(wanted).replace("…", ".*")
+        assert any(re.fullmatch(pattern, line) for line in lines), f"{wanted}\n{output}"
+
+
+@pytest.mark.slow
+def test_bash_completes_groups_options_and_keys(tmp_path):
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    [installs] = re.findall(r"^eval .*-sc install=bash.*$", TEXT["docs/quickstart.md"], re.M)
+    types = 'COMP_LINE="$1" COMP_POINT=${#1} COMP_CWORD=2; hydra_bash_completion; echo "${COMPREPLY[@]}"'
+    lines = [f"set -- 'python experiments/train.py {word}'; {types}" for word in ("strategy=fs", "budget.ov")]
+    script = "; ".join([installs, *lines])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=250)
+    assert said.stdout.split() == ["strategy=fsdp", "budget.over_floor="]
+
+
 @pytest.mark.slow
 def test_a_folder_has_the_files_that_are_listed(done):
     for row in rows("docs/configuration.md", "file"):
@@ -130,7 +176,16 @@ def test_every_key_and_setting_exists(document):
             assert f"{section}.{key}" in keys()
 
 
-@pytest.mark.parametrize("document", [name for name in PAGES if name != "docs/results.md"])  # which tells of past runs
+TYPED_FIRST = ("README.md", "docs/quickstart.md")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(name, marks=[] if name in TYPED_FIRST else [pytest.mark.slow])
+        for name in PAGES if name != "docs/results.md"  # which tells of past runs
+    ],
+)  # fmt: skip
 def test_every_command_composes(document):
     """The jobs that the shown commands would run, but for files that other commands write."""
     text = TEXT[document]
@@ -138,12 +193,14 @@ def test_every_command_composes(document):
     for _, rest in re.findall(r"^\s*(?:PYTHONPATH=\S+ )?python experiments/(\w+)\.py(.*)$", text.replace("\\\n", " "), re.M):
         for name, value in settings.items():
             rest = rest.replace(f"${name}", value)
-        words = [word for word in rest.split() if "=" in word and not word.startswith(("-", "hydra.", "profile.path="))]
+        elsewhere = ("-", "hydra.", "profile.path=", "engine.plan=")
+        words = [word for word in rest.split() if "=" in word and not word.startswith(elsewhere)]
         if "--config-dir" not in rest:
             with checks.composing():
                 checks.compose_config([re.sub(r"^((?!.*\[).*?=[^,]*),.*", r"\1", word) for word in words])
 
 
+@cache
 def keys() -> set[str]:
     """All that can be set, whatever is chosen."""
     files = [(path.parent.name, yaml.safe_load(path.read_text(encoding="utf-8"))) for path in CONF.glob("*/*.yaml")]

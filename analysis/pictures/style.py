@@ -125,12 +125,14 @@ def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:
 
 
 def shortened(names: Iterable[str]) -> dict[str, str]:
-    """Each name with as few trailing parts of its dotted path as keep all apart: B:transformer.h.3 becomes B:3."""
+    """Each name with as few trailing parts of its dotted paths as keep all apart: B:transformer.h.3 becomes B:3, and in a
+    message of several units, transformer.h.3+transformer.wpe, 3+wpe.
+    """
     distinct = set(names)
 
     def short(name: str, parts: int) -> str:
         head, colon, path = name.rpartition(":")
-        return head + colon + ".".join(path.split(".")[-parts:])
+        return head + colon + "+".join(".".join(each.split(".")[-parts:]) for each in path.split("+"))
 
     deepest = max((name.count(".") for name in distinct), default=0) + 1
     for parts in range(1, deepest + 1):

@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.config.budgets import on_front
 from experiments.config.errors import explain
 from experiments.config.files import CONF
 from experiments.config.identity import hosts_identity, job_identity
@@ -38,6 +39,7 @@ from experiments.config.schema import (
 )
 from experiments.config.targets import make, plain
 from mdcs.options import OptionError, check_value, shown
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.interfaces import decides_schedule
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
@@ -191,6 +193,11 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(
             "budget.reserve_mib", f"must be below the budget of {shown(budget.gib)} GiB, got {shown(budget.reserve_mib)}"
         )
+    for asked in config.tradeoff.budgets:
+        try:
+            on_front(asked)
+        except ValueError as error:
+            raise ConfigError("tradeoff.budgets", str(error)) from error
     for group in ("strategy", "scheduler"):  # the other ranks wait for the solver
         seconds = getattr(getattr(config, group), "seconds", 0.0)
         if seconds > config.cluster.timeout_s / 2:
@@ -225,6 +232,9 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("data", str(error)) from error
     has_budget = budget.gib is not None or budget.over_floor is not None
     profile = config.profile
+    if profile.name == "analytic" and isinstance(config.strategy, Uniform) and Strategy(config.strategy.each).in_node:
+        problem = f"{config.strategy.each} needs a profile of several hosts, measured"
+        raise ConfigError("strategy.each", f"{problem}; in calculated ones profile.group=node shards all units within nodes")
     measures = profile.name == "measured" and profile.path is None
     if has_budget and measures and not config.cluster.measure_memory:
         raise ConfigError("cluster.measure_memory", "must be true with a budget: it counts activations; got false")
@@ -306,7 +316,8 @@ def _check_hosts(config: Config) -> None:
 
 def _check_profile(config: Config, path: Path) -> None:
     if not path.is_file():
-        raise ConfigError("profile.path", f"no such file: {path}")
+        inside = f"; did you mean {path / 'profile.json'}?" if (path / "profile.json").is_file() else ""
+        raise ConfigError("profile.path", f"no such file: {path}{inside}")
     try:
         profile = Profile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError) as error:

@@ -32,16 +32,17 @@ def explain(
         return error
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.full_key:
-        return unknown_key(cause.full_key)
+        return unknown_key(_as_asked(cause.full_key, overrides))
     if isinstance(cause, ValidationError) and cause.full_key:
         return _wrong_type(cause, str(error))
     if isinstance(error, MissingConfigException) and (option := _OPTION.search(str(error))):
         return _unknown_option(option.group(1), error.options)
     if isinstance(error, OverrideParseException):
+        key, equals, _ = error.override.partition("=")
+        if not (key and equals):
+            return ConfigError(key or "=", "is not KEY=VALUE, without spaces around the =")
         reason = next((line for line in str(error).splitlines() if not line.startswith("Error parsing")), "")
-        return ConfigError(
-            error.override.partition("=")[0], f"is not key=value ({reason.strip()}), got {error.override}"
-        )
+        return ConfigError(key, f"cannot be read ({reason.strip()}), got {error.override}")
     if str(error).startswith("Could not delete"):
         return ConfigError(
             str(error).split("'")[1], "cannot be deleted; set it to null where that is allowed"
@@ -49,7 +50,7 @@ def explain(
     if present := _PRESENT.search(str(error)):
         return ConfigError(present.group(1), "is set already: leave out the +")
     if unknown := _UNKNOWN.search(str(error)):
-        return unknown_key(unknown.group(1))
+        return unknown_key(_as_asked(unknown.group(1), overrides))
     if ambiguous := re.match(r"Ambiguous value for argument '([^=']+)=(.*)'", str(error)):
         return ConfigError(
             ambiguous.group(1), f"is one value, got {ambiguous.group(2)}: to run one job for each, add -m"
@@ -60,6 +61,12 @@ def explain(
             if group in known and name not in known[group]:
                 return _unknown_option(f"{group}/{name}", list(known[group]))
     return ConfigError("config", " ".join(str(error).split()))
+
+
+def _as_asked(key: str, overrides: Sequence[str]) -> str:
+    """The whole key, where Hydra names its group alone since there is none."""
+    keys = [override.lstrip("+").partition("=")[0] for override in overrides]
+    return next((each for each in keys if each.startswith(f"{key}.")), key)
 
 
 def unknown_key(key: str) -> ConfigError:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 from pathlib import Path
 
-from experiments.config.schema import OPTION_GROUPS, Config
+from experiments.config.schema import Config
 from experiments.config.targets import TARGET, plain
 from launch import network
 from mdcs.options import options, shown
 
 _JOB_GROUPS = ("model", "data", "optimizer")
-_LABELS = {"profile": ("path", "cache", "refresh"), "run": ("name", "sweep", "resume", "keep", "save_every", "save_beside")}
-"""Keys that a run's numbers do not depend on: where things are, and what they are called."""
 _JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
 
 
@@ -84,18 +80,6 @@ def device_name(config: Config) -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def run_hash(config: Config) -> str:
-    """16 hexadecimal digits that equal jobs share: of the resolved config but for trackers, labels and paths."""
-    described: dict[str, object] = dict(config.model.made_of)
-    for field in dataclasses.fields(config):
-        if field.name == "tracker":
-            continue
-        group = getattr(config, field.name)
-        values = plain(group) if field.name in OPTION_GROUPS else dataclasses.asdict(group)
-        described[field.name] = {k: v for k, v in (values or {}).items() if k not in _LABELS.get(field.name, ())}
-    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def sweep_hash(sweep: str) -> str:

@@ -238,8 +238,8 @@ class TradeoffConfig:
     schedulers: list[str] = option([], "options of scheduler to compare; none: the job's own")
     shares: int = option(17, "values of budget.schedule_share on the curve, from 0 to 1", at_least=3)
     sweep: bool = option(True, "plan the whole curve; false: only what the search for the stop point asks for")
-    budgets: list[float] = option(
-        [0.0, 0.05, 0.1, 0.2, 0.4, 0.8], "budgets of the front: the floor times 1 + each", at_least=0
+    budgets: list[Any] = option(
+        [0.0, 0.05, 0.1, 0.2, 0.4, 0.8], "budgets of the front: shares of the floor beyond it, or bytes (300MiB, 1.5GiB)"
     )
     measure: str = option("none", "what to train as well", choices=("none", "stop", "curve", "front", "all"))
 

@@ -1,4 +1,4 @@
-"""torch's fully_shard (FSDP2), on every block and on what the blocks leave over.
+"""torch's fully_shard (FSDP2), on every block and on what the blocks leave over, or as a plan of mdcs says that was taken home.
 
 On CPU its collectives are timed by passing through here: fully_shard takes other ones of its user. By itself it waits for
 each at once there; with `engine.prefetch` gathers are in flight while blocks before them compute. The reduce-scatter
@@ -7,8 +7,10 @@ is the backend's own, or an all-to-all and a local sum, which sends half of what
 
 from __future__ import annotations
 
+import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config, ConfigError
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fsdp2(EngineOptions):
-    """Raises OptionError for a size of groups without groups, and for groups without one."""
+    """Raises OptionError for a size of groups without groups, for groups without one, and for a plan beside what it says."""
 
     name = "fsdp2"
 
@@ -38,25 +40,48 @@ class Fsdp2(EngineOptions):
     reduce_scatter: str = option(
         "own", "the backend's own, or an all-to-all with a local sum", choices=("own", "all_to_all")
     )
+    plan: str | None = option(None, "an fsdp2.json of experiments/export.py, which says what to call; null: a call per block")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.reshard == "group") != (self.reshard_group is not None):
             got = f"{self.reshard} with {shown(self.reshard_group)}"
             raise OptionError("reshard_group", f"goes with reshard=group and no other; got {got}")
+        if self.plan is not None and (self.reshard, self.prefetch) != ("always", None):
+            got = f"reshard={self.reshard}, prefetch={self.prefetch}"
+            raise OptionError("plan", f"says what to reshard and prefetch itself; got {got}")
 
     @property
     def label(self) -> str:
         """For instance fsdp2 never all_to_all 2."""
-        values = (self.reshard_group or self.reshard, self.reduce_scatter, self.prefetch)
+        values = ("plan" if self.plan else self.reshard_group or self.reshard, self.reduce_scatter, self.prefetch)
         return " ".join([self.name, *(str(value) for value in values if value is not None)])
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for groups that the ranks cannot be divided into."""
+        """Raise ConfigError for groups that the ranks cannot be divided into, and for a plan that is none, or of other ranks."""
         super().check(config)
         group, ranks = self.reshard_group, config.cluster.ranks
         if group is not None and ranks % group:
             raise ConfigError("engine.reshard_group", f"must divide cluster.ranks={ranks}, got {group}")
+        if self.plan is not None:
+            self._check_plan(self.plan, ranks)
+
+    def _check_plan(self, plan: str, ranks: int) -> None:
+        from mdcs.export.document import SCHEMA
+
+        try:
+            said = json.loads(Path(plan).read_text(encoding="utf-8"))
+            schema, planned = said["schema"], said["ranks"]
+            meshes = [group["mesh"] for group in said["groups"] if schema == SCHEMA]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError("engine.plan", f"is not a file of experiments/export.py: {error}") from error
+        if schema != SCHEMA:
+            raise ConfigError("engine.plan", f"{plan} has schema {schema}, not {SCHEMA}: export the plan again")
+        if planned != ranks:
+            raise ConfigError("engine.plan", f"is for {planned} ranks, cluster.ranks={ranks}")
+        if self.reduce_scatter != "own" and any(len(mesh) > 1 for mesh in meshes):
+            problem = "must be own where a plan has dp or shards within nodes, whose reductions torch makes itself"
+            raise ConfigError("engine.reduce_scatter", f"{problem}; got {self.reduce_scatter}")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
         """Around every block of the model and the rest."""
@@ -71,6 +96,9 @@ class Fsdp2Engine(Peer):
 
         if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
             raise ConfigError("engine", f"fsdp2 needs a newer torch: in {torch.__version__} it takes no collectives")
+        if options.plan is not None:
+            self._follow(options, config, workload)
+            return
         blocks = workload.blocks()
         mesh = init_device_mesh(workload.device.type, (workload.world,))
         reshard = {"always": True, "never": False, "group": options.reshard_group}[options.reshard]
@@ -82,17 +110,34 @@ class Fsdp2Engine(Peer):
         self._root = root
         self._tune(blocks, options)
 
+    def _follow(self, options: Fsdp2, config: Config, workload: Trained) -> None:
+        """A plan. Its all-reduces do not pass through here: with one, neither messages nor waits are shown."""
+        from mdcs.export.fsdp2 import apply_plan, parameter_groups
+
+        assert options.plan is not None
+        plan = json.loads(Path(options.plan).read_text(encoding="utf-8"))
+        root: Any = apply_plan(workload.model, plan)
+        groups: Any = parameter_groups(root)
+        super().__init__(config, workload, root, config.optimizer.make(groups))
+        self._root = root
+        if all(len(group["mesh"]) == 1 for group in plan["groups"]):
+            self.shows_waits = self.shows_messages = workload.device.type == "cpu"
+            self._collect([workload.model.get_submodule(group["modules"][0]) for group in plan["groups"]], options)
+
     def _tune(self, blocks: list[nn.Module], options: Fsdp2) -> None:
         """Prefetching and collectives, as the options say."""
-        from experiments.engines import fsdp2_collectives as timed
-
         ahead = options.prefetch
         if ahead is not None:
             _prefetch([self._root, *blocks], ahead)
             self._root._set_unshard_async_op(self.workload.device.type == "cpu")  # where there is no stream to wait
+        self._collect([self._root, *blocks], options)
+
+    def _collect(self, modules: list[Any], options: Fsdp2) -> None:
+        """The collectives of these."""
+        from experiments.engines import fsdp2_collectives as timed
+
         if self.workload.world == 1:
             return
-        modules: list[Any] = [self._root, *blocks]
         own = options.reduce_scatter == "own"
         if not own and self.collectives.backend == "gloo":
             self.collectives = Collectives(all_gather="native", reduce_scatter="all_to_all")
@@ -110,9 +155,9 @@ class Fsdp2Engine(Peer):
         return nullcontext()
 
     def clip(self, norm: float) -> Tensor:
-        total: Any = super().clip(norm)
-        whole: Tensor = total.full_tensor()
-        return whole
+        from mdcs.export.fsdp2 import clip_grad_norm_
+
+        return clip_grad_norm_(self.model.parameters(), norm)  # parameters may be on several meshes
 
     # ---- what the collectives tell
 

@@ -28,14 +28,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from analysis.events import METRICS, read_events
 from experiments.config import help
 from experiments.config.checks import from_composed
 from experiments.config.errors import explain
-from experiments.config.files import CONF, added_folders
-from experiments.config.schema import Config, ConfigError, register
+from experiments.config.files import CONF, added_folders, groups
+from experiments.config.schema import Config, ConfigError, fields_by_key, register
 from experiments.job import checkpoints, record
 from experiments.job.earlier import Earlier, folder_of
+from hydra_plugins import _mdcs_handed as handed
 from hydra_plugins._mdcs_slurm import MdcsLauncher
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
 from launch.claim import Occupied, claim
@@ -118,6 +118,10 @@ def _run(session: Session, program: Program) -> int:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
             print(help.text(sys.modules["__main__"].__doc__ or "", sys.argv[1:]))
             return 0
+        for argument in sys.argv[1:]:
+            plain = argument.lstrip("-")
+            if plain != argument and plain.partition("=")[0] in (*groups(), *fields_by_key()):
+                raise ConfigError(argument, "overrides have no dashes: KEY=VALUE")
         for folder in added_folders(sys.argv[1:]):
             if not folder.is_dir():
                 raise ConfigError("--config-dir", f"no such folder: {folder}")
@@ -202,14 +206,14 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
 def _ended(result: JobResult) -> JobResult:
     """What a job that was handed in has left in its folder says of it."""
     assert result.folder is not None
-    metrics = result.folder / METRICS
-    last = next(reversed(read_events(metrics)), None) if metrics.exists() else None
-    if last is None or last["event"] not in ("summary", "failure"):
-        if result.reason == record.HANDED_IN:  # and nobody has waited
-            return result
+    said = record.read(result.folder)
+    state = record.RUNNING if said is None else said.state
+    if result.reason == record.HANDED_IN and state not in (record.OK, record.FAILED):  # and nobody has waited
+        return result
+    if said is None or state in (record.HANDED_IN, record.RUNNING):
         reason = "it has ended and says nothing of how"
     else:
-        reason = last.get("reason", "")
+        reason = said.reason
     if reason:
         print(f"failed: {reason} (its logs are in {result.folder})", file=sys.stderr)
     return replace(result, status="failed" if reason else "ok", reason=reason)
@@ -240,9 +244,13 @@ def _place(session: Session, program: Program, config: Config, overrides: Sequen
     if found is None:
         return session.earlier.place(len(session.accepted) - 1)
     name, before = found
+    folder, job = session.sweep / name, " ".join(overrides)
+    if before.state not in (record.OK, record.FAILED) and (state := handed.state(folder)):
+        session.results.append(JobResult(record.HANDED_IN, tuple(overrides), record.HANDED_IN, folder, kept=True))
+        print(f"{name}: handed in before and {state.lower()}, not run again (job {job})", flush=True)
+        return None
     if config.sweep.force:
         return name
-    folder, job = session.sweep / name, " ".join(overrides)
     program.on_earlier(config, folder)
     if before.state == record.OK or before.state == record.FAILED and not config.sweep.retry_failed:
         session.results.append(JobResult(before.state, tuple(overrides), before.reason, folder, kept=True))

@@ -27,7 +27,11 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
     budget = budget_bytes(config, floor)
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
-    return mdcs.make_plan(job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share)
+    try:
+        return mdcs.make_plan(job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share)
+    except mdcs.InfeasibleBudget as error:
+        key = "budget.over_floor" if config.budget.gib is None else "budget.gib"
+        raise mdcs.InfeasibleBudget(error.budget, error.smallest, f"{key}: {error.what}") from error
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:

@@ -37,9 +37,10 @@ class Profiles:
         return cached if config.profile.cache and not config.profile.refresh and _read(cached) else None
 
     def adopt(self, config: Config, folder: Path) -> None:
-        """Remember the profile that an earlier program's job has left in its folder, for the jobs that this one runs."""
+        """Remember the profile that an earlier program's job has left in its folder, if it was measured on the like of this."""
         measures = config.profile.name == "measured" and config.profile.path is None and config.engine.plans
-        if measures and _read(folder / "profile.json"):
+        profile = _read(folder / "profile.json") if measures else None
+        if profile and all(profile.about.get(key, value) == value for key, value in identity(config).items()):
             self._measured.setdefault(key_of(config), folder / "profile.json")
 
     def keep(self, config: Config, folder: Path) -> None:

@@ -35,16 +35,22 @@ class Record:
 
 
 def identity_of(config: Config) -> str:
-    """What two runs of one job have in common: the hash of the config, with what this machine decides of the profile, and without
-    paths and trackers.
+    """What two runs of one job have in common, 20 hexadecimal digits: the hash of the config, with what this machine decides of
+    the profile and what the model is made of, and without paths and trackers.
     """
-    told = as_mapping(config)
+    told = as_mapping(config) | {"made_of": config.model.made_of}
+    if plan := told["engine"].get("plan"):
+        told["engine"]["plan"] = _hash(plan)
     for group, keys in _NOT_OF_A_JOB.items():
         for key in (*told[group],) if keys is None else keys:
             del told[group][key]
     path = config.profile.path
-    profile = profiles.key_of(config) if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    profile = profiles.key_of(config) if path is None else _hash(path)
     return hashlib.sha256(json.dumps([told, profile], sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _hash(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def write(folder: Path, identity: str, state: str, reason: str = "", *, ranks: int = 0) -> None:

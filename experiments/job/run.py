@@ -28,7 +28,7 @@ from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
 from experiments.job.tracking import Event, Follower, JsonLines, show_files
-from launch import elastic, network
+from launch import elastic, network, preemption
 from launch.claim import Occupied, claim
 from launch.elastic import Outcome
 from launch.status import Status
@@ -89,7 +89,7 @@ def run(
     config.engine.require()
     try:
         with _claimed(folder):
-            identity = None if only else identity or record.identity_of(config)
+            identity = identity or record.identity_of(config)
             return _run(
                 config, folder.resolve(), console, known or Profiles(), only, kind, worker, start or elastic.run, identity
             )
@@ -99,16 +99,16 @@ def run(
 
 def _run(
     config: Config, folder: Path, console: Console, known: Profiles, only: str | None, kind: str, worker: str,
-    start: Start, identity: str | None,
+    start: Start, identity: str,
 ) -> Outcome:  # fmt: skip
     reused = known.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
-    if identity is not None:
+    if only is None:
         record.write(folder, identity, record.RUNNING)
     begin(resolved, folder, trains=only is None)
     name = str(resolved.run.name)
-    mirror = Follower(resolved, folder, only or kind)
+    mirror = Follower(resolved, folder, only or kind, identity)
     asked, ended_well, preempted = job_event(resolved), only is not None, dict[str, Any]()
     mirror.event(asked)
     tail = Tail(folder / METRICS)
@@ -142,9 +142,10 @@ def _run(
     except OSError as error:
         outcome = _failed(error)
     finally:
-        if identity is not None:
+        if only is None:
             try:
-                state = record.PREEMPTED if preempted else _state(outcome)
+                stopped = preempted or outcome.lost and preemption.expected()
+                state = record.PREEMPTED if stopped else _state(outcome)
                 record.write(folder, identity, state, outcome.reason, ranks=config.cluster.processes)
             except OSError as error:
                 warnings.warn(f"how the job has ended is not in its {record.FILE}: {error}", stacklevel=2)
@@ -222,7 +223,7 @@ def plan(
             except ValueError as error:
                 return str(error)
             write_plan(folder, made)
-            show_files(resolved, folder, "plan")
+            show_files(resolved, folder, "plan", record.identity_of(config))
             return ""
     return run(config, folder, console, known=known, only="plan", worker=worker, start=start).reason
 

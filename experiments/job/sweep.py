@@ -36,7 +36,11 @@ def report(session: Session, started: float) -> None:
         (folder / "sweep.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     except OSError as error:
         warnings.warn(f"the sweep is not recorded: {error}", stacklevel=2)
-    frame = analysis.load_sweep(folder)
+    try:
+        frame = analysis.load_sweep(folder)
+    except ValueError as error:  # jobs that were handed in, and wait
+        print(f"{len(jobs)} jobs in {wall_s:.0f} s; {error}", flush=True)
+        return
     print()
     analysis.print_table(frame)
     try:

@@ -21,7 +21,7 @@ import pandas as pd
 
 from analysis.events import METRICS, read_events
 from experiments.config.checks import as_mapping
-from experiments.config.identity import run_hash, sweep_hash
+from experiments.config.identity import sweep_hash
 from experiments.config.schema import Config
 from experiments.trackers.aside import Aside
 from experiments.trackers.tracker import Event, Shown
@@ -83,22 +83,24 @@ def _finite(value: Any) -> Any:
 class Follower:
     """Shows a run to its config's tracker: events as they come, then its files. Never raises, and never waits but at the end.
 
-    kind: profile, plan, train or compare. The steps that the folder has of former attempts are shown before the first that
-    goes on from them.
+    kind: profile, plan, train or compare. identity: of the job as it was asked for (`experiments.job.record`). The steps and
+    evaluations that the folder has of former attempts are shown before the first step that goes on from them.
     """
 
-    def __init__(self, config: Config, folder: Path, kind: str) -> None:
+    def __init__(self, config: Config, folder: Path, kind: str, identity: str) -> None:
         self._folder, self._aside = folder, None
-        self._past = former_steps(folder) if config.tracker.shows else {}
+        self._past = former(folder) if config.tracker.shows else []
         if config.tracker.shows:
-            self._aside = _beside(config, _shown(config, folder, kind))
+            self._aside = _beside(config, _shown(config, folder, kind, identity))
 
     def event(self, event: Event) -> None:
         if self._aside is None:
             return
+        if event["event"] == "resumed" and self._folder.resolve() not in Path(event["folder"]).parents:
+            self._past = []  # another run's
         if event["event"] == "step" and self._past:
-            earlier = [step for number, step in sorted(self._past.items()) if number < event["step"]]
-            self._past = {}
+            earlier = [past for past in self._past if past["step"] < event["step"]]
+            self._past = []
             self._aside.call("past", earlier)
         self._aside.call("event", event)
 
@@ -115,9 +117,9 @@ class Follower:
             self._aside.finish(ok)
 
 
-def show_files(config: Config, folder: Path, kind: str) -> None:
+def show_files(config: Config, folder: Path, kind: str, identity: str) -> None:
     """Show what a folder has of a job for which no ranks were started: its "profile" or its "plan"."""
-    Follower(config, folder, kind).finish(True)
+    Follower(config, folder, kind, identity).finish(True)
 
 
 def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pictures: Sequence[Path]) -> None:
@@ -132,21 +134,21 @@ def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pi
     aside.finish(True)
 
 
-def former_steps(folder: Path) -> dict[int, Event]:
-    """The step events of a folder by step, of several attempts the last; none where its file cannot be read."""
+def former(folder: Path) -> list[Event]:
+    """A folder's steps, each with its evaluation, of several attempts the last; none where its file cannot be read."""
     try:
         events = read_events(folder / METRICS)
     except (OSError, ValueError):
-        return {}
-    return {int(event["step"]): event for event in events if event["event"] == "step"}
+        return []
+    last = {(int(event["step"]), event["event"] == "eval"): event for event in events if event["event"] in ("step", "eval")}
+    return [last[key] for key in sorted(last)]
 
 
 def _beside(config: Config, shown: Shown) -> Aside:
     return Aside(config.tracker.title, config.tracker.patience_s, partial(config.tracker.mirror, shown))
 
 
-def _shown(config: Config, folder: Path, kind: str) -> Shown:
-    own = run_hash(config)
+def _shown(config: Config, folder: Path, kind: str, own: str) -> Shown:
     if kind != "train":
         own += f"-{kind}"
     if kind == "compare":  # equal jobs take turns

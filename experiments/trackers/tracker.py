@@ -33,7 +33,7 @@ class Mirror:
     """Something that is shown a run's events and files; of what it does not override it shows nothing. It may raise."""
 
     def past(self, steps: Sequence[Event]) -> None:
-        """The steps of a run that goes on, from before: shown again, unless a mirror has kept them."""
+        """The steps and evaluations of a run that goes on, from before: shown again, unless a mirror has kept them."""
         for step in steps:
             self.event(step)
 

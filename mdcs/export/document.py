@@ -10,9 +10,8 @@ from mdcs.export.groups import Group, groups_of
 from mdcs.export.lost import lost, megatron
 from mdcs.export.predicted import Steps, best_steps
 from mdcs.plan.messages import Plan
-from mdcs.plan.validity import PlanError
 
-SCHEMA = 1
+SCHEMA = 2
 
 KEYS = {
     "ranks": "ranks that the plan is for; meshes have as many",
@@ -20,7 +19,7 @@ KEYS = {
     "groups.modules": "names for model.get_submodule; several are one call with a list; '' is the model itself",
     "groups.units": "of the plan, for messages",
     "groups.elements": "of the parameters in the modules that no group before has; another number is another model",
-    "groups.replicate": "mesh is of shape (ranks, 1) with names for both dimensions; else one dimension of all ranks",
+    "groups.mesh": "its shape, of ranks in their order: all of them, or replicas x shards, with names for both dimensions",
     "groups.reshard_after_forward": "argument of fully_shard",
     "groups.forward_prefetch": "first modules of groups, for set_modules_to_forward_prefetch; empty: leave it",
     "groups.backward_prefetch": "first modules of groups, for set_modules_to_backward_prefetch; empty: leave it",
@@ -31,12 +30,7 @@ KEYS = {
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """Plain containers for JSON, with all that :func:`mdcs.export.fsdp2.apply_plan` needs. Raises PlanError for shards
-    within nodes.
-    """
-    for unit, strategy in zip(plan.profile.units, plan.strategies, strict=True):
-        if strategy.in_node:
-            raise PlanError(f"{unit.name} is {strategy}: shards within a node cannot be taken home yet")
+    """Plain containers for JSON, with all that :func:`mdcs.export.fsdp2.apply_plan` needs."""
     groups = groups_of(plan)
     chosen = best_steps(plan, groups)
     return {
@@ -62,7 +56,7 @@ def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:
         "units": [unit.name for unit in units],
         "strategy": str(group.strategy),
         "elements": sum(unit.numel for unit in units),
-        "replicate": group.replicated,
+        "mesh": list(group.mesh(plan.profile)),
         "reshard_after_forward": group.reshard_after_forward,
         "forward_prefetch": list(chosen.forward.get(group.name, ())),
         "backward_prefetch": list(chosen.backward.get(group.name, ())),

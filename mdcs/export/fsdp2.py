@@ -1,4 +1,4 @@
-"""A plan applied to a model by torch's fully_shard (FSDP2), and what a loop with replicated and sharded groups does by hand."""
+"""A plan applied to a model by torch's fully_shard (FSDP2), and what a loop with groups on several meshes does by hand."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mdcs.export.document import document, named
+from mdcs.export.document import SCHEMA, document, named
 from mdcs.plan.messages import Plan
 
 
 def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     """Call fully_shard on ``model`` as a plan, or the file made of it, says; returns the model. Collective.
 
-    ``mesh`` has one dimension, all ranks by default; ``options`` (``mp_policy``, ``offload_policy``) are handed to every
-    fully_shard. Make the optimizer afterwards, of :func:`parameter_groups`. Raises ValueError, naming the unit, for a model that
-    the plan is not for, before anything is changed, and for a mesh of another size.
+    ``mesh`` has all ranks, by default in one dimension; those of a node follow each other. Units that are replicated, in whole or
+    across nodes, get meshes of (replicas, shards) of the same ranks. ``options`` (``mp_policy``, ``offload_policy``) are handed
+    to every fully_shard. Make the optimizer afterwards, of :func:`parameter_groups`. Raises ValueError, naming the unit, for a
+    model that the plan is not for, before anything is changed, for a mesh of another size, and for a file of another schema.
     """
     from_file: Mapping[str, Any] = document(plan) if isinstance(plan, Plan) else plan
+    if from_file["schema"] != SCHEMA:
+        raise ValueError(f"the file has schema {from_file['schema']}, this mdcs reads {SCHEMA}: export the plan again")
     device = next(model.parameters()).device.type
     mesh = mesh or init_device_mesh("cpu" if device == "meta" else device, (from_file["ranks"],))
-    if mesh.ndim != 1 or mesh.size() != from_file["ranks"]:
-        raise ValueError(f"the plan is for {from_file['ranks']} ranks in one dimension, the mesh has {tuple(mesh.mesh.shape)}")
+    if mesh.size() != from_file["ranks"]:
+        raise ValueError(f"the plan is for {from_file['ranks']} ranks, the mesh has {tuple(mesh.mesh.shape)}")
     groups = [([model.get_submodule(name) for name in group["modules"]], group) for group in _checked(model, from_file)]
-    replicas = None
-    if any(group["replicate"] for _, group in groups):
-        replicas = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=("replicate", "shard"))
+    meshes = _meshes(mesh, dict.fromkeys(tuple(group["mesh"]) for _, group in groups))
     made: dict[str, Any] = {}
     for modules, group in groups:
         of: Any = modules if len(modules) > 1 else modules[0]
-        reshard = group["reshard_after_forward"]
-        fully_shard(of, mesh=replicas if group["replicate"] else mesh, reshard_after_forward=reshard, **options)
+        fully_shard(of, mesh=meshes[tuple(group["mesh"])], reshard_after_forward=group["reshard_after_forward"], **options)
         made[group["modules"][0]] = modules[0]
     for _, group in groups:
         module = made[group["modules"][0]]
@@ -47,6 +47,17 @@ def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMes
     if mesh.device_type == "cpu":  # it has no stream: else every gather is waited for where it is issued
         made[""]._set_unshard_async_op(True)
     return model
+
+
+def _meshes(mesh: DeviceMesh, shapes: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], DeviceMesh]:
+    """By shape, of the ranks of ``mesh``, which may be one of them. Collective."""
+    names = ("replicate", "shard")
+    return {
+        shape: mesh
+        if shape == tuple(mesh.mesh.shape)
+        else DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=names[-len(shape) :])
+        for shape in shapes
+    }
 
 
 def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
 Span = tuple[int, int]
@@ -44,7 +45,12 @@ class Group:
     @property
     def reshard_after_forward(self) -> bool:
         """A replicated one gives up its second copy, which costs no message."""
-        return self.strategy in (Strategy.fsdp, Strategy.dp)
+        return self.strategy.regathers or self.replicated
+
+    def mesh(self, profile: Profile) -> tuple[int, ...]:
+        """Shape of its mesh: all ranks, or (replicas, shards) where a shard is on several of them."""
+        shards = self.strategy.parts(profile)
+        return (shards,) if shards == profile.world and not self.replicated else (profile.world // shards, shards)
 
 
 Ahead = dict[str, tuple[str, ...]]
@@ -151,7 +157,7 @@ def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str
     firsts = [start + _first(g, kind) for g in order]
     out = {}
     for place, g in enumerate(order):
-        of_first = (m for m in plan.messages if m.kind is kind and m.micro == 0)
+        of_first = (m for m in plan.messages if m.kind.plain is kind and m.micro == 0)
         sent = [plan.unrolled(m) for m in of_first if any(u in g.units for u, _ in m.parts)]
         if sent and not g.replicated:
             by = max([i for i in range(place + 1) if firsts[i] <= min(sent)], default=0)
@@ -180,7 +186,7 @@ def ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind, limit: int) -> Ahea
     least = 1 if kind is Kind.AG_B else 0
     out: dict[str, list[str]] = {}
     for place, g in enumerate(order):
-        if g.units and not g.replicated and (kind is Kind.AG_F or g.strategy is Strategy.fsdp):
+        if g.units and not g.replicated and (kind is Kind.AG_F or g.strategy.regathers):
             by = place - min(place, max(least, min(limit, far.get(g.name, 0))))
             if by != place:
                 out.setdefault(order[by].name, []).append(g.name)

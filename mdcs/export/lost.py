@@ -18,6 +18,8 @@ _MEGATRON = {
     Strategy.zero1: "optim_grads",
     Strategy.sdp: "optim_grads_params",
     Strategy.fsdp: "optim_grads_params",
+    Strategy.hsdp: "optim_grads_params",
+    Strategy.hfsdp: "optim_grads_params",
 }
 
 
@@ -66,7 +68,7 @@ def _of_units(plan: Plan, groups: tuple[Group, ...]) -> Iterator[tuple[int, str]
         if g.strategy is Strategy.dp:
             yield u, "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used"
         uses = sum(s.unit == u and s.phase == "F" for s in plan.profile.slots)
-        if g.strategy is Strategy.fsdp and uses > len(modules_of(plan, u)):
+        if g.strategy.regathers and uses > len(modules_of(plan, u)):
             yield u, "is used several times in a forward pass; FSDP2 gathers it for each of them"
         for kind in Kind:
             if sum(m.kind is kind for m in own) > len(plan.profile.layouts[u].sections):
@@ -76,7 +78,7 @@ def _of_units(plan: Plan, groups: tuple[Group, ...]) -> Iterator[tuple[int, str]
         reductions = [m for m in own if not m.kind.is_gather]
         if reductions and min(m.slot for m in reductions) > plan.period.window(Op(reductions[0].kind, u, 0))[0]:
             yield u, "is reduced later than its gradients are there, behind other messages; FSDP2 reduces it at once"
-        if any(m.kind is Kind.AG_F and plan.unrolled(m) < plan.period.turn for m in own):
+        if any(m.kind.plain is Kind.AG_F and plan.unrolled(m) < plan.period.turn for m in own):
             yield u, "is gathered for the next step while backward runs; FSDP2 begins to gather with the forward pass"
 
 
@@ -96,16 +98,18 @@ def _gathered_later(
 
 def megatron(plan: Plan) -> dict[str, object]:
     """The nearest of Megatron-FSDP's modes, which are one for all units, and what is other in it."""
-    size: Counter[str] = Counter()
+    size: Counter[tuple[str, bool]] = Counter()
     for layout, strategy in zip(plan.profile.layouts, plan.strategies, strict=True):
-        size[_MEGATRON[strategy]] += layout.param_bytes
-    mode = size.most_common(1)[0][0]
-    exact = [s for s in _MEGATRON if _MEGATRON[s] == mode and s is not Strategy.sdp]
+        size[_MEGATRON[strategy], strategy.in_node] += layout.param_bytes
+    mode, in_node = nearest = size.most_common(1)[0][0]
+    kept = (Strategy.sdp, Strategy.hsdp)
+    exact = [s for s in _MEGATRON if (_MEGATRON[s], s.in_node) == nearest and s not in kept]
     names = [u.name for u, s in zip(plan.profile.units, plan.strategies, strict=True) if s not in exact]
     return {
         "data_parallel_sharding_strategy": mode,
-        "share_of_parameters": round(size[mode] / sum(size.values()), 3),
+        "num_distributed_optimizer_instances": plan.world // plan.profile.per_node if in_node else 1,
+        "share_of_parameters": round(size[nearest] / sum(size.values()), 3),
         "units_that_the_plan_has_otherwise": names,
-        "lost": "One mode for all units: no_shard is dp, optim_grads is zero1, optim_grads_params is fsdp; there is no sdp."
-        " Messages are a unit's own, in the order of the model.",
+        "lost": "One mode for all units: no_shard is dp, optim_grads is zero1, optim_grads_params is fsdp, with instances"
+        " hfsdp; there is no sdp. Messages are a unit's own, in the order of the model.",
     }

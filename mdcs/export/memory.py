@@ -2,12 +2,15 @@
 
 By torch 2.13's ``torch.distributed.fsdp._fully_shard``; a group's buffers, with P elements on N ranks:
 
-* at rest its shards and, from their reduction until ``zero_grad``, their gradients; all of them if it is replicated;
+* at rest its shards (of the world, or of a node) and, from their reduction until ``zero_grad``, their gradients; all of them if
+  it is replicated;
 * gathering: a message's buffer beside what it is copied to; in forward the buffer is freed when the next group's has come, or,
   where gathers are waited for on the host (CPU), at once. A replicated group has a second copy while it is in use;
-* reducing: gradients are copied into a message's buffer and freed; the buffer goes when the next group reduces.
+* reducing: gradients are copied into a message's buffer and freed; the buffer goes when the next group reduces. gloo reduces
+  a copy of it, from which shards are taken.
 
-Which bytes are held follows from the order of the host's calls alone, not from timing.
+Which bytes are held follows from the order of the host's calls alone, not from timing, but for one: gloo's copy is freed by a
+thread of its own, which on busy cores comes to it after the next slot has begun. It counts until the next message is issued.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from mdcs.profile.link import Kind
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """Of one group: its shards, its parameters whole, their optimizer's state and an update's temporaries; the gradients that
-    autograd makes, the message that they are copied to, and what is left of it.
+    """Of one group: into how many parts it is divided; its shards, its parameters whole, their optimizer's state and an update's
+    temporaries; the gradients that autograd makes, the message that they are copied to, and what is left of it.
     """
 
+    parts: int
     shards: int
     full: int
     optimizer: int
@@ -40,7 +44,7 @@ class GroupBytes:
     def of(cls, group: Group, job: Job) -> GroupBytes:
         """From the units' layouts; torch pads every parameter by itself, which a plan does not know."""
         profile, opt = job.profile, job.profile.optimizer
-        parts = 1 if group.replicated else profile.world
+        parts = group.strategy.parts(profile)
         sizes = dict.fromkeys(("shards", "full", "optimizer", "scratch", "gradients", "reduced", "kept"), 0)
         for u in group.units:
             unit, layout = profile.units[u], profile.layouts[u]
@@ -55,7 +59,7 @@ class GroupBytes:
                     sizes["reduced"] += total * section.grad_bytes
                     sizes["kept"] += own * section.updated_bytes
             sizes["optimizer"] += opt.state_fixed * len(unit.segments) if unit.trainable else 0
-        return cls(**sizes)
+        return cls(parts, **sizes)
 
 
 class Walk:
@@ -71,6 +75,7 @@ class Walk:
         self._whole: set[str] = set()
         self._gathered: dict[str, int] = {}  # bytes of messages that nobody has waited for yet
         self._deferred = self._reduced = 0  # bytes of the last message that was gathered, reduced
+        self._lingering = 0  # of the copy that the backend has reduced
         for size in self._bytes.values():
             self._hold("parameters", size.shards)
             self._hold("optimizer", size.optimizer)
@@ -128,13 +133,16 @@ class Walk:
             self._free(name)
         self._hold("staging", -self._reduced)
         self._reduced = 0
+        self._let_go()
 
     def _issue(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._whole and name not in self._gathered:
-                message = 0 if self._named[name].replicated or self._profile.world == 1 else self._bytes[name].full
+                message = 0 if self._bytes[name].parts == 1 else self._bytes[name].full
                 self._gathered[name] = message
-                self._hold("staging", message + self._copied(message))
+                if message:
+                    self._let_go()
+                self._hold("staging", message + self._copied(message, self._bytes[name].parts))
 
     def _gather(self, name: str, *, in_forward: bool) -> None:
         if name in self._whole:
@@ -143,7 +151,7 @@ class Walk:
         if in_forward:
             self._undefer()
         message = self._gathered.pop(name)
-        self._hold("staging", -self._copied(message))
+        self._hold("staging", -self._copied(message, self._bytes[name].parts))
         self._hold("full_parameters", self._bytes[name].full)
         self._whole.add(name)
         if in_forward and not self._waits:
@@ -151,9 +159,9 @@ class Walk:
         else:
             self._hold("staging", -message)
 
-    def _copied(self, message: int) -> int:
+    def _copied(self, message: int, parts: int) -> int:
         """What the backend's own algorithm holds beside a gather, for as long as nobody has waited for it."""
-        return self._collectives.buffer(Kind.AG_F, message, self._profile.world)
+        return self._collectives.buffer(Kind.AG_F, message, parts)
 
     def _undefer(self) -> None:
         self._hold("staging", -self._deferred)
@@ -171,8 +179,16 @@ class Walk:
         self._hold("staging", -self._reduced)
         self._hold("staging", size.reduced)
         self._hold("gradients", -size.gradients)
+        self._let_go()
         self._hold("gradient_shards", size.kept)
         self._reduced = size.reduced
+        if self._waits and size.parts > 1:
+            self._lingering = size.reduced
+            self._hold("staging", self._lingering)
+
+    def _let_go(self) -> None:
+        self._hold("staging", -self._lingering)
+        self._lingering = 0
 
     def _update(self) -> None:
         scratch = max((size.scratch for size in self._bytes.values()), default=0)

@@ -10,7 +10,6 @@ from mdcs.export.memory import GroupBytes, Walk
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
-from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
@@ -71,7 +70,10 @@ def as_run(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahea
             for micro in range(job.micro_steps):
                 own = [ops[kind, u, micro] for u in g.units if (kind, u, micro) in ops]
                 if own:
-                    slot = _gathered_at(mix, by[kind].get(g.name, g), kind, micro) if kind.is_gather else _reduced_at(mix, g)
+                    if kind.is_gather:
+                        slot = _gathered_at(mix, by[kind.plain].get(g.name, g), kind, micro)
+                    else:
+                        slot = _reduced_at(mix, g)
                     windows = [mix.window(op) for op in own]
                     first, last = max(w[0] for w in windows), min(w[1] for w in windows)
                     parts = tuple(part for op in own for part in mix.parts(op.unit))
@@ -89,7 +91,7 @@ def _gatherers(groups: tuple[Group, ...], kind: Kind, lists: Ahead) -> dict[str,
 
 def _gathered_at(mix: Mix, by: Group, kind: Kind, micro: int) -> int:
     start = mix.period.forward_start(micro)
-    if kind is Kind.AG_F:
+    if kind.plain is Kind.AG_F:
         return start + by.forward[0]
     assert by.backward is not None
     return start + mix.profile.forward_slots + by.backward[0]
@@ -111,7 +113,7 @@ def _with_copies(plan: Plan, groups: tuple[Group, ...]) -> Profile:
         size = GroupBytes.of(g, Job(profile))
         longer(g.forward[0], size.full)
         if g.backward is not None:
-            if g.strategy in (Strategy.fsdp, Strategy.dp):
+            if g.reshard_after_forward:
                 longer(profile.forward_slots + g.backward[0], size.full)
             longer(profile.forward_slots + g.backward[1], size.reduced)
     return dataclasses.replace(profile, slots=tuple(slots))

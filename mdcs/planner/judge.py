@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,16 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Profile
+from mdcs.sizes import GIB
 
 
 class InfeasibleBudget(ValueError):
     """What was to be planned does not fit ``budget`` bytes; ``smallest`` is the smallest feasible budget, None if none is."""
 
     def __init__(self, budget: int, smallest: int | None, what: str) -> None:
-        feasible = "no budget is enough" if smallest is None else f"the smallest feasible budget is {smallest} bytes"
+        feasible = "no budget is enough"
+        if smallest is not None:
+            feasible = f"the smallest feasible budget is {smallest} bytes ({math.ceil(smallest / GIB * 1e4) / 1e4:g} GiB)"
         super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
         self.budget, self.smallest, self.what = budget, smallest, what
 

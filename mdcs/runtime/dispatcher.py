@@ -241,7 +241,7 @@ class Dispatcher:
         """Compute has come to the end of an iteration."""
 
     def stop(self) -> None:
-        """End the finisher; what is in flight is waited for."""
+        """End the finisher with what is issued: if ranks stop at the same slot, none waits in vain for another's messages."""
         with self.lock:
             self._stop = True
             self._work.notify()
@@ -258,7 +258,7 @@ class Dispatcher:
 
     def _next(self) -> int | None:
         """The message whose turn it is, once nothing but compute keeps it from starting."""
-        while self.started < self.issued and self.error is None and not self._stop:
+        while self.started < self.issued and self.error is None:
             index = self.started
             if index not in self._skipped:
                 can_start = index - self.processed < self._depth and self.processed > self._required(index)

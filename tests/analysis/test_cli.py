@@ -24,6 +24,7 @@ def test_a_sweep_becomes_a_table_pictures_and_a_trace(sweep, tmp_path, capsys):
     assert processes == {"predicted", "rank 0", "rank 1"}
 
 
+@pytest.mark.slow
 def test_everything_goes_to_the_sweep_s_folder_by_default(sweep):
     assert main([str(sweep)]) == 0
     assert (sweep / "tradeoff.png").is_file()
@@ -61,6 +62,8 @@ def test_the_trace_of_one_run(run_writer, tmp_path):
     [
         (["{empty}"], "has no runs"),
         (["{empty}/nowhere"], "is not a folder"),
+        (["reprot", "{run}"], "reprot is neither a folder nor a command; did you mean report?"),
+        (["notebooks", "{empty}"], "has no runs"),
         (["trace", "{empty}"], "is not a run"),
         (["trace", "{run}"], "neither timeline.json nor predicted_timeline.json"),
     ],

@@ -98,6 +98,26 @@ def test_only_the_last_attempt_in_a_folder_counts(run_writer):
     assert (row["status"], row["steps"]) == ("ok", 8)
 
 
+@pytest.mark.parametrize(
+    ("of", "tells", "expected"),
+    [("/runs/mine", True, [9.0, 8.0, 6.0]), ("here", False, [9.0, 8.0, 6.0]), ("/runs/another", True, [6.0])],
+)
+def test_a_run_that_was_gone_on_with_has_the_steps_of_before(tmp_path, of, tells, expected):
+    """Of the first attempt the two that its checkpoint has, and not the third, which was made again; none of another run's."""
+    steps = [{"event": "step", "step": step, "loss": loss} for step, loss in ((1, 9.0), (2, 8.0), (3, 7.0))]
+    job = {"event": "job", "schema": SCHEMA, "name": "mine"}
+    saved = {"event": "checkpoint", "step": 2, "folder": "/runs/mine/checkpoints/step-00000002"}
+    of = tmp_path.resolve() if of == "here" else of
+    from_there = {"event": "resumed", "step": 2, "world": 2, "folder": f"{of}/checkpoints/step-00000002"}
+    again = [from_there, {"event": "step", "step": 3, "loss": 6.0}]
+    saved = [saved] if tells else []
+    events = [job, *steps, *saved, {"event": "failure", "status": "failed", "reason": "preempted"}, job, *again]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = load_run(tmp_path)
+    assert list(run.steps["loss"]) == expected and list(run.steps["step"]) == [1, 2, 3][-len(expected) :]
+    assert run.status == "incomplete" and run.row()["steps"] == len(expected)
+
+
 def test_a_run_that_failed_before_its_plan_says_what_was_asked_for(run_writer):
     row = row_of(run_writer("0", strategy="fsdp", scheduler="wfbp", budget_mib=512, share=0.25, ending="infeasible", world=4))
     assert (row["model"], row["strategy"], row["scheduler"], row["world"]) == ("gpt-small", "fsdp", "wfbp", 4)

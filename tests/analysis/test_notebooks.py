@@ -87,15 +87,18 @@ def test_larger_worlds(monkeypatch):
 
 
 @pytest.mark.slow
-def test_jupyter_runs_them_all(run_writer, tmp_path, capsys):
+def test_jupyter_runs_them_all(run_writer, tmp_path, capsys, monkeypatch):
     """Of a sweep without curves, timelines and engines."""
     run_writer("0", share=None)
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
     assert main(["notebooks", str(run_writer.sweep), "--out", str(tmp_path / "out")]) == 0
     assert set(capsys.readouterr().out.splitlines()) == {
         *(f"wrote {tmp_path / 'out' / name}.ipynb" for name in ("engines", "prediction", "scaling", "strategies")),
         "left out one_run.ipynb: no run that ended well has a timeline",
         "left out tradeoff.ipynb: no curve: that needs runs of one budget with two schedule shares or more",
     }
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
     notebook = json.loads((tmp_path / "out/strategies.ipynb").read_text())
     shown = [output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", ())]
     assert any("image/png" in data for data in shown)

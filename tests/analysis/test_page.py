@@ -62,6 +62,7 @@ def page(tmp_path_factory):
 
 
 @in_a_browser
+@pytest.mark.slow
 def test_a_browser_shows_sorts_and_filters_runs(page, tmp_path, capsys):
     assert main(["report", str(SWEEP), "-o", str(tmp_path / "report.html")]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'report.html'}\n"

@@ -222,6 +222,7 @@ def test_names_are_cut_to_what_tells_them_apart():
         "F:wte": "F:wte",
     }
     assert shortened(["layer1.0", "layer2.0"]) == {"layer1.0": "layer1.0", "layer2.0": "layer2.0"}
+    assert shortened(["h.0+h.1", "h.1+model.wpe"]) == {"h.0+h.1": "0+1", "h.1+model.wpe": "1+wpe"}
     assert shortened([]) == {}
 
 

@@ -39,6 +39,8 @@ def ranks(monkeypatch, tmp_path):
             (folder / "profile.json").write_text(PROFILE.read_text())
             return Outcome(True)
         calls.append(config)
+        if len(calls) == wrong.get("interrupted at"):
+            raise KeyboardInterrupt
         if wrong.get(name) == "fails":
             return Outcome(False, "rank 1 was killed")
         if name == "mdcs":
@@ -111,6 +113,26 @@ def test_an_engine_that_fails_is_left_alone_and_the_others_go_on(ranks, monkeypa
     assert "failed: fsdp2: rank 1 was killed" in printed and "fairscale" in printed.partition("all losses")[0]
 
 
+@pytest.mark.parametrize(("at", "rounds", "engines"), [(6, 1, {"mdcs", "ddp", "fsdp2"}), (3, 1, {"mdcs", "ddp"})])
+def test_what_was_measured_before_an_interruption_is_shown(ranks, monkeypatch, capsys, at, rounds, engines):
+    calls, wrong = ranks
+    wrong["interrupted at"] = at
+    assert asked(monkeypatch, "--rounds", "3", "--engines", "ddp,fsdp2") == 130
+    document = json.loads(Path("results/compare/comparison.json").read_text())
+    assert (document["rounds"], len(calls)) == (rounds, at)
+    assert {line["engine"] for line in document["budgets"][0]["lines"]} == engines
+    printed = capsys.readouterr()
+    assert "interrupted: all ranks were ended" in printed.err and "medians of 1 rounds" in printed.out
+
+
+def test_overrides_may_come_before_between_and_behind_options(ranks, monkeypatch, capsys):
+    calls, _ = ranks
+    words = [*COMMON, "--rounds", "1", "strategy=greedy", "--engines", "ddp", "run.seed=7"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words])
+    assert compare.main() == 0
+    assert {config.run.seed for config in calls} == {7} and calls[0].strategy.name == "greedy"
+
+
 def test_losses_that_differ_are_an_error(ranks, monkeypatch, capsys):
     _, wrong = ranks
     wrong["ddp"] = "differs"
@@ -124,6 +146,7 @@ def test_under_a_budget_below_the_floor_peers_run_alone(ranks, monkeypatch, caps
     assert "left out: mdcs @ 1e-07 GiB: the smallest feasible budget is " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))

@@ -41,6 +41,7 @@ def test_every_cut_is_measured(tmp_path):
     assert all(0 < row["alone"][0] < row["mdcs"][0] for row in rows)
 
 
+@pytest.mark.slow
 def test_one_rank_sends_nothing(tmp_path):
     done = run(tmp_path, "cluster.ranks=1")
     assert done.returncode == 1

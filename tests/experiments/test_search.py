@@ -10,6 +10,7 @@ import pytest
 from analysis.events import METRICS
 from experiments import search as program
 from experiments.job.tracking import JsonLines
+from launch.claim import claim
 from launch.elastic import Outcome
 from mdcs.sizes import MIB
 
@@ -48,6 +49,7 @@ def study(folder) -> optuna.Study:
     return optuna.load_study(storage=f"sqlite:///{folder / program.STUDY}", study_name="mdcs")
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_bucket_prunes_with_reasons_and_goes_on(tmp_path, monkeypatch, ran, capsys):
     assert search(monkeypatch, tmp_path, *SMALL, "--trials", "4") == 0
     assert len(ran) == 4
@@ -92,6 +94,20 @@ def test_a_folder_has_one_study(tmp_path, monkeypatch, ran, capsys):
     assert search(monkeypatch, tmp_path, *SMALL, "--trials", "1", "--search", "link.depth=1..2") == 0
     assert search(monkeypatch, tmp_path, *SMALL, "--trials", "2", "--search", "link.depth=1..3") == 2
     assert "has a study of something else: " in capsys.readouterr().err
+
+
+def test_a_folder_has_one_search_at_a_time(tmp_path, monkeypatch, ran, capsys):
+    """Another would end the trial that this one runs."""
+    with claim(tmp_path):
+        assert search(monkeypatch, tmp_path, *SMALL, "--trials", "1", "--search", "link.depth=1..2") == 2
+    assert f"--out: {tmp_path} is in use by a job of process " in capsys.readouterr().err and not ran
+
+
+def test_whole_numbers_are_proposed_as_such_and_on_a_logarithmic_scale():
+    axis, trial = program.Axis.parse("data.samples=1000..5000000"), optuna.create_study().ask()
+    assert int(axis.suggest(trial).partition("=")[2]) >= 1000 and axis.first == "1000"
+    assert trial.distributions["data.samples"].log
+    assert program.Axis.parse("data.samples=1000000..5000000").first == "1000000"
 
 
 @pytest.mark.parametrize("text", ["link.depth", "link.depth=", "=1..2", "link.depth=2..1", "link.depth=1..x", "a=1..inf"])

@@ -1,6 +1,7 @@
 """Sweeps that are repeated: what has ended well is kept, also when the program was killed. The ranks run a stub."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -9,6 +10,8 @@ import pytest
 
 from analysis.events import read_events
 from experiments.job import record
+from experiments.job.tracking import JsonLines
+from hydra_plugins import _mdcs_handed
 from tests.experiments.test_train import start, train
 
 SWEEP = ("-m", "run.steps=3", "run.warmup_steps=1")
@@ -54,6 +57,7 @@ def test_a_killed_sweep_loses_no_finished_run(tmp_path):
     assert (anew.returncode, kept(anew.stdout)) == (0, []) and len(list(tmp_path.glob("multirun/*/*/0"))) == 2
 
 
+@pytest.mark.slow
 def test_what_failed_runs_again_unless_told_otherwise(tmp_path):
     jobs = (*SWEEP, "hydra.sweep.dir=out", "run.name=raise,fine")
     first = train(tmp_path, *jobs, "sweep.fail_fast=true", ranks=False)
@@ -77,6 +81,7 @@ def test_a_sweep_that_grows_keeps_the_folders_of_its_jobs(tmp_path):
     assert [read_events(tmp_path / f"out/{n}/metrics.jsonl")[0]["name"] for n in range(3)] == ["a", "c", "b"]
 
 
+@pytest.mark.slow
 def test_wrong_ways_to_repeat_are_one_line(tmp_path):
     for asked, line in (
         (("-m", "sweep.resume=none"), "sweep.resume: no such folder: none"),
@@ -85,3 +90,24 @@ def test_wrong_ways_to_repeat_are_one_line(tmp_path):
     ):
         done = train(tmp_path, *asked, ranks=False)
         assert (done.returncode, done.stderr) == (2, line + "\n")
+
+
+@pytest.mark.slow
+def test_a_job_that_was_handed_in_and_has_not_ended_is_not_handed_in_again(tmp_path):
+    jobs = (*SWEEP, "run.name=fine,other", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert train(tmp_path, *jobs, ranks=False).returncode == 0
+    waiting = tmp_path / "sweep/1"
+    _mdcs_handed.note(waiting, "local", str(os.getpid()))
+    with JsonLines(waiting / "metrics.jsonl") as metrics:
+        metrics.write({"event": "failure", "status": "failed", "reason": "preempted at step 2"})
+    before = (waiting / "metrics.jsonl").read_bytes()
+    for state in (record.PREEMPTED, record.HANDED_IN):
+        record.write(waiting, record.read(waiting).identity, state, "preempted at step 2")
+        done = train(tmp_path, *jobs, ranks=False)
+        assert (done.returncode, done.stderr, kept(done.stdout)) == (0, "", ["0"])
+        assert "1: handed in before and running, not run again (job " in done.stdout
+        assert states(tmp_path / "sweep") == {"0": "ok", "1": state} and (waiting / "metrics.jsonl").read_bytes() == before
+
+    _mdcs_handed.note(waiting, "local", "999999999")  # it has ended, and left no word
+    done = train(tmp_path, *jobs, ranks=False)
+    assert "1: handed in, runs again (job " in done.stdout and states(tmp_path / "sweep") == {"0": "ok", "1": "ok"}

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from experiments.tradeoff import keep_fastest
 from tests.experiments.one_process import INSTEAD_OF_RANKS
 
@@ -52,18 +54,21 @@ def test_curve_and_front_are_predicted_without_starting_a_rank(tmp_path):
     assert (tmp_path / "out/table.csv").read_text().count("\n") == 1 + 28
 
 
+@pytest.mark.slow
 def test_without_a_budget_there_is_a_front_and_no_curve(tmp_path):
     done = tradeoff(tmp_path, "budget.over_floor=null")
     assert done.returncode == 0
     assert (points(tmp_path, "curve"), len(points(tmp_path, "front"))) == ([], 2)
 
 
+@pytest.mark.slow
 def test_only_what_the_search_asks_for_is_planned_without_the_sweep(tmp_path):
     done = tradeoff(tmp_path, "tradeoff.sweep=false", "tradeoff.shares=33", "tradeoff.budgets=[]")
     assert done.returncode == 0
     assert 9 <= len(points(tmp_path, "curve")) < 33
 
 
+@pytest.mark.slow
 def test_the_stop_point_is_measured(tmp_path):
     done = tradeoff(tmp_path, "tradeoff.measure=stop")
     assert (done.returncode, done.stderr) == (0, "")

@@ -50,6 +50,7 @@ def test_a_job_that_ends_well(tmp_path):
     assert "threads: null" not in (tmp_path / "out/config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_job_is_mirrored_to_wandb_with_its_pictures(tmp_path):
     done = train(tmp_path, *QUICK, "tracker=wandb", "tracker.mode=offline", "tracker.timeout_s=100",
                  "hydra.run.dir=out", ranks=False)
@@ -78,14 +79,19 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
     ("overrides", "line"),
     [
         (["budget.gib=-5"], "budget.gib: must be > 0, got -5"),
-        (["budget.gib=abc"], "budget.gib: must be a number or null, got abc"),
+        pytest.param(["budget.gib=abc"], "budget.gib: must be a number or null, got abc", marks=pytest.mark.slow),
         (["-m", "budget.gib=-5"], "budget.gib: must be > 0, got -5 (job budget.gib=-5)"),
-        (
+        pytest.param(
             ["-m", "strategy=foo"],
             "strategy: no such option foo; options: dp, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1",
+            marks=pytest.mark.slow,
         ),
         (["stratgy=dp"], "stratgy: no such key; did you mean strategy?"),
-        (["experiment=none"], f"experiment: no such option none; options: {', '.join(groups()['experiment'])}"),
+        pytest.param(
+            ["experiment=none"],
+            f"experiment: no such option none; options: {', '.join(groups()['experiment'])}",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line):
@@ -175,6 +181,7 @@ def test_a_job_is_told_what_its_strategy_does_not_use(tmp_path):
 @pytest.mark.parametrize(
     ("signum", "multirun"), [(signal.SIGINT, ("-m",)), pytest.param(signal.SIGTERM, (), marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_an_interrupted_program_ends_its_ranks(tmp_path, signum, multirun):
     process = start(tmp_path, *multirun, "run.name=slow", "hydra.run.dir=out/0", "hydra.sweep.dir=out")
     metrics = tmp_path / "out/0/metrics.jsonl"

@@ -367,8 +367,8 @@ def refusal(batch: Path, name: str) -> str:
 
 def test_an_infeasible_budget_names_the_smallest_feasible_one(batch):
     reason = refusal(batch, "infeasible")
-    assert reason.startswith("InfeasibleBudget: ") and "does not fit 1073 bytes" in reason
-    assert "the smallest feasible budget is" in reason and reason.endswith(" bytes")
+    assert reason.startswith("InfeasibleBudget: budget.gib: ") and "does not fit 1073 bytes" in reason
+    assert "the smallest feasible budget is" in reason and " bytes (0.00" in reason and reason.endswith(" GiB)")
     assert "strategy dp does not fit" in refusal(batch, "infeasible for dp")
 
 
@@ -428,6 +428,7 @@ def assert_over(folder: Path, pids: list[int]) -> list[dict]:
     return events
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(tmp_path):
     plan = ("strategy=fsdp", "scheduler=dear", "cluster.timeout_s=20")
     outcome, pids = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGKILL))
@@ -456,6 +457,7 @@ def test_a_rank_that_hangs_ends_the_job(tmp_path):
     assert not outcome.ok and "step" in outcome.reason and "rank" in outcome.reason
 
 
+@pytest.mark.slow
 def test_a_person_reads_one_line_about_an_infeasible_budget(tmp_path):
     command = [sys.executable, str(ROOT / "experiments/plan.py"), *SMALL, "model=mlp", "data=synthetic"]
     done = subprocess.run(

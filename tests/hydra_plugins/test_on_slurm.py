@@ -6,14 +6,17 @@ The ranks run a stub, but for one job that trains.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from analysis.events import read_events
+from experiments.job import record
 from tests.hydra_plugins import slurm_cluster
 
 WHY_NOT = slurm_cluster.missing()
@@ -74,17 +77,17 @@ def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str
 
 
 STEPS = 60
-TIMED = ("model=timed", "model.forward_ms=10", "model.backward_ms=20", "strategy=fsdp", "run.profile_iterations=1",
-         f"run.steps={STEPS}")  # fmt: skip
+TIMED = ("model=timed", "model.layers=4", "model.block_mib=0.5", "model.forward_ms=10", "model.backward_ms=20", "strategy=fsdp",
+         "run.profile_iterations=1", f"run.steps={STEPS}")  # fmt: skip
 
 
-LONG = pytest.mark.skipif("MDCS_LONG" not in os.environ, reason="SLURM lets a job wait for two minutes every time: MDCS_LONG=1")
+LONG = pytest.mark.skipif("MDCS_LONG" not in os.environ, reason="minutes, as limits are: MDCS_LONG=1")
 
 
 @pytest.mark.parametrize("how", ["told", pytest.param("out of time", marks=LONG)])
 def test_a_job_that_is_preempted_or_out_of_time_goes_on_where_it_was(tmp_path, how):
     """The ranks of both nodes write a checkpoint together, SLURM starts the job again, and it makes the steps that are left."""
-    limit = ("hydra.launcher.time_min=1", "hydra.launcher.grace_s=30", f"run.steps={STEPS * 4}") if how == "out of time" else ()
+    limit = ("hydra.launcher.time_min=3", "hydra.launcher.grace_s=60", f"run.steps={STEPS * 13}") if how == "out of time" else ()
     running = start(tmp_path, *TIMED, *limit, stub=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics = tmp_path / "sweep/0/metrics.jsonl"
     until(lambda: metrics.exists() and any(event["event"] == "step" for event in read_events(metrics)), running)
@@ -98,6 +101,36 @@ def test_a_job_that_is_preempted_or_out_of_time_goes_on_where_it_was(tmp_path, h
     steps = [event["step"] for event in events if event["event"] == "step"]
     assert sorted(set(steps)) == list(range(1, events[-1]["steps"] + 1))
     assert "handed in again" in (tmp_path / "sweep/submitted/1_0_log.err").read_text()
+
+
+@pytest.mark.parametrize("node", ["n1", pytest.param("n0", marks=LONG)])
+def test_a_job_whose_node_is_lost_goes_on_from_its_checkpoint_once_the_node_is_back(tmp_path, node):
+    """n1: the ranks of n0 see it first, and rank 0 has the job start again. n0, with rank 0 and the script: SLURM does."""
+    running = start(tmp_path, *TIMED, "run.save_every=3", "cluster.timeout_s=15", stub=False, stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE)  # fmt: skip
+    metrics, cluster = tmp_path / "sweep/0/metrics.jsonl", tmp_path / "slurm"
+    until(lambda: metrics.exists() and any(event["event"] == "checkpoint" for event in read_events(metrics)), running)
+    lost = slurm_cluster.processes_of(cluster, node, steps=True)
+    for pid in lost:
+        os.kill(pid, signal.SIGSTOP)  # it says nothing any more, and no connection is closed
+    try:
+        until(lambda: "down" in inside(tmp_path, running, "sinfo", "-h", "-n", node, "-o", "%T"), running)
+        assert record.read(tmp_path / "sweep/0").state == (record.PREEMPTED if node == "n1" else record.RUNNING)
+        for pid in lost:
+            os.kill(pid, signal.SIGKILL)
+        inside(tmp_path, running, "/usr/sbin/slurmd", "-N", node, "-f", str(cluster / "slurm.conf"))
+        out, err = running.communicate(timeout=400)
+    finally:
+        for pid in {*lost, *slurm_cluster.processes_of(cluster, node)}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert running.returncode == 0, (out, err)
+    events = read_events(metrics)
+    [resumed] = [event["step"] for event in events if event["event"] == "resumed"]
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert resumed >= 3 and steps[-1] == STEPS and steps[-(STEPS - resumed):] == list(range(resumed + 1, STEPS + 1))
+    assert record.read(tmp_path / "sweep/0").state == record.OK
+    assert ("handed in again" in (tmp_path / "sweep/submitted/1_0_log.err").read_text()) == (node == "n1")
 
 
 @pytest.mark.parametrize("how", ["cancelled", "gone"])

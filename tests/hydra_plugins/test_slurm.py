@@ -1,15 +1,22 @@
 """Jobs that are handed in: what is asked for and what is refused, the script that can be printed, and jobs of this machine."""
 
+import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from analysis.events import read_events
-from hydra_plugins._mdcs_slurm import MdcsLocalConf, MdcsSlurmConf, check, parameters, script, snapshot
+from hydra_plugins import _mdcs_handed
+from hydra_plugins._mdcs_slurm import MdcsLocalConf, MdcsSlurmConf, check, parameters, script, slots, snapshot
+from launch import orphans, status
 
 ROOT = Path(__file__).resolve().parents[2]
+CORES = len(os.sched_getaffinity(0))
 ASKED = MdcsSlurmConf(
     nodes=2, ranks_per_node=4, cpus_per_node=8, gpus_per_node=4, mem_gb=1.5, partition="large", constraint="a100",
     modules=["cuda/12"], env={"NCCL_DEBUG": "INFO it"}, setup=["ulimit -l unlimited"], sbatch={"reservation": "ours"}, parallel=3,
@@ -24,6 +31,7 @@ ASKED = MdcsSlurmConf(
         (MdcsSlurmConf(executor="pbs"), "hydra.launcher.executor: must be slurm or local, got pbs"),
         (MdcsLocalConf(partition="large"), "hydra.launcher.partition: has no effect without SLURM, got large"),
         (MdcsSlurmConf(env={"A-B": "1"}), "hydra.launcher.env: A-B is no name of a variable"),
+        (MdcsLocalConf(cpus_per_node=1000), f"hydra.launcher.cpus_per_node: this machine has {CORES}, got 1000"),
     ],
 )
 def test_what_cannot_be_is_one_line_with_its_key(asked, line):
@@ -32,11 +40,33 @@ def test_what_cannot_be_is_one_line_with_its_key(asked, line):
     assert str(error.value) == line
 
 
+def test_jobs_of_this_machine_have_cores_and_memory_each():
+    assert slots(MdcsLocalConf(parallel=1000)) == 1000
+    assert slots(MdcsLocalConf(parallel=1000, cpus_per_node=1)) == CORES
+    assert slots(MdcsLocalConf(parallel=1000, mem_gb=0.25)) > slots(MdcsLocalConf(parallel=1000, mem_gb=0.5)) >= 1
+    assert slots(MdcsLocalConf(parallel=1, cpus_per_node=1)) == 1
+
+
+def test_a_job_of_slurm_is_known_until_it_has_ended(tmp_path, monkeypatch):
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\nprintf '7_0 PENDING\\n7_1 COMPLETED\\n'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for job, state in (("7_0", "PENDING"), ("7_1", ""), ("7_2", "")):
+        _mdcs_handed.note(tmp_path, "slurm", job)
+        assert _mdcs_handed.state(tmp_path) == state
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    assert _mdcs_handed.state(tmp_path) == "unknown"
+
+
 def test_all_that_is_asked_for_reaches_submitit():
     check(ASKED)
     told = parameters(ASKED, Path("/shared/code"))
     assert (told["nodes"], told["tasks_per_node"], told["slurm_array_parallelism"]) == (2, 1, 3)
     assert told["slurm_srun_args"] == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
+    assert told["slurm_additional_parameters"] == {"requeue": True, "reservation": "ours"}
+    never = parameters(MdcsSlurmConf(requeue=False), Path("/shared/code"))
+    assert never["slurm_additional_parameters"] == {"no-requeue": True}  # whatever the cluster's usual is
 
 
 def test_the_script_is_what_one_would_write_by_hand(tmp_path):
@@ -59,6 +89,64 @@ def test_the_code_is_as_it_was_when_the_first_job_was_handed_in(tmp_path):
     file.write_text("changed")
     assert snapshot(tmp_path / "code") == code and file.read_text() == "changed"
     assert (code / "conf/config.yaml").exists() and not list(code.rglob("__pycache__"))
+
+
+def sweep(folder: Path, *overrides: str, stdout: Any = subprocess.PIPE, stderr: Any = subprocess.PIPE) -> "subprocess.Popen[str]":
+    command = [
+        sys.executable, str(ROOT / "experiments/train.py"), "-m", "run.warmup_steps=1", "hydra.launcher.ranks_per_node=2",
+        "hydra.launcher.parallel=1", f"hydra.sweep.dir={folder / 'sweep'}", *overrides,
+    ]  # fmt: skip
+    return subprocess.Popen(command, cwd=folder, text=True, stdout=stdout, stderr=stderr)
+
+
+@pytest.mark.slow
+def test_jobs_that_sbatch_refuses_are_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: ours' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    refused = sweep(tmp_path, "hydra/launcher=mdcs_slurm", "run.name=a,b")
+    line = "config: hydra.launcher: sbatch refuses the jobs: sbatch: error: invalid partition specified: ours"
+    assert refused.communicate(timeout=100)[1].splitlines()[-1] == line and refused.returncode == 2
+
+
+LOCAL = (
+    "hydra/launcher=mdcs_local", "run.steps=1000", "+hydra.launcher.env.MDCS_WORKER=tests.experiments.stub_worker",
+    f"hydra.launcher.setup=['export PYTHONPATH=$PYTHONPATH:{ROOT}']", "run.name=slow,slow too",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_sweep_that_is_interrupted_ends_its_jobs_of_this_machine(tmp_path, waits):
+    """Also while the others are still to be handed in, and where Ctrl-C is ignored, as by what a shell runs in the background."""
+    pytest.importorskip("submitit")
+    running = sweep(tmp_path, *LOCAL, f"hydra.launcher.wait={waits}".lower())
+    ranks = [tmp_path / f"sweep/0/rank{rank}.status" for rank in (0, 1)]
+    deadline = time.monotonic() + 100
+    while not ranks[0].exists():
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    assert _mdcs_handed.state(tmp_path / "sweep/0") == "RUNNING"
+    running.terminate()
+    assert "interrupted" in running.communicate(timeout=60)[1] and running.returncode == 130
+    pids = [said.pid for rank in (0, 1) if (said := status.read(tmp_path / "sweep/0", rank)) is not None]
+    assert pids and orphans.wait_until_gone(pids, 10.0) == []
+
+
+@pytest.mark.slow
+def test_jobs_that_nobody_waits_for_need_not_have_begun(tmp_path):
+    pytest.importorskip("submitit")
+    with (tmp_path / "said").open("w") as said:  # which the job has, too
+        done = sweep(tmp_path, *LOCAL[:-1], "run.name=slow", "hydra.launcher.wait=false", stdout=said, stderr=said)
+        done.wait(100)
+    job = json.loads((tmp_path / "sweep/0" / _mdcs_handed.FILE).read_text())["job"]
+    _mdcs_handed.cancel("local", job)  # which is nobody's child by now
+    assert _mdcs_handed.state(tmp_path / "sweep/0") == "RUNNING"
+    _mdcs_handed.end(int(job))
+    assert done.returncode == 0 and "1 jobs in " in (tmp_path / "said").read_text()
+    assert json.loads((tmp_path / "sweep/sweep.json").read_text())["jobs"][0]["status"] == "handed in"
 
 
 @pytest.mark.slow

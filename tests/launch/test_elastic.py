@@ -43,6 +43,7 @@ def assert_nothing_left(folder: Path, count: int = 4) -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # no zombie either
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
     leave(tmp_path, {1: 1}, [(1, 1.0, "no such luck")])
     status.StatusFile(tmp_path, 1).set(step=7, phase="all-reduce")
@@ -58,6 +59,7 @@ def test_a_job_that_ends_well_where_an_earlier_one_did_not(tmp_path):
     assert [said.step for said in seen[-1]] == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_job_listens_on_the_loopback_alone(tmp_path):
     outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.listen", arguments=[str(tmp_path)])
     assert outcome == elastic.Outcome(ok=True)
@@ -85,6 +87,7 @@ def test_the_reason_is_the_first_failure_and_not_what_it_caused(tmp_path, what, 
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_ended_by_its_timeout_and_names_who_was_where(tmp_path):
     outcome = fail(tmp_path, "hung")
     assert (
@@ -94,6 +97,7 @@ def test_a_job_that_hangs_is_ended_by_its_timeout_and_names_who_was_where(tmp_pa
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_imported(tmp_path):
     outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.missing")
     assert not outcome.ok
@@ -107,6 +111,7 @@ def test_an_agent_that_cannot_start_leaves_its_last_line(tmp_path, monkeypatch):
     assert "it said nothing" not in outcome.reason
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_caller_ends_the_ranks(tmp_path):
     def stop(said):
         if (tmp_path / "ready").exists():
@@ -167,6 +172,24 @@ def leave(folder: Path, codes: dict[int, int], errors: list[tuple[int, float, st
 def test_the_earliest_error_wins(tmp_path):
     leave(tmp_path, {0: 1, 1: 1}, [(0, 2.0, "Connection closed by peer"), (1, 1.0, "out of memory")])
     assert elastic.outcome_of(tmp_path, CLUSTER, 1, None).reason == "rank 1 failed at step 7: out of memory"
+
+
+@pytest.mark.parametrize(
+    ("steps", "message", "named"),
+    [
+        ({1: 6, 2: 7}, "step 7: waited 4 s for RS of h.1", "; rank 1 had said nothing for 5 s, since step 6"),
+        ({1: 7, 2: 7}, "step 7: waited 4 s for RS of h.1", "; ranks 1, 2 had said nothing for 5 s, since step 7"),
+        ({1: 8, 2: 9}, "step 7: waited 4 s for RS of h.1", "; rank 1 had said nothing for 5 s, since step 8"),
+        ({1: 6, 2: 7}, "no space left on device", ""),
+    ],
+)
+def test_who_was_waited_for_is_named(tmp_path, monkeypatch, steps, message, named):
+    leave(tmp_path, {0: 1, 1: -signal.SIGTERM}, [(0, 105.0, message)])
+    monkeypatch.setattr(status.time, "time", lambda: 100.0)
+    for rank, step in steps.items():
+        status.StatusFile(tmp_path, rank).set(step=step)
+    cluster = elastic.Cluster(3, timeout_s=4.0)
+    assert elastic.outcome_of(tmp_path, cluster, 1, None).reason == f"rank 0 failed at step 7: {message}{named}"
 
 
 def test_a_rank_that_aborts_after_anothers_error_is_not_the_cause(tmp_path):

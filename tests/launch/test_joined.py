@@ -1,5 +1,6 @@
 """Jobs of ranks that somebody else has started: both processes' parts, in two threads here, with ranks of their own."""
 
+import dataclasses
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +9,9 @@ import pytest
 
 from launch import status
 from launch.elastic import Cluster
-from launch.joined import Membership
+from launch.joined import Handed, Membership, _Ranks, said_by
 from launch.place import Place
+from launch.status import Status
 
 
 @pytest.fixture
@@ -62,3 +64,35 @@ def test_jobs_are_handed_out_and_their_end_is_told_to_all(tmp_path, both):
     assert fine.ok and not list(folder.glob("rank1.error"))
     assert [(each.ok, each.reason) for each in outcomes] == [(each.ok, each.reason) for each in (raised, killed, fine)]
     assert (folder / "told0").read_text() == "do fine" and not (folder / "told1").exists()
+
+
+class Quiet:
+    """The store's line when ranks of `hosts` have said nothing for so many seconds."""
+
+    def __init__(self, job, hosts, silent):
+        said = {rank: dataclasses.asdict(Status(rank, 0, rank, "computing", 0.0)) for rank in hosts}
+        self.heard = {
+            said_by(job, rank): "1 " + json.dumps({"host": host, "status": said[rank], "code": None, "error": None})
+            for rank, host in hosts.items()
+        }  # fmt: skip
+        self.silent = {said_by(job, rank): seconds for rank, seconds in silent.items()}
+
+    def unchanged(self, key):
+        return self.silent[key]
+
+
+class Running:
+    def poll(self):
+        return None
+
+
+@pytest.mark.parametrize("silent", [{1: 0.1, 2: 9.8, 3: 10.1}, {1: 0.1, 2: 10.1, 3: 9.8}])
+def test_a_host_that_is_gone_is_named_with_all_its_ranks_whichever_spoke_last(tmp_path, silent):
+    job = Handed(0, "", "", (), 10.0, 0)
+    hosts = _Ranks(Quiet(job, {1: "a", 2: "b", 3: "b"}, silent), job, tmp_path, Cluster(4, timeout_s=10.0), Running())
+    assert hosts.poll() == 1
+    gone = hosts.gone()
+    assert (gone.rank, gone.step) == (2, 2)
+    assert gone.reason == (
+        "host b has not answered for 10 s: rank 2 was at step 2 (computing), rank 3 was at step 3 (computing)"
+    )

@@ -31,8 +31,8 @@ def test_jobs_share_what_is_imported_and_nothing_else(tmp_path):
     ("what", "reason"),
     [
         ("killed", "rank 1 was killed by SIGKILL at step 3"),
-        ("raised", "rank 1 failed at step 3: "),
-        ("exited", "rank 1 exited with 3 at step 3"),
+        pytest.param("raised", "rank 1 failed at step 3: ", marks=pytest.mark.slow),
+        pytest.param("exited", "rank 1 exited with 3 at step 3", marks=pytest.mark.slow),
         pytest.param("hung", "no rank has moved for ", marks=pytest.mark.slow),
     ],
 )
@@ -43,6 +43,12 @@ def test_a_job_that_fails_ends_alone_and_says_what_it_says_elsewhere(tmp_path, w
         assert_nothing_left(tmp_path)
         if what == "killed":
             assert warm.run(tmp_path / "next", CLUSTER, {}, module="tests.launch.ranks.succeed") == elastic.Outcome(ok=True)
+
+
+def test_a_process_that_cannot_start_is_the_reason(tmp_path):
+    with Warm() as warm:
+        failed = warm.run(tmp_path, CLUSTER, {"PYTHONHOME": "/nowhere"}, module="tests.launch.ranks.succeed")
+    assert not failed.ok and failed.reason.startswith("the launcher's agent ended with 1: ")
 
 
 def test_a_program_that_is_interrupted_ends_its_ranks(tmp_path):

@@ -14,6 +14,7 @@ import yaml
 from experiments.config import checks, files, schema, targets
 from experiments.config.identity import job_identity
 from experiments.config.schema import OPTION_GROUPS, Config, ConfigError
+from experiments.job.record import identity_of
 from mdcs.options import LIMITS, options
 
 
@@ -241,6 +242,12 @@ WRONG = {
         "engine.reshard_group: goes with reshard=group and no other; got always with 2"
     ),
     "engine=fsdp2 engine.reshard=group engine.reshard_group=3": "engine.reshard_group: must divide cluster.ranks=2, got 3",
+    "engine=fsdp2 engine.plan=/no/such engine.prefetch=1": (
+        "engine.plan: says what to reshard and prefetch itself; got reshard=always, prefetch=1"
+    ),
+    "engine=fsdp2 engine.plan=/no/such": (
+        "engine.plan: is not a file of experiments/export.py: [Errno 2] No such file or directory: '/no/such'"
+    ),
     "engine=ddp strategy=fsdp": "strategy: has no effect with engine=ddp, got fsdp",
     "engine=ddp strategy=joint": "strategy: has no effect with engine=ddp, got joint",
     "engine=fsdp2 scheduler=dear": "scheduler: has no effect with engine=fsdp2, got dear",
@@ -256,7 +263,9 @@ WRONG = {
     "engine=fairscale link=emulated": (
         "link.name: an emulated link paces mdcs alone, not the messages of engine=fairscale"
     ),
-    "nothing": "nothing: is not key=value (missing EQUAL at '<EOF>'), got nothing",
+    "nothing": "nothing: is not KEY=VALUE, without spaces around the =",
+    "model.frozen=[a": "model.frozen: cannot be read (no viable alternative at input '[a'), got model.frozen=[a",
+    "runs.steps=3": "runs.steps: no such key; did you mean run.steps?",
 }
 
 
@@ -355,7 +364,7 @@ def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
 
 @pytest.mark.parametrize(
     ("override", "reason"),
-    [
+    a_third([
         ("model.layers=3", "model.layers 2; this job has 3"),
         ("data.batch_size=8", "data.batch_size 4; this job has 8"),
         ("model.wrap=leaf", "model.wrap block; this job has leaf"),
@@ -364,8 +373,8 @@ def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():
         ("optimizer.foreach=true", "optimizer.foreach null; this job has true"),
         ("cluster.ranks=3", "cluster.ranks 2; this job has 3"),
         ("run.precision=fp64", "run.precision fp32; this job has fp64"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_a_profile_of_another_job_is_refused(tmp_path, override, reason):
     profile = profile_of(tmp_path)
     with pytest.raises(ConfigError) as error:
@@ -395,3 +404,30 @@ def test_a_profile_without_the_link_does_not_plan_for_a_real_one(tmp_path):
 def test_what_is_no_profile_is_refused():
     with pytest.raises(ConfigError, match="profile.path: .*setup.cfg is not a profile.json: Expecting value"):
         composed("profile.path=setup.cfg")
+
+
+PLAN = {"schema": 2, "ranks": 2, "groups": [{"mesh": [2, 1]}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "override", "problem"),
+    [
+        ({}, "engine.reduce_scatter=all_to_all", "engine.reduce_scatter: must be own where a plan has dp or shards within nodes"),
+        ({"ranks": 4}, "", "engine.plan: is for 4 ranks, cluster.ranks=2"),
+        ({"schema": 1, "groups": [{"replicate": True}]}, "", "has schema 1, not 2: export the plan again"),
+        ({"groups": [{}]}, "", "engine.plan: is not a file of experiments/export.py: 'mesh'"),
+    ],
+)
+def test_a_plan_that_was_taken_home_is_checked_before_anything_starts(tmp_path, said, override, problem):
+    (tmp_path / "fsdp2.json").write_text(json.dumps(PLAN | said))
+    with pytest.raises(ConfigError) as error:
+        composed("engine=fsdp2", f"engine.plan={tmp_path / 'fsdp2.json'}", *override.split())
+    assert problem in str(error.value)
+
+
+def test_a_plan_that_was_taken_home_belongs_to_a_runs_identity_by_what_is_in_it(tmp_path):
+    found = set()
+    for name, step in (("a", 1), ("b", 1), ("b", 2)):
+        (tmp_path / name).write_text(json.dumps(PLAN | {"predicted": step}))
+        found.add((identity_of(composed("engine=fsdp2", f"engine.plan={tmp_path / name}")), step))
+    assert len(found) == 2 == len({identity for identity, _ in found})

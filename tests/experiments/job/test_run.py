@@ -1,5 +1,6 @@
 """A job in a folder that another has used or uses, and what is known of one that fails early. The ranks are stubs."""
 
+import dataclasses
 import io
 import json
 import os
@@ -13,9 +14,12 @@ import analysis
 from analysis.events import METRICS, read_events
 from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
+from experiments.job import record
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, cache_folder
 from launch.claim import claim
+from tests.experiments import one_process
+from tests.experiments.job.test_tracking import Heard
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
 LEFT = ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json")
@@ -32,6 +36,7 @@ def run(folder: Path, *overrides: str, known: Profiles | None = None):
     return jobs.run(composed(*overrides), folder, console, known=known, worker="tests.experiments.stub_worker")
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_early_has_nothing_of_the_former_one(tmp_path):
     assert run(tmp_path, "strategy=dp", "profile.cache=false").ok
     for name in LEFT:
@@ -67,3 +72,14 @@ def test_a_folder_in_which_a_job_runs_is_refused_and_left_as_it_is(tmp_path):
             with pytest.raises(ConfigError, match=f"hydra.run.dir: {tmp_path} is in use by a job of process {os.getpid()} "):
                 start(tmp_path)
         assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_job_that_runs_again_is_the_same_run_to_a_tracker(tmp_path):
+    """The second time it plans with the profile of the first, which its resolved config names."""
+    config = dataclasses.replace(composed("profile.cache=false"), tracker=Heard())
+    known, console = Profiles(), Console(file=io.StringIO())
+    for _ in range(2):
+        worker = "tests.experiments.stub_worker"
+        assert jobs.run(config, tmp_path, console, known=known, worker=worker, start=one_process.run).ok
+    assert f"path: {tmp_path / 'profile.json'}" in (tmp_path / "config.yaml").read_text()
+    assert list(config.tracker.runs) == [record.identity_of(config)] == [record.read(tmp_path).identity]

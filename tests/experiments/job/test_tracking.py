@@ -12,8 +12,9 @@ import pytest
 
 from analysis.events import read_events
 from experiments.config import checks
-from experiments.config.identity import run_hash, sweep_hash
+from experiments.config.identity import sweep_hash
 from experiments.config.schema import Config
+from experiments.job.record import identity_of
 from experiments.job.tracking import Follower, JsonLines, show_sweep
 from experiments.trackers.tracker import Mirror, Shown, Tracker, flat
 
@@ -85,7 +86,8 @@ class Listening(Mirror):
         self.heard: list[Any] = []
 
     def event(self, event):
-        self.heard.append(event.get("step", event["event"]))
+        name = event["event"]
+        self.heard.append((name, event["step"]) if name == "eval" else event.get("step", name))
 
     def document(self, kind, file):
         self.heard.append((kind, file.name))
@@ -119,7 +121,7 @@ def heard(config: Config) -> tuple[Shown, list[Any]]:
 
 
 def follow(config: Config, folder: Path, *events: dict, kind: str = "train") -> tuple[Shown, list[Any]]:
-    follower = Follower(config, folder, kind)
+    follower = Follower(config, folder, kind, identity_of(config))
     for event in events:
         follower.event(event)
     follower.finish(True)
@@ -130,16 +132,19 @@ def test_a_run_goes_by_its_hash_and_its_sweep_with_its_plan(tmp_path, config):
     (tmp_path / "plan.json").write_text("{}")
     run, said = follow(config, tmp_path, {"event": "job"}, STEP, {"event": "summary"})
     assert said == ["job", 1, "summary", ("plan", "plan.json"), True]
-    assert (run.id, run.group, run.kind, run.name) == (run_hash(config), sweep_hash("multirun/today"), "train", "mine")
+    assert (run.id, run.group, run.kind, run.name) == (identity_of(config), sweep_hash("multirun/today"), "train", "mine")
     assert run.config["model"]["depth"] == 4
 
 
-def test_steps_from_before_are_shown_again_once_a_run_goes_on(tmp_path, config):
+@pytest.mark.parametrize(("of", "before"), [("", [1, ("eval", 1), 2, ("eval", 2)]), ("/elsewhere", [])])
+def test_steps_and_evaluations_from_before_are_shown_again_once_a_run_goes_on(tmp_path, config, of, before):
     with JsonLines(tmp_path / "metrics.jsonl") as metrics:
         for step in (1, 2, 3, 4):
             metrics.write({"event": "step", "step": step})
-    _, said = follow(config, tmp_path, {"event": "resumed"}, {"event": "step", "step": 3}, {"event": "step", "step": 4})
-    assert said == ["resumed", 1, 2, 3, 4, True]
+            metrics.write({"event": "eval", "step": step, "loss": 2.0})
+    resumed = {"event": "resumed", "folder": f"{of or tmp_path}/checkpoints/step-00000002"}
+    _, said = follow(config, tmp_path, resumed, {"event": "step", "step": 3}, {"event": "step", "step": 4})
+    assert said == ["resumed", *before, 3, 4, True]
 
 
 def test_a_run_that_begins_anew_has_no_past(tmp_path, config):
@@ -148,14 +153,14 @@ def test_a_run_that_begins_anew_has_no_past(tmp_path, config):
     assert follow(config, tmp_path, STEP)[1] == [1, True]
 
 
-def test_equal_jobs_share_a_hash_and_turns_of_a_comparison_do_not(tmp_path, config):
-    moved = dataclasses.replace(config, run=dataclasses.replace(config.run, sweep=None, resume="auto", name="other"))
-    assert run_hash(moved) == run_hash(config)
+def test_equal_jobs_share_an_id_and_turns_of_a_comparison_do_not(tmp_path, config):
+    moved = dataclasses.replace(config, run=dataclasses.replace(config.run, sweep=None, resume="auto"))
+    assert identity_of(moved) == identity_of(config)
     longer = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=31))
-    assert run_hash(longer) != run_hash(config)
+    assert identity_of(longer) != identity_of(config)
     for turn in ("0-mdcs @ 10%", "1-mdcs @ 10%"):
-        Follower(config, tmp_path / turn, "compare").finish(True)
-    assert list(config.tracker.runs) == [f"{run_hash(config)}-compare-{turn}-mdcs-10-" for turn in (0, 1)]  # type: ignore[attr-defined]
+        Follower(config, tmp_path / turn, "compare", identity_of(config)).finish(True)
+    assert list(config.tracker.runs) == [f"{identity_of(config)}-compare-{turn}-mdcs-10-" for turn in (0, 1)]  # type: ignore[attr-defined]
 
 
 def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
@@ -177,7 +182,7 @@ sys.exit(bool({'wandb', 'torch', 'tensorboard'} & set(sys.modules)))"""
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     with checks.composing():
         config = checks.compose_config(["model=mlp", "data=synthetic"])
-    follower = Follower(config, tmp_path, "train")
+    follower = Follower(config, tmp_path, "train", "own")
     follower.event(STEP)
     follower.finish(False)
     assert list(tmp_path.iterdir()) == []

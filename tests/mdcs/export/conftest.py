@@ -1,5 +1,5 @@
 """The ranks of the runtime's tests."""
 
-from tests.mdcs.runtime.conftest import measured, two
+from tests.mdcs.runtime.conftest import measured, measured_nodes, nodes, two
 
-__all__ = ["measured", "two"]
+__all__ = ["measured", "measured_nodes", "nodes", "two"]

@@ -15,7 +15,7 @@ from mdcs.export.predicted import as_run, best_steps
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.validity import PlanError
+from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.profile.algorithms import Collectives
@@ -113,10 +113,18 @@ def peak_of(strategy: str, *sizes: int) -> dict[str, int]:
 
 
 def test_a_sharded_unit() -> None:
-    # Gathering: shard 16, message 32, its copy 32. Then whole 32 and gradients 32; then gradients and their message 32.
+    # Gathering: shard 16, message 32, its copy 32. Then whole 32 and gradients 32; then their message 32 and gloo's copy 32, a
+    # shard of gradients 16.
     peak = peak_of("sdp", 8)
     assert (peak["parameters"], peak["staging"], peak["full_parameters"], peak["gradients"]) == (16, 64, 32, 32)
-    assert (peak["gradient_shards"], peak["total"]) == (16, 80)
+    assert (peak["gradient_shards"], peak["total"]) == (16, 96)
+
+
+def test_gloo_s_copy_of_a_reduction_is_there_until_the_next_message() -> None:
+    # Shards 32, b's gradients' shard 16, its message and copy 64, a 32 with gradients 32; the copy outlives b's slot.
+    assert peak_of("sdp", 8, 8)["total"] == 32 + 16 + 64 + 64
+    # What is replicated has no copy: its message is its own.
+    assert peak_of("dp", 8, 8)["staging"] == 32
 
 
 def test_a_replicated_unit_has_a_second_copy() -> None:
@@ -185,11 +193,48 @@ def test_the_nearest_mode_of_megatron_is_that_of_most_parameters(strategy: str) 
     assert ("a" in mode["units_that_the_plan_has_otherwise"]) is (strategy == "sdp")
 
 
-# ---- what cannot be taken home
+# ---- nodes
 
 
-def test_shards_within_nodes_are_refused_by_unit() -> None:
-    with_nodes = in_nodes(link(1e-9), 4, 2, 1e-10)
-    plan = planned(named(chain(8, 4, world=4, link=with_nodes), "a", "b"), ["fsdp", "hsdp"])
-    with pytest.raises(PlanError, match="b is hsdp: shards within a node cannot be taken home yet"):
-        document(plan)
+def of_nodes(*names: str, scheduler: Scheduler | None = None) -> Plan:
+    """Units of 32 bytes each on two nodes of two ranks."""
+    return planned(chain(*[8] * len(names), world=4, link=in_nodes(link(1.0), 4, 2, 0.1)), names, scheduler)
+
+
+def test_each_unit_has_the_mesh_of_its_strategy() -> None:
+    plan = of_nodes("fsdp", "hsdp", "dp", "hfsdp", "zero1")
+    groups = document(plan)["groups"]
+    assert [group["mesh"] for group in groups] == [[4], [2, 2], [4, 1], [2, 2], [4], [4]]
+    assert [group["reshard_after_forward"] for group in groups][:5] == [True, False, True, True, False]
+
+
+def test_what_shards_within_nodes_do_is_not_lost() -> None:
+    lost = lost_of(replace(of_nodes("hsdp", "hfsdp", "hsdp"), budget=None))
+    assert [what for what in lost if "optimizer.step()" not in what] == []
+
+
+def test_gathers_within_nodes_are_made_ahead_as_others_are() -> None:
+    plan = of_nodes("hsdp", "hsdp", "hsdp", scheduler=Dear())
+    assert ahead(plan, groups_of(plan), Kind.AG_F, 1) == {"a": ("b",), "b": ("c",)}
+    plan = of_nodes("hfsdp", "hfsdp", "hsdp")
+    assert ahead(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
+
+
+def test_a_unit_sharded_within_nodes_has_their_part_of_it() -> None:
+    plan = of_nodes("hsdp", "sdp")
+    peak = Walk(plan.job, groups_of(plan), {}, {}, NATIVE).peak
+    assert (peak["parameters"], peak["gradient_shards"]) == (16 + 8, 16 + 8)
+
+
+def test_the_predicted_step_sends_within_nodes() -> None:
+    plan = of_nodes("hsdp", "hfsdp", "sdp")
+    run = as_run(plan, groups_of(plan), {}, {})
+    assert {m.kind for m in run.messages} == {Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N, Kind.RS, Kind.AG_F}
+    far = of_nodes("sdp", "fsdp", "sdp")
+    assert best_steps(plan, groups_of(plan)).prediction.step_s < best_steps(far, groups_of(far)).prediction.step_s
+
+
+def test_the_nearest_mode_of_megatron_has_an_instance_for_each_node() -> None:
+    mode = document(of_nodes("hfsdp", "hsdp", "fsdp"))["megatron_fsdp"]
+    assert (mode["data_parallel_sharding_strategy"], mode["num_distributed_optimizer_instances"]) == ("optim_grads_params", 2)
+    assert mode["units_that_the_plan_has_otherwise"] == ["b", "c"]

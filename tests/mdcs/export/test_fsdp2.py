@@ -41,6 +41,16 @@ def test_losses_and_norms_are_those_of_ddp(two: Ranks, model: str, strategy: str
             assert got == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "strategy"), [("gpt2", "random"), ("tied", "random"), ("bert", "hfsdp"), ("gpt2", "hsdp")])
+def test_shards_within_nodes_train_as_ddp_does(nodes: Ranks, model: str, strategy: str) -> None:
+    """Two nodes of two ranks; random mixes have units on all three kinds of meshes."""
+    for rank in nodes.run(as_ddp, model, How(strategy, "priority", seed=28, bytes=4000, per_node=2)):
+        assert rank["meshes"] >= ({(4,), (2, 2), (4, 1)} if strategy == "random" else {(2, 2)})
+        for got, expected in zip(rank["fsdp2"], rank["ddp"], strict=True):
+            assert got == pytest.approx(expected, rel=2e-6)
+
+
 def test_the_loader_of_the_docs_needs_torch_alone(two: Ranks) -> None:
     for rank in two.run(by_the_loader, "gpt2", How("random", "random", seed=7, bytes=4000)):
         assert rank["loader"] == rank["fsdp2"]
@@ -52,8 +62,16 @@ def test_the_loader_of_the_docs_needs_torch_alone(two: Ranks) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "sdp", "zero1", "dp", "random"])
 def test_the_peak_is_near_the_prediction(measured: Ranks, model: str, strategy: str) -> None:
     for rank in measured.run(peak, model, How(strategy, "sequential", seed=7), LARGE[model]):
-        # FSDP2 frees gathered copies when gloo has let go of them: on busy cores 5.2 % was seen once.
-        assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.08)
+        assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.05)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.parametrize("model", LARGE)
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp", "random"])
+def test_the_peak_of_shards_within_nodes_is_near_the_prediction(measured_nodes: Ranks, model: str, strategy: str) -> None:
+    for rank in measured_nodes.run(peak, model, How(strategy, "sequential", seed=7, per_node=2), LARGE[model]):
+        assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.05)
 
 
 # ---- another model
@@ -77,7 +95,6 @@ def refused(model: nn.Module, **mesh: Any) -> str:
 
 def test_a_plan_of_another_model_is_refused_by_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mesh:
-        ndim = 1
         mesh = torch.arange(2)
 
         def size(self) -> int:
@@ -90,4 +107,9 @@ def test_a_plan_of_another_model_is_refused_by_unit(monkeypatch: pytest.MonkeyPa
     assert refused(more, mesh=Mesh()) == "the whole model: has 0 elements in the plan and 2 in the model"
     Mesh.mesh = torch.arange(3)
     Mesh.size = lambda self: 3
-    assert refused(Model(a=a, b=b), mesh=Mesh()) == "the plan is for 2 ranks in one dimension, the mesh has (3,)"
+    assert refused(Model(a=a, b=b), mesh=Mesh()) == "the plan is for 2 ranks, the mesh has (3,)"
+
+
+def test_a_file_of_another_schema_is_refused() -> None:
+    with pytest.raises(ValueError, match="the file has schema 1, this mdcs reads 2: export the plan again"):
+        apply_plan(nn.Linear(3, 2), {"schema": 1})

@@ -22,6 +22,7 @@ from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
 from mdcs.measure.memory import ShimMeter
 from mdcs.plan.messages import Plan
 from mdcs.profile.link import Link
+from tests.mdcs.profiles import in_nodes
 from tests.mdcs.runtime.training import How, Setup, optimizer_for, scheduler_for, setup, strategy_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,10 +33,11 @@ def planned(made: Setup, how: How) -> Plan:
     optimizer = optimizer_for("adam", made.model)
     units = mdcs.partition(made.model, made.policy)
     rank, world = dist.get_rank(), dist.get_world_size()
+    link = Link.uniform(1.0, 50.0)
     profile = agree(
         measure_profile(
             made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), optimizer,
-            world=world, link=Link.uniform(1.0, 50.0), iterations=2,
+            world=world, link=in_nodes(link, world, how.per_node, 0.1) if how.per_node else link, iterations=2,
         )
     )  # fmt: skip
     job = mdcs.Job(profile)
@@ -64,9 +66,10 @@ def as_ddp(name: str, how: How) -> dict[str, Any]:
     expected = losses(
         made, wrapped, torch.optim.Adam(wrapped.parameters(), lr=1e-2), torch.nn.utils.clip_grad_norm_, 4
     )
-    apply_plan(made.model, json.loads(json.dumps(document(plan))))
+    file = json.loads(json.dumps(document(plan)))
+    apply_plan(made.model, file)
     got = losses(made, made.model, torch.optim.Adam(parameter_groups(made.model), lr=1e-2), clip_grad_norm_, 4)
-    return {"ddp": expected, "fsdp2": got}
+    return {"ddp": expected, "fsdp2": got, "meshes": {tuple(group["mesh"]) for group in file["groups"]}}
 
 
 def peak(name: str, how: How, shape: dict[str, Any]) -> dict[str, Any]:

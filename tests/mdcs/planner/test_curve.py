@@ -80,6 +80,7 @@ def test_a_minimum_between_the_first_questions_can_be_missed() -> None:
     assert lowest(counted(costs)[0], 33, begin=17) == 22
 
 
+@pytest.mark.slow
 def test_the_search_finds_nearly_every_stop_point_with_fewer_plans_than_the_curve() -> None:
     of, hits, plans = shares(17), 0, 0
     for seed in range(30):

@@ -55,3 +55,9 @@ def four(nodes: Ranks) -> Ranks:
 def measured() -> Iterator[Ranks]:
     """Two ranks whose tensor memory is counted."""
     yield from _pool(2, preload_env(os.environ))
+
+
+@pytest.fixture(scope="session")
+def measured_nodes() -> Iterator[Ranks]:
+    """Two nodes of two ranks whose tensor memory is counted."""
+    yield from _pool(4, preload_env(os.environ))

@@ -152,6 +152,7 @@ STRATEGIES = ("dp", "zero1", "sdp", "fsdp", "random")
 MORE = pytest.mark.slow
 
 
+@pytest.mark.slow
 def test_one_rank_trains_like_a_plain_loop():
     """Every strategy and every scheduler, and every order of execution with each strategy or so."""
     wanted = plain_run(CPU, STEPS)
@@ -171,6 +172,7 @@ def test_one_rank_with_every_strategy_and_scheduler(strategy: str):
 BOUND = [How("fsdp", "wfbp", budget=1.0), How("random", "priority", budget=1.05), How("zero1", "dear", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", BOUND, ids=lambda how: f"{how.strategy}-{how.scheduler}")
 def test_one_rank_with_a_budget_or_a_barrier(how: How):
     assert wrong(plan_for(how), plain_run(CPU, STEPS)) == []
@@ -247,6 +249,7 @@ def _release_at_once(patch: pytest.MonkeyPatch) -> None:
         pytest.param(_release_at_once, How("zero1", "fusion"), id="a message's own buffers are compute's memory", marks=MORE),
     ],
 )
+@pytest.mark.slow
 def test_a_mutated_runtime_is_found_out(mutate: Callable[[pytest.MonkeyPatch], None], how: How, monkeypatch: pytest.MonkeyPatch):
     plan, wanted = plan_for(how), plain_run(CPU, STEPS)
     assert wrong(plan, wanted) == []

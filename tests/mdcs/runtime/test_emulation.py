@@ -87,7 +87,8 @@ def test_a_step_takes_the_time_of_the_link_and_about_what_was_predicted(runs: di
     latency_s = sum(link.alpha_of(m.kind) for m in plan.messages if m.blocking)
     step = statistics.median(r.times.step_s for r in found.records)
     assert step >= 0.98 * (bytes_s + latency_s)  # a period need not begin where a step does
-    assert statistics.median(r.times.communication_s for r in found.records) >= 0.98 * bytes_s
+    # Of one step it is what falls between its ends, which move; over all of them they matter little.
+    assert statistics.fmean(r.times.communication_s for r in found.records) >= 0.9 * bytes_s
     assert plan.prediction is not None
     assert step >= 0.5 * plan.prediction.step_s  # how much longer is a matter of what else the machine does
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mdcs.profile.algorithms import Collectives
+from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, compare
 
@@ -80,7 +81,7 @@ def test_two_ranks_are_bitwise_equal(two: Ranks, strategy, scheduler, cross, mic
     assert [r["bitwise"] for r in results] == [True, True], results
 
 
-@pytest.mark.parametrize(("strategy", "micro_steps", "model"), CLIPPED)
+@pytest.mark.parametrize(("strategy", "micro_steps", "model"), few(CLIPPED, 6))
 def test_clipped_gradients(two: Ranks, strategy, micro_steps, model):
     job = Job(model, micro_steps, clip_norm=0.1, double=True)
     scheduler = SCHEDULERS[CLIPPED.index((strategy, micro_steps, model)) % 8]
@@ -97,7 +98,7 @@ def test_three_ranks_with_padding(three: Ranks, strategy, micro_steps, clip, mod
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp", "random"])
+@pytest.mark.parametrize("strategy", few(["random", "zero1", "dp", "sdp", "fsdp"], 2))
 def test_other_optimizers_and_a_schedule(two: Ranks, optimizer, strategy):
     """SGD with momentum, and AdamW with two parameter groups; the learning rate changes at every step."""
     job = Job("tied", 2, optimizer=optimizer, steps=8, halve_at=4)
@@ -117,7 +118,7 @@ def _weights_after(job: Job) -> float:
     return float(sum(value.double().sum() for value in reference(job).state.values()))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "random"])
+@pytest.mark.parametrize("strategy", few(["random", "zero1", "fsdp"]))
 @pytest.mark.parametrize("model", ["twice", "gpt2/leaf", "checkpointed", "checkpointed/leaf"])
 def test_other_models(two: Ranks, model, strategy):
     """A module called twice, one unit per leaf, and forward passes that run again inside backward."""
@@ -144,7 +145,7 @@ def test_other_links(two: Ranks, link):
 
 
 @pytest.mark.parametrize(("strategy", "scheduler"), [("joint", "joint"), ("greedy", "memory_aware")])
-@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("micro_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_plans_of_a_solver(two: Ranks, strategy, scheduler, micro_steps):
     for result in two.run(compare, Job("gpt2", micro_steps), How(strategy, scheduler, budget=1.15, bytes=2000)):
         assert result["bitwise"], result

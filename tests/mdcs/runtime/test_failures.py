@@ -504,6 +504,7 @@ parallel.step()
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_never_closes_ends_well() -> None:
     """Its threads wait in C++ when the interpreter ends."""
     done = subprocess.run([sys.executable, "-c", NEVER_CLOSED], capture_output=True, text=True, check=False, timeout=60)

@@ -823,6 +823,8 @@ def compiled(strategy: str, what: str) -> list[str]:
         return differing(parallel.state_dict(), twin.model.state_dict())
 
 
-@pytest.mark.parametrize(("strategy", "what"), [("dp", "blocks"), ("fsdp", "blocks"), ("fsdp", "model")])
+@pytest.mark.parametrize(
+    ("strategy", "what"), [pytest.param("dp", "blocks", marks=pytest.mark.slow), ("fsdp", "blocks"), ("fsdp", "model")]
+)
 def test_compiled_blocks_and_models(two: Ranks, strategy, what):
     assert two.run(compiled, strategy, what) == [[], []]

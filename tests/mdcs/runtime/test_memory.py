@@ -175,7 +175,7 @@ def test_every_slot_is_exact(measured_in, combination):
         *((Job("gpt2", half="bf16"), How(s, "wfbp")) for s in ("dp", "zero1", "sdp", "fsdp")),
         pytest.param(
             Job("gpt2", 2, half="bf16", wide_gradients=True), How("random", "random", seed=3),
-            marks=pytest.mark.xfail(reason="its total is 3 to 5 % above the prediction, by 61,312 bytes: not understood"),
+            marks=pytest.mark.xfail(reason="on some CPUs 61,312 bytes (3 to 5 %) above the prediction: not understood"),
         ),
         (Job("resnet", half="bf16", optimizer="sgd"), How("fsdp", "fusion")),
         (Job("bert", half="bf16", optimizer="adamw"), How("greedy", "priority", budget=1.2, bytes=BLOCK)),
@@ -259,7 +259,7 @@ def peak_under_budget(job: Job, how: How, share: float | None) -> tuple[int, int
 
 
 @pytest.mark.parametrize(
-    "scheduler", [pytest.param(name, marks=[pytest.mark.slow] if n % 2 else []) for n, name in enumerate(SCHEDULERS)]
+    "scheduler", [pytest.param(name, marks=[pytest.mark.slow] if n % 4 else []) for n, name in enumerate(SCHEDULERS)]
 )
 def test_never_above_the_budget(measured: Ranks, scheduler):
     cases = [

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import mdcs
 from mdcs.plan.messages import Message
 from mdcs.runtime.communicator import Communicator
+from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, parallel_for, train
 
@@ -76,7 +77,7 @@ def expected(plan: mdcs.Plan) -> list[Message]:
 
 
 @pytest.mark.parametrize("cross", [True, False], ids=["cross", "barrier"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", few(reversed(SCHEDULERS), 4))
 def test_messages_are_launched_in_the_plans_order(two: Ranks, scheduler, cross):
     job = Job("tied", micro_steps=2, steps=STEPS)
     first, second = two.run(listen, job, How("random", scheduler, cross, seed=3, bytes=150))

@@ -149,7 +149,7 @@ def exhaustive(judge: Judge, strategies: tuple[Strategy, ...]) -> float:
 
 
 CASES = [(seed, 2, over) for seed in range(5) for over in (0.0, 0.1, 0.25, None)] + [(5, 3, 0.1), (6, 3, 0.2)]
-CASES = [pytest.param(*case, marks=[pytest.mark.slow] if case[0] > 0 else []) for case in CASES]
+CASES = [pytest.param(*case, marks=[pytest.mark.slow] if case[0] > 0 or case[2] != 0.25 else []) for case in CASES]
 
 
 @pytest.mark.parametrize(("seed", "units", "over"), CASES)

@@ -1,0 +1,65 @@
+"""Budgets in words: `10%` beyond the floor, `300MiB` or `1.5GiB` per rank, `none`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from mdcs.sizes import GIB, MIB
+
+_WORDS = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?(%|MiB|GiB|)")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """GiB per rank, or a share of the floor beyond it; neither: no limit."""
+
+    gib: float | None = None
+    over_floor: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """From words; a plain number is GiB. Raises ValueError."""
+        if text == "none":
+            return cls()
+        if words := _WORDS.fullmatch(text):
+            number, unit = words.groups()
+            try:
+                value = float(number)
+            except ValueError:
+                value = math.nan
+            if unit == "%" and 0 <= value < math.inf:
+                return cls(over_floor=value / 100)
+            if unit != "%" and 0 < value < math.inf:
+                return cls(gib=value * MIB / GIB if unit == "MiB" else value)
+        raise ValueError(f"a budget is 300MiB, 1.5GiB, a share of the floor beyond it (10%) or none; got {text}")
+
+    def bytes(self, floor: int) -> int | None:
+        """Of a rank; None without a limit."""
+        if self.gib is not None:
+            return int(self.gib * GIB)
+        return None if self.over_floor is None else int(floor * (1 + self.over_floor))
+
+    def __str__(self) -> str:
+        if self.gib is not None:
+            return f"{self.gib:g} GiB"
+        return "none" if self.over_floor is None else f"{self.over_floor * 100:g}%"
+
+    @property
+    def overrides(self) -> list[str]:
+        """Of a job's config."""
+        values = {"budget.gib": self.gib, "budget.over_floor": self.over_floor}
+        return [f"{key}={value}" for key, value in values.items() if value is not None]
+
+
+def on_front(value: object) -> Budget:
+    """Of `tradeoff.budgets`: a plain number is a share of the floor beyond it. Raises ValueError, also without a limit."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"a share of the floor beyond it must be >= 0, got {value:g}")
+        return Budget(over_floor=float(value))
+    budget = Budget.parse(str(value))
+    if budget == Budget():
+        raise ValueError("the front is over budgets, got none")
+    return budget

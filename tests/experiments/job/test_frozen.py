@@ -1,0 +1,112 @@
+"""A job that was handed in and cannot begin says so in its folder; one that has lost a host is to go on."""
+
+import dataclasses
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments.config import checks
+from experiments.config.identity import identity
+from experiments.config.schema import ConfigError
+from experiments.job import frozen, record
+from experiments.job import run as jobs
+from hydra_plugins._mdcs_slurm import JOB
+from launch import preemption
+from launch.claim import claim
+from launch.elastic import Outcome
+from mdcs.profile.contents import Profile
+
+PROFILE = Path(__file__).parents[1] / "profile.json"
+LOST = Outcome(False, "host n1 has not answered for 60 s", 2, 7, lost=True)
+
+
+@pytest.fixture
+def config():
+    with checks.composing():
+        return checks.compose_config(["model=mlp", "data=synthetic", "run.steps=3", "run.warmup_steps=1"])
+
+
+def test_why_a_job_cannot_begin_is_in_its_folder(tmp_path, config):
+    def refuse(config):
+        raise ConfigError("cluster.name", "must be local")
+
+    frozen.freeze(config, tmp_path)
+    assert frozen.run(tmp_path, lambda *_, **__: Outcome(True), refuse) == 2
+    said = record.read(tmp_path)
+    assert (said.state, said.reason) == (record.FAILED, "cluster.name: must be local")
+
+
+@pytest.mark.parametrize(("again", "state"), [("1", record.PREEMPTED), (None, record.FAILED)])
+def test_a_job_that_has_lost_a_host_is_not_over_where_it_is_to_go_on(tmp_path, monkeypatch, config, again, state):
+    if again is not None:
+        monkeypatch.setenv(preemption.REQUEUE, again)
+    outcome = jobs.run(config, tmp_path, Console(file=io.StringIO()), start=lambda *_, **__: LOST)
+    assert not outcome.ok and record.read(tmp_path).state == state
+
+
+def test_a_job_that_has_lost_a_host_is_handed_in_again(tmp_path, monkeypatch, config, capsys):
+    monkeypatch.setenv(preemption.REQUEUE, "1")
+    monkeypatch.setattr(preemption, "requeue", lambda: "")
+    frozen.freeze(config, tmp_path)
+    assert frozen.run(tmp_path, lambda *_, **__: LOST, lambda config: config) == 1
+    assert f"failed: {LOST.reason}; handed in again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["this", "another"])
+def test_a_job_that_slurm_starts_again_plans_with_the_profile_that_it_has_measured(tmp_path, monkeypatch, config, device):
+    """Unless it was measured on a node of another kind."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    config.profile.cache = False
+    profile, about = Profile.from_json(PROFILE.read_text()), identity(config)
+    about |= {} if device == "this" else {"device": device}
+    (tmp_path / "profile.json").write_text(dataclasses.replace(profile, about=about).to_json())
+    frozen.freeze(config, tmp_path)
+    assert frozen.run(tmp_path, lambda *_, **__: Outcome(False, "as told"), lambda config: config) == 1
+    resolved = checks.load(tmp_path / "config.yaml")
+    found = str(tmp_path / "profile.json") if device == "this" else None
+    assert (resolved.profile.path, resolved.run.resume) == (found, "auto")
+
+
+def test_a_job_that_starts_again_goes_on_with_its_own_checkpoints_once_it_has_some(tmp_path, monkeypatch, config):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "former").mkdir()
+    (tmp_path / "run").mkdir()
+    config.run.resume, resumed = "former", []
+    frozen.freeze(config, tmp_path / "run")
+    for step in (0, 1):
+        if step:
+            (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
+        frozen.run(tmp_path / "run", lambda *_, **__: Outcome(False, "as told"), lambda config: config)
+        resumed.append(checks.load(tmp_path / "run/config.yaml").run.resume)
+    assert resumed == [str(tmp_path / "former"), "auto"]
+
+
+def test_files_are_found_from_the_folder_that_a_job_runs_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(PROFILE, "profile.json")
+    with checks.composing():
+        config = checks.compose_config(["model=gpt2-tiny", "profile.path=profile.json", "link=emulated"])
+    (tmp_path / "run").mkdir()
+    frozen.freeze(config, tmp_path / "run")
+    monkeypatch.chdir("/")
+    assert checks.load(tmp_path / "run" / JOB).profile.path == str(tmp_path / "profile.json")
+
+
+def test_a_job_whose_folder_is_in_use_leaves_what_is_said_there(tmp_path, config):
+    frozen.freeze(config, tmp_path)
+    with claim(tmp_path):
+        assert frozen.run(tmp_path, lambda *_, **__: Outcome(True), lambda config: config) == 2
+    assert record.read(tmp_path).state == record.HANDED_IN
+
+
+def test_a_job_that_slurm_does_not_start_again_has_failed(tmp_path, monkeypatch, config):
+    monkeypatch.setenv(preemption.REQUEUE, "1")
+    monkeypatch.setattr(preemption, "requeue", lambda: "job 3 is over")
+    frozen.freeze(config, tmp_path)
+    assert frozen.run(tmp_path, lambda *_, **__: LOST, lambda config: config) == 1
+    said = record.read(tmp_path)
+    assert (said.state, said.reason) == (record.FAILED, f"{LOST.reason}; job 3 is over")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ _WATCHDOG_SECONDS = 1.0
 """How much longer than a timeout the watchdog waits: a rank whose own timeout fires knows more."""
 
 _REASON_CHARACTERS = 600  # the whole of it is in the rank's log
+_HAS_WAITED = re.compile(": waited |timed? ?out", re.IGNORECASE)
+"""In the runtime's words, or in those of a backend whose time was up first."""
 
 # Deaths that no other rank's failure causes. A lost connection can abort a process, and the agent
 # terminates the others.
@@ -251,7 +254,7 @@ def outcome_of(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | No
 
 def _silent(run_dir: Path, cluster: Cluster, error: dict[str, Any]) -> str:
     """If the rank that failed had waited: those that had said nothing for most of the time granted, and were not further."""
-    if ": waited " not in error["message"]:
+    if not _HAS_WAITED.search(error["message"]):
         return ""
     said = [status.read(run_dir, rank) for rank in range(cluster.ranks) if not (run_dir / f"rank{rank}.error").exists()]
     mute = [each for each in said if each is not None and error["time"] - each.time >= cluster.timeout_s / 2]

@@ -30,7 +30,7 @@ from launch.reserved import ReservedFile
 from launch.status import Status
 
 _POLL_SECONDS = 0.1
-REPORT_SECONDS = 3.0
+REPORT_SECONDS = 6.0
 """What a failing job gets to end by itself, so that the first reason, not the last, is known."""
 _WATCHDOG_SECONDS = 1.0
 """How much longer than a timeout the watchdog waits: a rank whose own timeout fires knows more."""
@@ -224,7 +224,7 @@ def _reserved(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
 
 def outcome_of(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | None) -> Outcome:
     """What the files that a job's processes left in its folder say of its end."""
-    errors = sorted((_read(file) for file in run_dir.glob("rank*.error")), key=lambda error: error["time"])
+    errors = sorted((_read(file) for file in run_dir.glob("rank*.error")), key=_when)
     reports = [_read(file) for file in run_dir.glob("agent*.json")]
     codes = {int(rank): code for report in reports for rank, code in report["exit_codes"].items()}
     explained = {error["rank"] for error in errors}
@@ -264,6 +264,11 @@ def _silent(run_dir: Path, cluster: Cluster, error: dict[str, Any]) -> str:
     who = [each for each in mute if each.step == least]
     ranks = f"rank {who[0].rank}" if len(who) == 1 else f"ranks {', '.join(str(each.rank) for each in who)}"
     return f"; {ranks} had said nothing for {min(error['time'] - each.time for each in who):.0f} s, since step {least}"
+
+
+def _when(error: dict[str, Any]) -> tuple[bool, float]:
+    """What errors are sorted by: one that tells of another's leaving comes after that, whichever was written first."""
+    return " left the run in step " in error["message"], error["time"]
 
 
 def _died(run_dir: Path, rank: int, code: int) -> Outcome:

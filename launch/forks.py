@@ -25,7 +25,7 @@ from launch import orphans
 from launch.agent import LOOPBACK, report_of
 
 _POLL_SECONDS = 0.01
-_REPORT_SECONDS = 1.0
+_REPORT_SECONDS = 3.0
 """What the other ranks get when one has failed: it need not be the first to have failed."""
 
 

@@ -216,7 +216,8 @@ class _Child:
 
     def said(self) -> str:
         """What it last said, and how it ended once it has, as JSON."""
-        said, code, error = status.read(self._folder, self._rank), self.poll(), None
+        code = self.poll()  # first: what it said before it ended is said by now
+        said, error = status.read(self._folder, self._rank), None
         with contextlib.suppress(OSError):
             error = (self._folder / f"rank{self._rank}.error").read_text(encoding="utf-8")
         told = None if said is None else dataclasses.asdict(said)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import socket
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -46,6 +46,15 @@ def serve_on(listener: int, address: str, port: int) -> TCPStore:
 def join(address: str, port: int) -> TCPStore:
     """The store that somebody serves there, once it is there."""
     return TCPStore(address, port, None, False, _JOIN, wait_for_workers=False)
+
+
+def meet(store: Store, rank: int, world: int, seconds: float) -> None:
+    """Wait until every rank of a job has come here, so that one that started late is not taken for lost in a collective.
+
+    Raises torch's DistStoreError, a RuntimeError, when one has not come in time.
+    """
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{each}" for each in range(world)], datetime.timedelta(seconds=seconds))
 
 
 class Rendezvous(RendezvousHandler):

@@ -19,7 +19,7 @@ from launch import orphans
 from launch.network import Network, NetworkError
 
 _POLL_SECONDS = 0.05
-_REPORT_SECONDS = 1.0
+_REPORT_SECONDS = 3.0
 """What the other agents get when one has failed: its ranks need not be the first to have failed."""
 
 

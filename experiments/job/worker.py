@@ -21,7 +21,7 @@ from experiments.config.schema import Config
 from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.training import train
 from experiments.job.workload import Workload
-from launch import preemption, status
+from launch import preemption, rendezvous, status
 from mdcs.calibrate.agreement import on_rank_zero
 
 
@@ -76,6 +76,9 @@ def start(config: Config) -> torch.device:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    store = rendezvous.join(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rendezvous.meet(store, rank, world, config.cluster.timeout_s + config.cluster.startup_s)
     dist.init_process_group(config.cluster.resolved_backend(), timeout=timeout)
     return device
 

@@ -53,7 +53,7 @@ for step in range(1, config.run.steps + 1) if trains else ():
         fill(keep="stays" in what)
         raise RuntimeError("the stub fails on a full disk")
     if "slow" in what:
-        time.sleep(0.5)
+        time.sleep(3 if step == 1 else 0.5)
     if metrics:
         metrics.write({"event": "step", "step": step, "warmup": False, "loss": 1.0 / step, "step_s": 0.1})
 if metrics and "nothing" not in what:

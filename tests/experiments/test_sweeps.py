@@ -30,7 +30,7 @@ def test_a_killed_sweep_loses_no_finished_run(tmp_path):
     """The one that ran when SIGKILL came runs again, as does the one that had not yet; also in a folder with the time in it."""
     jobs = (*SWEEP, "run.name=fine,slow,last")
     first = start(tmp_path, *jobs)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while not (running := list(tmp_path.glob("multirun/*/*/1/rank1.status"))):
         assert first.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)

@@ -29,6 +29,7 @@ from launch import elastic, orphans, status
 from mdcs.measure.timeline import PREDICTED_RANK, Timeline
 from mdcs.plan.messages import Plan
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.link import Kind
 
 pytestmark = pytest.mark.alone  # on busy cores other messages meet in flight: staging is what was booked, or less
 
@@ -272,6 +273,10 @@ def test_memory_is_what_the_ledger_says_to_the_byte(ran):
             for category in ledger
             if category not in ("activations", "total") and ledger[category] != measured[category]
         }
+        if run.plan.profile.collectives.all_gather == "native" and "staging" in differences:
+            # The backend's own threads allocate it, when they come to a message: those of two in flight need not meet.
+            booked, held = differences.pop("staging")
+            assert 0.5 * booked <= held < booked, run
         assert differences == {}, run
         assert measured["activations"] <= ledger["activations"] + 64, run
         assert measured["total"] <= ledger["total"] + 64, run
@@ -302,10 +307,12 @@ def test_timelines_show_a_whole_period_of_every_rank(ran):
                 assert [interval.name for interval in computed] == list(slots), run
                 assert all(a.end <= b.start for a, b in itertools.pairwise(computed)), run
                 sent = Counter(interval.kind for interval in rank.intervals if interval.lane == "message")
-                # A message that is in flight at an end of the period is there at both. What is sent near an end may, as
-                # times vary, come just before this period and just after it.
+                # A message that is in flight at an end of the period is there at both. What is sent near an end, and what is
+                # gathered ahead for backward, may, as times vary, come just before this period and just after it.
                 missing = Counter(str(message.kind) for message in plan.messages) - sent
-                assert sum(missing.values()) <= (0 if ranks == [PREDICTED_RANK] else 2), (run, missing)
+                ahead = sum(m.kind is Kind.AG_B and m.slot < plan.period.turn for m in plan.messages)
+                most = 0 if ranks == [PREDICTED_RANK] else plan.profile.link.depth + ahead
+                assert sum(missing.values()) <= most, (run, missing)
         assert run.timeline("predicted_timeline.json").period_s == pytest.approx(plan.prediction.step_s)
 
 
@@ -451,7 +458,7 @@ def test_a_rank_that_raises_ends_the_job(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_job(tmp_path):
-    plan = ("strategy=sdp", "scheduler=wfbp", "cluster.timeout_s=3")
+    plan = ("strategy=sdp", "scheduler=wfbp", "cluster.timeout_s=5")
     outcome, pids = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGSTOP))
     assert_over(tmp_path, pids)
     assert not outcome.ok and "step" in outcome.reason and "rank" in outcome.reason

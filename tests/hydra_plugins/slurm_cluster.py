@@ -47,7 +47,7 @@ SchedulerParameters=sched_interval=2,sched_min_interval=0,bf_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
-SlurmdTimeout=20
+SlurmdTimeout=45
 InactiveLimit=0
 KillWait=10
 JobRequeue=1

@@ -114,6 +114,8 @@ def test_a_job_whose_node_is_lost_goes_on_from_its_checkpoint_once_the_node_is_b
     for pid in lost:
         os.kill(pid, signal.SIGSTOP)  # it says nothing any more, and no connection is closed
     try:
+        if node == "n1":
+            until(lambda: record.read(tmp_path / "sweep/0").state == record.PREEMPTED, running)
         until(lambda: "down" in inside(tmp_path, running, "sinfo", "-h", "-n", node, "-o", "%T"), running)
         assert record.read(tmp_path / "sweep/0").state == (record.PREEMPTED if node == "n1" else record.RUNNING)
         for pid in lost:

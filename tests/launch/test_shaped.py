@@ -73,7 +73,7 @@ def test_a_killed_rank_ends_the_job_with_its_name(tmp_path):
     assert (outcome.reason, outcome.rank, outcome.step) == ("rank 1 was killed by SIGKILL at step 3", 1, 3)
     seen.assert_nothing_left()
     children = [int(file.read_text()) for file in tmp_path.glob("child*")]
-    assert len(children) == 2 and orphans.wait_until_gone(children, 5.0) == []
+    assert len(children) == 2 and orphans.wait_until_gone(children, 30.0) == []
 
 
 def test_a_network_that_is_lost_ends_the_job(tmp_path):
@@ -87,7 +87,8 @@ def test_a_network_that_is_lost_ends_the_job(tmp_path):
 
     arguments = ["hung", str(tmp_path)]
     outcome = elastic.run(tmp_path, CLUSTER, {}, module="tests.launch.ranks.fail", arguments=arguments, on_tick=kill_the_holder)
-    assert outcome.reason.startswith("the launcher's agent ended with -9")
+    # Unless a rank's connection was gone before its agent was.
+    assert not outcome.ok and outcome.reason.startswith(("the launcher's agent ended with -9", "rank "))
     seen.assert_nothing_left()
 
 
@@ -105,7 +106,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(tmp_path):
     seen.look([status.read(tmp_path, rank) for rank in (0, 1)])
     assert parent(seen.holder) == launcher.pid
     launcher.kill()
-    launcher.wait(10)
+    launcher.wait(30)
     for file in tmp_path.glob("child*"):  # which did not ask to die with their rank
         os.kill(int(file.read_text()), signal.SIGKILL)
     seen.assert_nothing_left()

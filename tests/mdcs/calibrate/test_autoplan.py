@@ -63,6 +63,7 @@ def planners(strategy: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_plans_under_tight_budgets_have_few_messages_and_joint_needs_no_scheduler(two) -> None:  # noqa: F811
     first, second = two.run(planned, timeout_s=300.0)
     assert first["unlimited"] == second["unlimited"]

@@ -5,7 +5,6 @@ Losses and weights of sharded units mean nothing there; of replicated ones they 
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def emulated(model: str, how: How, emulate: Emulation, **options: Any) -> Emulat
 
 
 def emulate_all(cases: list[tuple[str, int, How]]) -> list[Emulated]:
-    return [emulated(model, how, Emulation(world // 3, world)) for model, world, how in cases]
+    return [emulated(model, how, Emulation(world // 3, world), steps=8) for model, world, how in cases]
 
 
 NAMES = [f"{model.partition('-')[0]}-{world}-{how.strategy}-{how.scheduler}" for model, world, how in CASES]
@@ -49,7 +48,7 @@ NAMES = [f"{model.partition('-')[0]}-{world}-{how.strategy}-{how.scheduler}" for
 
 @pytest.fixture(scope="module")
 def runs(single: Ranks) -> dict[str, Emulated]:
-    [found] = single.run(emulate_all, CASES, timeout_s=120)
+    [found] = single.run(emulate_all, CASES, timeout_s=300)
     return dict(zip(NAMES, found, strict=True))
 
 
@@ -80,17 +79,14 @@ def test_messages_are_done_in_the_order_of_the_plan(runs: dict[str, Emulated], c
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_a_step_takes_the_time_of_the_link_and_about_what_was_predicted(runs: dict[str, Emulated], case: str):
-    found = runs[case]
-    plan, link = found.plan, found.plan.profile.link
+def test_steps_take_the_time_of_the_link(runs: dict[str, Emulated], case: str):
+    """At least that: how much longer is a matter of what else the machine does."""
+    plan, records, link = runs[case].plan, runs[case].records, runs[case].plan.profile.link
     bytes_s = sum(link.beta_of(m.kind) * plan.wire(m) for m in plan.messages)
     latency_s = sum(link.alpha_of(m.kind) for m in plan.messages if m.blocking)
-    step = statistics.median(r.times.step_s for r in found.records)
-    assert step >= 0.98 * (bytes_s + latency_s)  # a period need not begin where a step does
-    # Of one step it is what falls between its ends, which move; over all of them they matter little.
-    assert statistics.fmean(r.times.communication_s for r in found.records) >= 0.9 * bytes_s
-    assert plan.prediction is not None
-    assert step >= 0.5 * plan.prediction.step_s  # how much longer is a matter of what else the machine does
+    # A period need not begin where a step does, and where steps end in it moves: of all of them one may be missing.
+    assert sum(r.times.step_s for r in records) >= 0.98 * (len(records) - 1) * (bytes_s + latency_s)
+    assert sum(r.times.communication_s for r in records) >= 0.98 * (len(records) - 1) * bytes_s
 
 
 def other_jobs() -> list[tuple[dict[str, int], dict[str, int]]]:
@@ -126,7 +122,9 @@ def contention() -> Any:
 
 def test_computing_and_emulated_messages_disturb_each_other_measurably(single: Ranks):
     [profile] = single.run(contention)
-    assert profile.world == 8 and profile.contention.message_seconds > 0
+    largest = 2**21
+    of_largest = profile.contention.message_seconds + profile.contention.seconds_per_byte * largest
+    assert profile.world == 8 and of_largest > 0.75 * 8 / 10e9 * largest  # the link's own time, at 10 Gbit/s
 
 
 # ---- in this process, without a process group

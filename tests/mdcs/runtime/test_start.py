@@ -149,6 +149,17 @@ def test_a_model_from_the_meta_device_trains_like_one_that_was_whole(two: Ranks,
     assert two.run(beside_ddp, strategy) == [{"losses": True, "apart": [], "tie": True}] * 2
 
 
+def settle(meter: ShimMeter) -> None:
+    """Wait while memory changes: the backend's threads let go of a message when they come to it."""
+    unchanged = 0
+    for _ in range(100):
+        before = meter.live()
+        time.sleep(0.1)
+        unchanged = unchanged + 1 if meter.live() == before else 0
+        if unchanged == 3:
+            return
+
+
 def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
     """What the allocator gave at most from the call of parallelize to its return, what was predicted, buffers, and the whole
     model.
@@ -158,7 +169,7 @@ def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
     together = Initialisation(model, units, None, torch.device("cpu")).together
     optimizer, meter = optimizer_for("adam", model), ShimMeter()
     gc.collect()  # of the twin
-    time.sleep(0.1)  # the backend's threads let go of the plan's message when they come to it
+    settle(meter)
     meter.window()
     before = meter.live()["total"]
     parallel = mdcs.parallelize(model, optimizer, plan, units, timeout_s=20)

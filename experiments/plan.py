@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ from mdcs.sizes import MIB
 
 SCHEMA = 2
 BOUNDS_S = 20.0  # for each of two solves
+_MANY = 4  # rows of units that are alike: one row says it
 
 
 def main(module: str = jobs.WORKER) -> int:
@@ -145,7 +147,9 @@ def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
 
 
 def units_table(plan: Plan, scheduler: Scheduler) -> Table:
-    """A row per unit: bytes, strategy, messages per kind, what the strategy costs and saves."""
+    """A row per unit, or per run of units of which all is alike: bytes, strategy, messages per kind, what the strategy costs and
+    saves.
+    """
     table = Table(
         title=f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {ranks(plan.profile)},"
         f" {len(plan.messages)} messages\ncollectives: {plan.profile.collectives}",
@@ -157,13 +161,21 @@ def units_table(plan: Plan, scheduler: Scheduler) -> Table:
     left = ("unit", "strategy", "messages", "against")
     for heading in ("unit", "MB", "strategy", "messages", "against", "costs MiB", "buys ms"):
         table.add_column(heading, justify="left" if heading in left else "right")
-    for c in explain.choices(plan, scheduler):
-        messages = ", ".join(f"{count} {kind}" for kind, count in c.messages.items())
-        cells = [c.unit, f"{c.bytes / 1e6:.2f}", c.strategy, messages, c.instead or "–"]
-        if c.costs_bytes is not None and c.buys_s is not None:
-            cells += [f"{c.costs_bytes / MIB:+.2f}", f"{c.buys_s * 1e3:+.2f}"]
-        table.add_row(*cells)
+    for cells, alike in itertools.groupby(explain.choices(plan, scheduler), _cells):
+        units = [choice.unit for choice in alike]
+        names = units if len(units) < _MANY else [f"{units[0]} … {units[-1]} ({len(units)} alike)"]
+        for name in names:
+            table.add_row(name, *cells)
     return table
+
+
+def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
+    """What the table says of a unit beside its name."""
+    messages = ", ".join(f"{count} {kind}" for kind, count in choice.messages.items())
+    cells = (f"{choice.bytes / 1e6:.2f}", choice.strategy, messages, choice.instead or "–")
+    if choice.costs_bytes is None or choice.buys_s is None:
+        return cells
+    return (*cells, f"{choice.costs_bytes / MIB:+.2f}", f"{choice.buys_s * 1e3:+.2f}")
 
 
 def prediction_table(plan: Plan) -> Table:

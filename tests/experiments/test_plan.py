@@ -4,12 +4,14 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from experiments import plan as program
 from mdcs.plan.messages import Plan
+from mdcs.planner.explain import UnitChoice
 from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
@@ -32,6 +34,16 @@ def test_a_plan_is_shown_with_its_units_prediction_bounds_and_memory():
     assert "no plan within the budget is faster than" in shown
     assert "floor: smallest feasible" in shown
     assert f"{10**6 / 2**20:.2f}" in shown
+
+
+def test_units_that_are_alike_are_one_row(monkeypatch):
+    monkeypatch.setattr(program, "_MANY", 3)
+    last = UnitChoice("head", 10, "fsdp", {"RS": 1}, "sdp", 0, 0.001)
+    blocks = [UnitChoice(f"h.{i}", 10, "fsdp", {"RS": 1}, "sdp", 0, 0.001 + 1e-9 * i) for i in range(5)]
+    blocks[3] = replace(blocks[3], strategy="dp")  # … and two that are too few
+    monkeypatch.setattr(program.explain, "choices", lambda plan, scheduler: [*blocks, last])
+    table = program.units_table(make_plan(PROFILE, Uniform("fsdp"), Wfbp()), Wfbp())
+    assert list(table.columns[0].cells) == ["h.0 … h.2 (3 alike)", "h.3", "h.4", "head"]
 
 
 def test_the_document_has_what_is_shown():

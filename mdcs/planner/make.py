@@ -9,7 +9,7 @@ from typing import cast
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import check
 from mdcs.plan.messages import Plan
-from mdcs.planner.fit import fit
+from mdcs.planner.fit import fastest_fit
 from mdcs.planner.interfaces import Choice, JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.planner.judge import InfeasibleBudget, Judge
 from mdcs.profile.contents import Profile
@@ -63,7 +63,7 @@ def make_plan(
     # A bound for one mix under one share says nothing of others.
     plan = dataclasses.replace(plan, budget=None, outcome="; ".join(said), bound_s=None)
     if cap is not None:
-        plan = fit(plan, cap)
+        plan = fastest_fit(plan, cap)
         check(plan)
     return _predicted(plan, strategy.name)
 

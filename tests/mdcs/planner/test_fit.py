@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.ledger import check, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
-from mdcs.planner.fit import fit
+from mdcs.planner.fit import fastest_fit, fit
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.judge import Judge
 from mdcs.planner.schedulers.dear import Dear
@@ -26,7 +26,7 @@ from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Kind, Link
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
-from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, of_job, planned, schedulers, seeds
+from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
 
 AR, RS, AG_F, AG_B, *_ = Kind
 
@@ -170,3 +170,28 @@ def test_fitting_twice_changes_nothing(job: Job, seed: int, scheduler: Scheduler
     budget = smallest_budget(Sequential().schedule(mix))
     once = fit(scheduler.schedule(mix), budget)
     assert fit(once, budget) == once
+
+
+# ---- the fastest of several ways
+
+
+@given(jobs(), seeds, schedulers)
+def test_the_fastest_fit_fits_and_is_no_slower(job: Job, seed: int, scheduler: Scheduler) -> None:
+    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
+    plan, budget = scheduler.schedule(mix), smallest_budget(Sequential().schedule(mix))
+    found = fastest_fit(plan, budget)
+    check(found)
+    assert smallest_budget(found) <= budget == found.budget
+    assert replay(found).period_s <= replay(fit(plan, budget)).period_s
+
+
+def test_gathers_far_ahead_do_not_take_the_room_of_gradients() -> None:
+    """Forward and backward have time for all messages, if the next gather and the last reduction are beside each slot."""
+    profile = chain(*[1000] * 8, link=link(4e-4, depth=2, block=1 << 14), forward_s=2.0, backward_s=4.0)
+    plan = planned(profile, "fsdp", Priority())
+    hidden, sequential = replay(plan).period_s, planned(profile, "fsdp")
+    budget = smallest_budget(sequential) + 3 * 4000  # a unit has 4,000 bytes
+    assert smallest_budget(plan) > budget + 3 * 4000
+    assert replay(fit(plan, budget)).period_s > 1.1 * hidden
+    assert replay(fastest_fit(plan, budget)).period_s <= 1.001 * hidden
+    assert fastest_fit(plan, smallest_budget(plan)).messages == plan.messages

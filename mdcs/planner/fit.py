@@ -54,7 +54,7 @@ def fit(plan: Plan, budget: int) -> Plan:
 
 def fastest_fit(plan: Plan, budget: int) -> Plan:
     """The plan within ``budget``; if it has to be changed for that, the fastest by replay of several ways: as :func:`fit` does,
-    and with gathers at most a few slots before they are needed.
+    with gathers at most a few slots before they are needed, and with reductions as soon as they can be.
 
     Bytes that are gathered far ahead are not there for gradients, which then wait for each other: a schedule that was made
     without a budget gathers as much ahead as it can, which is far more than hides the gathers.
@@ -64,9 +64,11 @@ def fastest_fit(plan: Plan, budget: int) -> Plan:
     found = [fit(plan, budget)]
     if found[0].messages == plan.messages:
         return found[0]
-    for ahead in _AHEAD:
+    at_once = _earlier_reductions(plan, 0)
+    orders = [plan] if at_once is None else [plan, dataclasses.replace(plan, messages=at_once)]
+    for other in (*orders[1:], *(_gathered_later(each, ahead) for each in orders for ahead in _AHEAD)):
         with contextlib.suppress(PlanError):
-            found.append(fit(_gathered_later(plan, ahead), budget))
+            found.append(fit(other, budget))
     return min(found, key=lambda each: replay(each).period_s)
 
 

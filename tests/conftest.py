@@ -3,6 +3,10 @@
 import signal
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 # A shell's background job ignores it, and so would the programs that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)

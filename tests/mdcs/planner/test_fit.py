@@ -175,6 +175,7 @@ def test_fitting_twice_changes_nothing(job: Job, seed: int, scheduler: Scheduler
 # ---- the fastest of several ways
 
 
+@examples(40)
 @given(jobs(), seeds, schedulers)
 def test_the_fastest_fit_fits_and_is_no_slower(job: Job, seed: int, scheduler: Scheduler) -> None:
     mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)

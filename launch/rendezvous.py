@@ -7,9 +7,10 @@ dynamic ones unpickle what they find there. Here the socket is bound before the 
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -48,13 +49,15 @@ def join(address: str, port: int) -> TCPStore:
     return TCPStore(address, port, None, False, _JOIN, wait_for_workers=False)
 
 
-def meet(store: Store, rank: int, world: int, seconds: float) -> None:
-    """Wait until every rank of a job has come here, so that one that started late is not taken for lost in a collective.
+def meet(seconds: float) -> None:
+    """Wait until every rank of this rank's job has come here: one that started late is not taken for lost in a collective then.
 
     Raises torch's DistStoreError, a RuntimeError, when one has not come in time.
     """
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{each}" for each in range(world)], datetime.timedelta(seconds=seconds))
+    store = join(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store.set(f"here/{os.environ['RANK']}", "")
+    everyone = [f"here/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    store.wait(everyone, datetime.timedelta(seconds=seconds))
 
 
 class Rendezvous(RendezvousHandler):

@@ -76,9 +76,7 @@ def start(config: Config) -> torch.device:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    store = rendezvous.join(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    rendezvous.meet(store, rank, world, config.cluster.timeout_s + config.cluster.startup_s)
+    rendezvous.meet(config.cluster.timeout_s + config.cluster.startup_s)
     dist.init_process_group(config.cluster.resolved_backend(), timeout=timeout)
     return device
 

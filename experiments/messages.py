@@ -194,34 +194,37 @@ def alone(plan: mdcs.Plan) -> Callable[[int], None]:
 
 
 class Backend:
-    """The messages of a plan in its order, as many in flight as with it, from buffers that are there: nothing else is done."""
+    """The messages of a plan in its order, as many in flight as with it, each to and from its place among the model's
+    parameters or gradients, which are there: nothing else is done.
+    """
 
     def __init__(self, plan: mdcs.Plan) -> None:
         self.plan, self.world = plan, plan.world
         self.collectives = plan.profile.collectives
         self.communicator = Communicator(self.collectives, dist.new_group(backend="gloo"))
-        self.flat = torch.zeros(max(plan.elements(m) for m in plan.messages))
-        kinds = {m.kind for m in plan.messages}
-        most = max(self.collectives.buffer(kind, self.flat.numel(), self.world) for kind in kinds)
+        longest = max(plan.elements(m) for m in plan.messages)
+        most = max(self.collectives.buffer(kind, longest, self.world) for kind in {m.kind for m in plan.messages})
+        self.parameters, self.gradients = ([torch.zeros(ELEMENTS) for _ in range(BLOCKS)] for _ in range(2))
         self.received = [torch.zeros(most) for _ in range(plan.profile.link.depth)]
-        self.buffers = [self.flat.clone() for _ in self.received]
-        self.shards = [torch.zeros(self.flat.numel() // self.world) for _ in self.received]
+        self.shards = [torch.zeros(longest // self.world) for _ in self.received]
 
     def run(self, steps: int) -> None:
         """Those of so many steps."""
         in_flight: deque[Callable[[], None]] = deque()
         for step in range(steps):
             for i, message in enumerate(self.plan.messages):
-                if len(in_flight) == len(self.buffers):
+                if len(in_flight) == len(self.received):
                     in_flight.popleft()()
-                in_flight.append(self.send(message, (step * len(self.plan.messages) + i) % len(self.buffers)))
+                in_flight.append(self.send(message, (step * len(self.plan.messages) + i) % len(self.received)))
         while in_flight:
             in_flight.popleft()()
 
     def send(self, message: Any, k: int) -> Callable[[], None]:
         """Start a message with the k-th buffers; returns what waits for it."""
-        n = self.plan.elements(message)
-        buffer, shard = self.buffers[k][:n], self.shards[k][: n // self.world]
+        [(unit, block)], n = message.parts, self.plan.elements(message)
+        start = self.plan.offsets[unit][block]
+        buffer = (self.parameters if message.kind.is_gather else self.gradients)[unit][start : start + n]
+        shard = self.shards[k][: n // self.world]
         received = self.received[k][: self.collectives.buffer(message.kind, n, self.world)]
         if message.kind.is_gather:
             return self.communicator.all_gather(buffer).wait

@@ -5,14 +5,14 @@ Elementwise optimizers give the same bits on any cut.
 
 An instance's first step makes its state. What Adam and AdamW do after that is torch's function of their names, called
 here without the instance, which costs more than the update of a small block. A fused one, which has no scratch, updates
-all blocks of a message at once.
+all blocks of a message at once, and is called as the kernel that it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,12 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.runtime.storage import UnitStorage
 
-_OPTIONS = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
-"""Of Adam and AdamW, what their function takes by the same name."""
+_OF_KERNEL = ("weight_decay", "eps", "amsgrad", "maximize")
+_OF_FUNCTION = ("foreach", "capturable", "differentiable", "fused")
+"""Options of Adam and AdamW that their fused kernel takes by the same names, and those that only their function does."""
+_FUNCTIONS: dict[bool, Callable[..., object]] = {False: adam, True: adamw}
+_KERNELS: dict[bool, Callable[..., object]] = {False: torch._fused_adam_, True: torch._fused_adamw_}
+"""By whether weight decay is decoupled. A kernel leaves counting steps to its caller."""
 
 Part = tuple[int, int]
 """A unit, and a block of it."""
@@ -132,21 +136,28 @@ class Updates:
                 self.storages[unit].place_own(block)
 
     def _apply(self, runs: Sequence[_Run]) -> None:
-        """The optimizer's function, once per parameter group."""
-        for index in dict.fromkeys(run.group for run in runs):
+        """The optimizer's function, once per parameter group and type."""
+        for index, dtype in dict.fromkeys((run.group, run.parameter.dtype) for run in runs):
             options = self._now[index]
-            own = [run for run in runs if run.group == index]
-            function = adamw if options.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)) else adam
-            function(
+            own = [run for run in runs if run.group == index and run.parameter.dtype == dtype]
+            tensors = (
                 [run.parameter for run in own],
                 [run.gradient for run in own],
                 [run.state["exp_avg"] for run in own],
                 [run.state["exp_avg_sq"] for run in own],
                 [run.state["max_exp_avg_sq"] for run in own] if options["amsgrad"] else [],
-                [run.state["step"] for run in own],
-                beta1=options["betas"][0], beta2=options["betas"][1],
-                **{name: options[name] for name in _OPTIONS},
-            )  # fmt: skip
+                steps := [run.state["step"] for run in own],
+            )
+            is_decoupled = options.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
+            named = {"lr": options["lr"], "beta1": options["betas"][0], "beta2": options["betas"][1]}
+            functions = _FUNCTIONS
+            if options["fused"] and not any(isinstance(rate, Tensor) for rate in named.values()):
+                # What the function comes to: its checks and its sorting of tensors take longer than a small block.
+                functions = _KERNELS
+                torch._foreach_add_(steps, 1)
+            else:
+                named |= {name: options[name] for name in _OF_FUNCTION}
+            functions[is_decoupled](*tensors, **named, **{name: options[name] for name in _OF_KERNEL})
 
     def _whole_step(self, part: Part, gradient: Tensor) -> None:
         """The step of the block's optimizer: the first makes its state."""

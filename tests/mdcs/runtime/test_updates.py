@@ -28,7 +28,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
     "foreach": lambda groups: torch.optim.Adam(groups, lr=0.1, foreach=True),
     "fused": lambda groups: torch.optim.Adam(groups, lr=0.1, fused=True),
-    "fused adamw": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.1), amsgrad=True, maximize=True, fused=True),
+    "fused adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True, maximize=True, fused=True),
+    "fused, lr in a tensor": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.1), amsgrad=True, fused=True),
 }
 SIZES = (5, 3, 6)
 

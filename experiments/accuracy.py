@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from analysis import load_run
-from experiments.config.checks import compose_config, positive, run_composing
+from experiments.config.checks import compose_config, parse_with_overrides, positive, run_composing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from mdcs.profile.contents import Profile
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2 3; with --timed 2 4")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all runs, as JSON")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. run.steps=30")
-    arguments = parser.parse_intermixed_args()
+    arguments = parse_with_overrides(parser, sys.argv[1:])
     return run_composing(lambda: measure(arguments))
 
 

@@ -27,7 +27,7 @@ from rich.table import Table
 import mdcs
 from analysis import load_run
 from analysis.table import WIDTH, milliseconds
-from experiments.config.checks import compose_config, positive, run_composing
+from experiments.config.checks import compose_config, parse_with_overrides, positive, run_composing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of
@@ -45,7 +45,7 @@ def main(module: str = jobs.WORKER) -> int:
     parser.add_argument("--rounds", type=positive, default=1, help="how often each number runs")
     parser.add_argument("--out", type=Path, default=Path("results/ranks"), help="the folder for what is written")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. experiment=timed-8")
-    arguments = parser.parse_intermixed_args()
+    arguments = parse_with_overrides(parser, sys.argv[1:])
     return run_composing(lambda: measure(arguments, module))
 
 

@@ -75,6 +75,17 @@ def positive(text: str) -> int:
     return value
 
 
+def parse_with_overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The command line with its `overrides`, anywhere: behind options of several values, too, which would take them.
+
+    What has a = and is no option is an override, and so no option of the program may have such a value.
+    """
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    arguments = parser.parse_intermixed_args([word for word in words if word not in overrides])
+    arguments.overrides = [*arguments.overrides, *overrides]
+    return arguments
+
+
 def compose_config(overrides: Sequence[str]) -> Config:
     """The config of a command line, where Hydra is initialized. Raises ConfigError for whatever is wrong."""
     try:

@@ -2,8 +2,9 @@
 
 A message starts when its turn has come, compute has issued it, its data is ready and fewer than ``depth`` are in flight.
 Whoever brings the last of these about starts it: the training thread when it issues it, else the *finisher*, a thread that
-waits for the oldest message, unpacks it, runs the updates that it completes and frees its buffers. Each of the two wakes the
-other only if it waits for what has come about.
+waits for the oldest message, unpacks it, runs the updates that it completes and frees its buffers. What takes longer to start
+than to hand over, for it is copied into place and into the socket, the *starter* starts, so that compute goes on meanwhile.
+Threads wake each other only if they wait for what has come about.
 
 Every count below is a FIFO index since the start of training: messages ``[0, processed)`` are done, ``[processed,
 started)`` in flight, ``[started, issued)`` waiting for their turn.
@@ -34,13 +35,16 @@ from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.wire import Transfer, Wire
+from mdcs.sizes import MIB
 
 _LISTEN_SECONDS = 0.5
 """How often one who waits asks whether another rank has left."""
+_LARGE_BYTES = MIB // 4
+"""On the wire, from which on the starter starts a message: at 0.4 ms a MiB that takes as long as waking a thread."""
 
 
 class Dispatcher:
-    """The finisher, and what the training thread asks of it; ``error`` is what has ended it, if anything has."""
+    """The two threads, and what the training thread asks of them; ``error`` is what has ended them, if anything has."""
 
     def __init__(
         self,
@@ -80,17 +84,23 @@ class Dispatcher:
         self._pending = InFlight(self._depth)  # bytes of messages that are issued and not done
         self._work = threading.Condition(self.lock)  # what the finisher waits for, when it is idle
         self._idle = False
+        self._large = threading.Condition(self.lock)  # what the starter waits for
+        self._starting = False  # somebody starts a message, and will start what comes next
         self._progress = threading.Condition(self.lock)  # what the training thread waits for,
         self._awaited: Callable[[], bool] | None = None  # when it waits for this
         self._shards: dict[tuple[int, int], Tensor] = {}  # reduced gradients that wait for the barrier
         self._transient = [e.transient for e in ledger.messages]
+        self._is_large = [plan.wire(m) >= _LARGE_BYTES for m in plan.messages]
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
         self.last_reduction = reductions[-1] if reductions else -1
         self._begin()
 
     def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="mdcs-finisher", daemon=True)
-        self._thread.start()
+        finisher = threading.Thread(target=self._run, args=(self._finish_all,), name="mdcs-finisher", daemon=True)
+        starter = threading.Thread(target=self._run, args=(self._start_large,), name="mdcs-starter", daemon=True)
+        self._threads = [finisher, starter] if any(self._is_large) else [finisher]
+        for thread in self._threads:
+            thread.start()
 
     # -- called by the training thread --------------------------------------------------------------------------
 
@@ -113,9 +123,8 @@ class Dispatcher:
                 self.account.reserve((effect.held,))
                 self._marks[index] = mark
             self.issued = index + 1
-            self._start_ready()
-            if self._idle and self.processed < self.issued:
-                self._work.notify()
+            self._pass_skipped()
+        self._start_ready()
         if message.blocking:
             with self.lock:
                 self.wait_for(index + 1, self.describe(i))
@@ -192,8 +201,7 @@ class Dispatcher:
 
     def _send_now(self, index: int, mark: Any) -> None:
         self._marks[index] = mark
-        with self.lock:
-            transfer, begin = self._start(index)
+        transfer, begin = self._start(index)
         self._finish(index, transfer, begin)
 
     def _put_away(self) -> list[int]:
@@ -241,33 +249,47 @@ class Dispatcher:
         """Compute has come to the end of an iteration."""
 
     def stop(self) -> None:
-        """End the finisher with what is issued: if ranks stop at the same slot, none waits in vain for another's messages."""
+        """End the threads with what is issued: if ranks stop at the same slot, none waits in vain for another's messages."""
         with self.lock:
             self._stop = True
-            self._work.notify()
-        self._thread.join(timeout=5)
+            self._wake_all()
+        for thread in self._threads:
+            thread.join(timeout=5)
 
-    # -- starting, with the lock held ---------------------------------------------------------------------------
+    # -- starting -----------------------------------------------------------------------------------------------
 
-    def _start_ready(self) -> None:
-        """Start what can start now."""
-        while (index := self._next()) is not None:
+    def _start_ready(self, as_starter: bool = False) -> None:
+        """Start what can start now, one at a time and in order, or leave it to the starter. Call without the lock."""
+        while True:
+            with self.lock:
+                index = None if self._starting else self._next()
+                if index is None:
+                    return
+                if self._is_large[index % self.n] and not as_starter:
+                    self._large.notify()
+                    return
+                self._starting = True
             transfer, begin = self._start(index)
-            self._in_flight.append((index, transfer, begin))
-            self.started = index + 1
+            with self.lock:
+                self._in_flight.append((index, transfer, begin))
+                self.started = index + 1
+                self._starting = False
+                if self._idle:
+                    self._work.notify()
 
     def _next(self) -> int | None:
         """The message whose turn it is, once nothing but compute keeps it from starting."""
-        while self.started < self.issued and self.error is None:
-            index = self.started
-            if index not in self._skipped:
-                can_start = index - self.processed < self._depth and self.processed > self._required(index)
-                return index if can_start else None
-            if self.processed < index:
-                return None
-            self._skipped.discard(index)
-            self.started = self.processed = index + 1
-        return None
+        index = self.started
+        if index == self.issued or index in self._skipped or self.error is not None:
+            return None
+        can_start = index - self.processed < self._depth and self.processed > self._required(index)
+        return index if can_start else None
+
+    def _pass_skipped(self) -> None:
+        """They are done when all before them are."""
+        while self.processed == self.started < self.issued and self.started in self._skipped:
+            self._skipped.discard(self.started)
+            self.started = self.processed = self.started + 1
 
     def _required(self, index: int) -> int:
         after = self.plan.waits_for[index % self.n]
@@ -281,15 +303,17 @@ class Dispatcher:
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         try:
-            for u, size in effect.full:  # of compute's memory, for compute frees it
-                self.storages[u].allocate_full()
-                self.account.book("full_parameters", size)
-            mark = self._behind(index)
+            with self.lock:
+                for u, size in effect.full:  # of compute's memory, for compute frees it
+                    self.storages[u].allocate_full()
+                    self.account.book("full_parameters", size)
+                mark = self._behind(index)
             with self.executor.communicating():
                 self.executor.after(mark)
-                transfer = self.wire.allocate(message)
-                self.account.book("staging", effect.staging)
-                self.account.book("gradient_shards", effect.shards)
+                with self.lock:
+                    transfer = self.wire.allocate(message)
+                    self.account.book("staging", effect.staging)
+                    self.account.book("gradient_shards", effect.shards)
                 begin = self.executor.stamp()
                 if self.pacer is not None:
                     self.pacer.started(index)
@@ -299,22 +323,44 @@ class Dispatcher:
             self.error = self.error or self._failure(index, e)
             raise self.error from e
 
-    # -- the finisher -------------------------------------------------------------------------------------------
+    def _start_large(self) -> None:
+        """The starter."""
+        while True:
+            self._start_ready(as_starter=True)
+            with self.lock:
+                while self._starting or self._next() is None:
+                    if self._has_ended():
+                        return
+                    self._large.wait()
 
-    def _run(self) -> None:
+    # -- both threads -------------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            while self._has_work():
-                self._finish_oldest()
+            work()
         except BaseException as e:
             with self.lock:
                 self.error = self.error or (e if isinstance(e, RunError) else RunError(str(e)))
-                self._progress.notify()
+                self._wake_all()
+
+    def _has_ended(self) -> bool:
+        return self.error is not None or self._stop and self.processed == self.issued
+
+    def _wake_all(self) -> None:
+        for waited_for in (self._work, self._large, self._progress):
+            waited_for.notify()
+
+    # -- the finisher -------------------------------------------------------------------------------------------
+
+    def _finish_all(self) -> None:
+        while self._has_work():
+            self._finish_oldest()
 
     def _has_work(self) -> bool:
         """Wait for a message in flight; False at the end."""
         with self.lock:
             while not self._in_flight:
-                if self._stop or self.error is not None:
+                if self._has_ended():
                     return False
                 self._idle = True
                 self._work.wait()
@@ -328,9 +374,12 @@ class Dispatcher:
             self._in_flight.popleft()
             self._pending.remove()
             self.processed = index + 1
-            self._start_ready()
+            self._pass_skipped()
             if self._awaited is not None and self._awaited():
                 self._progress.notify()
+            if self._stop:
+                self._wake_all()
+        self._start_ready()
 
     def _finish(self, index: int, transfer: Transfer, begin: Any) -> None:
         i = index % self.n

@@ -40,11 +40,14 @@ from mdcs.sizes import MIB
 _LISTEN_SECONDS = 0.5
 """How often one who waits asks whether another rank has left."""
 _LARGE_BYTES = MIB // 4
-"""On the wire, from which on the starter starts a message: at 0.4 ms a MiB that takes as long as waking a thread."""
+"""On the wire, from which on the starter starts a message; estimated: at 0.4 ms a MiB that takes about as long as waking it."""
 
 
 class Dispatcher:
-    """The two threads, and what the training thread asks of them; ``error`` is what has ended them, if anything has."""
+    """The finisher, the starter where messages are large, and what the training thread asks of them.
+
+    ``error`` is what has ended them, if anything has.
+    """
 
     def __init__(
         self,
@@ -253,8 +256,9 @@ class Dispatcher:
         with self.lock:
             self._stop = True
             self._wake_all()
+        deadline = time.monotonic() + 5.0
         for thread in self._threads:
-            thread.join(timeout=5)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- starting -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
+from mdcs.runtime import dispatcher
 from tests.mdcs.runtime.ranks import Outcome, Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -322,7 +323,10 @@ def fail_on_rank_one(how: str) -> None:
     """Rank 1 fails in the middle of the backward pass of step 3; rank 0 knows nothing of it."""
     rank = dist.get_rank()
     scheduler, collectives = "sequential" if "sequential" in how else "wfbp", RING if "ring" in how else GLOO
-    with training(scheduler=scheduler, collectives=collectives) as (made, parallel):
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if how == "fails in the starter":
+            patch.setattr(dispatcher, "_LARGE_BYTES", 0)
+        made, parallel = stack.enter_context(training(scheduler=scheduler, collectives=collectives))
 
         def fail(gradient: torch.Tensor) -> None:
             if rank == 1 and parallel._walker.step == 3:
@@ -343,6 +347,15 @@ def fail_on_rank_one(how: str) -> None:
                 land(transfer)
 
             parallel._wire.land = failing  # type: ignore[method-assign]
+        if how == "fails in the starter" and rank == 1:
+            launch = parallel._wire.launch
+
+            def failing_start(transfer: Any) -> None:
+                if parallel._walker.step == 3 and threading.current_thread().name == "mdcs-starter":
+                    raise ArithmeticError("overflow")
+                launch(transfer)
+
+            parallel._wire.launch = failing_start  # type: ignore[method-assign]
         for number in range(5):
             step(made, parallel, number)
 
@@ -363,7 +376,7 @@ def test_a_rank_that_hangs(ranks: Ranks, how):
     assert late.kind == "RunError" and "rank 1" in late.message
 
 
-@pytest.mark.parametrize("how", ["raises", "fails in a thread"])
+@pytest.mark.parametrize("how", ["raises", "fails in a thread", "fails in the starter"])
 def test_a_rank_that_raises(ranks: Ranks, how):
     outcomes = ranks.outcomes(fail_on_rank_one, how)
     if how == "raises":

@@ -4,7 +4,7 @@
 under the smallest budget they can run in, with drains, evaluations (some of which raise), state dicts, saved and loaded,
 loans of whole parameters, looks at gradients, collectives of the loop's own, batches that raise or that are left out, and
 other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no multiple of the
-ranks; every fourth time units of two types, too.
+ranks; every fourth time units of two types, too. Of three times one has a starter for all messages, one for some.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import choices
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
+from mdcs.runtime import dispatcher
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -78,6 +79,8 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
         return stack.enter_context(mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20))
 
     with contextlib.ExitStack() as stack:
+        large = (dispatcher._LARGE_BYTES, 0, 200)[seed % 3]
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(dispatcher, "_LARGE_BYTES", large)
         parallel = start(seed)
         for step in range(STEPS):
             if between[step] == "caught":

@@ -29,6 +29,7 @@ from mdcs.runtime.storage import UnitStorage
 _OF_KERNEL = ("weight_decay", "eps", "amsgrad", "maximize")
 _OF_FUNCTION = ("foreach", "capturable", "differentiable", "fused")
 """Options of Adam and AdamW that their fused kernel takes by the same names, and those that only their function does."""
+_WITH_FUNCTION = (torch.optim.Adam, torch.optim.AdamW)
 _FUNCTIONS: dict[bool, Callable[..., object]] = {False: adam, True: adamw}
 _KERNELS: dict[bool, Callable[..., object]] = {False: torch._fused_adam_, True: torch._fused_adamw_}
 """By whether weight decay is decoupled. A kernel leaves counting steps to its caller."""
@@ -55,7 +56,7 @@ class Updates:
     ) -> None:  # fmt: skip
         self.optimizer, self.storages, self.meter = optimizer, storages, meter
         self.blocks: dict[Part, tuple[torch.optim.Optimizer, list[slice]]] = {}
-        self._has_function = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        self._has_function = type(optimizer) in _WITH_FUNCTION
         self._tagged: set[Part] = set()  # blocks whose state is counted as the optimizer's
         self.kept: dict[int, dict[int, Tensor]] = {}  # of units that are watched: what their blocks were last updated with
         for u, storage in enumerate(storages):
@@ -138,26 +139,8 @@ class Updates:
     def _apply(self, runs: Sequence[_Run]) -> None:
         """The optimizer's function, once per parameter group and type."""
         for index, dtype in dict.fromkeys((run.group, run.parameter.dtype) for run in runs):
-            options = self._now[index]
             own = [run for run in runs if run.group == index and run.parameter.dtype == dtype]
-            tensors = (
-                [run.parameter for run in own],
-                [run.gradient for run in own],
-                [run.state["exp_avg"] for run in own],
-                [run.state["exp_avg_sq"] for run in own],
-                [run.state["max_exp_avg_sq"] for run in own] if options["amsgrad"] else [],
-                steps := [run.state["step"] for run in own],
-            )
-            is_decoupled = options.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
-            named = {"lr": options["lr"], "beta1": options["betas"][0], "beta2": options["betas"][1]}
-            functions = _FUNCTIONS
-            if options["fused"] and not any(isinstance(rate, Tensor) for rate in named.values()):
-                # What the function comes to: its checks and its sorting of tensors take longer than a small block.
-                functions = _KERNELS
-                torch._foreach_add_(steps, 1)
-            else:
-                named |= {name: options[name] for name in _OF_FUNCTION}
-            functions[is_decoupled](*tensors, **named, **{name: options[name] for name in _OF_KERNEL})
+            _call(type(self.optimizer), self._now[index], own)
 
     def _whole_step(self, part: Part, gradient: Tensor) -> None:
         """The step of the block's optimizer: the first makes its state."""
@@ -174,6 +157,37 @@ class Updates:
                 for value in state.values():
                     if isinstance(value, Tensor):
                         self.meter.retag(value, "optimizer")
+
+
+def later_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """What takes the place of ``optimizer.step()`` once its one parameter has state and a gradient: what is to be timed."""
+    (group,) = optimizer.param_groups
+    (p,) = group["params"]
+    if type(optimizer) not in _WITH_FUNCTION:
+        return optimizer.step
+    return lambda: _call(type(optimizer), group, [_Run(0, p, p.grad, optimizer.state[p])])
+
+
+def _call(algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], runs: Sequence[_Run]) -> None:
+    """The function of Adam or AdamW, or its kernel, on runs of one parameter group and type."""
+    tensors = (
+        [run.parameter for run in runs],
+        [run.gradient for run in runs],
+        [run.state["exp_avg"] for run in runs],
+        [run.state["exp_avg_sq"] for run in runs],
+        [run.state["max_exp_avg_sq"] for run in runs] if options["amsgrad"] else [],
+        steps := [run.state["step"] for run in runs],
+    )
+    is_decoupled = options.get("decoupled_weight_decay", algorithm is torch.optim.AdamW)
+    named = {"lr": options["lr"], "beta1": options["betas"][0], "beta2": options["betas"][1]}
+    functions = _FUNCTIONS
+    if options["fused"] and not any(isinstance(rate, Tensor) for rate in named.values()):
+        # What the function comes to: its checks and its sorting of tensors take longer than a small block.
+        functions = _KERNELS
+        torch._foreach_add_(steps, 1)
+    else:
+        named |= {name: options[name] for name in _OF_FUNCTION}
+    functions[is_decoupled](*tensors, **named, **{name: options[name] for name in _OF_KERNEL})
 
 
 def _nothing_compiles() -> contextlib.AbstractContextManager[Any]:

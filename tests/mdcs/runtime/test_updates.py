@@ -19,7 +19,7 @@ from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.contents import Profile, Slot, Unit
 from mdcs.profile.link import Link
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.updates import Updates
+from mdcs.runtime.updates import Updates, later_step
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
@@ -99,6 +99,19 @@ def test_a_message_is_updated_as_its_blocks_are_by_the_optimizer_itself(optimize
                 assert torch.equal(storage.at_rest(b), plain.at_rest(b)), (seed, strategy, b)
             for group in [*mine.param_groups, *theirs.param_groups]:
                 group["lr"] = group["lr"] * 0.5
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_that_is_timed_is_one(optimizer: str):
+    ours, theirs = (torch.randn(14, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    mine, its_own = (OPTIMIZERS[optimizer]([{"params": [p], "weight_decay": 0.1}]) for p in (ours, theirs))
+    for step in range(3):
+        ours.grad = torch.randn(14)
+        theirs.grad = ours.grad.clone()
+        again = later_step(mine) if step else mine.step
+        again()
+        its_own.step()
+        assert torch.equal(ours, theirs), step
 
 
 def test_a_schedule_acts_from_the_next_snapshot_on():

@@ -8,13 +8,14 @@
 * is the fastest, what one rank sends and holds, and at which rate it sends the largest message, and leaves a picture in the
 job's folder. With --repeat it measures the link as often as a profile would, and prints how far that differs from time to time:
 rate, gap and latency, what was chosen, and how much slower that is than the fastest in trains of all algorithms that are sent
-meanwhile.
+meanwhile, with two messages in flight and with one.
 An emulated link would make all algorithms alike: this always measures the real one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -23,7 +24,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -42,6 +43,9 @@ from launch import network
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
+
+if TYPE_CHECKING:
+    from mdcs.calibrate.link_timing import Timing
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
 FILE, REPEAT, PICTURE = "collectives.json", "repeat", "collectives.png"
@@ -81,13 +85,14 @@ def measure(folder: Path) -> None:
 
     from experiments.job.worker import start
     from launch import status
-    from mdcs.calibrate.link_timing import Timing, measure_link, measure_trains
+    from mdcs.calibrate.link_timing import measure_link, measure_trains
 
     config = load(folder / "config.yaml")
     repeat = int((folder / REPEAT).read_text(encoding="utf-8"))
     device, candidates = start(config), ALGORITHMS[config.cluster.resolved_backend()]
     links: list[dict[str, Any]] = []
     trains: list[list[Timing]] = []  # a few at a time: a rank may not be silent for long
+    one_by_one: list[list[Timing]] = []
     for _ in range(repeat):
         status.set()
         dist.barrier()
@@ -96,19 +101,29 @@ def measure(folder: Path) -> None:
         own = {"seconds": time.perf_counter() - begin, "alpha": link.alpha, "gap": link.gap, "beta": link.beta}
         links.append(own | {"block": link.block, "chosen": {op: chosen.of(kind) for op, kind in KIND.items()}})
         trains.append(measure_trains(device, candidates, (_BLOCK,), turns=1))
+        one_by_one.append(measure_trains(device, candidates, (_BLOCK,), turns=1, depth=1))
     for size in () if repeat else SIZES:
         status.set()
         trains.append(measure_trains(device, candidates, (size,)))
-    timings, *more = trains
-    for others in more:
-        for timing, other in zip(timings, others, strict=True):
-            for size, samples in other.samples.items():
-                timing.samples.setdefault(size, []).extend(samples)
     if dist.get_rank() == 0:
-        rows = [{"operation": t.operation, "algorithm": t.algorithm, "seconds": list(t.seconds.values())} for t in timings]
+        rows = _rows(trains)
+        for row, other in zip(rows, _rows(one_by_one), strict=False):
+            row["one_by_one"] = other["seconds"]
         (folder / FILE).write_text(json.dumps({"links": links, "rows": rows}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _rows(trains: list[list[Timing]]) -> list[dict[str, Any]]:
+    """One of each algorithm: seconds by size, medians over all its trains."""
+    samples: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for t in itertools.chain(*trains):
+        for size, seconds in t.samples.items():
+            samples.setdefault((t.operation, t.algorithm), {}).setdefault(size, []).extend(seconds)
+    return [
+        {"operation": operation, "algorithm": algorithm, "seconds": [statistics.median(each) for each in by_size.values()]}
+        for (operation, algorithm), by_size in samples.items()
+    ]
 
 
 def shaped_link(config: Config) -> str:
@@ -159,20 +174,24 @@ def _size(size: int) -> str:
 
 
 def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
-    """How far repeated measurements differ: least and most; of the rate, also in percent of the median."""
+    """How far repeated measurements differ: least and most; of the rate, also in percent of the median.
+
+    How much slower than the fastest the slowest that was chosen is: in trains, and one by one.
+    """
     seconds = statistics.median(each["seconds"] for each in links)
     title = f"{backend}, {world} ranks{link}: the link, measured {len(links)} times in {seconds:.1f} s each (median)"
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("operation", "chosen", "slower than the fastest by", "Gbit/s", "differ by", "gap µs", "α µs"):
+    for heading in ("operation", "chosen", "slower than the fastest", "Gbit/s", "differ by", "gap µs", "α µs"):
         made.add_column(heading, justify="left" if heading in ("operation", "chosen") else "right")
     for operation, kind in KIND.items():
-        took = {row["algorithm"]: row["seconds"][0] for row in rows if row["operation"] == operation}
+        own = [row for row in rows if row["operation"] == operation]
+        took = [{row["algorithm"]: row[how][0] for row in own} for how in ("seconds", "one_by_one")]
         chosen = Counter(each["chosen"][operation] for each in links)
         beta, gap, alpha = ([each[name][list(Kind).index(kind)] for each in links] for name in ("beta", "gap", "alpha"))
         made.add_row(
             operation,
             ", ".join(f"{name} {count}" for name, count in chosen.most_common()),
-            f"{max(took[name] for name in chosen) / min(took.values()) - 1:.1%}",
+            ", ".join(f"{max(each[name] for name in chosen) / min(each.values()) - 1:.1%}" for each in took),
             f"{8e-9 / max(beta):.3f} – {8e-9 / min(beta):.3f}",
             f"{(max(beta) - min(beta)) / statistics.median(beta):.1%}",
             *(f"{min(values) * 1e6:.0f} – {max(values) * 1e6:.0f}" for values in (gap, alpha)),

@@ -7,10 +7,11 @@ median over its pairs of ends, for a rank that shares its cores may come late to
 the machine does falls on all of them alike.
 
 All algorithms send trains of two sizes once. Those that are near the fastest at either send more of the size that saturates
-the link; the fastest is the one with the least median. The chosen ones then send all sizes: gap and β are the highest line below
-the medians of every size, since what else the machine does adds to them, and most to those of short trains; the latency is the
-least of small single messages. How many messages should be in flight is measured, if asked for, with trains of blocks: as few as
-are nearly as fast as any number.
+the link, and such messages one by one, for a plan has both: an algorithm whose ranks send to each other in turns fills the link
+with two messages in flight and half of it with one. The fastest is the one with the least sum of both medians. The chosen ones
+then send all sizes: gap and β are the highest line below the medians of every size, since what else the machine does adds to
+them, and most to those of short trains; the latency is the least of small single messages. How many messages should be in flight
+is measured, if asked for, with trains of blocks: as few as are nearly as fast as any number.
 """
 
 from __future__ import annotations
@@ -129,8 +130,10 @@ def measure_link(
     near = [t for t in timings if _is_near(t, timings)]
     sizes = [*_SIZES[:2], *_larger(near, device)]
     nearest = _nearest(sizes[1:], _block(_lines(near)))  # the shortest trains are the most disturbed
+    one_by_one = [replace(t, samples={}) for t in near]
     ranks.trains(near, [nearest], in_flight)
-    fastest = _fastest(near, nearest)
+    ranks.trains(one_by_one, [nearest], 1)
+    fastest = _fastest(near, one_by_one, nearest)
     ranks.trains(fastest, sizes, in_flight)
     alone = ranks.alone(fastest)
     block = min(max(_block(_lines(fastest)), sizes[0]), sizes[-1])
@@ -235,13 +238,14 @@ def _is_near(timing: Timing, timings: Iterable[Timing]) -> bool:
     return any(s <= _NEAR * min(t.seconds[size] for t in others) for size, s in timing.seconds.items())
 
 
-def _fastest(timings: Iterable[Timing], size: int) -> list[Timing]:
-    """One of each operation."""
-    best: dict[str, Timing] = {}
-    for t in timings:
-        if t.operation not in best or t.seconds[size] < best[t.operation].seconds[size]:
-            best[t.operation] = t
-    return list(best.values())
+def _fastest(timings: Sequence[Timing], one_by_one: Sequence[Timing], size: int) -> list[Timing]:
+    """One of each operation, of ``timings``: by several messages in flight and by one, as plans have both."""
+    best: dict[str, tuple[float, Timing]] = {}
+    for t, alone in zip(timings, one_by_one, strict=True):
+        seconds = t.seconds[size] + alone.seconds[size]
+        if t.operation not in best or seconds < best[t.operation][0]:
+            best[t.operation] = seconds, t
+    return [t for _, t in best.values()]
 
 
 def _nearest(sizes: Iterable[int], block: int) -> int:

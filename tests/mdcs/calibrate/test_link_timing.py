@@ -32,7 +32,16 @@ def test_a_link_without_gaps_is_saturated_by_any_block() -> None:
 
 def test_the_fastest_is_that_of_the_median_turn() -> None:
     once, often = timing("ring", {MIB: [1.0, 9.0, 1.1]}), timing("broadcast", {MIB: [1.0, 2.0, 2.0]})
-    assert [t.algorithm for t in _fastest([often, once], MIB)] == ["ring"]
+    one_by_one = [timing("broadcast", {MIB: [2.0]}), timing("ring", {MIB: [2.0]})]
+    assert [t.algorithm for t in _fastest([often, once], one_by_one, MIB)] == ["ring"]
+
+
+def test_what_sends_in_turns_is_not_the_fastest() -> None:
+    """Its trains fill the link, with a message that goes the other way; one by one its messages take twice as long."""
+    algorithms = [Collectives(reduce_scatter=name) for name in ("all_to_all", "direct")]
+    trains = [Timing("reduce_scatter", c, {MIB: [seconds]}) for c, seconds in zip(algorithms, (0.98, 1.0), strict=True)]
+    one_by_one = [Timing("reduce_scatter", c, {MIB: [seconds]}) for c, seconds in zip(algorithms, (1.97, 1.02), strict=True)]
+    assert [t.algorithm for t in _fastest(trains, one_by_one, MIB)] == ["direct"]
 
 
 def test_what_is_near_the_fastest_at_any_size_stays() -> None:

@@ -200,6 +200,7 @@ class _Recorder:
     seconds: list[list[float]] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
+    came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradients: slot, seconds since its begin
 
     def begin(self, keep: bool) -> None:
         self._keep = keep
@@ -208,7 +209,7 @@ class _Recorder:
         self._lives: list[int] = []
         self._peaks: list[int] = []
         self._gradients: list[Tensor] = []
-        self._arrived: set[tuple[int, int]] = set()
+        self._arrived: dict[tuple[int, int], tuple[int, Mark]] = {}  # by unit and parameter: in which slot, and when
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.guards)
         self._ended = False
@@ -264,13 +265,13 @@ class _Recorder:
         self._spans.setdefault((unit, "B"), [index, index])[1] = index
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
-        self._arrived.add((unit, index))
         assert parameter.grad is not None
         with self.meter.tag("gradients"):
             kept = torch.empty_like(parameter.grad)
         kept.copy_(parameter.grad)
         self._gradients.append(kept)
         parameter.grad = None
+        self._arrived[unit, index] = len(self._now) - 1, Mark(self.device)
         if (unit, "B") in self._spans:
             self._spans[unit, "B"][1] = sum(p == "B" for _, p in self._now) - 1
 
@@ -288,6 +289,8 @@ class _Recorder:
         if self._now != self.order:
             raise UnsupportedModel("the model's units run in another order from step to step: not supported")
         self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
+        for key, (slot, mark) in self._arrived.items():
+            self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
         self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
         self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
 
@@ -318,10 +321,22 @@ class _Recorder:
                 nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
                 ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
                 backward = [backward[0], max([backward[1], *ends])]
-            _, segments = in_flat_order(unit, groups)
+            ordered, segments = in_flat_order(unit, groups)
             span = None if backward is None else (backward[0], backward[1])
             lengths, sections = tuple(s.numel for s in segments), widths.sections(segments)
-            out.append(Unit(unit.name, lengths, unit.trainable, (forward[0], forward[1]), span, sections))
+            gradients = self._gradients_of(u, [p for _, p in ordered]) if unit.trainable else ()
+            out.append(Unit(unit.name, lengths, unit.trainable, (forward[0], forward[1]), span, sections, gradients))
+        return tuple(out)
+
+    def _gradients_of(self, unit: int, ordered: list[nn.Parameter]) -> tuple[tuple[int, float], ...]:
+        """How many elements come when of the unit's last backward slot, in flat order."""
+        last = max(slot for i in range(len(ordered)) for slot, _ in self.came[unit, i])
+        took = statistics.median(seconds[last] for seconds in self.seconds)
+        index = {p: i for i, (_, p) in enumerate(self.model_units[unit].parameters)}
+        out = []
+        for p in ordered:
+            samples = [seconds if slot == last else 0.0 for slot, seconds in self.came[unit, index[p]]]
+            out.append((p.numel(), round(min(1.0, statistics.median(samples) / took), 3) if took > 0 else 1.0))
         return tuple(out)
 
     def slots(self) -> tuple[Slot, ...]:

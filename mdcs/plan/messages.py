@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mdcs.plan.early import early
 from mdcs.plan.job import Job
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
@@ -26,8 +27,8 @@ class Message:
     """One collective on the wire: ``kind`` and its ``parts`` as (unit, block) pairs, whose elements have one width.
 
     Several units make a fused message, a block of a unit a partitioned one. It may start once compute has
-    arrived at ``slot`` (an index into the period); with ``blocking`` compute waits there until it is done,
-    before anything else is issued.
+    arrived at ``slot`` (an index into the period), a reduction before that if its gradients are there (:attr:`Plan.early`);
+    with ``blocking`` compute waits there until it is done, before anything else is issued.
     ``micro`` is the micro-step whose slots the message serves.
     """
 
@@ -163,6 +164,11 @@ class Plan:
                 own = max([reduced.get(part, -1) for part in m.parts])
             out.append(own if own < 0 or self.cross_iteration else last)
         return tuple(out)
+
+    @cached_property
+    def early(self) -> tuple[float, ...]:
+        """For each message the part of the slot before its own after which it may leave (:mod:`mdcs.plan.early`)."""
+        return early(self)
 
     def in_prologue(self, message: Message) -> bool:
         """Whether the message is sent before the first iteration, which starts at the first forward slot.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mdcs.plan.early import edge
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.period import Op, Period
@@ -104,7 +106,8 @@ class Mix:
         return tuple((unit, b) for b in range(len(self.profile.layouts[unit].sections)))
 
     def cut(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
-        """Blocks (elements) of about ``block_bytes`` of payload per unit, cut at multiples of 16 elements per rank.
+        """Blocks (elements) of about ``block_bytes`` of payload per unit, cut at multiples of 16 elements per rank; where it is
+        known when gradients come, at ends of parameters if there are any near.
 
         Raises ValueError for less than a byte.
         """
@@ -112,12 +115,15 @@ class Mix:
             raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
         world = self.profile.world
         out = []
-        for layout in self.profile.layouts:
+        for u, layout in enumerate(self.profile.layouts):
             sizes: list[int] = []
             for section, total in zip(layout.sections, layout.sizes, strict=True):
                 step = max(1, round(block_bytes / section.param_bytes / world / 16)) * 16 * world
                 count = max(1, round(total / step))  # no tail much smaller than a block: α is paid per message
-                sizes += [*[step] * (count - 1), total - step * (count - 1)]
+                begin = sum(sizes)
+                even = (step * b for b in range(1, count))
+                inner = [edge(self.profile, u, begin + e, 16 * world, min(step, total - e), begin) for e in even]
+                sizes += [b - a for a, b in itertools.pairwise([begin, *inner, begin + total])]
             out.append(tuple(sizes))
         return tuple(out)
 

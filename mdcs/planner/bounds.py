@@ -20,10 +20,11 @@ from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
 from mdcs.planner.judge import Judge
-from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.schedulers.wfbp import as_ready
 from mdcs.profile.contents import Contention, Profile
 from mdcs.simulator.simulate import replay
 
+_BUCKETS = 8
 _SLOTS = 96  # beyond, neighbouring slots are put into bins
 
 
@@ -52,10 +53,12 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
 
 def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
     """Seconds per step of DDP where messages cost compute nothing and the link only their bytes: everything is replicated, each
-    unit is all-reduced beside backward as soon as it is ready, and all is updated before the next forward.
+    unit is all-reduced beside backward as its gradients come, in eighths of the largest, and all is updated before the next forward.
     """
     none = (0.0,) * len(profile.link.kinds)
     link = dataclasses.replace(profile.link, alpha=none, gap=none)
     free = dataclasses.replace(profile, link=link, contention=Contention(), interference=0.0, copy_seconds_per_byte=0.0)
     judge = Judge(Job(free, micro_steps, cross_iteration=False), None)
-    return replay(Wfbp().schedule(judge.mix([Strategy.dp] * len(free.units)))).period_s
+    mix = judge.mix([Strategy.dp] * len(free.units))
+    blocks = mix.cut(max(1, max(layout.grad_bytes for layout in free.layouts) // _BUCKETS))
+    return replay(as_ready(mix, "ddp", blocks)).period_s

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Collection
 
+from mdcs.plan.early import edge, in_order
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
@@ -110,11 +112,12 @@ def recut(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
     u = rng.randrange(len(plan.blocks))
     now = len(plan.blocks[u])
     count = rng.choice((now * 2, now // 2, now // 2))
-    rows, step = plan.padded(u) // plan.world, 16  # elements per rank, of which a block has a multiple of 16
-    if not 1 <= count <= _MOST_PARTS or rows < step * count:
+    total, step = plan.padded(u), 16 * plan.world  # of which a block has a multiple
+    if not 1 <= count <= _MOST_PARTS or total < step * count:
         return None
-    edges = [rows * b // count // step * step for b in range(count)] + [rows]
-    sizes = tuple((b - a) * plan.world for a, b in zip(edges, edges[1:], strict=False))
+    cuts = [total * b // count // step * step for b in range(1, count)]
+    inner = [edge(plan.profile, u, cut, step, total // count) for cut in cuts]
+    sizes = tuple(b - a for a, b in itertools.pairwise([0, *inner, total]))
     return _rebuilt(plan, (u,), plan.strategies, (*plan.blocks[:u], sizes, *plan.blocks[u + 1 :]), rng)
 
 
@@ -193,7 +196,7 @@ def _rebuilt(
     for m in plan.messages:
         kept = tuple([p for p in m.parts if p[0] not in units])
         own = [op for op, here in at.items() if here is m]
-        parts = kept + tuple([(op.unit, b) for op in own for b in range(len(blocks[op.unit]))])
+        parts = kept + tuple([(op.unit, b) for op in own for b in in_order(plan.profile, op.unit, blocks[op.unit])])
         if len(m.parts) > 1 and parts:  # stays fused
             messages.append(dataclasses.replace(m, parts=parts))
         else:
@@ -205,5 +208,6 @@ def _rebuilt(
             slot %= plan.period.length
             slots = [m.slot for m in messages]
             place = rng.randint(bisect.bisect_left(slots, slot), bisect.bisect_right(slots, slot))
-            messages[place:place] = [Message(op.kind, ((op.unit, b),), slot, micro=op.micro) for b in range(len(blocks[op.unit]))]
+            order = in_order(plan.profile, op.unit, blocks[op.unit])
+            messages[place:place] = [Message(op.kind, ((op.unit, b),), slot, micro=op.micro) for b in order]
     return dataclasses.replace(plan, strategies=strategies, blocks=blocks, messages=tuple(messages))

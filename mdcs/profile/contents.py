@@ -28,8 +28,10 @@ class Unit:
     ``segments`` are the lengths in elements, in flat order, of the parts that share one type and one optimizer parameter
     group; they sum to ``numel``. ``sections`` are those of one type; none: all is of the profile's widths. ``forward`` and
     ``backward`` are the first and the last slot, as indices into the forward and the backward slots of one micro-step, in which
-    the unit's parameters are used; ``backward`` is None when no gradient flows through the unit. Raises ValueError for an empty
-    segment, for sections that are not made of whole segments, and for a trainable unit without ``backward``.
+    the unit's parameters are used; ``backward`` is None when no gradient flows through the unit. ``gradients`` tells when they
+    come: (elements, part of the last backward slot that is over then) of its parameters in flat order; none: at the slot's end.
+    Raises ValueError for an empty segment, for sections that are not made of whole segments, for a trainable unit without
+    ``backward``, and for gradients of other elements or outside their slot.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Unit:
     forward: tuple[int, int]
     backward: tuple[int, int] | None
     sections: tuple[Section, ...] = ()
+    gradients: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.segments or min(self.segments) < 1:
@@ -48,6 +51,10 @@ class Unit:
             raise ValueError(f"unit {self.name}: segments {self.segments} do not make sections that end at {sections}")
         if self.trainable and self.backward is None:
             raise ValueError(f"unit {self.name}: is trainable but has no backward slot")
+        if self.gradients and (
+            sum(n for n, _ in self.gradients) != self.numel or not all(n > 0 and 0 <= part <= 1 for n, part in self.gradients)
+        ):
+            raise ValueError(f"unit {self.name}: gradients {self.gradients} are not of {self.numel} elements, each within a slot")
 
     @cached_property
     def numel(self) -> int:
@@ -206,6 +213,11 @@ class Profile:
         return any(unit.sections for unit in self.units)
 
     @cached_property
+    def tells_gradients(self) -> bool:
+        """Whether it is known of some unit when its gradients come."""
+        return any(unit.gradients for unit in self.units)
+
+    @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Where each unit's elements lie, and their widths; what is frozen has no masters."""
         out = []
@@ -247,10 +259,13 @@ class Profile:
         return self.per_node if kind.in_node else self.world
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as plain containers; ``per_node`` only where there are nodes, as older files have it."""
+        """Every field as plain containers; ``per_node`` and ``gradients`` only where they say something, as in older files."""
         data = dataclasses.asdict(self)
         if not self.per_node:
             del data["link"]["per_node"]
+        for unit in data["units"]:
+            if not unit["gradients"]:
+                del unit["gradients"]
         return data
 
     def to_json(self) -> str:
@@ -271,6 +286,7 @@ class Profile:
                         (u["forward"][0], u["forward"][1]),
                         None if u["backward"] is None else (u["backward"][0], u["backward"][1]),
                         tuple(Section(**s) for s in u.get("sections", ())),
+                        tuple((n, part) for n, part in u.get("gradients", ())),
                     )
                     for u in data["units"]
                 ),

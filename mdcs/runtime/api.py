@@ -313,7 +313,7 @@ class Parallel:
         self._not_lent("abandon()")
         self._walker.leave_forward()
         with self._place.during("abandon()"):
-            answers = self._groups.tell("abandon()", self._walker.step, self._walker.progress, self._walker.is_torn)
+            answers = self._groups.tell("abandon()", self._walker.step, self._walker.committed, self._walker.is_torn)
         problem = misuse.disagreement(answers)
         if problem is not None:
             raise self._place.error(f"the iteration cannot be given up: {problem}: start again from a checkpoint")
@@ -589,7 +589,7 @@ class Parallel:
             return "the process group was destroyed before close()"
         try:
             walker.leave_forward()
-            answers = self._groups.tell("close()", walker.step, walker.progress, walker.is_torn)
+            answers = self._groups.tell("close()", walker.step, walker.committed, walker.is_torn)
             problem = misuse.disagreement(answers)
             if problem is not None:
                 return problem

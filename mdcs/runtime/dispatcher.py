@@ -132,6 +132,13 @@ class Dispatcher:
             with self.lock:
                 self.wait_for(index + 1, self.describe(i))
 
+    def has_room(self, index: int, activations: int) -> bool:
+        """Whether the message's bytes fit beside those of compute without waiting for any in flight."""
+        i = index % self.n
+        with self.lock:
+            in_flight = self._pending.most(self._transient[i])
+            return self.account.fits(self.ledger.messages[i].held + activations, in_flight)
+
     def _in_prologue(self, index: int) -> bool:
         return index < (self.first_period + 1) * self.n
 

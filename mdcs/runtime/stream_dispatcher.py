@@ -78,6 +78,11 @@ class StreamDispatcher(Dispatcher):
         if message.blocking:
             self.wait_for(index + 1, self.describe(i))
 
+    def has_room(self, index: int, activations: int) -> bool:
+        """Whether the message's bytes fit without compute waiting for others on the device."""
+        i = index % self.n
+        return self._fits(self.ledger.messages[i].held + activations + self._own[i])
+
     def admit(self, size: int, what: str) -> None:
         """Let compute wait for messages until ``size`` bytes fit. Raises RunError if they do not when all are done."""
         if not self._make_room(size):
@@ -106,8 +111,11 @@ class StreamDispatcher(Dispatcher):
                 end = self.executor.mark()
             self.executor.wait(end, 5.0)
 
+    def _fits(self, size: int) -> bool:
+        return self._wanted is None or self.account.reserved + size <= self._wanted
+
     def _make_room(self, size: int) -> bool:
-        while not (fits := self._wanted is None or self.account.reserved + size <= self._wanted) and self._sent:
+        while not (fits := self._fits(size)) and self._sent:
             self._let_compute_wait()
         return fits
 

@@ -2,7 +2,8 @@
 
 Arriving at a slot ends the one before it (its gathered buffers are freed) and issues the messages of
 the slot; entering it waits for what it needs and for its bytes. Between backward and the next forward (the turn)
-compute has arrived at the first forward slot but not entered it.
+compute has arrived at the first forward slot but not entered it. Reductions at the head of a slot's messages are issued
+before that, inside of the slot before, once their gradients are there (:mod:`mdcs.plan.early`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 
 from mdcs.measure.memory import Meter
 from mdcs.measure.timeline import SlotMemory
+from mdcs.plan.early import needed
 from mdcs.plan.ledger import Ledger, SlotLimits
 from mdcs.plan.messages import Plan
 from mdcs.runtime.account import Account
@@ -49,6 +51,7 @@ class SlotWalker:
         self._gradients: list[set[int]] = [set() for _ in storages]
         self._scale = 1.0 / plan.world
         self._opens, self._closes = self._uses()
+        self._early = self._leaving_early()
 
     def _uses(self) -> tuple[list[list[UnitStorage]], list[list[UnitStorage]]]:
         """For each slot the units whose parameters are good for use from its begin on, and until its end."""
@@ -66,6 +69,19 @@ class SlotWalker:
                 if storage.strategy.sharded or storage.trainable:  # whose gradients the runtime holds from here on
                     closes[period.last_use(u, micro) % period.length].append(storage)
         return opens, closes
+
+    def _leaving_early(self) -> dict[int, list[dict[int, range]]]:
+        """By slot, of the messages at its head that may leave before it: the parameters, by unit, whose gradients they carry."""
+        out: dict[int, list[dict[int, range]]] = {}
+        for message, part in zip(self.plan.messages, self.plan.early, strict=True):
+            if part < 1:
+                carried: dict[int, range] = {}
+                for u, b in message.parts:
+                    own = needed(self.plan.profile, u, self.plan.blocks[u], b)
+                    known = carried.setdefault(u, own)
+                    carried[u] = range(min(known.start, own.start), max(known.stop, own.stop))
+                out.setdefault(message.slot, []).append(carried)
+        return out
 
     @property
     def at_turn(self) -> bool:
@@ -109,6 +125,8 @@ class SlotWalker:
         self._gradients[unit].add(index)
         last = micro == self.plan.micro_steps - 1
         storage.take_gradient(index, micro == 0, self._scale if last else None)
+        if last and self.position in self._early:
+            self._send_early()
 
     def backward_end(self) -> None:
         """Leave the last backward slot of the micro-step."""
@@ -190,6 +208,27 @@ class SlotWalker:
             self.dispatcher.issue(self.dispatcher.issued, slot.live, mark)
         self.arrived = True
 
+    def _send_early(self) -> None:
+        """Issue what may leave before the slot ends, has all its gradients and fits."""
+        dispatcher, live = self.dispatcher, self.ledger.slots[self.position - 1].peak
+        for carried in self._early[self.position][self._sent_early :]:
+            if not all(self._gradients[u].issuperset(own) for u, own in carried.items()):
+                return
+            if not dispatcher.has_room(dispatcher.issued, live):
+                return
+            for u, own in carried.items():
+                if not self.storages[u].strategy.sharded:
+                    # Updated in place. Autograd refuses to use them after this, as the model might with what it has detached.
+                    torch.autograd.graph.increment_version([self.storages[u].parameters[i] for i in own])
+            dispatcher.issue(dispatcher.issued, live, self.executor.mark())
+
+    @property
+    def _sent_early(self) -> int:
+        """Messages of the slot to come that have been issued before compute arrives there."""
+        if self.arrived or self._entered is None or self.position not in self._early:
+            return 0
+        return self.dispatcher.issued - self.periods * self.dispatcher.n - self.limits.issued[self.position - 1]
+
     def _window(self, ended: int) -> None:
         """Keep the peaks of the slot that ended: those of the last ``length`` slots are one period."""
         name, predicted = self.period.name(ended), self.account.window()
@@ -229,6 +268,11 @@ class SlotWalker:
         """How often compute has arrived at a slot of the iteration under way, or entered one."""
         q, turn, length = self.position, self.period.turn, self.period.length
         return 2 * (length if self.due and q == turn else (q - turn) % length) + self.arrived
+
+    @property
+    def committed(self) -> int:
+        """The :attr:`progress` that every rank must come to: messages of a slot that one has issued are sent by all."""
+        return self.progress + (self._sent_early > 0)
 
     @property
     def is_torn(self) -> bool:

@@ -118,16 +118,17 @@ class Course:
     """What compute and the link do in a period: all that a replay needs of a plan.
 
     ``slots`` has, per slot, its index, the messages issued there, the last message that must be done (-1: the last of
-    the period before) and the seconds of compute. A message is (index, blocking, the message it waits for, whether it
-    is in the prologue, its seconds). The prologue begins at the turn, with all that is issued by then.
+    the period before) and the seconds of compute. A message is (index, the part of the slot before after which it leaves if its
+    bytes fit, blocking, the message it waits for, whether it is in the prologue, its seconds). The prologue begins at the turn,
+    with all that is issued by then.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.limits, self.costs = SlotLimits(plan), plan.job.cost.messages(plan)
         issued, period = self.limits.issued, plan.period
         messages = [
-            (i, m.blocking, after, plan.in_prologue(m), *cost[:5])
-            for i, (m, after, cost) in enumerate(zip(plan.messages, plan.waits_for, self.costs, strict=True))
+            (i, part, m.blocking, after, plan.in_prologue(m), *cost[:5])
+            for i, (m, part, after, cost) in enumerate(zip(plan.messages, plan.early, plan.waits_for, self.costs, strict=True))
         ]
         spans = zip([0, *issued], issued, self.limits.done, period.seconds, strict=False)
         self.slots = [(q, messages[first:last], done - 1, work) for q, (first, last, done, work) in enumerate(spans)]
@@ -153,16 +154,40 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
     before: list[float] | None = None  # what was in flight at the last turn
     repeats = False
     sent = base = 0  # messages: so far, before this period
+    slot, computing = -1, 0.0  # the slot that compute is in, and its seconds
+
+    def computed(seconds: float) -> float:
+        """When so much of the slot is over."""
+        return begins[-1] + seconds if slowdown == 1 else trace.slowed(begins[-1], seconds, slowdown)
+
+    def left() -> float:
+        """When all of it is."""
+        over = trace.delayed(begins[-1], computed(computing)) if contended else computed(computing)
+        if admission is not None:
+            admission.leave(slot)
+        arrivals.append(over)
+        return over
+
     for p in range(_MAX_PERIODS):
         for q, ahead, done, work in course.slots if p else course.prologue:
-            arrivals.append(now)
-            for i, blocking, after, in_prologue, alpha, gap, transfer, copy, update in ahead:
+            inside = slot >= 0  # compute is in the slot before
+            if not inside:
+                arrivals.append(now)
+            for i, part, blocking, after, in_prologue, alpha, gap, transfer, copy, update in ahead:
                 if not (p or in_prologue):
                     spans.append((last_processed, last_processed))
                     processed.append(last_processed)
                     sent += 1
                     continue
-                if admission is not None:
+                if inside:
+                    if part < 1:
+                        now = computed(part * computing)
+                        inside = admission is None or admission.early(now, slot, i)
+                    else:
+                        inside = False
+                    if not inside:
+                        now = left()
+                if admission is not None and not inside:
                     now = admission.message(now, q, i)
                 if now > last_start:
                     last_start = now
@@ -180,7 +205,12 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
                 sent += 1
                 if blocking:
                     now = last_processed + dispatch
+            if inside:
+                now = left()
             if q == turn and p:
+                in_flight = trace.in_flight(arrivals[-1], base)
+                repeats = before is not None and _same(before, in_flight, _REPEATS * arrivals[-1] / (p + 1))
+                before = in_flight
                 now += between
             if base + done >= 0 and processed[base + done] > now:
                 if contended and p:
@@ -190,21 +220,11 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
             if admission is not None:
                 now = admission.slot(now, q)
             begins.append(now)
-            if per_wait:
-                work += per_wait * (now - arrivals[-1])
-            now = now + work if slowdown == 1 else trace.slowed(now, work, slowdown)
-            if contended:
-                now = trace.delayed(begins[-1], now)
-            if admission is not None:
-                admission.leave(q)
-            if q == turn - 1:
-                in_flight = trace.in_flight(now, base)
-                repeats = before is not None and _same(before, in_flight, _REPEATS * now / (p + 1))
-                before = in_flight
+            slot, computing = q, work + per_wait * (now - arrivals[-1]) if per_wait else work
         if repeats:
             break
         base = sent
-    arrivals.append(now)
+    left()
     return trace
 
 
@@ -237,6 +257,15 @@ class _Admission:
         self._held += held
         return now
 
+    def early(self, now: float, q: int, i: int) -> bool:
+        """Whether message ``i`` is admitted while compute is in slot ``q``: it does not wait for that."""
+        held = self._ledger.messages[i].held
+        self._look(now)
+        if self._held + held + self._ledger.slots[q].peak + self._in_flight((self._transient[i],)) > self._cap:
+            return False
+        self._held += held
+        return True
+
     def slot(self, now: float, q: int) -> float:
         """When slot ``q`` is admitted."""
         slot = self._ledger.slots[q]
@@ -247,17 +276,25 @@ class _Admission:
     def leave(self, q: int) -> None:
         self._held -= self._ledger.slots[q].freed
 
-    def _wait(self, now: float, more: int, q: int, upcoming: tuple[int, ...]) -> float:
+    def _look(self, now: float) -> None:
+        """Which messages are done by now, and what they free."""
         processed, n = self._trace.processed, self._n
+        while self._done < len(processed) and processed[self._done] <= now:
+            if self._done >= n:  # the prologue only gathers, which frees nothing
+                self._held -= self._freed[self._done % n]
+            self._done += 1
+
+    def _in_flight(self, upcoming: tuple[int, ...]) -> int:
+        pending = [self._transient[g % self._n] for g in range(self._done, len(self._trace.processed))]
+        return most_in_flight((*pending, *upcoming), self._depth)
+
+    def _wait(self, now: float, more: int, q: int, upcoming: tuple[int, ...]) -> float:
+        processed = self._trace.processed
         while True:
-            while self._done < len(processed) and processed[self._done] <= now:
-                if self._done >= n:  # the prologue only gathers, which frees nothing
-                    self._held -= self._freed[self._done % n]
-                self._done += 1
+            self._look(now)
             if self._held + more + self._most <= self._cap:
                 return now
-            pending = [self._transient[g % n] for g in range(self._done, len(processed))]
-            need = self._held + more + most_in_flight((*pending, *upcoming), self._depth)
+            need = self._held + more + self._in_flight(upcoming)
             if need <= self._cap:
                 return now
             if self._done == len(processed):

@@ -136,6 +136,7 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
     trained_from = draw(st.integers(0, 1)) if count > 1 and not again else 0  # what is before gets no gradient
     used = [[i for i, u in enumerate(uses) if u == unit] for unit in range(count)]
     first_backward = trained_from
+    comes = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]) if draw(st.booleans()) else None
     units = []
     for u in range(count):
         spans = used[u]
@@ -146,9 +147,12 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         lengths = draw(segments)
         wide = draw(st.integers(0, len(lengths))) if is_mixed else 0  # segments, from the first on
         sections = [Section(sum(part), *widths) for part, widths in ((lengths[:wide], wider), (lengths[wide:], narrow)) if part]
-        units.append(
-            Unit(f"u{u}", lengths, trainable, (spans[0], spans[-1]), backward, tuple(sections) if wide else ())
-        )
+        gradients = []
+        for length in lengths if trainable and comes is not None else ():
+            cut = draw(st.integers(0, length))
+            gradients += [(n, draw(comes)) for n in (cut, length - cut) if n]
+        unit = Unit(f"u{u}", lengths, trainable, (spans[0], spans[-1]), backward, tuple(sections) if wide else ())
+        units.append(replace(unit, gradients=tuple(gradients)))
     seconds = st.integers(0, 30).map(lambda n: n * 1e-4)
     sizes = st.integers(0, 4000)
     order = [(u, "F") for u in uses] + [(u, "B") for u in reversed(uses) if u >= first_backward]

@@ -14,8 +14,10 @@ stage of its window::
                 Σ bytes at rest + full parameters + gradients not done <= budget - activations of q, for every slot q
 
 Running slots lose 1/(1 + interference) of their speed while a message is in flight; what does not fit beside compute
-is sent at arrivals and is exposed. A message costs β·bytes, and with ``depth`` 1 its α, spread over a block. Left out:
-staging, update time and gradient shards in flight; the replay of the plan has them.
+is sent at arrivals and is exposed. Reductions whose gradients come while a slot runs (:mod:`mdcs.plan.early`) may be
+sent in it: so much of them as comes before its end, in what is left of it when the first has come. A message costs
+β·bytes, and with ``depth`` 1 its α, spread over a block. Left out: staging, update time and gradient shards in flight;
+the replay of the plan has them.
 
 Everything the simulator can do satisfies these rows, so the optimum is a lower bound of any plan's step time within the
 budget; so is that of a *coarser* model, whose stages are bins of neighbouring slots and whose windows and lifetimes are
@@ -30,6 +32,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from mdcs.plan.early import share_within
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
@@ -137,7 +140,11 @@ class SlotModel:
         return [k for k, mix in self.mixes.items() if k is not pointless and mix.strategies[unit] is k]
 
     def _dominated(self, unit: int) -> bool:
-        """Whether zero1 is no slower on the link than dp and holds no more."""
+        """Whether zero1 is no slower on the link than dp and holds no more. What leaves early as dp has all of its way behind it,
+        as zero1 the half.
+        """
+        if self._first_part(unit) < 1:
+            return False
         time = {k: sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True)) for k in (Strategy.dp, Strategy.zero1)}
         return self.profile.optimizer.state_tensors > 0 and time[Strategy.zero1] <= time[Strategy.dp] * (1 + 1e-9)
 
@@ -150,6 +157,15 @@ class SlotModel:
         """α per block; with several messages in flight it is hidden behind the bytes of others."""
         link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
         return link.alpha_of(op.kind) * max(1.0, size / link.block) if link.depth == 1 else 0.0
+
+    def _first_part(self, unit: int) -> float:
+        """The part of its last backward slot that is over when the first of a unit's gradients has come."""
+        return min((part for _, part in self.profile.units[unit].gradients), default=1.0)
+
+    def _opens(self, op: Op) -> int:
+        """The first slot (unrolled) that runs while the operation is sent."""
+        first = self._window(op)[0]
+        return first if op.kind.is_gather or self._first_part(op.unit) == 1 else first - 1
 
     def _bin(self, slot: int) -> int:
         """The bin (unrolled) of an unrolled slot."""
@@ -171,7 +187,7 @@ class SlotModel:
         for op, strategies in needed.items():
             first, last = self._window(op)
             # Compute never has to wait for a gather before it is needed: waiting later holds its buffer for less.
-            bins = range(self._bin(first), self._bin(last) + 1)
+            bins = range(self._bin(self._opens(op)), self._bin(last) + 1)
             stages = [s for b in bins for s in (3 * b, 3 * b + 1, 3 * b + 2) if self._usable(op, s, first, last)]
             seconds = self._seconds(op)
             columns = [self.problem.column() for _ in stages]
@@ -185,6 +201,17 @@ class SlotModel:
                     self.problem.at_most([(columns[i - 1], 1.0), (columns[i], -1.0)], 0.0)
             whole = [(self.z[u][k], -1.0) for k in strategies]
             self.problem.equal([(columns[-1], 1.0), *whole], 0.0)
+            if self._opens(op) < first and not self.coarse:
+                self._send_early(sending, strategies)
+
+    def _send_early(self, sending: Sending, strategies: Sequence[Strategy]) -> None:
+        """What of a reduction can be sent in the slot in which its gradients come."""
+        unit, [early, *_] = sending.op.unit, sending.columns
+        share = share_within(self.profile, unit)
+        self.problem.at_most([(early, 1.0), *((self.z[unit][k], -share) for k in strategies)], 0.0)
+        slot = self.period.slots[self._opens(sending.op) % self.period.length]
+        left = (1 - self._first_part(unit)) * self.profile.slots[slot.place].seconds
+        self.problem.at_most([(early, sending.seconds)], self.slow * left)
 
     def _usable(self, op: Op, stage: int, first: int, last: int) -> bool:
         b, what = divmod(stage, 3)
@@ -192,7 +219,7 @@ class SlotModel:
         start = slots[0] + (b // len(self.bins)) * self.period.length
         end = start + len(slots)
         if what == 1:  # some slot of the bin runs inside the window
-            return first < end and last > start
+            return self._opens(op) < end and last > start
         if what == 2:  # compute arrives at some slot inside the bin inside the window
             return max(first, start + 1) <= min(last, end - 1)
         return first <= start and (not op.kind.is_gather or self.coarse or b == self._bin(last))
@@ -213,7 +240,7 @@ class SlotModel:
         rows: dict[int, Terms] = {}
         partial: dict[tuple[int, bool, int], Terms] = {}  # bin, whether a suffix, its boundary -> terms
         for op, sending in self.sendings.items():
-            first, last = self._window(op)
+            first, last = self._opens(op), self._window(op)[1]
             for i, stage in enumerate(sending.stages):
                 if stage % 3 != 1:
                     continue

@@ -334,6 +334,8 @@ def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan
 def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:
     if fixed is not None or judge.budget is None:
         yield judge.mix(fixed or Greedy().choose(judge).strategies)
+        if fixed is None and judge.profile.tells_gradients:  # what leaves early need not be gathered after it
+            yield judge.mix([Strategy.dp] * len(judge.profile.units))
         return
     slack = judge.budget - judge.floor
     for share in (0.25, 0.0, 0.5, 0.75, 1.0):

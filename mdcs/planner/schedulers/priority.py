@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mdcs.plan.early import in_order
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
@@ -125,7 +126,9 @@ class _Link:
         self.done: dict[Instance, float] = {}
         self.sent: dict[Instance, int] = {}  # -> slot since the first period began, in the order of sending
         self._began = self._free = 0.0  # the last message
-        self._ready: list[tuple[int, bool, int, int, Op, int]] = []  # by deadline; reductions first
+        self._ready: list[tuple[int, bool, int, int, int, Op, int]] = []  # by deadline; reductions first
+        orders = [in_order(mix.profile, u, own) for u, own in enumerate(blocks)]
+        self._places = [{b: place for place, b in enumerate(order)} for order in orders]
         self._waiting: list[tuple[float, int, Op, int, int]] = []  # gathers behind an update, by time
         self._updated: dict[int, list[Instance]] = {}  # slot -> updated gathers whose window begins there
 
@@ -145,7 +148,8 @@ class _Link:
 
     def open(self, op: Op, block: int, p: int) -> None:
         deadline = p * self.mix.period.length + self.windows[op][1]
-        heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, block, op, p))
+        place = self._places[op.unit][block]
+        heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, place, block, op, p))
 
     def run(self, slot: int, now: float, work: float) -> float:
         """Send while compute runs for ``work`` seconds, slower beside messages; when it ends."""

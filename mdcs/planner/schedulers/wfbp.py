@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
+from mdcs.plan.early import in_order
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
@@ -36,7 +37,7 @@ def as_ready(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:
     drafts = [
         Draft(op.kind, ((op.unit, b),), ready_slot(mix, op), op.micro)
         for op in in_ready_order(mix)
-        for b in range(len(blocks[op.unit]))
+        for b in in_order(mix.profile, op.unit, blocks[op.unit])
     ]
     return mix.plan(name, blocks, drafts)
 

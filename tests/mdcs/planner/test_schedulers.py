@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from mdcs.plan.early import parts_of_slot
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
@@ -114,9 +115,20 @@ def test_blocks_cover_their_unit(job: Job, block: int) -> None:
         of = sections_of(layout, cut)
         for section, total in enumerate(whole):
             sizes = [size for size, s in zip(cut, of, strict=True) if s == section]
-            assert sum(sizes) == total and len(set(sizes[:-1])) <= 1
-            if len(sizes) > 1:
-                assert 0.5 * sizes[0] <= sizes[-1] <= 1.5 * sizes[0]
+            assert sum(sizes) == total
+            if not job.profile.tells_gradients:
+                assert len(set(sizes[:-1])) <= 1
+                assert len(sizes) == 1 or 0.5 * sizes[0] <= sizes[-1] <= 1.5 * sizes[0]
+
+
+def test_units_are_cut_where_a_parameter_ends_and_what_comes_first_is_sent_first() -> None:
+    """Of 16 multiples per rank; what is beyond the end of a parameter goes with the one before it, which comes later."""
+    profile = chain(1000, world=2)
+    profile = replace(profile, units=(replace(profile.units[0], gradients=((230, 1.0), (300, 0.5), (470, 0.25))),))
+    mix = Mix(Job(profile), (dp,))
+    assert mix.cut(1024) == ((256, 288, 224, 232),)  # at 256, 512, 768 if all came at once; 530 is near 512
+    assert parts_of_slot(profile, 0, (256, 288, 224, 232)) == (1.0, 0.5, 0.25, 0.25)
+    assert [m.parts for m in Partitioning(1 / 1024).schedule(mix).messages] == [((0, 2),), ((0, 3),), ((0, 1),), ((0, 0),)]
 
 
 def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> None:

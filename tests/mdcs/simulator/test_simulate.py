@@ -333,11 +333,34 @@ def longest_path(plan: Plan, periods: int) -> list[float]:
             return end(p, q - 1)
         return end(p - 1, length - 1) if p else 0.0
 
+    def comes(i: int, q: int) -> float | None:
+        """How much of the slot before q is over when a reduction that becomes ready in it is ready; None: it does not."""
+        m, parts = plan.messages[i], []
+        if m.kind.is_gather or m.blocking:
+            return None
+        for u, b in m.parts:
+            ready = period.window(Op(m.kind, u, m.micro))[0]
+            if ready == q and plan.profile.units[u].gradients:
+                begin, at = sum(plan.blocks[u][:b]), 0
+                ends = plan.profile.layouts[u].segment_ends([n for n, _ in plan.profile.units[u].gradients])
+                for (_, part), end in zip(plan.profile.units[u].gradients, ends, strict=True):
+                    if at < begin + plan.blocks[u][b] and end > begin:
+                        parts.append(part)
+                    at = end
+            elif ready == q:
+                parts.append(1.0)
+        return max(parts) if parts else None
+
     @cache
     def waited(p: int, i: int) -> float:
-        """When compute issues a message: after the blocking ones of its slot."""
+        """When compute issues a message: after the blocking ones of its slot, or in the slot before, with all ahead of it."""
         m = plan.messages[i]
         q = max(m.slot, first_slot(p))
+        if p and m.slot == q:
+            early = [comes(j, q) for j in range(i + 1) if plan.messages[j].slot == q]
+            if all(part is not None and part < 1 for part in early):
+                part = max(part for part in early if part is not None)
+                return begin(p, q - 1) + part * plan.profile.slots[period.slots[q - 1].place].seconds
         ahead = [j for j in range(i) if (p, j) in place and max(plan.messages[j].slot, first_slot(p)) == q]
         return max([arrival(p, q), *(done(p, j) for j in ahead if plan.messages[j].blocking)])
 

@@ -53,7 +53,8 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
 
 def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
     """Seconds per step of DDP where messages cost compute nothing and the link only their bytes: everything is replicated, each
-    unit is all-reduced beside backward as its gradients come, in eighths of the largest, and all is updated before the next forward.
+    unit is all-reduced beside backward as its gradients come, in eighths of the largest, and all is updated before the next
+    forward.
     """
     none = (0.0,) * len(profile.link.kinds)
     link = dataclasses.replace(profile.link, alpha=none, gap=none)

@@ -49,6 +49,19 @@ def test_a_trainable_unit_needs_a_backward_slot() -> None:
         Unit("a", (1,), True, (0, 0), None)
 
 
+@pytest.mark.parametrize("gradients", [((4, 0.5),), ((4, 0.5), (6, 1.1)), ((10, 0.5), (0, 1.0))])
+def test_gradients_come_within_their_slot_for_all_elements(gradients: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(ValueError, match="unit a: gradients .* are not of 10 elements, each within a slot"):
+        replace(A, gradients=gradients)
+
+
+def test_older_files_know_nothing_of_when_gradients_come() -> None:
+    profile = chain(10)
+    assert not profile.tells_gradients and "gradients" not in profile.to_dict()["units"][0]
+    told = replace(profile, units=(replace(profile.units[0], gradients=((10, 0.5),)),))
+    assert told.tells_gradients and Profile.from_json(told.to_json()) == told
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -34,10 +34,13 @@ from tests.mdcs.runtime.training import (
 BYTES = 128  # of a block: 16 elements per rank
 
 
-def plan_of(made: Setup, job: Job, strategy: str, *, cross_iteration: bool = True) -> mdcs.Plan:
-    """Every unit of a model in small blocks."""
+def plan_of(made: Setup, job: Job, strategy: str, *, cross_iteration: bool = True, told: bool = False) -> mdcs.Plan:
+    """Every unit in small blocks; ``told`` that the second half of its gradients comes first, whatever was measured."""
     units = mdcs.partition(made.model, made.policy)
     profile = profile_of(job, How(), made, units, optimizer_for(job.optimizer, made.model))
+    if told:
+        halves = tuple(replace(u, gradients=((u.numel // 2, 1.0), (u.numel // 2, 0.5))) for u in profile.units)
+        profile = replace(profile, units=halves)
     scheduler = SCHEDULERS["partitioning"](block_mib=BYTES / 2**20)
     asked = mdcs.Job(profile, job.micro_steps, cross_iteration)
     return on_rank_zero(lambda: mdcs.make_plan(asked, Uniform(strategy), scheduler))
@@ -144,7 +147,8 @@ class Detached(nn.Module):
         return (x @ self.first) @ self.second.detach() @ self.second
 
 
-def train_detached(strategy: str) -> list[str]:
+def train_detached(strategy: str, told: bool) -> list[str]:
+    """What differs from a plain loop, or what was raised."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Detached())
 
@@ -154,7 +158,9 @@ def train_detached(strategy: str) -> list[str]:
     made = Setup(model, lambda model, batch: model(batch["x"]).square().mean(), mdcs.ByClass(("Linear", "Detached")), batch)
     job = Job("detached", steps=2)
     twin = copy.deepcopy(model)
-    with parallel_for(job, How(), made, plan=plan_of(made, job, strategy)) as (_, parallel, optimizer):
+    plan = plan_of(made, job, strategy, told=told)
+    assert plan.profile.tells_gradients == told
+    with parallel_for(job, How(), made, plan=plan) as (_, parallel, optimizer):
         try:
             train(job, made, parallel, optimizer)
         except RuntimeError as e:
@@ -170,10 +176,15 @@ def train_detached(strategy: str) -> list[str]:
     return differing(state, twin.state_dict())
 
 
-def test_shards_are_updated_beside_weights_that_are_still_used(two: Ranks):
-    assert two.run(train_detached, "sdp") == [[], []]
+@pytest.mark.parametrize("strategy", ["dp", "sdp"])
+def test_weights_that_are_needed_after_their_gradients_are_not_updated_before(two: Ranks, strategy: str):
+    assert two.run(train_detached, strategy, False) == [[], []]
 
 
-def test_a_weight_that_is_updated_in_place_is_not_used_after_its_gradient_has_come(two: Ranks):
-    for [said] in two.run(train_detached, "dp"):
+def test_should_they_be_all_the_same_nothing_computes_with_them(two: Ranks):
+    for [said] in two.run(train_detached, "dp", True):
         assert "one of the variables needed for gradient computation has been modified by an inplace operation" in said
+
+
+def test_shards_are_not_what_computes(two: Ranks):
+    assert two.run(train_detached, "sdp", True) == [[], []]

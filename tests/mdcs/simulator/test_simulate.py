@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,12 +21,13 @@ from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Contention, Optimizer, Profile
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
 
 AR, RS, AG_F, AG_B, *_ = Kind
@@ -94,6 +96,43 @@ def test_a_gather_waits_for_the_update_of_its_blocks() -> None:
     plan = replace(planned(profile, "zero1"), messages=(rs_b, rs_a, ag_a, replace(ag_b, slot=2)))
     assert spans(plan, "update") == {"update:b": (4, 6), "update:a": (6, 7)}  # half of 16 and of 8 elements
     assert spans(plan, "message") == {"RS:b": (2, 4), "RS:a": (4, 5), "AG_F:a": (7, 8), "AG_F:b": (7, 10)}
+
+
+def halves(**more: Any) -> Plan:
+    """All-reduces of the second and the first half of b and of a, 2 s each. Half of b's backward slot brings the second half."""
+    profile = chain(32, 64, link=link(1 / 64))
+    units = profile.units[0], replace(profile.units[1], gradients=((32, 1.0), (32, 0.5)))
+    return planned(replace(profile, units=units, **more), "dp", Partitioning(128 / MIB))
+
+
+def on_the_link(plan: Plan) -> list[tuple[float, float]]:
+    """When messages start and end, from the first on."""
+    return [(round(i.start, 6), round(i.end, 6)) for i in replay(plan).intervals if i.lane == "message"]
+
+
+def test_a_reduction_leaves_when_its_gradients_have_come() -> None:
+    plan = halves()
+    assert [m.parts for m in plan.messages] == [((1, 1),), ((1, 0),), ((0, 0),)]
+    assert plan.early == (0.5, 1.0, 1.0)
+    assert on_the_link(plan) == [(1, 3), (3, 5), (5, 7)]
+    assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (7, 8), "F:b": (8, 9)}
+
+
+def test_nothing_leaves_ahead_of_what_has_to_wait() -> None:
+    """As the half that comes last does if it is first in the order; what a plan puts off, or waits for, stays where it is."""
+    plan = halves()
+    second, first, last = plan.messages
+    assert replace(plan, messages=(first, second, last)).early == (1.0, 1.0, 1.0)
+    assert replace(plan, messages=(replace(second, slot=2), replace(first, slot=2), last)).early == (1.0, 1.0, 1.0)
+    assert replace(plan, messages=(replace(second, blocking=True), first, last)).early == (1.0, 1.0, 1.0)
+
+
+def test_what_does_not_fit_beside_a_slot_leaves_after_it() -> None:
+    peaks = tuple(replace(s, peak=1000 * (i == 2)) for i, s in enumerate(chain(32, 64).slots))
+    plan = halves(slots=peaks, collectives=Collectives(all_reduce="direct"))
+    tight = replace(plan, budget=smallest_budget(plan))
+    roomy = replace(plan, budget=smallest_budget(plan) + Ledger(plan).messages[0].transient)
+    assert [on_the_link(each)[0] for each in (plan, tight, roomy)] == [(1, 3), (2, 4), (1, 3)]
 
 
 def test_at_the_barrier_all_updates_follow_the_last_reduction() -> None:

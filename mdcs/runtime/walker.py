@@ -216,10 +216,10 @@ class SlotWalker:
                 return
             if not dispatcher.has_room(dispatcher.issued, live):
                 return
-            for u, own in carried.items():
-                if not self.storages[u].strategy.sharded:
-                    # Updated in place. Autograd refuses to use them after this, as the model might with what it has detached.
-                    torch.autograd.graph.increment_version([self.storages[u].parameters[i] for i in own])
+            for storage, own in ((self.storages[u], own) for u, own in carried.items()):
+                for i in own if not storage.strategy.sharded else ():
+                    # It is updated in place. Autograd refuses to use it after this, as it would what the model has detached.
+                    torch.autograd.graph.increment_version(storage.parameters[i])
             dispatcher.issue(dispatcher.issued, live, self.executor.mark())
 
     @property

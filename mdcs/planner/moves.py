@@ -12,11 +12,13 @@ import itertools
 import random
 from collections.abc import Callable, Collection
 
-from mdcs.plan.early import edge, in_order
+from mdcs.plan.early import edge, in_order, parts_of_slot
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.widths import sections_of
+from mdcs.profile.link import Kind
 from mdcs.simulator.recurrence import Trace
 
 Move = Callable[[Plan, Trace, random.Random], Plan | None]
@@ -150,6 +152,44 @@ MOVES: dict[Move, float] = {
 
 SCHEDULE_MOVES = {move: often for move, often in MOVES.items() if move is not restrategize}
 """Those that leave the strategies as they are."""
+
+
+def joined(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
+    """The plan with pairs of a unit's blocks as one: those that follow each other whatever they are sent for. None without any.
+
+    Unless ``apart``, only blocks whose gradients come together. A pair is reduced where its last, gathered where its first was.
+    """
+    sent: dict[int, dict[tuple[Kind, int], int]] = {b: {} for b in range(len(plan.blocks[unit]))}
+    for i, m in enumerate(plan.messages):
+        for u, b in m.parts:
+            if u == unit:
+                stays = len(m.parts) > 1 or m.blocking
+                sent[b][m.kind, m.micro] = -2 * i - 2 if stays else i  # which is no neighbour of anything
+    parts = parts_of_slot(plan.profile, unit, plan.blocks[unit])
+    sections = sections_of(plan.profile.layouts[unit], plan.blocks[unit])
+    first, b = set[int](), 0  # of pairs
+    while b + 1 < len(parts):
+        neighbours = bool(sent[b]) and all(abs(i - sent[b + 1][op]) == 1 for op, i in sent[b].items())
+        if neighbours and sections[b] == sections[b + 1] and (apart or parts[b] == parts[b + 1]):
+            first.add(b)
+            b += 1
+        b += 1
+    if not first:
+        return None
+    number = list(itertools.accumulate([b - 1 not in first for b in range(len(parts))]))  # of a block in the new plan, from 1
+    messages = []
+    for i, m in enumerate(plan.messages):
+        (u, b), *more = m.parts
+        if u == unit and not more and (b in first or b - 1 in first):
+            other = sent[b + 1 if b in first else b - 1][m.kind, m.micro]
+            if (i < other) is not m.kind.is_gather:
+                continue
+        messages.append(dataclasses.replace(m, parts=tuple([(v, number[c] - 1 if v == unit else c) for v, c in m.parts])))
+    sizes = [0] * number[-1]
+    for b, size in enumerate(plan.blocks[unit]):
+        sizes[number[b] - 1] += size
+    blocks = (*plan.blocks[:unit], tuple(sizes), *plan.blocks[unit + 1 :])
+    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
 
 
 # ---- what moves are made of

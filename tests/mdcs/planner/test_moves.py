@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from mdcs.plan.mix import Draft
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.planner.judge import Judge
-from mdcs.planner.moves import MOVES, SCHEDULE_MOVES, Move, fill_gap, hasten
+from mdcs.planner.moves import MOVES, SCHEDULE_MOVES, Move, fill_gap, hasten, joined
 from mdcs.planner.named import SCHEDULERS
 from mdcs.profile.link import Kind
 from mdcs.simulator.recurrence import Course, Trace, run
@@ -42,6 +43,40 @@ def test_a_move_gives_another_plan_of_the_same_job_or_none(move: Move) -> None:
                     assert found.strategies == plan.strategies or move not in SCHEDULE_MOVES
                     assert replay(found).period_s > 0 if found.budget is None else True
     assert made > 20
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_blocks_are_joined_into_fewer_messages_of_the_same_bytes(apart: bool) -> None:
+    made = 0
+    for seed in range(6):
+        for _, plan in plans(seed):
+            for unit in range(len(plan.blocks)):
+                found = joined(plan, unit, apart=apart)
+                if found is not None:
+                    made += 1
+                    assert len(found.messages) < len(plan.messages)
+                    assert found.sent_bytes() == plan.sent_bytes()
+                    assert [sum(sizes) for sizes in found.blocks] == [sum(sizes) for sizes in plan.blocks]
+    assert made > 5
+
+
+def test_only_blocks_that_follow_each_other_are_joined() -> None:
+    """Of four blocks the last two have their gradients early; of the pairs the second is torn apart on the way back."""
+    profile = chain(128)
+    profile = replace(profile, units=(replace(profile.units[0], gradients=((64, 1.0), (64, 0.5))),))
+    mix = Judge(Job(profile), None).mix([Strategy.zero1])
+    drafts = [Draft(Kind.RS, ((0, b),), 1) for b in (3, 2, 1, 0)]
+    gathers = [Draft(Kind.AG_F, ((0, b),), 1) for b in (2, 0, 1, 3)]
+    plan = mix.plan("test", ((32,) * 4,), [*drafts, *gathers])
+    found = joined(plan, 0, apart=False)
+    assert found is not None and found.blocks == ((64, 32, 32),)
+    assert [(m.kind, m.parts) for m in found.messages] == [
+        (Kind.RS, ((0, 2),)), (Kind.RS, ((0, 1),)), (Kind.RS, ((0, 0),)),
+        (Kind.AG_F, ((0, 1),)), (Kind.AG_F, ((0, 0),)), (Kind.AG_F, ((0, 2),)),
+    ]  # fmt: skip
+    assert joined(found, 0, apart=False) is None  # the first's come at another time
+    both = joined(found, 0, apart=True)
+    assert both is not None and both.blocks == ((96, 32),)
 
 
 def zero1(*drafts: Draft) -> Plan:

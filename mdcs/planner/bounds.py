@@ -1,7 +1,8 @@
 """Three lower bounds of the step time of any plan for a job and a budget.
 
 * traffic: the fewest bytes that strategies within the budget can send, at the link's bandwidth, all beside compute;
-* structural: the same with the windows in which operations can be sent; the first unit has none;
+* structural: the same with the windows in which operations can be sent; the first unit has none, but for gradients that come
+  before its slot ends;
 * solver: what a planner's solver has proven of the whole slot model, if one was asked.
 
 The first two are linear relaxations of the loose slot model (:mod:`mdcs.planner.ilp.slot_model`): the schedule itself needs

@@ -48,7 +48,6 @@ _WHOLE = 60  # slots up to which it is solved in integers, too
 _COARSE = 24  # bins of the relaxation that is solved first
 _FINE = 96  # slots up to which the next one has no bins; beyond, half as many bins
 _MANY = 20_000  # messages that make a plan worth half as much to search from
-_JOINED = 2  # of the fastest heuristics' plans, neighbouring blocks are sent as one, too
 _RACING = 6  # heuristics' plans that are searched from
 _WORTH = 1e-3  # of the step: what makes another race worth its time
 _BEYOND_REPLAY = 5e-5  # seconds that a message costs: plans of hundreds ran 30 to 130 µs a message longer than predicted
@@ -99,16 +98,15 @@ def solve_plan(
     """
     asked = _Asked(judge, name, None if fixed is None else tuple(fixed), solver, seconds, block_bytes, time.monotonic())
     known = list(map(_timed, _until(asked.at(_HEURISTICS), _heuristics(judge, fixed))))
-    known += [_of_few_messages(each, asked.at(_HEURISTICS + _FEWER)) for each in sorted(known, key=_step_s)[:_JOINED]]
     found = _found(asked, known, heuristics)
     candidates = [*found.plans, *(known if heuristics else [])]
     if not candidates:
         raise PlanError(f"{name}: no plan was found: {found.status}")
-    step_s = math.inf
-    while min(candidates, key=_step_s)[0] < step_s * (1 - _WORTH):  # else another race is worth no time
-        step_s = min(candidates, key=_step_s)[0]
+    price_s = math.inf
+    while (best := min(map(_price_s, candidates))) < price_s * (1 - _WORTH):  # else another race is worth no time
+        price_s = best
         candidates += asked.raced(candidates, 1 - _FEWER - _LEANER, found.bound, most=1)
-    step_s, plan = _of_few_messages(min(candidates, key=_step_s), asked.at(1 - _LEANER))
+    step_s, plan = _of_few_messages(min(candidates, key=_price_s), asked.at(1 - _LEANER))
     begun = plan.scheduler  # a search leaves the name of what it began with
     plan = _leanest(plan, step_s, judge.floor, asked.at(1.0))
     outcome = found.status
@@ -177,7 +175,7 @@ class _Asked:
         finer = _FINER if len(decisions) == 1 else ()
         plans = (plan for each in decisions for plan in _decoded(self.judge, each, self.name, self.block_bytes, finer))
         timed = list(map(_timed, _until(until, plans)))
-        return [min(timed, key=_step_s), min(timed, key=_patience_s)] if timed else []
+        return [min(timed, key=_price_s), min(timed, key=_patience_s)] if timed else []
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,7 @@ def _found(asked: _Asked, known: list[Timed], heuristics: bool) -> _Found:
         if slots > _SMALL:
             solving.append(pool.submit(_relaxed, asked, dear, bounds, plans=True))
         if slots <= _WHOLE or asked.fixed is not None:
-            solving.append(pool.submit(_whole, asked, min(known, key=_step_s, default=None), dear, bounds))
+            solving.append(pool.submit(_whole, asked, min(known, key=_price_s, default=None), dear, bounds))
         if not bounds:
             solving.append(pool.submit(_relaxed, asked, judge, True, plans=False))
         plans: list[Timed] = []
@@ -247,13 +245,19 @@ def _all_done(futures: Sequence[Future[_Found]]) -> bool:
     return all(future.done() for future in futures)
 
 
-def _step_s(timed: Timed) -> float:
-    return timed[0]
+def _price_s(timed: Timed) -> float:
+    """The step, with what its messages cost beyond their replay: nothing where nothing was measured beside computing."""
+    step_s, plan = timed
+    return step_s + _beyond_s(plan) * len(plan.messages)
+
+
+def _beyond_s(plan: Plan) -> float:
+    return 0.0 if plan.profile.contention == Contention() else _BEYOND_REPLAY
 
 
 def _patience_s(timed: Timed) -> float:
     """What a plan is worth to search from: the more messages, the fewer replays there is time for."""
-    return timed[0] * (1 + len(timed[1].messages) / _MANY)
+    return _price_s(timed) * (1 + len(timed[1].messages) / _MANY)
 
 
 def _likeliest(plans: Sequence[Timed], most: int) -> list[Timed]:
@@ -269,12 +273,8 @@ def _timed(plan: Plan) -> Timed:
 
 
 def _of_few_messages(timed: Timed, until: float) -> Timed:
-    """The plan with neighbouring blocks in one, as far as that costs less than messages do beyond their replay.
-
-    Where nothing was measured beside computing, messages cost what the replay says.
-    """
+    """The plan with neighbouring blocks in one, as far as that costs less than messages do beyond their replay."""
     step_s, plan = timed
-    beyond = 0.0 if plan.profile.contention == Contention() else _BEYOND_REPLAY
     for apart in (False, True):
         for u in range(len(plan.blocks)):
             while time.monotonic() < until and (larger := joined(plan, u, apart=apart)) is not None:
@@ -283,7 +283,7 @@ def _of_few_messages(timed: Timed, until: float) -> Timed:
                     seconds = replay(larger).period_s
                 except PlanError:
                     break
-                if seconds - step_s > beyond * (len(plan.messages) - len(larger.messages)):
+                if _price_s((seconds, larger)) > _price_s((step_s, plan)):
                     break
                 step_s, plan = seconds, larger
     return step_s, plan

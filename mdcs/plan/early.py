@@ -17,10 +17,6 @@ from mdcs.profile.contents import Profile
 if TYPE_CHECKING:
     from mdcs.plan.messages import Message, Plan
 
-Blocks = Sequence[tuple[int, ...]]
-"""Of every unit, in elements."""
-
-
 def early(plan: Plan) -> tuple[float, ...]:
     """For each message the part of the slot before its own that is over when it may leave; 1: compute must arrive at its own.
 
@@ -63,7 +59,7 @@ def in_order(profile: Profile, unit: int, blocks: tuple[int, ...]) -> list[int]:
 
 
 def gradient_ends(profile: Profile, unit: int) -> tuple[int, ...]:
-    """Where parameters whose gradients come apart end in the unit's flat buffer, in elements; none if that is not known."""
+    """Where parameters end in the unit's flat buffer, in elements, padding included; nothing if not known when gradients come."""
     return profile.layouts[unit].segment_ends([n for n, _ in profile.units[unit].gradients])
 
 

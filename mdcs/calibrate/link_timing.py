@@ -8,8 +8,12 @@ the machine does falls on all of them alike.
 
 All algorithms send trains of two sizes once. Those that are near the fastest at either send more of the size that saturates
 the link, and such messages one by one, for a plan has both: an algorithm whose ranks send to each other in turns fills the link
-with two messages in flight and half of it with one. The fastest is the one with the least sum of both medians. The chosen ones
-then send all sizes: gap and β are the highest line below the medians of every size, since what else the machine does adds to
+with two messages in flight and half of it with one. The fastest is the one with the least sum of both medians.
+
+Operations share the link, and what is fastest among its own kind may be slow beside another: two algorithms that send over
+different connections take 10 to 25 % longer in turns than each of them does alone, for both wait for the part that comes last.
+So trains in which the operations take turns decide between the fastest of each and one algorithm for all. The chosen ones then
+send all sizes: gap and β are the highest line below the medians of every size, since what else the machine does adds to
 them, and most to those of short trains; the latency is the least of small single messages. How many messages should be in flight
 is measured, if asked for, with trains of blocks: as few as are nearly as fast as any number.
 """
@@ -20,7 +24,7 @@ import itertools
 import math
 import os
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -133,7 +137,13 @@ def measure_link(
     one_by_one = [replace(t, samples={}) for t in near]
     ranks.trains(near, [nearest], in_flight)
     ranks.trains(one_by_one, [nearest], 1)
-    fastest = _fastest(near, one_by_one, nearest)
+    teams = _teams(near, _fastest(near, one_by_one, nearest))
+    if len(teams) > 1:
+        apart = {(t.operation, t.algorithm): t.seconds[nearest] for t in one_by_one}
+        took = ranks.together(teams, nearest, in_flight)
+        fastest = _fastest_team(teams, took, apart)
+    else:
+        fastest = teams[0]
     ranks.trains(fastest, sizes, in_flight)
     alone = ranks.alone(fastest)
     block = min(max(_block(_lines(fastest)), sizes[0]), sizes[-1])
@@ -248,6 +258,29 @@ def _fastest(timings: Sequence[Timing], one_by_one: Sequence[Timing], size: int)
     return [t for _, t in best.values()]
 
 
+def _teams(timings: Iterable[Timing], fastest: Sequence[Timing]) -> list[list[Timing]]:
+    """One of each operation: the fastest, and of each algorithm that several have, this one wherever it is among ``timings``."""
+    own = {(t.operation, t.algorithm): t for t in timings}
+    shared = [name for name, count in Counter(name for _, name in own).items() if count > 1]
+    teams = [list(fastest)]
+    for name in shared:
+        team = [own.get((t.operation, name), t) for t in fastest]
+        if team not in teams:
+            teams.append(team)
+    return teams
+
+
+def _fastest_team(
+    teams: Sequence[list[Timing]], together: Sequence[float], apart: Mapping[tuple[str, str], float]
+) -> list[Timing]:
+    """By seconds a message with several in flight, ``together``, and with one, by operation and algorithm."""
+    seconds = [
+        beside + statistics.mean(apart[t.operation, t.algorithm] for t in team)
+        for team, beside in zip(teams, together, strict=True)
+    ]
+    return teams[seconds.index(min(seconds))]
+
+
 def _nearest(sizes: Iterable[int], block: int) -> int:
     return min(sizes, key=lambda size: abs(math.log(size / block)))
 
@@ -314,8 +347,13 @@ class _Ranks:
         """Send trains of each size until every algorithm has sent it in so many turns."""
         for size in sizes:
             while behind := [t for t in timings if len(t.samples.get(size, ())) < turns]:
-                for t, seconds in zip(behind, self._mean([self._train(t, size, depth) for t in behind]), strict=True):
+                for t, seconds in zip(behind, self._mean([self._train([t], size, depth) for t in behind]), strict=True):
                     t.samples.setdefault(size, []).append(seconds)
+
+    def together(self, teams: Sequence[Sequence[Timing]], size: int, depth: int) -> list[float]:
+        """Seconds per message of trains in which those of a team take turns: medians."""
+        turns = [self._mean([self._train(team, size, depth) for team in teams]) for _ in range(_TURNS)]
+        return [statistics.median(column) for column in zip(*turns, strict=True)]
 
     def alone(self, timings: Sequence[Timing]) -> dict[str, list[float]]:
         """Seconds of single small messages, by operation."""
@@ -330,26 +368,30 @@ class _Ranks:
         mean: list[float] = (found / self.world).tolist()
         return mean
 
-    def _train(self, timing: Timing, size: int, depth: int) -> float:
-        """Seconds per message: the median over pairs of those that end with as many in flight behind them."""
-        messages = [_Message(timing, size, self) for _ in range(depth)]
-        counted = -(-_messages(size) // depth) * depth  # some algorithms end those in flight all at once
+    def _train(self, timings: Sequence[Timing], size: int, depth: int) -> float:
+        """Seconds per message: the median over pairs of those that end with as many in flight behind them.
+
+        Messages of several timings take turns, and between a pair are as many of each.
+        """
+        messages = [_Message(timing, size, self) for _ in range(depth) for timing in timings]
+        stride = len(messages)  # some algorithms end those in flight all at once
+        counted = -(-_messages(size) * len(timings) // stride) * stride
         dist.barrier(group=self.group)
-        in_flight = deque(message.start() for message in messages)
+        in_flight = deque(message.start() for message in messages[:depth])
         ends, unused = [], [0.0]
         for ended in range(counted + depth):
             in_flight.popleft().wait()
             ends.append(Mark(self.device))
-            message = messages[ended % depth]
+            message = messages[ended % stride]
             message.land()
             # If nothing was on its way meanwhile: a sum is no time on the link.
             unused.append(unused[-1] + (0.0 if in_flight or not message.sums else ends[-1].until(Mark(self.device))))
             if ended < counted:
-                in_flight.append(message.start())
+                in_flight.append(messages[(ended + depth) % stride].start())
         return statistics.median(
             (ends[i].until(ends[j]) - (unused[j] - unused[i])) / (j - i)
             for i in range(counted)
-            for j in range(i + depth, counted + 1, depth)
+            for j in range(i + stride, counted + 1, stride)
         )
 
     def _single(self, timing: Timing) -> float:

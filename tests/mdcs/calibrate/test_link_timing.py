@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mdcs.calibrate.link_timing import Timing, _block, _fastest, _is_near, _larger, _lines
+from mdcs.calibrate.link_timing import Timing, _block, _fastest, _fastest_team, _is_near, _larger, _lines, _teams
 from mdcs.profile.algorithms import Collectives
 from mdcs.sizes import MIB
 
@@ -42,6 +42,36 @@ def test_what_sends_in_turns_is_not_the_fastest() -> None:
     trains = [Timing("reduce_scatter", c, {MIB: [seconds]}) for c, seconds in zip(algorithms, (0.98, 1.0), strict=True)]
     one_by_one = [Timing("reduce_scatter", c, {MIB: [seconds]}) for c, seconds in zip(algorithms, (1.97, 1.02), strict=True)]
     assert [t.algorithm for t in _fastest(trains, one_by_one, MIB)] == ["direct"]
+
+
+def of_all(*names: str) -> list[Timing]:
+    """All-reduce, reduce-scatter and all-gather by these algorithms."""
+    operations = "all_reduce", "reduce_scatter", "all_gather"
+    return [Timing(o, Collectives(**{o: name})) for o, name in zip(operations, names, strict=True)]
+
+
+def test_teams_are_the_fastest_and_those_of_one_algorithm() -> None:
+    near = [*of_all("native", "ring", "ring"), *of_all("ring", "direct", "direct"), *of_all("direct", "all_to_all", "broadcast")]
+    teams = _teams(near, of_all("native", "ring", "ring"))
+    assert [[t.algorithm for t in team] for team in teams] == [
+        ["native", "ring", "ring"],
+        ["ring", "ring", "ring"],
+        ["direct", "direct", "direct"],
+    ]
+    fixed = of_all("reduce_broadcast", "native", "ring")
+    assert _teams(fixed, fixed) == [fixed]
+
+
+def test_where_an_algorithm_is_not_near_the_fastest_stands_in() -> None:
+    near = [*of_all("native", "ring", "ring"), *of_all("direct", "direct", "direct")[::2]]
+    assert _teams(near, of_all("native", "ring", "ring"))[1:] == [of_all("direct", "ring", "direct")]
+
+
+def test_the_fastest_team_is_judged_beside_each_other_and_apart() -> None:
+    mixed, ring = of_all("native", "ring", "ring"), of_all("ring", "ring", "ring")
+    apart = {("all_reduce", "native"): 0.9, ("all_reduce", "ring"): 1.2, ("reduce_scatter", "ring"): 1.0, ("all_gather", "ring"): 1.0}
+    assert _fastest_team([mixed, ring], [1.2, 1.0], apart) == ring
+    assert _fastest_team([mixed, ring], [1.0, 1.0], apart) == mixed
 
 
 def test_what_is_near_the_fastest_at_any_size_stays() -> None:

@@ -80,7 +80,7 @@ class LinkConfig:
 class CollectivesConfig:
     """Which algorithm carries messages; auto: the fastest measured, on an emulated link the default.
 
-    The algorithms are explained in mdcs/collectives.py.
+    The algorithms are explained in mdcs/profile/algorithms.py.
     """
 
     all_reduce: str = option(

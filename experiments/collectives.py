@@ -5,8 +5,9 @@
     python experiments/collectives.py cluster=shaped cluster.rate_gbit=0.5 --repeat 10
 
 `experiment=collectives` has four ranks. Prints median milliseconds per message in trains by algorithm and message size, in which
-* is the fastest, what one rank sends and holds, and at which rate it sends the largest message, and leaves a picture in the
-job's folder. With --repeat it measures the link as often as a profile would, and prints how far that differs from time to time:
+* is the fastest, what one rank sends and holds, and at which rate it sends the largest message; then the same of trains in which
+the operations take turns, as in a plan, by the fastest of each and by one algorithm for all. It leaves a picture in the job's
+folder. With --repeat it measures the link as often as a profile would, and prints how far that differs from time to time:
 rate, gap and latency, what was chosen, and how much slower that is than the fastest in trains of all algorithms that are sent
 meanwhile, with two messages in flight and with one.
 An emulated link would make all algorithms alike: this always measures the real one.
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from mdcs.calibrate.link_timing import Timing
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
+TURNS = MIB, 4 * MIB  # of these, operations take turns
 FILE, REPEAT, PICTURE = "collectives.json", "repeat", "collectives.png"
 _BLOCK = MIB  # payload bytes of the messages by which repeated choices are judged
 
@@ -71,8 +73,11 @@ def main() -> int:
         if outcome.ok:
             about = config.cluster.ranks, config.cluster.resolved_backend(), shaped_link(config)
             found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            console.print(repeated(found["links"], found["rows"], *about) if asked.repeat else table(found["rows"], *about))
-            if not asked.repeat:
+            if asked.repeat:
+                console.print(repeated(found["links"], found["rows"], *about))
+            else:
+                console.print(table(found["rows"], *about))
+                console.print(turns(found["turns"], *about[:2]))
                 console.print(f"drawn in {save(picture(found['rows'], *about), folder / PICTURE)}", soft_wrap=True)
         return outcome.reason
 
@@ -85,7 +90,7 @@ def measure(folder: Path) -> None:
 
     from experiments.job.worker import start
     from launch import status
-    from mdcs.calibrate.link_timing import measure_link, measure_trains
+    from mdcs.calibrate.link_timing import measure_link, measure_trains, measure_turns
 
     config = load(folder / "config.yaml")
     repeat = int((folder / REPEAT).read_text(encoding="utf-8"))
@@ -105,11 +110,17 @@ def measure(folder: Path) -> None:
     for size in () if repeat else SIZES:
         status.set()
         trains.append(measure_trains(device, candidates, (size,)))
+    rows, took = _rows(trains), list[dict[str, Any]]()
+    if not repeat:
+        teams = _teams(rows, config.cluster.resolved_backend())
+        for size in TURNS:
+            status.set()
+            for team, (seconds,) in zip(teams, measure_turns(device, teams, (size,)), strict=True):
+                took.append({"size": size, "seconds": seconds} | {op: team.of(kind) for op, kind in KIND.items()})
     if dist.get_rank() == 0:
-        rows = _rows(trains)
         for row, other in zip(rows, _rows(one_by_one), strict=False):
             row["one_by_one"] = other["seconds"]
-        (folder / FILE).write_text(json.dumps({"links": links, "rows": rows}), encoding="utf-8")
+        (folder / FILE).write_text(json.dumps({"links": links, "rows": rows, "turns": took}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -124,6 +135,20 @@ def _rows(trains: list[list[Timing]]) -> list[dict[str, Any]]:
         {"operation": operation, "algorithm": algorithm, "seconds": [statistics.median(each) for each in by_size.values()]}
         for (operation, algorithm), by_size in samples.items()
     ]
+
+
+def _teams(rows: list[dict[str, Any]], backend: str) -> list[Collectives]:
+    """The fastest of each operation at the sizes that take turns, what is taken where nothing is measured, and one for
+    all operations. Rows are the same on all ranks.
+    """
+    own = {op: [row for row in rows if row["operation"] == op] for op in KIND}
+    fastest = {
+        op: min(each, key=lambda row: sum(row["seconds"][SIZES.index(size)] for size in TURNS))["algorithm"]
+        for op, each in own.items()
+    }
+    shared = set.intersection(*({row["algorithm"] for row in each} for each in own.values()))
+    named = [fastest, {}, *(dict.fromkeys(KIND, name) for name in sorted(shared))]
+    return list(dict.fromkeys(replace(Collectives.default(backend), **names) for names in named))
 
 
 def shaped_link(config: Config) -> str:
@@ -149,6 +174,25 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
             rate = collectives.sent(kind, SIZES[-1], world) * 8e-9 / row["seconds"][-1]
             made.add_row(operation, row["algorithm"], *times, *share, f"{rate:.2f}")
         made.add_section()
+    return made
+
+
+def turns(took: list[dict[str, Any]], world: int, backend: str) -> Table:
+    """Milliseconds per message of trains in which the operations take turns, a row for each combination of algorithms."""
+    made = Table(title="operations in turns: median ms per message", title_justify="left", box=box.SIMPLE_HEAD)
+    for operation in KIND:
+        made.add_column(operation, no_wrap=True)
+    for heading in (*map(_size, TURNS), "Gbit/s"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    by_team: dict[tuple[str, ...], dict[int, float]] = {}
+    for each in took:
+        by_team.setdefault(tuple(each[op] for op in KIND), {})[each["size"]] = each["seconds"]
+    fastest = {size: min(seconds[size] for seconds in by_team.values()) for size in TURNS}
+    for team, seconds in by_team.items():
+        collectives = replace(Collectives.default(backend), **dict(zip(KIND, team, strict=True)))
+        sent = statistics.mean(collectives.sent(kind, TURNS[-1], world) for kind in KIND.values())
+        times = (f"{'*' if seconds[s] == fastest[s] else ''}{seconds[s] * 1e3:.2f}" for s in TURNS)
+        made.add_row(*team, *times, f"{sent * 8e-9 / seconds[TURNS[-1]]:.2f}")
     return made
 
 

@@ -220,6 +220,23 @@ def measure_trains(
     return timings
 
 
+def measure_turns(
+    device: torch.device,
+    teams: Sequence[Collectives],
+    sizes: Iterable[int],
+    *,
+    group: dist.ProcessGroup | None = None,
+    depth: int = 2,
+) -> list[list[float]]:
+    """Seconds per message, by team and size, of trains in which all-reduces, reduce-scatters and all-gathers take turns.
+
+    Collective: call it on every rank.
+    """
+    ranks = _Ranks(device, group)
+    timings = [[Timing(operation, team) for operation in KIND] for team in teams]
+    return [list(seconds) for seconds in zip(*(ranks.together(timings, size, depth) for size in sizes), strict=True)]
+
+
 def _depth(ranks: _Ranks, timings: Sequence[Timing], size: int) -> tuple[int, dict[str, tuple[float, float]]]:
     """How many messages of ``size`` bytes should be in flight; how many bytes are sent per second with how many of them."""
     trains = {depth: [replace(t, samples={}) for t in timings] for depth in _DEPTHS}

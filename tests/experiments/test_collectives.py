@@ -52,6 +52,21 @@ def test_how_far_repeated_links_differ_and_how_good_the_choices_were():
     assert "all_reduce ring 2, direct 1 10.0%, 80.0% 0.476 – 0.500 5.0% 10 – 10 200 – 200" in text
 
 
+def test_what_operations_take_in_turns():
+    teams = [("native", "ring", "ring"), ("ring", "ring", "ring")]
+    seconds = [(0.018, 0.080), (0.017, 0.070)]
+    took = [
+        {"size": size, "seconds": each} | dict(zip(ALGORITHMS["gloo"], team, strict=True))
+        for team, by_size in zip(teams, seconds, strict=True)
+        for size, each in zip(program.TURNS, by_size, strict=True)
+    ]
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(program.turns(took, 4, "gloo"))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["native", "ring", "ring", "18.00", "80.00", "0.42"] in lines  # of 4 MiB 3/4, twice by all-reduces
+    assert ["ring", "ring", "ring", "*17.00", "*70.00", "0.48"] in lines
+
+
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "experiments/collectives.py"), "hydra.run.dir=out", *overrides]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=200)
@@ -62,8 +77,12 @@ def test_all_algorithms_are_measured(tmp_path):
     done = run(tmp_path, "cluster.ranks=2")
     assert done.returncode == 0, done.stderr
     assert "gloo, 2 ranks: median ms" in done.stdout
-    rows = json.loads((tmp_path / "out" / program.FILE).read_text())["rows"]
+    found = json.loads((tmp_path / "out" / program.FILE).read_text())
+    rows, turns = found["rows"], found["turns"]
     assert len(rows) == 12 and all(min(row["seconds"]) > 0 for row in rows)
+    assert "operations in turns" in done.stdout
+    assert {(each["all_reduce"], each["reduce_scatter"]) for each in turns} >= {(a, a) for a in ("native", "ring", "direct")}
+    assert all(each["seconds"] > 0 for each in turns)
 
 
 def test_one_rank_has_nothing_to_compare(tmp_path):

@@ -11,7 +11,7 @@ the link, and such messages one by one, for a plan has both: an algorithm whose 
 with two messages in flight and half of it with one. The fastest is the one with the least sum of both medians.
 
 Operations share the link, and what is fastest among its own kind may be slow beside another: two algorithms that send over
-different connections take 10 to 25 % longer in turns than each of them does alone, for both wait for the part that comes last.
+different connections took 10 to 25 % longer in turns than apart (docs/results.md).
 So trains in which the operations take turns decide between the fastest of each and one algorithm for all. The chosen ones then
 send all sizes: gap and β are the highest line below the medians of every size, since what else the machine does adds to
 them, and most to those of short trains; the latency is the least of small single messages. How many messages should be in flight

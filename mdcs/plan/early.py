@@ -17,6 +17,7 @@ from mdcs.profile.contents import Profile
 if TYPE_CHECKING:
     from mdcs.plan.messages import Message, Plan
 
+
 def early(plan: Plan) -> tuple[float, ...]:
     """For each message the part of the slot before its own that is over when it may leave; 1: compute must arrive at its own.
 

@@ -45,8 +45,8 @@ from mdcs.sizes import MIB
 _SIZES = MIB // 4, MIB, 4 * MIB  # payload bytes of the messages of trains; larger ones leave a CPU's caches, and are slower
 _LARGER = 16 * MIB, 64 * MIB  # on CUDA
 _LONG = 1.0  # seconds: a train that would take more is not sent
-_MESSAGES, _TRAIN = (4, 12), 6 * MIB  # so many in a train, as they make about so many bytes
-_TURNS = 3
+_MESSAGES, _TRAIN = (6, 12), 6 * MIB  # so many in a train, as they make about so many bytes
+_TURNS, _OF_CHOSEN = 3, 5  # how often each train is sent: while algorithms are compared, and by those that were chosen
 _NEAR = 1.3  # times as slow as the fastest: may be the fastest in another turn
 _ALONE, _REPEATS = MIB // 256, 15  # payload bytes of a single message: so few that they take next to no time
 _SATURATED = 0.97
@@ -144,7 +144,7 @@ def measure_link(
         fastest = _fastest_team(teams, took, apart)
     else:
         fastest = teams[0]
-    ranks.trains(fastest, sizes, in_flight)
+    ranks.trains(fastest, sizes, in_flight, _OF_CHOSEN)
     alone = ranks.alone(fastest)
     block = min(max(_block(_lines(fastest)), sizes[0]), sizes[-1])
     chosen = replace(chosen, **{t.operation: t.algorithm for t in fastest})
@@ -154,11 +154,11 @@ def measure_link(
         sharded = [t for t in fastest if t.operation != "all_reduce"]
         within = [replace(t, collectives=chosen, samples={}, in_node=True) for t in sharded]
         with ranks.of_nodes(per_node):
-            ranks.trains(within, sizes, in_flight)
+            ranks.trains(within, sizes, in_flight, _OF_CHOSEN)
             alone |= ranks.alone(within)
 
     measured = [*fastest, *within]
-    lines, turns = _lines(measured), [_lines([t.turn(number) for t in measured]) for number in range(_TURNS)]
+    lines, turns = _lines(measured), [_lines([t.turn(number) for t in measured]) for number in range(_OF_CHOSEN)]
     sent = {t.kind: _sent(chosen, t.kind, world, per_node) / MIB for t in measured}
     varied = {f"α of {operation}": spread(samples) for operation, samples in alone.items()}
     for t in measured:

@@ -73,20 +73,26 @@ class Trace:
         return now + work
 
     def hurried(self, now: float, awaited: int, depth: int) -> None:
-        """Compute waits from ``now`` on for the message ``awaited``: until that is done, none is slowed down."""
+        """Compute waits from ``now`` on for the message ``awaited``: until that is done, none is slowed down.
+
+        All that is known of has been issued by now: what has not started waits for others that are done sooner.
+        """
         spans, processed = self.spans, self.processed
         first = bisect_right(spans, now, key=itemgetter(1))
-        before = processed[first:]
-        last_finish, done = (spans[first - 1][1], processed[first - 1]) if first else (-inf, 0.0)
+        (last_start, last_finish), done = (spans[first - 1], processed[first - 1]) if first else ((-inf, -inf), 0.0)
         for g in range(first, len(spans)):
-            cost, (start, finish) = self.course.costs[g % self.messages], spans[g]
+            i = g % self.messages
+            cost, (start, finish) = self.course.costs[i], spans[g]
             transfer = cost.transfer
             if g <= awaited and transfer > 0:
                 served = max(0.0, now - (finish - transfer))
                 transfer = served + (1 - served / transfer) * cost.idle
-            if g - depth >= first and start > now:
-                start = max(now, start - (before[g - depth - first] - processed[g - depth]))
-            last_finish = max(start + cost.alpha, last_finish + cost.gap) + transfer
+            if start > now:
+                start = max(now, last_start, processed[g - depth] if g >= depth else -inf)
+                after = self.course.waits_for[i]
+                if after >= 0:
+                    start = max(start, processed[g - i + after])
+            last_start, last_finish = start, max(start + cost.alpha, last_finish + cost.gap) + transfer
             done = processed[g] = max(last_finish, done) + cost.copy + cost.update
             spans[g] = start, last_finish
 
@@ -124,11 +130,11 @@ class Course:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.limits, self.costs = SlotLimits(plan), plan.job.cost.messages(plan)
+        self.limits, self.costs, self.waits_for = SlotLimits(plan), plan.job.cost.messages(plan), plan.waits_for
         issued, period = self.limits.issued, plan.period
         messages = [
             (i, part, m.blocking, after, plan.in_prologue(m), *cost[:5])
-            for i, (m, part, after, cost) in enumerate(zip(plan.messages, plan.early, plan.waits_for, self.costs, strict=True))
+            for i, (m, part, after, cost) in enumerate(zip(plan.messages, plan.early, self.waits_for, self.costs, strict=True))
         ]
         spans = zip([0, *issued], issued, self.limits.done, period.seconds, strict=False)
         self.slots = [(q, messages[first:last], done - 1, work) for q, (first, last, done, work) in enumerate(spans)]

@@ -17,6 +17,7 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
 from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.random_order import RandomOrder
@@ -244,6 +245,14 @@ def test_messages_are_as_fast_as_the_link_while_compute_waits_for_them() -> None
     # RS:a and AG_F:a 1 s each.
     assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (9, 10), "F:b": (10, 11)}
     assert spans(plan, "message") == {"RS:b": (2, 5), "AG_F:b": (5, 7), "RS:a": (7, 8), "AG_F:a": (8, 9)}
+
+
+def test_what_waits_for_a_message_that_is_waited_for_starts_when_that_ends() -> None:
+    profile = replace(PROFILE, link=replace(PROFILE.link, depth=2), contention=Contention(message_seconds=8.0))
+    plan = planned(profile, "zero1", Dear(1.0))
+    # Both of the two messages could be in flight at once, but what is gathered is first reduced, which takes 3 s, not 8.
+    assert spans(plan, "message") == {"RS:b+a": (4, 7), "AG_F:a+b": (7, 10)}
+    assert replay(plan).period_s == 12
 
 
 def test_blocking_messages_are_waited_for_where_they_are_issued() -> None:

@@ -307,10 +307,12 @@ def _leanest(plan: Plan, step_s: float, floor: int, until: float) -> Plan:
 
 
 def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
-    """Plans made before the deadline; always the first."""
+    """Plans made before the deadline, as far as each takes no longer than the one before it; always the first."""
+    began = time.monotonic()
     for plan in plans:
         yield plan
-        if time.monotonic() > deadline:
+        took, began = time.monotonic() - began, time.monotonic()
+        if began + took > deadline:
             return
 
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mdcs.options import option
-from mdcs.plan.ledger import Ledger, check, smallest_budget
+from mdcs.plan.ledger import Ledger, check, most_in_flight, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
@@ -46,7 +46,6 @@ _FUSED_BLOCKS, _MOST_FUSED = 4, 4 << 20  # neighbours are fused up to so many bl
 _SMALL = 36  # slots up to which only the whole problem is solved, in integers
 _WHOLE = 60  # slots up to which it is solved in integers, too
 _COARSE = 24  # bins of the relaxation that is solved first
-_FINE = 96  # slots up to which the next one has no bins; beyond, half as many bins
 _MANY = 20_000  # messages that make a plan worth half as much to search from
 _RACING = 6  # heuristics' plans that are searched from
 _WORTH = 1e-3  # of the step: what makes another race worth its time
@@ -103,7 +102,8 @@ def solve_plan(
     if not candidates:
         raise PlanError(f"{name}: no plan was found: {found.status}")
     price_s = math.inf
-    while (best := min(map(_price_s, candidates))) < price_s * (1 - _WORTH):  # else another race is worth no time
+    enough_s = (found.bound or 0.0) * (1 + _WORTH)
+    while enough_s < (best := min(map(_price_s, candidates))) < price_s * (1 - _WORTH):  # else another race is worth no time
         price_s = best
         candidates += asked.raced(candidates, 1 - _FEWER - _LEANER, found.bound, most=1)
     step_s, plan = _of_few_messages(min(candidates, key=_price_s), asked.at(1 - _LEANER))
@@ -134,6 +134,15 @@ class _Asked:
     def at(self, part: float) -> float:
         """When this part of the time is over."""
         return self.began + part * self.seconds
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes of as many messages as may be in flight, in blocks half as large as asked; at most half of the budget's slack."""
+        assert self.judge.budget is not None
+        block = self.block_bytes or self.judge.profile.block
+        mix = self.judge.mix([Strategy.fsdp] * len(self.judge.profile.units))
+        sent = [message.transient for message in Ledger(Priority(block / 2 / MIB).schedule(mix)).messages]
+        return min(most_in_flight(sent, self.judge.profile.link.depth), max(0, self.judge.budget - self.judge.floor) // 2)
 
     def answer(self, model: SlotModel, start: Plan | None = None, *, relax: bool = False) -> Answer:
         """What the solver says of a model, from a plan on if there is one that the model has room for."""
@@ -168,14 +177,23 @@ class _Asked:
         return found
 
     def decoded(self, decisions: Sequence[Decision]) -> list[Timed]:
-        """Of the plans that these decisions make, as far as there is time, the best, and the best to search from. A single
-        decision is tried with finer blocks, too.
+        """Of the plans that these decisions make, as far as there is time, the best, and the best to search from. The decision
+        that the best comes of is tried with finer blocks, too.
         """
         until = time.monotonic() + _DECODING * self.seconds
-        finer = _FINER if len(decisions) == 1 else ()
-        plans = (plan for each in decisions for plan in _decoded(self.judge, each, self.name, self.block_bytes, finer))
-        timed = list(map(_timed, _until(until, plans)))
-        return [min(timed, key=_price_s), min(timed, key=_patience_s)] if timed else []
+        best: Timed | None = None
+        finest, patient = decisions[0], list[Timed]()
+        for decision in decisions:
+            for plan in _until(until, _decoded(self.judge, decision, self.name, self.block_bytes)):
+                timed = _timed(plan)
+                patient = [min([*patient, timed], key=_patience_s)]
+                if best is None or _price_s(timed) < _price_s(best):
+                    best, finest = timed, decision
+            if time.monotonic() > until:
+                break
+        finer = _until(until, _in_finer_blocks(self.judge, finest, self.name, self.block_bytes))
+        every = [*([] if best is None else [best]), *map(_timed, finer)]
+        return [min(every, key=_price_s), *patient] if every else []
 
 
 @dataclass(frozen=True)
@@ -189,17 +207,23 @@ class _Found:
 
 def _found(asked: _Asked, known: list[Timed], heuristics: bool) -> _Found:
     """Small problems in integers, large ones relaxed and rounded, those between both, side by side; a search from the best
-    heuristic goes on beside them. Plans are made with what messages cost in blocks, bounds with what no plan goes below.
+    heuristic goes on beside them. Plans are made with what messages cost in blocks and with room for those in flight, which
+    the model leaves out; bounds with what no plan goes below. Small problems are solved without that room, too.
     """
     judge, slots = asked.judge, asked.judge.job.period.length
     dear = dataclasses.replace(judge, job=dataclasses.replace(judge.job, profile=priced(judge.profile)))
-    bounds = dear.profile is judge.profile
+    roomy = dear if judge.budget is None else dataclasses.replace(dear, budget=judge.budget - asked.in_flight)
+    tight = dear if slots <= _SMALL else roomy
+    bounds = tight.profile is judge.profile and tight.budget == judge.budget
     with ThreadPoolExecutor(3) as pool:
         solving = []
         if slots > _SMALL:
-            solving.append(pool.submit(_relaxed, asked, dear, bounds, plans=True))
+            solving.append(pool.submit(_relaxed, asked, roomy, bounds, plans=True))
         if slots <= _WHOLE or asked.fixed is not None:
-            solving.append(pool.submit(_whole, asked, min(known, key=_price_s, default=None), dear, bounds))
+            best = min(known, key=_price_s, default=None)
+            solving.append(pool.submit(_whole, asked, best, tight, bounds))
+            if tight.budget != roomy.budget:
+                solving.append(pool.submit(_whole, asked, best, roomy, False))
         if not bounds:
             solving.append(pool.submit(_relaxed, asked, judge, True, plans=False))
         plans: list[Timed] = []
@@ -224,21 +248,31 @@ def _whole(asked: _Asked, known: Timed | None, judge: Judge, bounds: bool) -> _F
 
 
 def _relaxed(asked: _Asked, judge: Judge, bounds: bool, *, plans: bool) -> _Found:
-    """The linear relaxation of a coarse model, then of a fine one: the best bound, and plans rounded from the last solution."""
+    """The linear relaxation of a coarse model, then of as fine ones as there is time for, which goes with the number of bins: the
+    best bound, and plans rounded from the last solution.
+    """
     slots, bound, status = judge.job.period.length, None, "no answer"
     model = solution = None
-    for bins in (_COARSE, slots if slots <= _FINE else _FINE // 2):
-        if bins <= slots and time.monotonic() < asked.at(_SOLVING):
-            relaxed = SlotModel(judge, fixed=asked.fixed, width=-(-slots // bins))
-            answer = asked.answer(relaxed, relax=True)
-            if answer.bound is not None and bounds:
-                bound = max(bound or 0.0, relaxed.step_bound(answer.bound))
-            if answer.values is not None:
-                model, solution = relaxed, answer.values
-            status = "feasible" if solution is not None else answer.status
+    width: int | None = -(-slots // _COARSE)
+    while width is not None:
+        began = time.monotonic()
+        relaxed = SlotModel(judge, fixed=asked.fixed, width=width)
+        answer = asked.answer(relaxed, relax=True)
+        if answer.bound is not None and bounds:
+            bound = max(bound or 0.0, relaxed.step_bound(answer.bound))
+        if answer.values is not None:
+            model, solution = relaxed, answer.values
+        status = "feasible" if solution is not None else answer.status
+        width = _finer(width, time.monotonic() - began, asked.at(_SOLVING) - time.monotonic())
     if model is None or solution is None or not plans:
         return _Found(status, bound, [])
     return _Found(status, bound, asked.decoded(list(roundings(model, solution))))
+
+
+def _finer(width: int, took: float, left: float) -> int | None:
+    """How many slots a bin may have that is solved in the seconds that are left; None if that is not much finer."""
+    finer = max(1, math.ceil(width * took / left)) if left > 0 else width
+    return finer if 2 * finer <= width else None
 
 
 def _all_done(futures: Sequence[Future[_Found]]) -> bool:
@@ -316,9 +350,9 @@ def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
             return
 
 
-def _fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
-    """The plan within the budget, unless it cannot be made to fit; and with neighbours fused, if there are small ones."""
-    fused = fuse_neighbours(plan, min(_FUSED_BLOCKS * plan.profile.block, _MOST_FUSED))
+def _fitted(judge: Judge, plan: Plan, *, fusing: bool = True) -> Iterator[Plan]:
+    """The plan within the budget, unless it cannot be made to fit; and one with small neighbours fused, if that is wanted."""
+    fused = fuse_neighbours(plan, min(_FUSED_BLOCKS * plan.profile.block, _MOST_FUSED)) if fusing else plan
     for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
         with contextlib.suppress(PlanError):
             yield each if judge.budget is None else fit(each, judge.budget)
@@ -332,17 +366,25 @@ def _roomier(plan: Plan) -> Iterator[Plan]:
             yield dataclasses.replace(fit(plan, plan.budget - next_bytes), budget=plan.budget)
 
 
-def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int, finer: Sequence[int]) -> Iterator[Plan]:
+def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> Iterator[Plan]:
+    """The plans that a decision makes in larger and smaller blocks, as far as they fit."""
     mix = judge.mix(decision.strategies)
-    windows = decision.windows(mix)
     block = block_bytes or mix.profile.block
-    tried = set()
     coarser = [mix.cut(_COARSER * block)] if not block_bytes else []
-    cuts = (mix.cut(max(1, block // parts)) for parts in finer if judge.budget is not None)
-    for blocks in (*coarser, mix.cut(block), mix.whole(), *cuts):
+    for blocks in dict.fromkeys((*coarser, mix.cut(block), mix.whole())):
+        yield from _fitted(judge, settled(mix, name, blocks, decision.windows(mix)))
+
+
+def _in_finer_blocks(judge: Judge, decision: Decision, name: str, block_bytes: int) -> Iterator[Plan]:
+    """The same in blocks smaller than asked, of which less is in flight, if bytes are limited."""
+    mix = judge.mix(decision.strategies)
+    block = block_bytes or mix.profile.block
+    tried = {mix.cut(block)}
+    for parts in _FINER if judge.budget is not None else ():
+        blocks = mix.cut(max(1, block // parts))
         if blocks not in tried:
             tried.add(blocks)
-            yield from _fitted(judge, settled(mix, name, blocks, windows))
+            yield from _fitted(judge, settled(mix, name, blocks, decision.windows(mix)), fusing=False)
 
 
 def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:

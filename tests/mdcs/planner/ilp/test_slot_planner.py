@@ -19,6 +19,7 @@ from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.ilp import slot_planner
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.memory_aware import MemoryAware
+from mdcs.planner.ilp.slot_model import Decision
 from mdcs.planner.judge import InfeasibleBudget, Judge
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.greedy import Greedy
@@ -175,3 +176,39 @@ def test_a_roomier_plan_leaves_room_for_what_compute_allocates_next() -> None:
     for plan, other in roomier:
         allocated = max(slot.allocated for slot in Ledger(plan).slots)
         assert smallest_budget(other) <= (plan.budget or 0) - allocated and other.budget == plan.budget
+
+
+@pytest.mark.parametrize(
+    ("width", "took", "left", "finer"),
+    [(8, 1.0, 10.0, 1), (8, 1.0, 2.0, 4), (8, 1.0, 1.9, None), (2, 1.0, 2.0, 1), (1, 0.1, 100.0, None), (8, 1.0, -1.0, None)],
+)
+def test_the_next_relaxation_is_as_fine_as_there_is_time_for(width: int, took: float, left: float, finer: int | None) -> None:
+    assert slot_planner._finer(width, took, left) == finer
+
+
+def test_the_room_for_messages_is_that_of_half_blocks_and_at_most_half_of_the_slack() -> None:
+    judge, _ = started()
+    floor = judge.floor
+
+    def room(budget: int, block: int) -> int:
+        of_budget = dataclasses.replace(judge, budget=budget)
+        return slot_planner._Asked(of_budget, "joint", None, "HIGHS", 1.0, block, time.monotonic()).in_flight
+
+    assert room(floor, 1 << 14) == 0
+    assert room(floor + 1000, 1 << 14) == 500
+    small, large = room(2 * floor, 1 << 13), room(2 * floor, 1 << 14)
+    assert 2 * 2**12 <= small < large < 3 * small  # two in flight, of at least their payload
+    assert large == room(2 * floor, 0)  # the profile's own
+
+
+def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, known = started()
+    (slow_s, slow), *_, (fast_s, fast) = sorted(known, key=lambda timed: -timed[0])
+    assert fast_s < slow_s
+    decisions = [Decision(slow.strategies), Decision(fast.strategies, opens={}), Decision(slow.strategies)]
+    tried = []
+    monkeypatch.setattr(slot_planner, "_decoded", lambda judge, decision, *_: iter([fast if decision is decisions[1] else slow]))
+    monkeypatch.setattr(slot_planner, "_in_finer_blocks", lambda judge, decision, *_: iter(tried.append(decision) or []))
+    asked = slot_planner._Asked(judge, "joint", None, "HIGHS", 600.0, 0, time.monotonic())
+    assert asked.decoded(decisions)[0] == (fast_s, fast)
+    assert len(tried) == 1 and tried[0] is decisions[1]

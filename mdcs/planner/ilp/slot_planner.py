@@ -141,7 +141,7 @@ class _Asked:
         assert self.judge.budget is not None
         block = self.block_bytes or self.judge.profile.block
         mix = self.judge.mix([Strategy.fsdp] * len(self.judge.profile.units))
-        sent = [message.transient for message in Ledger(Priority(block / 2 / MIB).schedule(mix)).messages]
+        sent = [message.transient for message in Ledger(Partitioning(block / 2 / MIB).schedule(mix)).messages]
         return min(most_in_flight(sent, self.judge.profile.link.depth), max(0, self.judge.budget - self.judge.floor) // 2)
 
     def answer(self, model: SlotModel, start: Plan | None = None, *, relax: bool = False) -> Answer:
@@ -181,19 +181,16 @@ class _Asked:
         that the best comes of is tried with finer blocks, too.
         """
         until = time.monotonic() + _DECODING * self.seconds
-        best: Timed | None = None
-        finest, patient = decisions[0], list[Timed]()
+        made: list[tuple[Timed, Decision]] = []
         for decision in decisions:
-            for plan in _until(until, _decoded(self.judge, decision, self.name, self.block_bytes)):
-                timed = _timed(plan)
-                patient = [min([*patient, timed], key=_patience_s)]
-                if best is None or _price_s(timed) < _price_s(best):
-                    best, finest = timed, decision
+            plans = _decoded(self.judge, decision, self.name, self.block_bytes)
+            made += [(_timed(plan), decision) for plan in _until(until, plans)]
             if time.monotonic() > until:
                 break
-        finer = _until(until, _in_finer_blocks(self.judge, finest, self.name, self.block_bytes))
-        every = [*([] if best is None else [best]), *map(_timed, finer)]
-        return [min(every, key=_price_s), *patient] if every else []
+        likeliest = [min(made, key=lambda each: _price_s(each[0]))[1]] if made else decisions[:1]
+        finer = (plan for each in likeliest for plan in _in_finer_blocks(self.judge, each, self.name, self.block_bytes))
+        timed = [*(each for each, _ in made), *map(_timed, _until(until, finer))]
+        return [min(timed, key=_price_s), min(timed, key=_patience_s)] if timed else []
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from mdcs.sizes import MIB
 
 _SIZES = MIB // 4, MIB, 4 * MIB  # payload bytes of the messages of trains; larger ones leave a CPU's caches, and are slower
 _LARGER = 16 * MIB, 64 * MIB  # on CUDA
-_LONG = 1.0  # seconds: a train that would take more is not sent
+_LONG = 1.5  # seconds: a train that would take more is not sent
 _MESSAGES, _TRAIN = (6, 12), 6 * MIB  # so many in a train, as they make about so many bytes
 _TURNS, _OF_CHOSEN = 3, 5  # how often each train is sent: while algorithms are compared, and by those that were chosen
 _NEAR = 1.3  # times as slow as the fastest: may be the fastest in another turn

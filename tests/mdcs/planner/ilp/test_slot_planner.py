@@ -205,7 +205,7 @@ def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pyt
     judge, known = started()
     (slow_s, slow), *_, (fast_s, fast) = sorted(known, key=lambda timed: -timed[0])
     assert fast_s < slow_s
-    decisions = [Decision(slow.strategies), Decision(fast.strategies, opens={}), Decision(slow.strategies)]
+    decisions = [Decision(plan.strategies) for plan in (slow, fast, slow)]
     tried = []
     monkeypatch.setattr(slot_planner, "_decoded", lambda judge, decision, *_: iter([fast if decision is decisions[1] else slow]))
     monkeypatch.setattr(slot_planner, "_in_finer_blocks", lambda judge, decision, *_: iter(tried.append(decision) or []))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mdcs.calibrate.clock import Mark
 from mdcs.calibrate.regression import spread
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
+from mdcs.checkpoint.numbers import random_state, set_random_state
 from mdcs.measure.memory import UNTAGGED, Meter, current_meter
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
@@ -184,7 +185,8 @@ def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
     """Steps that are only measured: nothing is collected in them, and buffers and the random state are put back."""
     with meter.tag("parameters"):  # not of a training step: kept out of what is measured as activations
         saved = {name: b.detach().clone() for name, b in model.named_buffers()}
-        random_state = torch.random.get_rng_state()
+        device = next(model.parameters()).device
+        numbers = random_state(device)
     collected = gc.isenabled()
     gc.disable()  # a collection inside a slot would be measured as compute
     try:
@@ -195,7 +197,7 @@ def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
     with torch.no_grad():
         for name, b in model.named_buffers():
             b.copy_(saved[name])
-    torch.random.set_rng_state(random_state)
+    set_random_state(numbers, device)
 
 
 @dataclass

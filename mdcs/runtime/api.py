@@ -34,7 +34,7 @@ from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
 from mdcs.runtime.errors import Place, RunError
 from mdcs.runtime.evaluation import Evaluation
-from mdcs.runtime.executor import executor_for
+from mdcs.runtime.executor import executor_for, with_index
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.last_words import LastWords
@@ -96,7 +96,7 @@ def parallelize(
     """
     return Parallel(
         model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers, init,
-        torch.device(device),
+        with_index(device),
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ message and the first of the next in any order, which the collectives of a proce
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,10 @@ from mdcs.runtime.executor import Waitable
 Steps = Iterator[Sequence[Waitable]]
 
 _TAGS = 1 << 16  # more than messages are ever in flight
+
+# torch 2.13 renamed both; the old names warn at every call there.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Running:
@@ -84,7 +87,7 @@ class Communicator:
             return _one(self._gloo.alltoall_base(received, buffer, [], []))
         if self.collectives.backend == "gloo":
             return Running(self._all_reduce_and_keep(buffer, out))
-        return _one(dist.reduce_scatter_tensor(out, buffer, group=self.group, async_op=True))
+        return _one(_reduce_scatter(out, buffer, group=self.group, async_op=True))
 
     def all_gather(self, buffer: Tensor) -> Running:
         """Every rank's part to all, in place."""
@@ -95,9 +98,7 @@ class Communicator:
             return Running(self._direct_all_gather(parts, self._tag()))
         if self.collectives.all_gather == "broadcast":
             return _one(*(self._gloo.broadcast(p, r) for r, p in enumerate(parts)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # renamed in torch 2.13; the old name serves all versions
-            return _one(dist.all_gather_into_tensor(buffer, parts[self.rank], group=self.group, async_op=True))
+        return _one(_all_gather(buffer, parts[self.rank], group=self.group, async_op=True))
 
     def _all_reduce_and_keep(self, buffer: Tensor, out: Tensor) -> Steps:
         """gloo's reduce-scatter without its copy, which lives until some time after the end."""

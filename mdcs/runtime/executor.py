@@ -72,7 +72,7 @@ class Executor(Protocol):
         ...
 
     def limit(self, size: int | None) -> None:
-        """Let the allocator take little more than ``size`` bytes of the device, if it can be limited; None: no limit."""
+        """Let the allocator take little more than ``size`` bytes of the device, if it can be limited; None: as before."""
         ...
 
     def retries(self) -> int | None:
@@ -173,6 +173,7 @@ class CudaExecutor:
         self.stream = cuda.Stream(device, priority=-1)
         self._compute = cuda.current_stream(device)
         self._seconds_per_cycle: float | None = None
+        self._share_before: float | None = None  # of the device: what the process could have before this limited it
         self._zero = cuda.Event(enable_timing=True)
         self._zero.record(self._compute)
         self._zero.synchronize()
@@ -246,11 +247,17 @@ class CudaExecutor:
 
     def limit(self, size: int | None) -> None:
         """See :meth:`Executor.limit`."""
+        if size is None:
+            if self._share_before is not None:
+                self._cuda.set_per_process_memory_fraction(self._share_before, self.device)
+            self._share_before = None
+            return
+        if self._share_before is None:
+            known = getattr(self._cuda, "get_per_process_memory_fraction", None)  # newer than torch 2.6
+            self._share_before = 1.0 if known is None else float(known(self.device))
+        self._cuda.empty_cache()  # what profiling has left there would count
         whole = self._cuda.get_device_properties(self.device).total_memory
-        share = 1.0
-        if size is not None:
-            self._cuda.empty_cache()  # what profiling has left there would count
-            share = min(1.0, (size + _SEGMENTS) / whole)
+        share = min(self._share_before, (size + _SEGMENTS) / whole)
         self._cuda.set_per_process_memory_fraction(share, self.device)
 
     def retries(self) -> int:
@@ -258,10 +265,18 @@ class CudaExecutor:
         return int(self._cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
+def with_index(device: torch.device | str) -> torch.device:
+    """The device that tensors made on ``device`` are on: of "cuda" the current one, as parts of torch.cuda want it by number."""
+    device = torch.device(device)
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def executor_for(device: torch.device) -> Executor:
     """Raises ValueError for a device mdcs cannot run on."""
     if device.type == "cpu":
         return CpuExecutor()
     if device.type == "cuda":
-        return CudaExecutor(device)
+        return CudaExecutor(with_index(device))
     raise ValueError(f"device {device} is not supported: cpu or cuda")

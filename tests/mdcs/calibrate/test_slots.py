@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
 import torch
 
 import mdcs
 from experiments.tasks.stand_in import Shape, Unit, Use
 from experiments.tasks.waiting import Waiting
+from mdcs.calibrate.slots import untouched
+from mdcs.measure.memory import NullMeter
 
 
 def test_gradients_come_from_the_last_parameter_of_a_unit_to_its_first() -> None:
@@ -48,3 +55,26 @@ def test_what_has_come_in_an_earlier_slot_is_there_when_the_last_begins() -> Non
     assert outer.backward == (0, 1)
     (_, before), (_, after) = outer.gradients
     assert after == 0 < before
+
+
+class OnCuda(torch.nn.Module):
+    """Says that it is on a GPU, and has nothing there."""
+
+    def parameters(self, recurse: bool = True):  # type: ignore[no-untyped-def]
+        yield SimpleNamespace(device=torch.device("cuda", 1))
+
+
+def test_every_random_state_that_a_forward_may_draw_from_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on a GPU draws from the device's generator; layers are dropped by Python's or numpy's."""
+    on_device = {torch.device("cuda", 1): torch.tensor([1, 2, 3])}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: on_device[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: on_device.__setitem__(device, state))
+
+    def draw() -> tuple[float, ...]:
+        (numbers,) = on_device.values()
+        numbers += 1
+        return float(numbers[0]), torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    with untouched(OnCuda(), NullMeter()):
+        drawn = draw()
+    assert draw() == drawn

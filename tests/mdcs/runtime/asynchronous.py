@@ -141,6 +141,9 @@ class Device(TorchDispatchMode):
     def set_per_process_memory_fraction(self, share: float, device: Any) -> None:
         pass
 
+    def get_per_process_memory_fraction(self, device: Any) -> float:
+        return 1.0
+
     def empty_cache(self) -> None:
         pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -178,3 +179,20 @@ def test_a_world_of_one_has_a_link_that_takes_no_time() -> None:
     assert (link.alpha, link.beta, collectives) == ((0.0,) * 4, (0.0,) * 4, Collectives(all_gather="ring"))
     with pytest.raises(ValueError, match="all_reduce must be"):
         measure_link(torch.device("cpu"), wanted={"all_reduce": "rng"})
+
+
+def warned_of() -> list[tuple[str, str]]:
+    """What a loop that warns from one line, and sends between, says; and what sending says."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # each once for a line of code
+        communicator = Communicator(Collectives.default("nccl"), None)
+        for _ in range(3):
+            warnings.warn("this is deprecated", UserWarning, stacklevel=1)
+            communicator.all_gather(torch.zeros(4)).wait()
+            communicator.reduce_scatter(torch.zeros(4), None, torch.zeros(2)).wait()
+    return [(w.category.__name__, str(w.message)) for w in caught]
+
+
+def test_sending_neither_warns_nor_lets_others_warn_again(two: Ranks) -> None:
+    """torch's own names of NCCL's collectives, which gloo has, too: one is deprecated, and hiding that had its price."""
+    assert two.run(warned_of) == [[("UserWarning", "this is deprecated")]] * 2

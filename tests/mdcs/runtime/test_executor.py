@@ -101,13 +101,20 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def empty() -> None:
         said.emptied += 1
 
+    def limit(share: float, device: torch.device) -> None:
+        if device.index is None:
+            raise ValueError("Expected a torch.device with a specified index or an integer")  # as torch does
+        said.fractions.append(share)
+
     for name, value in {
         "Event": FakeEvent,
         "Stream": FakeStream,
         "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda device: compute,
         "get_device_properties": lambda device: SimpleNamespace(total_memory=8_000_000_000),
-        "set_per_process_memory_fraction": lambda fraction, device: said.fractions.append(fraction),
+        "current_device": lambda: 1,
+        "set_per_process_memory_fraction": limit,
+        "get_per_process_memory_fraction": lambda device: said.fractions[-1] if said.fractions else 1.0,
         "empty_cache": empty,
         "memory_stats": lambda device: {"num_alloc_retries": 3},
     }.items():
@@ -151,6 +158,27 @@ def test_on_cuda_the_budget_limits_the_share_of_the_device(fake_cuda: SimpleName
     executor.limit(None)
     assert fake_cuda.fractions == [0.25, 1.0, 1.0] and fake_cuda.emptied == 2
     assert executor.retries() == 3
+
+
+def test_on_cuda_a_limit_that_the_program_has_set_holds_and_comes_back(fake_cuda: SimpleNamespace):
+    torch.cuda.set_per_process_memory_fraction(0.5, torch.device("cuda", 0))
+    executor = executor_for(torch.device("cuda", 0))
+    executor.limit(None)  # there is none to take back
+    executor.limit(2_000_000_000 - (44 << 20))
+    executor.limit(6_000_000_000)
+    executor.limit(None)
+    executor.limit(None)
+    assert fake_cuda.fractions == [0.5, 0.25, 0.5, 0.5]
+
+
+def test_cuda_without_a_number_is_the_current_device(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    """torch takes a share of "cuda" for an error, which came after all parameters had been sent."""
+    executor = executor_for(torch.device("cuda"))
+    executor.limit(1_000_000_000)
+    assert isinstance(executor, CudaExecutor) and executor.device == torch.device("cuda", 1)
+    monkeypatch.setattr(api, "Parallel", lambda *arguments: arguments)
+    *_, made_on = mdcs.parallelize(None, None, None, [], device="cuda")  # type: ignore[arg-type, misc]
+    assert made_on == torch.device("cuda", 1)
 
 
 def test_autoplan_on_one_rank():

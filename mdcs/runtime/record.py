@@ -14,7 +14,7 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.runtime.executor import Executor
 
-_UNREAD = 64  # iterations remembered for :meth:`Recorder.finished`; a loop that never asks must not fill memory
+_UNREAD = 128  # iterations remembered for :meth:`Recorder.finished`; a loop that never asks must not fill memory
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Recorder:
     norm: Tensor | None = None
     _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[Interval] = field(default_factory=list)
-    _steps: list[tuple[int, Any]] = field(default_factory=list)
+    _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # the end of each, and before the first
     _sent: dict[int, Counter[str]] = field(default_factory=dict)
     _count: dict[int, Counter[str]] = field(default_factory=dict)
-    _periods: list[Any] = field(default_factory=list)
+    _periods: list[tuple[int, Any]] = field(default_factory=list)  # the iteration it began in, and its stamp
     _under_way: int = 0  # the iteration
 
     # Threads append to a deque without a lock. What is behind a number is looked up when somebody asks.
@@ -85,27 +85,31 @@ class Recorder:
         """The iteration ``step`` ends here."""
         self._steps.append((step, stamp))
         self._under_way = step + 1
-        if len(self._steps) > 2 * _UNREAD:
-            self._forget(step - _UNREAD)
+        if len(self._steps) > _UNREAD:
+            self._forget()
 
     def period(self, stamp: Any) -> None:
         """A period of the plan begins here."""
-        self._periods.append(stamp)
+        self._periods.append((self._under_way, stamp))
         del self._periods[:-3]
 
-    def _forget(self, before: int) -> None:
-        self._resolve(before)
-        self._steps = [s for s in self._steps if s[0] >= before]
-        for old in [k for k in self._sent if k <= before]:
-            del self._sent[old], self._count[old]
-        self._trim()
+    def _forget(self) -> None:
+        """Drop the oldest unread iteration: its stamps, with no interval made of them, so that no step() stalls."""
+        _, stamp = self._steps.popleft()
+        self.executor.seconds(stamp)  # CUDA's clock is exact only near a stamp that it was last asked for
+        # On CUDA a message ends up to an iteration after the one that enqueued it.
+        needed = self._steps[0][0] - 1
+        while self._raw and self._raw[0][0] < needed:
+            self._raw.popleft()
 
     def _trim(self) -> None:
         """Drop intervals that neither an unread iteration nor the last period needs."""
         if len(self._periods) == 3:
-            stamps = [self._periods[0], *(s for _, s in self._steps[:1])]
-            keep_from = min(self.executor.seconds(s) for s in stamps)
+            (_, begun), (oldest, ended) = self._periods[0], self._steps[0]
+            keep_from = min(self.executor.seconds(begun), self.executor.seconds(ended))
             self._intervals = [i for i in self._intervals if i.end > keep_from]
+            for old in [k for k in self._sent if k <= oldest]:  # of iterations that were never asked for
+                del self._sent[old], self._count[old]
 
     def _resolve(self, upto: int | None = None) -> None:
         """Stamps to seconds. Of iterations after ``upto`` what has been enqueued, and has perhaps not been done, is left."""
@@ -138,18 +142,20 @@ class Recorder:
             inside = [i for i in self._intervals if i.end > begin and i.start < end]
             sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
             out.append(StepRecord(step, step_times(inside, begin, end), dict(sent), dict(count)))
-            self._steps.pop(0)
+            self._steps.popleft()
         self._trim()
         return out
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
         """(begin, end, intervals) of the last whole period, on the rank's clock; all zero before there is one."""
-        self._resolve()
         if len(self._periods) < 2:
             return 0.0, 0.0, []
-        begin, end = (self.executor.seconds(p) for p in self._periods[-2:])
+        (iteration, first), (_, last) = self._periods[-2:]
+        begin, end = self.executor.seconds(first), self.executor.seconds(last)
+        # Older ones are left as stamps: the records of a loop that asks only for this may never be asked for.
+        recent = [self._interval(raw[1], *raw[2:5]) for raw in self._raw.copy() if raw[0] >= iteration - 1]
         return begin, end, [
             Interval(i.lane, i.name, i.kind, i.unit, max(i.start, begin), min(i.end, end), i.bytes)
-            for i in self._intervals
+            for i in (*self._intervals, *recent)
             if i.end > begin and i.start < end
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mdcs.measure.timeline import Interval
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
@@ -92,11 +93,54 @@ def test_records_do_not_wait_for_compute_that_is_under_way():
     assert [x.step for x in r.finished(1)] == [1]
 
 
-def test_a_loop_that_never_asks_does_not_fill_memory():
-    r = recorder()
+class Counting(Recorder):
+    """Counts the intervals that it makes."""
+
+    made = 0
+
+    def _interval(self, lane: str, index: int, begin: float, end: float) -> Interval:
+        self.made += 1
+        return super()._interval(lane, index, begin, end)
+
+
+def counting() -> Counting:
+    return Counting(plan(), CpuExecutor())
+
+
+def test_a_loop_that_never_asks_neither_fills_memory_nor_makes_intervals():
+    r = counting()
     r.step(0, 0.0)
     for step in range(1, 1001):
         iteration(r, step, 4.0 * (step - 1))
     assert len(r._steps) < 200 and len(r._raw) + len(r._intervals) < 1500 and len(r._sent) < 200
+    assert r.made == 0, "a step() would have stalled for them"
     records = r.finished(1000)
-    assert records[-1].step == 1000 and records[-1].times.compute_s == pytest.approx(3)
+    assert len(records) > 100 and records[-1].step == 1000 and records[-1].times.compute_s == pytest.approx(3)
+
+
+def test_records_asked_for_late_are_those_asked_for_at_once():
+    often, late = recorder(), recorder()
+    records = []
+    for r in (often, late):
+        r.step(0, 0.0)
+    for step in range(1, 301):
+        for r in (often, late):
+            iteration(r, step, 4.0 * (step - 1))
+        records += often.finished(step)
+    asked_late = late.finished(300)
+    assert len(asked_late) > 100 and asked_late == records[-len(asked_late) :]
+    assert late.last_period() == often.last_period()
+
+
+def test_a_loop_that_asks_only_for_the_last_period_gets_it_without_older_intervals():
+    r, often = counting(), recorder()
+    for each in (r, often):
+        each.step(0, 0.0)
+    for step in range(1, 401):
+        for each in (r, often):
+            iteration(each, step, 4.0 * (step - 1))
+        often.finished(step)
+        made = r.made
+        found = r.last_period()
+        assert found == often.last_period() and r.made - made <= 15
+    assert len(r._raw) + len(r._intervals) < 1500

@@ -22,7 +22,7 @@ from mdcs.calibrate.clock import Mark
 from mdcs.calibrate.regression import spread
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.checkpoint.numbers import random_state, set_random_state
-from mdcs.measure.memory import UNTAGGED, Meter, current_meter
+from mdcs.measure.memory import TOTAL, UNTAGGED, Meter, Reading, current_meter
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
 from mdcs.model.optimizers import Segment, in_flat_order, parameter_groups
@@ -136,18 +136,20 @@ def _recorded(
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
     with untouched(model, meter):
-        recorder = _Recorder(units, meter, device, [Guard(unit.parameters, _used_outside) for unit in units])
+        known = [*(p for unit in units for _, p in unit.parameters), *model.buffers()]  # of buffers the copies
+        guards = [Guard(unit.parameters, _used_outside) for unit in units]
+        recorder = _Recorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         hooks, before = Hooks(units, recorder), _weights(units)
         try:
-            for i in range(warmup + iterations):
-                recorder.begin(keep=i >= warmup)
+            for kept in _passes(meter, iterations, warmup):
+                recorder.begin(kept)
                 try:
                     step().backward()
                 except RuntimeError as e:
                     if not recorder.marks or _CHANGED not in str(e):
                         raise
                     recorder.marks = False
-                    recorder.begin(keep=i >= warmup)
+                    recorder.begin(kept)
                     step().backward()
                 recorder.check(model)
         finally:
@@ -161,6 +163,21 @@ def _recorded(
                 "change weights between steps, in full_parameters(writeback=True)"
             )
     return recorder
+
+
+class _Kept(NamedTuple):
+    """What is kept of a pass: seconds, bytes."""
+
+    seconds: bool
+    bytes: bool
+
+
+def _passes(meter: Meter, iterations: int, warmup: int) -> list[_Kept]:
+    """Those that warm up, and the others; where reading bytes takes time, one pass is for them alone."""
+    first = [_Kept(False, False)] * warmup
+    if meter.disturbs:
+        return [*first, _Kept(False, True), *[_Kept(True, False)] * iterations]
+    return [*first, *[_Kept(True, True)] * iterations]
 
 
 _CHANGED = "has been modified by an inplace operation"
@@ -208,6 +225,7 @@ class _Recorder:
     meter: Meter
     device: torch.device
     guards: Sequence[Guard]  # of the units: a parameter is used in its module's forward, and in backward
+    known: int  # bytes that are no activations all the time
     order: list[tuple[int, str]] = field(default_factory=list)
     spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     seconds: list[list[float]] = field(default_factory=list)
@@ -216,8 +234,8 @@ class _Recorder:
     marks: bool = True  # weights as changed, as updates do that are made once their gradients are there: a model may object
     came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradients: slot, seconds since its begin
 
-    def begin(self, keep: bool) -> None:
-        self._keep = keep
+    def begin(self, kept: _Kept) -> None:
+        self._kept = kept
         for unit in self.model_units:
             for _, p in unit.parameters:
                 p.grad = None
@@ -225,6 +243,7 @@ class _Recorder:
         self._times: list[Mark] = []
         self._lives: list[int] = []
         self._peaks: list[int] = []
+        self._highest = 0  # bytes of activations in this slot so far
         self._gradients: list[Tensor] = []
         self._arrived: dict[tuple[int, int], tuple[int, Mark]] = {}  # by unit and parameter: in which slot, and when
         self._spans: dict[tuple[int, str], list[int]] = {}
@@ -234,19 +253,26 @@ class _Recorder:
             guard.close()
 
     def _boundary(self) -> None:
-        window = self.meter.window() or {}
-        live = self.meter.live() or {}
-        self._peaks.append(window.get(UNTAGGED) or self._untagged(window))
-        self._lives.append(live.get(UNTAGGED) or self._untagged(live))
+        if self._kept.bytes:
+            self._look()
+            self._peaks.append(self._highest)
+            self._highest = 0
+            self._lives.append(self._untagged(self.meter.live()))
         self._times.append(Mark(self.device))
 
-    def _untagged(self, reading: object) -> int:
-        """Where only a total is measured: what parameters and gradients leave of it."""
-        total = reading.get("total") if isinstance(reading, dict) else None
+    def _look(self) -> None:
+        """Note the most bytes of activations since the last look. No gradient has come since: a total has the same ones in it."""
+        self._highest = max(self._highest, self._untagged(self.meter.window()))
+
+    def _untagged(self, reading: Reading | None) -> int:
+        """Bytes of activations. Where only a total is measured: what parameters and gradients leave of it."""
+        reading = reading or {}
+        untagged, total = reading.get(UNTAGGED), reading.get(TOTAL)
+        if untagged is not None:
+            return untagged
         if total is None:
             return 0
-        known = sum(p.numel() * p.element_size() for u in self.model_units for _, p in u.parameters)
-        return max(0, total - known - sum(g.numel() * g.element_size() for g in self._gradients))
+        return max(0, total - self.known - sum(g.numel() * g.element_size() for g in self._gradients))
 
     def _slot(self, unit: int, phase: str) -> None:
         self._boundary()
@@ -283,6 +309,8 @@ class _Recorder:
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
+        if self._kept.bytes:
+            self._look()
         with self.meter.tag("gradients"):
             kept = torch.empty_like(parameter.grad)
         kept.copy_(parameter.grad)
@@ -300,18 +328,20 @@ class _Recorder:
         self._ended = True
         self._boundary()
         self._gradients.clear()
-        if not self._keep:
+        if not any(self._kept):
             return
         if not self.order:
             self.order, self.spans = self._now, self._spans
             self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
         if self._now != self.order:
             raise UnsupportedModel("the model's units run in another order from step to step: not supported")
-        self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
-        for key, (slot, mark) in self._arrived.items():
-            self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
-        self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
-        self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
+        if self._kept.seconds:
+            self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
+            for key, (slot, mark) in self._arrived.items():
+                self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
+        if self._kept.bytes:
+            self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
+            self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
 
     def check(self, model: nn.Module) -> None:
         for u, unit in enumerate(self.model_units):

@@ -25,7 +25,8 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+from weakref import WeakSet
 
 from mdcs.plan.ledger import CATEGORIES
 
@@ -52,7 +53,12 @@ assert len(_TAGS) <= _SHIM_TAGS, "the shim counts 16 tags"
 
 
 class Meter(Protocol):
-    """Counts tensor bytes of this process. Readings are None where nothing is measured."""
+    """Counts tensor bytes of this process. Readings are None where nothing is measured.
+
+    ``disturbs``: a reading takes so long that it shows in the time of a slot.
+    """
+
+    disturbs: bool
 
     def tag(self, category: str) -> AbstractContextManager[object]:
         """Labels what this thread allocates inside the `with` block; nests. KeyError: no such category."""
@@ -81,6 +87,8 @@ class Meter(Protocol):
 
 class NullMeter:
     """Measures nothing: a CPU process without the shim."""
+
+    disturbs = False
 
     def tag(self, category: str) -> AbstractContextManager[object]:
         """A context that changes nothing."""
@@ -115,6 +123,8 @@ class ShimMeter:
 
     All instances in a process read the same counters. Raises RuntimeError if the shim is not preloaded.
     """
+
+    disturbs = False
 
     def __init__(self) -> None:
         if not preloaded():
@@ -181,15 +191,22 @@ class ShimMeter:
 
 
 class CudaMeter:
-    """The caching allocator's requested bytes of one CUDA device: totals only, no categories."""
+    """The caching allocator's requested bytes of one CUDA device: totals only, no categories.
+
+    torch keeps one peak per device, which a meter restarts whenever it reads it: what one reads all others of the device keep.
+    """
+
+    disturbs = True  # torch builds, sorts and returns some 200 numbers
+    _meters: ClassVar[WeakSet[CudaMeter]] = WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         import torch
 
         self._device = device
         self._cuda = torch.cuda
+        self._collect()
         self._peak = self._window_peak = 0
-        self._cuda.reset_peak_memory_stats(device)
+        self._meters.add(self)
 
     def tag(self, category: str) -> AbstractContextManager[object]:
         """A context that changes nothing: there are no categories."""
@@ -224,11 +241,13 @@ class CudaMeter:
         self._peak = 0
 
     def _collect(self) -> None:
-        # torch keeps one peak: fold it into ours, of the run and of the window, and restart it. It restarts
+        # torch keeps one peak: fold it into those of all meters, of the run and of the window, and restart it. It restarts
         # at what is live, so a fold always brings both up to at least that.
         highest = self._requested("peak")
-        self._peak = max(self._peak, highest)
-        self._window_peak = max(self._window_peak, highest)
+        for meter in self._meters:
+            if meter._device == self._device:
+                meter._peak = max(meter._peak, highest)
+                meter._window_peak = max(meter._window_peak, highest)
         self._cuda.reset_peak_memory_stats(self._device)
 
     def _requested(self, which: str) -> int:

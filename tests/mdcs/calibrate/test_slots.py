@@ -12,8 +12,13 @@ import torch
 import mdcs
 from experiments.tasks.stand_in import Shape, Unit, Use
 from experiments.tasks.waiting import Waiting
+from mdcs.calibrate import slots
 from mdcs.calibrate.slots import untouched
-from mdcs.measure.memory import NullMeter
+from mdcs.measure.memory import NullMeter, Reading, ShimMeter
+from mdcs.plan.ledger import CATEGORIES
+
+from ..runtime.conftest import single  # noqa: F401  # the process that the runtime's tests share
+from ..runtime.ranks import Ranks
 
 
 def test_gradients_come_from_the_last_parameter_of_a_unit_to_its_first() -> None:
@@ -78,3 +83,56 @@ def test_every_random_state_that_a_forward_may_draw_from_is_as_before(monkeypatc
     with untouched(OnCuda(), NullMeter()):
         drawn = draw()
     assert draw() == drawn
+
+
+class TotalsOnly(ShimMeter):
+    """A meter as CUDA's: one number, which takes its time."""
+
+    disturbs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readings = 0
+
+    def live(self) -> Reading:  # type: ignore[override]
+        return self._total(super().live())
+
+    def window(self) -> Reading:  # type: ignore[override]
+        return self._total(super().window())
+
+    def _total(self, reading: dict[str, int]) -> Reading:
+        self.readings += 1
+        return dict.fromkeys(CATEGORIES, None) | {"total": reading["total"]}
+
+
+def slots_by(meter: ShimMeter) -> tuple[list[tuple[int, int]], list[int]]:
+    """Live and peak bytes of slots beyond those at first, and how many readings there had been when each pass began."""
+    torch.manual_seed(0)
+    # Wide at first: the peak of the backward slot is over before the first layer's gradients come.
+    model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.ReLU(), torch.nn.Linear(500, 700), torch.nn.Linear(700, 3))
+    units = mdcs.partition(model, mdcs.ByClass(("Sequential",)))
+    optimizer, readings = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def step() -> torch.Tensor:
+        readings.append(getattr(meter, "readings", 0))
+        return model(torch.ones(64, 8)).square().mean()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "current_meter", lambda device: meter)
+        link = mdcs.Link.uniform(1.0, 50.0)
+        profile = mdcs.measure_profile(model, units, step, optimizer, world=2, link=link, iterations=2)
+    first = profile.slots[0].live
+    return [(slot.live - first, slot.peak - first) for slot in profile.slots], readings
+
+
+def by_category_and_by_total() -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[int]]:
+    by_category, _ = slots_by(ShimMeter())
+    return by_category, *slots_by(TotalsOnly())
+
+
+def test_activations_are_the_same_by_a_meter_that_knows_only_the_total(single: Ranks) -> None:  # noqa: F811
+    """What gradients take is not there before they are: it was subtracted from peaks that were over by then."""
+    ((by_category, by_total, readings),) = single.run(by_category_and_by_total)
+    assert by_total == by_category and all(peak > live for live, peak in by_total)
+    warm_up, memory, first, second = readings
+    assert warm_up == memory < first == second  # passes that are timed are not read in

@@ -482,18 +482,28 @@ def test_the_cuda_meter_keeps_run_and_window_peaks_apart(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", restart)
     meter = CudaMeter(torch.device("cuda:0"))
 
-    def totals() -> tuple[int | None, int | None]:
+    def totals(meter: CudaMeter) -> tuple[int | None, int | None]:
         peaks, window = meter.peaks(), meter.window()
         assert peaks["gradients"] is None and peaks.keys() == {*CATEGORIES, "total"}
         return peaks["total"], window["total"]
 
     use(high=900, then=100)
-    assert totals() == (900, 900)
+    assert totals(meter) == (900, 900)
     use(high=300, then=200)
-    assert totals() == (900, 300)
+    assert totals(meter) == (900, 300)
     meter.reset()
-    assert totals() == (200, 200)
+    assert totals(meter) == (200, 200)
     assert meter.live() == dict.fromkeys(CATEGORIES, None) | {"total": 200}
+
+    # torch has one peak for all of them: what one meter reads, or the making of one, takes nothing from another.
+    use(high=700, then=150)
+    other = CudaMeter(torch.device("cuda:0"))
+    use(high=400, then=120)
+    assert totals(other) == (400, 400)
+    other.reset()
+    assert totals(meter) == (700, 700)
+    use(high=800, then=100)
+    assert totals(meter) == (800, 800) and totals(other) == (800, 800)
 
 
 if __name__ == "__main__":

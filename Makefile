@@ -26,7 +26,10 @@ $(STAMP): setup.cfg constraints.txt pyproject.toml
 	@touch $@
 
 sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the table, draw tradeoff.png (minutes)
-	@if [ -e "$(OUT)/multirun.yaml" ] && [ -e "$(OUT)/sweep.json" ]; then rm -rf "$(OUT)"; fi  # that has ended; others go on
+	@if [ -e "$(OUT)/multirun.yaml" ] && [ -e "$(OUT)/sweep.json" ]; then \
+		before="$(OUT:/=)-$$(date -r "$(OUT)/sweep.json" +%Y%m%d-%H%M%S)"; \
+		mv "$(OUT)" "$$before" && echo "the sweep before is in $$before"; \
+	fi  # that has ended; others go on
 	$(RUN) experiments/train.py experiment=quick hydra.sweep.dir="$(OUT)"
 
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
@@ -58,6 +61,6 @@ lint: $(STAMP) ## check style, docstrings, who imports whom, and types
 format: $(STAMP) ## sort imports and fix what can be fixed
 	$(RUN) -m ruff check --fix .
 
-clean: ## remove the virtual environment, caches, and what runs wrote
-	rm -rf $(VENV) build docs/_build docs/options.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs multirun results
+clean: ## remove the virtual environment and caches; never what runs wrote
+	rm -rf $(VENV) build docs/_build docs/options.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,9 @@ from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from launch.place import require_alone
+
+    require_alone(Path(__file__).name)
 
 import torch
 import torch.distributed as dist

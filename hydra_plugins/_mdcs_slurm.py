@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NEEDED
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -194,6 +194,19 @@ _LOCAL = (
     "_target_", "executor", "ranks_per_node", "cpus_per_node", "mem_gb", "time_min", "env", "modules", "setup", "parallel",
     "snapshot", "wait",
 )  # fmt: skip
+
+
+MEASURED = (
+    "executor", "nodes", "ranks_per_node", "cpus_per_node", "gpus_per_node", "partition", "constraint", "modules", "env", "setup",
+    "sbatch", "srun_args",
+)  # fmt: skip
+"""Settings that change what a job measures, so that its run is another; on this machine the jobs beside it do, too."""
+
+
+def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings of a launcher that its jobs' measurements depend on."""
+    names = (*MEASURED, "parallel") if settings["executor"] == "local" else MEASURED
+    return {name: settings[name] for name in names}
 
 
 def slots(asked: MdcsSlurmConf) -> int:

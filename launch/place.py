@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,25 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _of_srun(environment)
     return None
+
+
+def require_alone(program: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Exit with 2 where this process is one of several ranks: each would run the whole program, with ranks of its own.
+
+    The first of them says so, in one line.
+    """
+    if AGENT_PID in environment:
+        return
+    if all(key in environment for key in _TORCHRUN):
+        starter, rank, world = "torchrun", environment["RANK"], environment["WORLD_SIZE"]
+    else:
+        starter, rank, world = "srun", environment.get("SLURM_PROCID", "0"), environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if world == "1":
+        return
+    if rank == "0":
+        why = f"{starter} has started it {world} times, and each would run all of it"
+        print(f"{program}: {why}: start it once; of the programs only train.py runs across ranks", file=sys.stderr)
+    sys.exit(2)
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Place:

@@ -14,6 +14,7 @@ from launch import network
 from mdcs.options import options, shown
 
 _JOB_GROUPS = ("model", "data", "optimizer")
+_MACHINES_OWN = ("congestion_control", "threads", "device")
 _JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
 
 
@@ -63,9 +64,15 @@ def hosts_identity(config: Config) -> dict[str, str]:
     return {} if cluster.nodes is None else told
 
 
-def identity(config: Config) -> dict[str, str]:
-    """All that a measured profile depends on, by key; a profile keeps it as its `about`."""
-    return job_identity(config) | machine_identity(config)
+def identity(config: Config, *, elsewhere: bool = False) -> dict[str, str]:
+    """All that a measured profile depends on, by key; a profile keeps it as its `about`.
+
+    elsewhere: without what only the machine that measures knows.
+    """
+    machine = machine_identity(config)
+    if elsewhere:
+        machine = {key: value for key, value in machine.items() if key not in _MACHINES_OWN}
+    return job_identity(config) | machine
 
 
 def device_name(config: Config) -> str:

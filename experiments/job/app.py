@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,8 +35,9 @@ from experiments.config.files import CONF, added_folders, groups
 from experiments.config.schema import Config, ConfigError, fields_by_key, register
 from experiments.job import checkpoints, record
 from experiments.job.earlier import Earlier, folder_of
+from experiments.job.started import require_as_asked, with_ranks
 from hydra_plugins import _mdcs_handed as handed
-from hydra_plugins._mdcs_slurm import MdcsLauncher
+from hydra_plugins._mdcs_slurm import MdcsLauncher, measured
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
 from launch.claim import Occupied, claim
 from mdcs.planner.interfaces import decides_schedule
@@ -77,16 +78,16 @@ Job = Callable[[Config, Path], str]
 class Program:
     """What runs jobs. Without `on_sweep_end` a sweep is refused; it is called after one that has a job with a folder.
 
-    adapt: makes a composed config that of the ranks that there are; raises ConfigError. freeze: leaves in a job's folder what a
-    launcher that hands jobs in takes to run it; without it there is none. on_earlier: is told of every job that the sweep's
-    folder has a run of; without it no sweep goes on where one has stopped.
+    adapt: makes a composed config that of the ranks that there are; raises ConfigError. freeze: leaves in a job's folder, with
+    its identity, what a launcher that hands jobs in takes to run it; without it there is none. on_earlier: is told of every job
+    that the sweep's folder has a run of; without it no sweep goes on where one has stopped.
     """
 
     job: Job
     adapt: Callable[[Config], Config] = lambda config: config
     on_sweep_end: Callable[[Session], None] | None = None
     on_earlier: Callable[[Config, Path], None] | None = None
-    freeze: Callable[[Config, Path], None] | None = None
+    freeze: Callable[[Config, Path, str], None] | None = None
 
 
 def run(program: Program) -> int:
@@ -169,25 +170,26 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
     # Nothing may be raised to Hydra: it would print its own words, and end a sweep at the first failure.
     settings = HydraConfig.get()
     overrides, folder = tuple(settings.overrides.task), Path(settings.runtime.output_dir)
-    handed_in = settings.mode == RunMode.MULTIRUN and str(settings.launcher._target_).startswith(_HANDS_IN)
+    launcher = _launcher(settings)
     if composed.sweep.fail_fast and any(result.status == "failed" for result in session.results):
         session.results.append(JobResult("left out", overrides))
         return
     try:
-        config = from_composed(composed, settings.runtime.choices)
-        config = config if handed_in else program.adapt(config)
+        config = _adapted(program, from_composed(composed, settings.runtime.choices), launcher, overrides)
         if session.sweep is not None:
             config.run.sweep = config.run.sweep or sweep_name(session.sweep)
             if config.run.resume is None and not config.sweep.force and checkpoints.any_in(folder):
                 config.run.resume = "auto"
         else:
             _complain_of_sweep(overrides)
+            if (choice := settings.runtime.choices.get("hydra/launcher", "basic")) != "basic":
+                raise ConfigError("hydra/launcher", f"{choice} runs the jobs of a sweep: add -m, for a single job too")
             if unused := _unused(config, overrides):
                 print(f"{_decides(config)}: not used: {' '.join(unused)}", file=sys.stderr)
-        if handed_in:
+        if launcher is not None:
             if program.freeze is None:
                 raise ConfigError("hydra/launcher", "this program's jobs cannot be handed in")
-            program.freeze(config, folder)
+            program.freeze(config, folder, record.identity_of(config, launcher))
             reason = "" if settings.launcher.wait else record.HANDED_IN
             session.results.append(JobResult(record.HANDED_IN, overrides, reason, folder))
             return
@@ -201,6 +203,29 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
     session.results.append(JobResult("failed" if reason else "ok", overrides, reason, folder))
     if reason:
         print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr)
+
+
+def _launcher(settings: Any) -> dict[str, Any] | None:
+    """What the launcher that hands jobs in is told and their measurements depend on; None: this program runs the jobs.
+
+    settings: Hydra's own part of a composed config.
+    """
+    if settings.mode != RunMode.MULTIRUN or not str(settings.launcher._target_).startswith(_HANDS_IN):
+        return None
+    asked: Any = OmegaConf.to_container(settings.launcher, resolve=True)
+    return measured(asked)
+
+
+def _adapted(program: Program, composed: Config, launcher: Mapping[str, Any] | None, overrides: Sequence[str]) -> Config:
+    """The config with the ranks that the job will have. Raises ConfigError."""
+    if launcher is None:
+        config = program.adapt(composed)
+    else:
+        nodes, each = launcher["nodes"], launcher["ranks_per_node"]
+        config = with_ranks(composed, "hydra/launcher", nodes * each, nodes, None)
+    if config.cluster.name == "joined":
+        require_as_asked(composed, config, overrides)
+    return config
 
 
 def _ended(result: JobResult) -> JobResult:
@@ -221,7 +246,9 @@ def _ended(result: JobResult) -> JobResult:
 
 def _judge(session: Session, program: Program, compose: Callable[[], DictConfig], overrides: Sequence[str]) -> str | None:
     try:
-        config = program.adapt(from_composed(compose()))
+        composed = compose()
+        launcher = _launcher(composed.hydra)
+        config = _adapted(program, from_composed(composed), launcher, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         reason = str(explain(error, overrides))
         if all(reason != result.reason for result in session.results):  # once, not for every job of an axis
@@ -233,14 +260,14 @@ def _judge(session: Session, program: Program, compose: Callable[[], DictConfig]
         print(f"same as job {session.accepted.index(config)}{why} (job {' '.join(overrides)})", file=sys.stderr)
         return None
     session.accepted.append(config)
-    return _place(session, program, config, overrides)
+    return _place(session, program, config, record.identity_of(config, launcher), overrides)
 
 
-def _place(session: Session, program: Program, config: Config, overrides: Sequence[str]) -> str | None:
+def _place(session: Session, program: Program, config: Config, identity: str, overrides: Sequence[str]) -> str | None:
     """The job's folder in the sweep's, as `Judge` has it; one that an earlier sweep ran to its end is not to be run."""
     if session.earlier is None or session.sweep is None or program.on_earlier is None:
         return ""
-    found = session.earlier.find(record.identity_of(config))
+    found = session.earlier.find(identity)
     if found is None:
         return session.earlier.place(len(session.accepted) - 1)
     name, before = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config.schema import ConfigError
 from experiments.job import record
 from experiments.job.record import Record
+from hydra_plugins._mdcs_slurm import MEASURED
 
 _ASKED = "multirun.yaml"  # Hydra's, of every sweep
 _TIME = re.compile(r"\$\{now:[^}]*\}")
@@ -70,9 +72,19 @@ def folder_of(config: DictConfig) -> Path | None:
     return None
 
 
+_OF_THE_QUESTION = ("hydra.sweeper", "hydra/launcher", *(f"hydra.launcher.{name}" for name in MEASURED))
+
+
 def _asked(config: Any) -> tuple[str, set[str]]:
-    said = [*map(str, config.hydra.overrides.task), *(str(o) for o in config.hydra.overrides.hydra if "hydra.sweeper." in str(o))]
+    task, hydras = ([str(each) for each in said] for said in (config.hydra.overrides.task, config.hydra.overrides.hydra))
+    said = [*task, *(each for each in hydras if _is_of(each, _OF_THE_QUESTION))]
     return str(config.hydra.job.config_name), {each for each in said if not each.lstrip("+").startswith("sweep.")}
+
+
+def _is_of(override: str, keys: Sequence[str]) -> bool:
+    """Whether it sets one of the keys, or something below one."""
+    key = override.partition("=")[0].lstrip("+~")
+    return any(key == each or key.startswith(f"{each}.") for each in keys)
 
 
 def _like(pattern: str) -> list[Path]:

@@ -19,6 +19,7 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpointing, checkpoints, record
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
+from experiments.job.started import require_as_asked
 from hydra_plugins._mdcs_slurm import JOB
 from launch import preemption
 from launch.claim import Occupied
@@ -27,10 +28,10 @@ from launch.place import NoPlace, place
 WORKER = "MDCS_WORKER"
 
 
-def freeze(config: Config, folder: Path) -> None:
+def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
     """Leave the config for a job that starts later, perhaps elsewhere: in another folder, in any case."""
     checks.save(files_from_here(config), folder / JOB)
-    record.write(folder, record.identity_of(config), record.HANDED_IN)
+    record.write(folder, identity or record.identity_of(config), record.HANDED_IN)
 
 
 def files_from_here(config: Config) -> Config:
@@ -61,7 +62,10 @@ def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> i
     console, worker, before = Console(), os.environ.get(WORKER, jobs.WORKER), record.read(folder)
     identity, known = None if before is None else before.identity, Profiles()
     try:
-        config = adapt(checks.load(folder / JOB))
+        handed_in = checks.load(folder / JOB)
+        config = adapt(handed_in)
+        if handed_in.cluster.name == "joined":
+            require_as_asked(handed_in, config, ("cluster.ranks", "cluster.nodes"))
         if preemption.restarted() and config.engine.plans:
             if config.run.resume is None or checkpoints.any_in(folder):
                 config.run.resume = "auto"

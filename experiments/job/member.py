@@ -16,8 +16,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from experiments.config import checks
-from experiments.config.schema import Config, ConfigError
+from experiments.config.schema import Config
 from experiments.job import run as jobs
+from experiments.job.started import with_ranks
 from launch import orphans, preemption
 from launch.elastic import Cluster, Outcome
 from launch.joined import Gone, Membership
@@ -42,19 +43,7 @@ def take_part(place: Place, program: Program) -> int:
 
 def adapted(config: Config, place: Place, network: str) -> Config:
     """The config with the ranks that there are. Raises ConfigError for a cluster that starts its own."""
-    if config.cluster.name not in ("local", "joined"):
-        raise ConfigError("cluster.name", f"must be local: {place.starter} has started the ranks; got {config.cluster.name}")
-    several = place.hosts > 1
-    cluster = dataclasses.replace(
-        config.cluster,
-        name="joined",
-        ranks=place.world,
-        nodes=place.hosts if several else None,
-        network=(config.cluster.network or network) if several else None,
-    )
-    config = dataclasses.replace(config, cluster=cluster)
-    checks.check(config)
-    return config
+    return with_ranks(config, place.starter, place.world, place.hosts, network)
 
 
 def _lead(member: Membership, program: Program) -> int:

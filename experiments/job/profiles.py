@@ -118,9 +118,9 @@ def _analytic(c: ProfileConfig, depth: int) -> Profile:
     return analytic_profile(model, device, network, group=c.group, depth=depth)
 
 
-def key_of(config: Config) -> str:
-    """What equal jobs share a measured profile by."""
-    parts = identity(config) | {"schema": str(SCHEMA), "measured": str(_MEASURED)}
+def key_of(config: Config, *, elsewhere: bool = False) -> str:
+    """What equal jobs share a measured profile by; elsewhere: jobs that another machine will run (`identity`)."""
+    parts = identity(config, elsewhere=elsewhere) | {"schema": str(SCHEMA), "measured": str(_MEASURED)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 

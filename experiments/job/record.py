@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,12 @@ class Record:
     time: float = field(default_factory=time.time)
 
 
-def identity_of(config: Config) -> str:
+def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> str:
     """What two runs of one job have in common, 20 hexadecimal digits: the hash of the config, with what this machine decides of
     the profile and what the model is made of, and without paths and trackers.
+
+    launcher: what the launcher that hands the job in is told and its measurement depends on. SLURM's nodes are other machines
+    than this one, which then decides nothing.
     """
     told = as_mapping(config) | {"made_of": config.model.made_of}
     if plan := told["engine"].get("plan"):
@@ -44,9 +48,10 @@ def identity_of(config: Config) -> str:
     for group, keys in _NOT_OF_A_JOB.items():
         for key in (*told[group],) if keys is None else keys:
             del told[group][key]
-    path = config.profile.path
-    profile = profiles.key_of(config) if path is None else _hash(path)
-    return hashlib.sha256(json.dumps([told, profile], sort_keys=True).encode()).hexdigest()[:20]
+    path, elsewhere = config.profile.path, launcher is not None and launcher["executor"] != "local"
+    profile = profiles.key_of(config, elsewhere=elsewhere) if path is None else _hash(path)
+    parts = [told, profile, *([] if launcher is None else [dict(launcher)])]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def _hash(path: str) -> str:

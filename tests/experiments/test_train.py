@@ -86,6 +86,7 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
             "strategy: no such option foo; options: dp, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1",
             marks=pytest.mark.slow,
         ),
+        (["hydra/launcher=mdcs_slurm"], "hydra/launcher: mdcs_slurm runs the jobs of a sweep: add -m, for a single job too"),
         (["stratgy=dp"], "stratgy: no such key; did you mean strategy?"),
         pytest.param(
             ["experiment=none"],

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from analysis.events import read_events
+from experiments.job import record
 from hydra_plugins import _mdcs_handed
 from hydra_plugins._mdcs_slurm import MdcsLocalConf, MdcsSlurmConf, check, parameters, script, slots, snapshot
 from launch import orphans, status
@@ -109,6 +111,42 @@ def test_jobs_that_sbatch_refuses_are_one_line(tmp_path, monkeypatch):
     refused = sweep(tmp_path, "hydra/launcher=mdcs_slurm", "run.name=a,b")
     line = "config: hydra.launcher: sbatch refuses the jobs: sbatch: error: invalid partition specified: ours"
     assert refused.communicate(timeout=100)[1].splitlines()[-1] == line and refused.returncode == 2
+
+
+@pytest.fixture
+def accepted(tmp_path, monkeypatch):
+    """A SLURM that accepts all arrays and has none that has not ended; `asked` has what sbatch was told of each."""
+    pytest.importorskip("submitit")
+    number = 'echo x >> "$0.calls"; n=$(wc -l < "$0.calls"); for last; do :; done; cp "$last" "$0.asked.$n"'
+    for name, does in (("sbatch", f'{number}; echo "Submitted batch job $n"'), ("srun", ":"), ("squeue", ":")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return lambda: [file.read_text() for file in sorted(tmp_path.glob("sbatch.asked.*"))]
+
+
+def hand_in(folder: Path, *overrides: str) -> tuple[str, int]:
+    """What a sweep that nobody waits for says, and how many runs its folder has."""
+    running = sweep(folder, "hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "model=mlp", "data=synthetic", *overrides)
+    out, err = running.communicate(timeout=100)
+    assert running.returncode == 0, err
+    return out, len(list((folder / "sweep").glob("*/status.json")))
+
+
+def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, accepted):
+    """On four nodes the runs of two nodes are not shown in place of new ones; another time limit makes no run another."""
+    assert hand_in(tmp_path, "hydra.launcher.nodes=2")[1] == 1
+    assert yaml.safe_load((tmp_path / "sweep/0/frozen.yaml").read_text())["cluster"]["ranks"] == 4
+    done = record.read(tmp_path / "sweep/0")
+    record.write(tmp_path / "sweep/0", done.identity, record.OK)
+
+    out, runs = hand_in(tmp_path, "hydra.launcher.nodes=4")
+    assert "not run again" not in out and runs == 2
+    said, there = hand_in(tmp_path, "hydra.launcher.nodes=2", "hydra.launcher.time_min=7")
+    assert "0: ok, not run again" in said and there == 2
+    for asked in ("hydra.launcher.constraint=a100", "+hydra.launcher.env.NCCL_ALGO=Ring"):
+        runs += 1
+        assert hand_in(tmp_path, "hydra.launcher.nodes=2", asked)[1] == runs
 
 
 LOCAL = (

@@ -60,3 +60,20 @@ def test_the_loopback_does_not_lead_to_other_hosts():
         place.interface(joined)
     one = place.place({**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "GROUP_WORLD_SIZE": "1"})
     assert place.interface(one) == ("lo", "127.0.0.1")
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
+def test_a_program_that_starts_its_own_ranks_is_no_rank_and_one_of_them_says_so(environment, capsys):
+    key = "RANK" if "RANK" in environment else "SLURM_PROCID"
+    for rank in ("0", "3"):
+        with pytest.raises(SystemExit) as ended:
+            place.require_alone("compare.py", {**environment, key: rank})
+        assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"compare.py: {'torchrun' if key == 'RANK' else 'srun'} has started it 4 times")
+
+
+def test_a_program_that_was_started_once_or_by_a_program_of_ours_may_run():
+    once = {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, {**TORCHRUN, "WORLD_SIZE": "1"}
+    for environment in ({}, *once, {**TORCHRUN, "MDCS_AGENT_PID": "1"}):
+        place.require_alone("compare.py", environment)

@@ -5,24 +5,27 @@ updates) reduces and gathers in equal blocks, while the job's model computes.
 
 On CPU the same cores compute, copy bytes and run the dispatcher: computing loses the processor time of messages,
 unless there are spare cores. That time is measured while nothing computes, because other programs disturb it far less
-than the difference of two step times. On CUDA computing is slowed for as long as a message is in flight.
+than the difference of two step times. On CUDA computing is slowed for as long as a message is in flight: there messages are
+sent one behind the other on the communication stream, with neither the runtime nor a wait of the host between them and the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.clock import machine, now
+from mdcs.calibrate.clock import machine
 from mdcs.calibrate.regression import line, spread
 from mdcs.calibrate.slots import untouched
 from mdcs.measure.memory import current_meter
@@ -35,7 +38,9 @@ from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Contention, Profile, Slot, Unit
 from mdcs.profile.link import Kind
 from mdcs.runtime.api import Parallel
-from mdcs.runtime.emulation import Emulation
+from mdcs.runtime.communicator import Communicator
+from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
+from mdcs.runtime.executor import Executor, executor_for
 from mdcs.sizes import MIB
 
 _SIZES = (MIB // 16, MIB // 4, MIB, 4 * MIB)  # payload bytes
@@ -43,6 +48,8 @@ _BESIDE = 0.6  # of computing: how long the messages of a probe would take alone
 _MOST_BLOCKS, _MOST_BYTES = 40, 16 * MIB
 _MOST_ROUNDS, _MOST_SECONDS = 5, 30.0
 _TIMEOUT_S = 60.0
+_SIZES_AHEAD, _MOST_AHEAD = (4 * MIB, 64 * MIB), 200  # on CUDA, where messages of the others' size last for microseconds
+_HEAD_START_S = 0.02  # for which the device waits: messages are launched by then, and the step has begun to be
 
 
 @dataclass
@@ -84,31 +91,42 @@ def measure_interference(
     if profile.world == 1:
         return profile
     parameters = list(model.parameters())
-    device = parameters[0].device
+    executor = executor_for(parameters[0].device)
     if rounds is None:
         computing = (1 + len(_SIZES)) * sum(s.seconds for s in profile.slots)
         rounds = max(1, min(_MOST_ROUNDS, int(_MOST_SECONDS / computing))) if computing else _MOST_ROUNDS
-    running: list[_Running] = []
+    running: list[_Running | _Ahead] = []
+
+    def compute() -> tuple[Any, Any]:
+        return _compute(step, parameters, executor)
+
     try:
-        for size in _SIZES:
-            running.append(_Running(profile, optimizer, parameters[0], size, emulate))
-        with untouched(model, current_meter(device)):
+        for size in _SIZES_AHEAD if executor.runs_ahead else _SIZES:
+            running.append(
+                _Ahead(profile, parameters[0], size, executor, emulate)
+                if executor.runs_ahead
+                else _Running(profile, optimizer, parameters[0], size, emulate)
+            )
+        with untouched(model, current_meter(parameters[0].device)):
             for _ in range(1 + rounds):  # sizes take turns, so that what else the machine does falls on all of them alike
                 dist.barrier()
-                alone = _compute(step, parameters)
+                if executor.runs_ahead:
+                    executor.pause(_HEAD_START_S)
+                begin, end = compute()
+                alone = executor.seconds(end) - executor.seconds(begin)
                 for each in running:
-                    each.measure(alone, lambda: _compute(step, parameters))
+                    each.measure(alone, compute)
         probes = [each.medians() for each in running]
     finally:
         for each in running:
-            each.parallel.close(whole=False)
+            each.close()
     processes = dist.get_world_size()
     seen: list[tuple[str, list[Probe]]] = [("", []) for _ in range(processes)]
     dist.all_gather_object(seen, (machine(), probes))
     probes = [_median(versions) for versions in zip(*(theirs for _, theirs in seen), strict=True)]
     shown = {f"step beside messages of {p.size} bytes": spread(p.slowdowns) for p in probes}
     profile = dataclasses.replace(profile, spread=profile.spread | shown)
-    if device.type == "cuda":
+    if executor.runs_ahead:
         return dataclasses.replace(profile, interference=interference(probes))
     beside = Counter(name for name, _ in seen)[seen[0][0]]  # share the cores of rank 0's machine
     cores, threads = len(os.sched_getaffinity(0)), beside * torch.get_num_threads()
@@ -174,11 +192,12 @@ class _Running:
         self.samples: list[Probe] = []
         self.probe = Probe(size, len(messages), sum(sent.values()) // 2, work)
 
-    def measure(self, step_alone: float, compute: Callable[[], float]) -> None:
+    def measure(self, step_alone: float, compute: Callable[[], tuple[float, float]]) -> None:
         """One more sample: the messages beside the step, then alone."""
         dist.barrier()
         self._issue()
-        step_beside = compute()
+        begin, end = compute()
+        step_beside = end - begin
         beside = self._finish()
         dist.barrier()
         processor = time.process_time()
@@ -201,6 +220,10 @@ class _Running:
         """Of all samples but the first, which warms up."""
         return _median(self.samples[1:])
 
+    def close(self) -> None:
+        """End it."""
+        self.parallel.close(whole=False)
+
     def _issue(self) -> None:
         self.module().backward()
 
@@ -213,13 +236,75 @@ class _Running:
         return in_flight
 
 
-def _compute(step: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> float:
-    """Seconds of a step that is only computed."""
-    begin = now(parameters[0].device)
+class _Ahead:
+    """Messages of one size on a device that the host runs ahead of: they and the step are launched, and then begin together."""
+
+    def __init__(self, profile: Profile, like: Tensor, size: int, executor: Executor, emulate: Emulation | None) -> None:
+        self._profile, self._executor, self._emulated = profile, executor, emulate is not None
+        collectives = profile.collectives
+        self._communicator = Communicator(collectives, None) if emulate is None else EmulatedCommunicator(collectives, emulate)
+        elements = size // like.element_size() // profile.world * profile.world
+        self._buffer = torch.zeros(elements, dtype=like.dtype, device=like.device)
+        self._received = self._buffer.new_empty(collectives.buffer(Kind.RS, elements, profile.world))
+        self._out = self._buffer.new_empty(elements // profile.world)
+        self._wire = {kind: profile.wire(kind, elements * like.element_size()) for kind in (Kind.RS, Kind.AG_F)}
+        seconds = sum(CostModel(profile).link_s(kind, wire) for kind, wire in self._wire.items())
+        computing = sum(s.seconds for s in profile.slots)
+        self._count = max(1, min(_MOST_AHEAD, int(_BESIDE * computing / seconds))) if seconds > 0 else _MOST_AHEAD
+        self._probe = Probe(size, 2 * self._count, sum(self._wire.values()) // 2, 0.0)
+        self._samples: list[Probe] = []
+
+    def measure(self, step_alone: float, compute: Callable[[], tuple[Any, Any]]) -> None:
+        """One more sample: nothing here waits for the device before the step has been launched."""
+        executor = self._executor
+        dist.barrier()
+        executor.pause(_HEAD_START_S)
+        here = executor.mark()
+        with executor.communicating():
+            executor.after(here)
+            first = executor.stamp()
+            for _ in range(self._count):
+                self._send()
+            last, there = executor.stamp(), executor.mark()
+        begin, end = compute()
+        executor.after(there)
+        a, b, c, d = (executor.seconds(stamp) for stamp in (first, last, begin, end))
+        self._samples.append(
+            dataclasses.replace(
+                self._probe,
+                step_alone=step_alone,
+                step_beside=d - c,
+                overlap=max(0.0, min(b, d) - max(a, c)),
+                beside=(b - a) / self._probe.messages,
+                slowdowns=[(d - c) / step_alone],
+            )
+        )
+
+    def medians(self) -> Probe:
+        """Of all samples but the first, which warms up."""
+        return _median(self._samples[1:])
+
+    def close(self) -> None:
+        """Do nothing: it holds memory alone."""
+
+    def _send(self) -> None:
+        for kind, wire in self._wire.items():
+            if kind.is_gather:
+                work = self._communicator.all_gather(self._buffer)
+            else:
+                work = self._communicator.reduce_scatter(self._buffer, self._received, self._out)
+            self._executor.finish([work])
+            if self._emulated:
+                self._executor.pause(self._profile.link.end(kind, wire, 0.0, -math.inf))
+
+
+def _compute(step: Callable[[], Tensor], parameters: Sequence[nn.Parameter], executor: Executor) -> tuple[Any, Any]:
+    """Stamps before and after a step that is only computed."""
+    begin = executor.stamp()
     step().backward()
     for p in parameters:
         p.grad = None
-    return now(parameters[0].device) - begin
+    return begin, executor.stamp()
 
 
 def _median(versions: Sequence[Probe]) -> Probe:

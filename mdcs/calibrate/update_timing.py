@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdcs.calibrate.clock import now
+from mdcs.calibrate.clock import back_to_back, now
 from mdcs.measure.memory import Meter
 from mdcs.model.optimizers import optimizer_bytes, same_options
 from mdcs.profile.contents import Optimizer
@@ -19,7 +19,9 @@ from mdcs.sizes import MIB
 _CACHES = 64 * MIB
 """More than caches hold, of processors per core and of GPUs."""
 _SHORT, _LONG = 1 << 10, 1 << 20  # elements of the runs that are updated; the copied one is long, too
-_REPEATS = 5
+_LONG_ON_CUDA = 1 << 23  # with its state more than caches hold
+_COPIED_ON_CUDA = 2 * _CACHES  # bytes
+_REPEATS, _IN_A_ROW = 5, 20
 
 
 def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter) -> Optimizer:
@@ -29,7 +31,8 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter
     cannot run on shards.
     """
     state, fixed, scratch = optimizer_bytes(optimizer)
-    small, large = (_Update.measure(optimizer, like, n, meter) for n in (_SHORT, _LONG))
+    lengths = _SHORT, _LONG_ON_CUDA if like.device.type == "cuda" else _LONG
+    small, large = (_Update.measure(optimizer, like, n, meter) for n in lengths)
     elements = large.elements - small.elements
     scratch_fixed = 0
     if small.scratch is not None and large.scratch is not None:
@@ -55,17 +58,16 @@ class _Update:
         p = torch.zeros(elements, dtype=like.dtype, device=like.device)
         p.grad = torch.ones_like(p)
         samples, scratch = [], []
-        forget = _cache_flusher(like)
+        timed = _timer(like)
         for group in optimizer.param_groups:
             trial = same_options(optimizer, group, p)
             trial.step()
             again = later_step(trial)
             for _ in range(_REPEATS):
-                forget()
+                samples.append(timed(again))
                 meter.window()
-                before, begin = meter.live(), now(like.device)
+                before = meter.live()
                 again()
-                samples.append(now(like.device) - begin)
                 trial.step()  # which the runtime takes once, and which may need more
                 highest = meter.window()
                 if before is not None and highest is not None:
@@ -76,19 +78,29 @@ class _Update:
 
 def copy_seconds_per_byte(like: Tensor) -> float:
     """Median seconds of a copy from cold caches, by bytes copied, on the device of ``like`` and of its type."""
-    a = torch.zeros(_LONG, dtype=like.dtype, device=like.device)
+    elements = _COPIED_ON_CUDA // like.element_size() if like.device.type == "cuda" else _LONG
+    a = torch.zeros(elements, dtype=like.dtype, device=like.device)
     b = torch.zeros_like(a)
-    samples = []
-    forget = _cache_flusher(like)
-    for _ in range(_REPEATS):
-        forget()
-        begin = now(like.device)
-        b.copy_(a)
-        samples.append(now(like.device) - begin)
+    timed = _timer(like)
+    samples = [timed(lambda: b.copy_(a)) for _ in range(_REPEATS)]
     return statistics.median(samples) / (a.numel() * a.element_size())
 
 
-def _cache_flusher(like: Tensor) -> Callable[[], object]:
-    """What makes caches forget: in a step others pass through them between the parts of a message."""
-    other = torch.zeros(_CACHES, dtype=torch.uint8, device=like.device)
-    return lambda: other.add_(1)
+def _timer(like: Tensor) -> Callable[[Callable[[], object]], float]:
+    """What tells the seconds of a call on the device of ``like``.
+
+    A CPU's caches forget before it: in a step others pass through them between the parts of a message. A GPU does several in a
+    row, for one alone would be timed with its launch and with the wait for its end.
+    """
+    device = like.device
+    if device.type == "cuda":
+        return lambda work: back_to_back(device, work, _IN_A_ROW)
+    other = torch.zeros(_CACHES, dtype=torch.uint8, device=device)
+
+    def timed(work: Callable[[], object]) -> float:
+        other.add_(1)
+        begin = now(device)
+        work()
+        return now(device) - begin
+
+    return timed

@@ -337,6 +337,8 @@ class _Ranks:
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.device, self.group, self.world = device, group, dist.get_world_size(group)
         self._groups: Groups | None = None  # with those of nodes
+        # One counter for all: ranks may take the further steps of messages that are in flight together in any order.
+        self._tags = itertools.count()
 
     @contextmanager
     def of_nodes(self, per_node: int) -> Iterator[None]:
@@ -350,8 +352,9 @@ class _Ranks:
     def communicator(self, timing: Timing) -> Communicator | NodeCommunicator:
         """What carries its messages."""
         if self._groups is None:
-            return Communicator(timing.collectives, self.group)
-        node, across = (Communicator(timing.collectives, group) for group in (self._groups.node, self._groups.across))
+            return Communicator(timing.collectives, self.group, self._tags)
+        groups = self._groups.node, self._groups.across
+        node, across = (Communicator(timing.collectives, group, self._tags) for group in groups)
         return NodeCommunicator(node, across)
 
     def timings(self, candidates: Mapping[str, Iterable[str]]) -> list[Timing]:

@@ -47,17 +47,18 @@ class Communicator:
     """The collectives of one process group (None: the default one). Every rank must call them in the same order.
 
     Buffers are flat and of a multiple of ``world`` elements; rank r's part is the r-th of ``world`` equal ones.
-    ``received`` is a buffer of :meth:`Collectives.buffer` elements, for algorithms that are not native.
+    ``received`` is a buffer of :meth:`Collectives.buffer` elements, for algorithms that are not native. Communicators of one
+    group whose messages are in flight together share ``tags``.
     """
 
-    def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, tags: Iterator[int] | None = None) -> None:
         self.collectives, self.group = collectives, group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if collectives.backend == "gloo":
             # Its own methods: torch.distributed's functions take longer over a small message than gloo itself.
             self._gloo: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
         self._others = [(self.rank + k) % self.world for k in range(1, self.world)]  # not all to the same one first
-        self._tags = itertools.count()
+        self._tags = itertools.count() if tags is None else tags
 
     def all_reduce(self, buffer: Tensor, received: Tensor | None) -> Running:
         """Sum over ranks, in place."""

@@ -1,13 +1,28 @@
-"""What trains come to, from times made by hand; sent between real ranks in tests/mdcs/runtime/test_communicator.py."""
+"""What trains come to, from times made by hand; sent between real ranks in tests/mdcs/runtime/test_communicator.py, too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from mdcs.calibrate.link_timing import Timing, _block, _fastest, _fastest_team, _is_near, _larger, _lines, _teams
+from mdcs.calibrate.link_timing import (
+    Timing,
+    _block,
+    _fastest,
+    _fastest_team,
+    _is_near,
+    _larger,
+    _lines,
+    _Message,
+    _Ranks,
+    _teams,
+)
 from mdcs.profile.algorithms import Collectives
 from mdcs.sizes import MIB
+
+from ..runtime.conftest import three  # noqa: F401  # the ranks that the runtime's tests share
+from ..runtime.ranks import Ranks
 
 
 def timing(algorithm: str, samples: dict[int, list[float]]) -> Timing:
@@ -86,3 +101,27 @@ def test_larger_messages_are_sent_where_that_is_not_too_long(gbyte: float, sizes
     trains = timing("native", {MIB // 4: [1.0], MIB: [MIB / (gbyte * 1e9)]})
     assert [size // MIB for size in _larger([trains], torch.device("cuda"))] == sizes
     assert [size // MIB for size in _larger([trains], torch.device("cpu"))] == sizes[:1]
+
+
+# ---- sent between three ranks, where rings have several steps
+
+
+def gathered_in_turns(orders: list[list[str]]) -> list[list[float]]:
+    """Two all-gathers of one train, of different sizes; every rank starts and waits for them in an order of its own."""
+    ranks = _Ranks(torch.device("cpu"), None)
+    messages = {name: _Message(timing("ring", {}), size, ranks) for name, size in (("a", 96), ("b", 24))}
+    running = {}
+    for message in messages.values():
+        message.buffer.fill_(dist.get_rank())
+    for does in orders[dist.get_rank()]:
+        name = does[-1]
+        if does.startswith("start"):
+            running[name] = messages[name].start()
+        else:
+            running[name].wait()
+    return [message.buffer.chunk(3)[r][0].item() for message in messages.values() for r in range(3)]  # type: ignore[misc]
+
+
+def test_messages_of_a_train_do_not_meet_whatever_step_each_rank_is_at(three: Ranks) -> None:  # noqa: F811
+    one_by_one, together = ["start a", "wait a", "start b", "wait b"], ["start a", "start b", "wait a", "wait b"]
+    assert three.run(gathered_in_turns, [one_by_one, together, together]) == [[0, 1, 2, 0, 1, 2]] * 3

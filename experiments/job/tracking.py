@@ -8,10 +8,12 @@ a run: its first failure is one warning, and then it is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,8 @@ from experiments.trackers.aside import Aside
 from experiments.trackers.tracker import Event, Shown
 
 _DOCUMENTS = ("profile", "plan")
+_IDS = "tracked_as.json"
+"""In a folder: which run of a tracker its run is, by kind."""
 _TABLE = (
     "name", "model", "strategy", "scheduler", "engine", "world", "budget_gib", "schedule_share", "status", "step_s",
     "predicted_step_s", "overlap_ratio", "exposed_s", "stalled_s", "peak_bytes", "throughput_samples_s", "plan_hash",
@@ -127,7 +131,8 @@ def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pi
     if not config.tracker.shows:
         return
     group = sweep_hash(sweep)
-    aside = _beside(config, Shown(folder, f"sweep-{group}", sweep, group, "sweep", {}))
+    own = _id(folder, "sweep", f"sweep-{group}", goes_on=not config.sweep.force)
+    aside = _beside(config, Shown(folder, own, sweep, group, "sweep", {}))
     rows = frame[list(_TABLE)].astype(object)
     aside.call("table", _TABLE, rows.where(rows.notna(), None).values.tolist())
     aside.call("pictures", [file for file in pictures if file.suffix == ".png"])
@@ -153,5 +158,22 @@ def _shown(config: Config, folder: Path, kind: str, own: str) -> Shown:
         own += f"-{kind}"
     if kind == "compare":  # equal jobs take turns
         own += "-" + re.sub(r"[^A-Za-z0-9.-]+", "-", folder.name)
+    own = _id(folder, kind, own, goes_on=bool(config.run.resume))
     group = None if config.run.sweep is None else sweep_hash(config.run.sweep)
     return Shown(folder, own, str(config.run.name), group, kind, as_mapping(config))
+
+
+def _id(folder: Path, kind: str, own: str, *, goes_on: bool) -> str:
+    """A tracker's id for a run that begins: `own` and 8 digits that no other has, so that it overwrites none. One that goes on in
+    its folder keeps the id that it has there.
+    """
+    try:
+        known = dict(json.loads((folder / _IDS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        known = {}
+    if not (goes_on and str(known.get(kind, "")).rpartition("-")[0] == own):
+        known[kind] = f"{own}-{uuid.uuid4().hex[:8]}"
+        with contextlib.suppress(OSError):  # the run begins anew the next time, to the tracker
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _IDS).write_text(json.dumps(known), encoding="utf-8")
+    return str(known[kind])

@@ -17,7 +17,7 @@ Event = Mapping[str, Any]
 class Shown:
     """What a mirror is told of its run.
 
-    folder: for the tracker's own files. id: the same for jobs that are equal. kind: profile, plan, train, compare, or sweep,
+    folder: for the tracker's own files. id: begins alike for jobs that are equal. kind: profile, plan, train, compare, or sweep,
     which stands for all runs of a group. config: the resolved one as plain containers.
     """
 

@@ -28,7 +28,7 @@ class Wandb(Tracker):
     project: str = option("mdcs", "W&B project")
     entity: str | None = option(None, "W&B entity")
     group: str | None = option(None, "W&B group; null: the sweep")
-    id: str | None = option(None, "W&B run id; null: the same for equal jobs, of which the last one is kept")
+    id: str | None = option(None, "W&B run id; null: a new one for each run, which begins alike for equal jobs")
     mode: str | None = option(
         None, "null: online with a W&B account on this machine, else offline", choices=("offline", "online", "disabled")
     )

@@ -74,12 +74,15 @@ def test_a_folder_in_which_a_job_runs_is_refused_and_left_as_it_is(tmp_path):
         assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_a_job_that_runs_again_is_the_same_run_to_a_tracker(tmp_path):
+def test_a_job_that_runs_again_is_a_run_of_its_own_to_a_tracker_unless_it_goes_on(tmp_path):
     """The second time it plans with the profile of the first, which its resolved config names."""
     config = dataclasses.replace(composed("profile.cache=false"), tracker=Heard())
+    goes_on = dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
     known, console = Profiles(), Console(file=io.StringIO())
-    for _ in range(2):
+    for job in (config, config, goes_on):
         worker = "tests.experiments.stub_worker"
-        assert jobs.run(config, tmp_path, console, known=known, worker=worker, start=one_process.run).ok
+        assert jobs.run(job, tmp_path, console, known=known, worker=worker, start=one_process.run).ok
     assert f"path: {tmp_path / 'profile.json'}" in (tmp_path / "config.yaml").read_text()
-    assert list(config.tracker.runs) == [record.identity_of(config)] == [record.read(tmp_path).identity]
+    assert record.read(tmp_path).identity == record.identity_of(config)
+    assert len(config.tracker.runs) == 2
+    assert {each.rpartition("-")[0] for each in config.tracker.runs} == {record.identity_of(config)}

@@ -132,7 +132,8 @@ def test_a_run_goes_by_its_hash_and_its_sweep_with_its_plan(tmp_path, config):
     (tmp_path / "plan.json").write_text("{}")
     run, said = follow(config, tmp_path, {"event": "job"}, STEP, {"event": "summary"})
     assert said == ["job", 1, "summary", ("plan", "plan.json"), True]
-    assert (run.id, run.group, run.kind, run.name) == (identity_of(config), sweep_hash("multirun/today"), "train", "mine")
+    assert run.id.rpartition("-")[0] == identity_of(config)
+    assert (run.group, run.kind, run.name) == (sweep_hash("multirun/today"), "train", "mine")
     assert run.config["model"]["depth"] == 4
 
 
@@ -153,14 +154,18 @@ def test_a_run_that_begins_anew_has_no_past(tmp_path, config):
     assert follow(config, tmp_path, STEP)[1] == [1, True]
 
 
-def test_equal_jobs_share_an_id_and_turns_of_a_comparison_do_not(tmp_path, config):
+def test_ids_of_equal_jobs_begin_alike_and_no_run_overwrites_another(tmp_path, config):
     moved = dataclasses.replace(config, run=dataclasses.replace(config.run, sweep=None, resume="auto"))
     assert identity_of(moved) == identity_of(config)
     longer = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=31))
     assert identity_of(longer) != identity_of(config)
     for turn in ("0-mdcs @ 10%", "1-mdcs @ 10%"):
         Follower(config, tmp_path / turn, "compare", identity_of(config)).finish(True)
-    assert list(config.tracker.runs) == [f"{identity_of(config)}-compare-{turn}-mdcs-10-" for turn in (0, 1)]  # type: ignore[attr-defined]
+    runs = config.tracker.runs  # type: ignore[attr-defined]
+    assert [each.rpartition("-")[0] for each in runs] == [f"{identity_of(config)}-compare-{turn}-mdcs-10-" for turn in (0, 1)]
+    for again in ("first", "second"):  # as in a sweep's folder elsewhere
+        Follower(config, tmp_path / again, "train", identity_of(config)).finish(True)
+    assert len(runs) == 4
 
 
 def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
@@ -172,7 +177,13 @@ def test_a_sweep_is_a_run_of_its_own_with_its_table(tmp_path, config):
         metrics.write({"event": "summary", "status": "ok", "step_s": {"median": 0.1, "p10": 0.1, "p90": 0.1}})
     show_sweep(config, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])
     run, [row, ok] = heard(config)
-    assert (run.kind, run.id, ok) == ("sweep", f"sweep-{run.group}", True) and run.group == sweep_hash("multirun/today")
+    assert (run.kind, run.id.rpartition("-")[0], ok) == ("sweep", f"sweep-{run.group}", True)
+    assert run.group == sweep_hash("multirun/today")
+    show_sweep(config, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])  # it goes on
+    assert len(config.tracker.runs) == 1  # type: ignore[attr-defined]
+    forced = dataclasses.replace(config, sweep=dataclasses.replace(config.sweep, force=True))
+    show_sweep(forced, "multirun/today", tmp_path, analysis.load_sweep(tmp_path), [])
+    assert len(config.tracker.runs) == 2  # type: ignore[attr-defined]
     assert (row["name"], row["budget_gib"], row["step_s"], row["overlap_ratio"]) == ("mine", 0.5, 0.1, None)
 
 

@@ -3,7 +3,8 @@
     python experiments/train.py -m hydra/launcher=mdcs_slurm hydra.launcher.nodes=2 hydra.launcher.ranks_per_node=8 …
 
 The program's own task function leaves in every job's folder what it takes to run it later; here it is handed in, through
-submitit. In a job one task per node starts that node's ranks. What runs is a copy of the code as it was when it was handed in.
+submitit. In a job one task per node starts that node's ranks. What runs is a copy of the code as it was when the job was
+handed in.
 
 The underscore is there as in `hydra_plugins._mdcs_sweeper`.
 """
@@ -11,6 +12,7 @@ The underscore is there as in `hydra_plugins._mdcs_sweeper`.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shlex
 import shutil
@@ -276,11 +278,24 @@ def script(asked: MdcsSlurmConf, code: Path, logs: Path, folder: Path) -> str:
 
 
 def snapshot(target: Path) -> Path:
-    """A copy of the code that jobs run: what changes later does not change them. One that is there stays."""
+    """A copy of the code as it is now, in a folder of its own in `target`. Jobs run it: what changes later does not change them.
+
+    The folder's name is the hash of its contents, so a job that is handed in again after a change runs other code than before.
+    """
+    part = target / f".{os.getpid()}"
+    shutil.rmtree(part, ignore_errors=True)
     for name in CODE:
-        if not (target / name).exists():
-            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return target
+        shutil.copytree(ROOT / name, part / name, ignore=shutil.ignore_patterns("__pycache__"))
+    digest = hashlib.sha256()
+    for file in sorted(path for path in part.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(part)} {len(content)} ".encode() + content)
+    made = target / digest.hexdigest()[:12]
+    if made.exists():
+        shutil.rmtree(part)
+    else:
+        part.rename(made)
+    return made
 
 
 def wait(jobs: Sequence[Any], folders: Sequence[Path], states_of: Callable[[Sequence[Any]], list[str]]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config.budgets import on_front
 from experiments.config.errors import explain
 from experiments.config.files import CONF
-from experiments.config.identity import hosts_identity, job_identity
+from experiments.config.identity import CODE, hosts_identity, job_identity
 from experiments.config.schema import (
     OPTION_GROUPS,
     CollectivesConfig,
@@ -339,7 +340,11 @@ def _check_profile(config: Config, path: Path) -> None:
     # One written by hand may say nothing of itself, and one of a single host says nothing of hosts.
     about = {"cluster.ranks": str(profile.world), "hosts": "", "network": "", **profile.about}
     for key, value in job.items():
-        if about.get(key, value) != value:
+        if key.endswith(f".{CODE}"):
+            if about.get(key, value) != value:
+                other = f"{path} was measured with other code of the {key.partition('.')[0]}; leave it out to measure anew"
+                warnings.warn(f"profile.path: {other}", stacklevel=2)
+        elif about.get(key, value) != value:
             was = f"{path} was measured with {key} {about[key] or 'none'}"
             raise ConfigError("profile.path", f"{was}; this job has {value or 'none'}")
     if profile.link.emulated and config.link.name == "real":

@@ -8,11 +8,14 @@ import os
 import platform
 from pathlib import Path
 
+from experiments.config.code import code_of
 from experiments.config.schema import Config
 from experiments.config.targets import TARGET, plain
 from launch import network
 from mdcs.options import options, shown
 
+CODE = "code"
+"""Key of a group's code beside those of its options."""
 _JOB_GROUPS = ("model", "data", "optimizer")
 _MACHINES_OWN = ("congestion_control", "threads", "device")
 _JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
@@ -21,14 +24,15 @@ _JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
 def job_identity(config: Config) -> dict[str, str]:
     """The job's side, by full key: what units, slots and bytes depend on.
 
-    Of an option's class that are the fields that :func:`mdcs.options.option` was not told of with ``profiled=False``.
+    Of an option's class that are its code and the fields that :func:`mdcs.options.option` was not told of with
+    ``profiled=False``.
     """
     out = {}
     for group in _JOB_GROUPS:
         made = getattr(config, group)
         left_out = {name for name, field in options(made).items() if not field.metadata.get("profiled", True)}
         described = plain(made) or {}
-        out[group] = str(described.pop(TARGET))
+        out[group], out[f"{group}.{CODE}"] = str(described.pop(TARGET)), code_of(type(made))
         out |= {f"{group}.{name}": shown(value) for name, value in described.items() if name not in left_out}
     out |= {f"model.{name}": value for name, value in config.model.made_of.items()}
     for key in _JOB_KEYS:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.checks import as_mapping
+from experiments.config.code import code_of
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
@@ -22,6 +23,9 @@ HANDED_IN, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "handed in", "running",
 
 _NOT_OF_A_JOB = {"tracker": None, "sweep": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume")}
 """What may differ between runs of one job: whole groups, and keys of groups."""
+
+_CODE_OF = ("model", "data", "optimizer", "strategy", "scheduler", "engine")
+"""Groups of which the class's code belongs to a run; `mdcs` has none there."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,13 @@ class Record:
 
 def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> str:
     """What two runs of one job have in common, 20 hexadecimal digits: the hash of the config, with what this machine decides of
-    the profile and what the model is made of, and without paths and trackers.
+    the profile, what the model is made of and the code of the classes that are chosen, and without paths and trackers.
 
     launcher: what the launcher that hands the job in is told and its measurement depends on. SLURM's nodes are other machines
     than this one, which then decides nothing.
     """
-    told = as_mapping(config) | {"made_of": config.model.made_of}
+    code = {group: code_of(type(getattr(config, group))) for group in _CODE_OF}
+    told = as_mapping(config) | {"made_of": config.model.made_of, "code": code}
     if plan := told["engine"].get("plan"):
         told["engine"]["plan"] = _hash(plan)
     for group, keys in _NOT_OF_A_JOB.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class Workload:
         config = self.config
         known = on_rank_zero(lambda: profiles.known(config))  # whose file it is
         if known is not None:
+            self._require_same_units(known)
             return known
         emulated = profiles.emulated(config)
         return mdcs.autoprofile(
@@ -99,6 +101,19 @@ class Workload:
             grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=identity(config), emulate=self.emulate,
             computes=config.model.computes,
         )  # fmt: skip
+
+    def _require_same_units(self, profile: mdcs.Profile) -> None:
+        """Raise ValueError for a profile of a model of other units: its code has changed since, say."""
+        of_profile = [(unit.name, unit.numel, unit.trainable) for unit in profile.units]
+        of_model = [(unit.name, unit.numel, unit.trainable) for unit in self.units]
+        if of_profile == of_model:
+            return
+        pairs = zip_longest(of_profile, of_model)
+        number, there, here = next((i, *pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        raise ValueError(
+            f"the profile {self.config.profile.path} is of another model: its unit {number} is {_unit(there)}, the model's is "
+            f"{_unit(here)}; measure it anew (profile.refresh=true, without profile.path)"
+        )
 
     def try_plans(self) -> None:
         """Put the fastest of the plan and the best heuristics' in the plan's place, if the config asks for trials."""
@@ -122,6 +137,13 @@ class Workload:
             return self.loss(next(batches))
 
         return step
+
+
+def _unit(unit: tuple[str, int, bool] | None) -> str:
+    if unit is None:
+        return "missing"
+    name, numel, trainable = unit
+    return f"{name} of {numel:,} parameters{'' if trainable else ', frozen'}"
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:

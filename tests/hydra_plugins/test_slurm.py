@@ -14,7 +14,7 @@ import yaml
 from analysis.events import read_events
 from experiments.job import record
 from hydra_plugins import _mdcs_handed
-from hydra_plugins._mdcs_slurm import MdcsLocalConf, MdcsSlurmConf, check, parameters, script, slots, snapshot
+from hydra_plugins._mdcs_slurm import CODE, MdcsLocalConf, MdcsSlurmConf, check, parameters, script, slots, snapshot
 from launch import orphans, status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,12 +85,19 @@ def test_the_script_is_what_one_would_write_by_hand(tmp_path):
     assert run.endswith(f"-m launch.node 4 experiments.job.frozen {tmp_path / '0'}")
 
 
-def test_the_code_is_as_it_was_when_the_first_job_was_handed_in(tmp_path):
-    code = snapshot(tmp_path / "code")
-    file = code / "experiments/train.py"
-    file.write_text("changed")
-    assert snapshot(tmp_path / "code") == code and file.read_text() == "changed"
-    assert (code / "conf/config.yaml").exists() and not list(code.rglob("__pycache__"))
+def test_jobs_run_the_code_as_it_was_when_they_were_handed_in(tmp_path, monkeypatch):
+    """A sweep that is repeated after a bug was fixed runs the fixed code, and jobs that wait what they were handed in with."""
+    checkout = tmp_path / "checkout"
+    for name in CODE:
+        (checkout / name / "__pycache__").mkdir(parents=True)
+        (checkout / name / "module.py").write_text("wrong")
+    monkeypatch.setattr("hydra_plugins._mdcs_slurm.ROOT", checkout)
+    before = snapshot(tmp_path / "code")
+    assert snapshot(tmp_path / "code") == before and not list(before.rglob("__pycache__"))
+    (checkout / "mdcs/module.py").write_text("right")
+    after = snapshot(tmp_path / "code")
+    assert [(each / "mdcs/module.py").read_text() for each in (before, after)] == ["wrong", "right"]
+    assert sorted((tmp_path / "code").iterdir()) == sorted([before, after])
 
 
 def sweep(folder: Path, *overrides: str, stdout: Any = subprocess.PIPE, stderr: Any = subprocess.PIPE) -> "subprocess.Popen[str]":

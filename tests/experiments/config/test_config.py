@@ -344,6 +344,16 @@ def test_a_profile_is_taken_for_the_job_it_was_measured_with(tmp_path):
     assert composed(profile, "link=emulated", "link.rate_gbit=10").link.rate_gbit == 10
 
 
+def test_a_profile_that_is_named_is_taken_though_the_models_code_has_changed_with_a_warning(tmp_path):
+    profile = profile_of(tmp_path)
+    path = Path(profile.partition("=")[2])
+    text = json.loads(path.read_text())
+    text["about"]["model.code"] = "before"
+    path.write_text(json.dumps(text))
+    with pytest.warns(UserWarning, match=f"profile.path: {path} was measured with other code of the model"):
+        assert composed(profile).profile.path == str(path)
+
+
 def test_algorithms_other_than_a_profile_was_measured_with_are_refused_but_for_an_emulated_link(tmp_path):
     profile = profile_of(tmp_path)
     assert composed(profile, "collectives=all_to_all").collectives.named() == {"reduce_scatter": "all_to_all"}

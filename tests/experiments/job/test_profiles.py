@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from experiments import profile as program
-from experiments.config import checks
+from experiments.config import checks, code
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, cache_folder, known
@@ -73,6 +73,17 @@ def test_another_version_or_device_measures_its_own(folder, monkeypatch):
     assert Profiles().find(composed()) is None
     monkeypatch.undo()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0")
+    assert Profiles().find(composed()) is None
+
+
+@pytest.mark.parametrize("group", ["model", "data", "optimizer"])
+def test_a_job_whose_code_has_changed_measures_its_own(folder, monkeypatch, group):
+    """An edited copy of a model is not planned for as if it were the other one."""
+    config = composed()
+    Profiles().keep(config, folder)
+    changed = type(getattr(config, group))
+    known = code.code_of
+    monkeypatch.setattr("experiments.config.identity.code_of", lambda cls: "changed" if cls is changed else known(cls))
     assert Profiles().find(composed()) is None
 
 

@@ -1,0 +1,116 @@
+"""The code that an option is made of: its class's module and those of the same project that it imports.
+
+A profile of a model whose code has changed since is another model's, though all options are the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_NOT_FOLLOWED = ("mdcs", "launch", "hydra_plugins", "experiments.config", "experiments.job")
+"""What runs options and is none: it has a number that is raised when profiles become others (`experiments.job.profiles`)."""
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def code_of(cls: type) -> str:
+    """12 hexadecimal digits: the hash of the code of the class's module and of all modules of its project that these import,
+    wherever in a file, and of the versions of installed packages. Comments and layout do not count.
+    """
+    own = {cls.__module__.partition(".")[0]}
+    left = [each.__module__ for each in cls.__mro__ if each.__module__ != "builtins"]
+    said, seen = dict[str, str](), set[str]()
+    while left:
+        name = left.pop()
+        top = name.partition(".")[0]
+        followed = not any(name == each or name.startswith(f"{each}.") for each in _NOT_FOLLOWED)
+        if name in seen or top in sys.stdlib_module_names or not followed:
+            continue
+        seen.add(name)
+        file = _file_of(name)
+        if file is None:
+            continue
+        if top not in own and any(part in _INSTALLED for part in file.parts):
+            said[top] = _version(top)
+            continue
+        stat = file.stat()
+        digest, imports = _read(str(file), stat.st_mtime_ns, stat.st_size)
+        said[name] = digest
+        left += _absolute(imports, name, file.name == "__init__.py")
+    return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()[:12]
+
+
+def _absolute(imports: tuple[tuple[int, str, str], ...], module: str, is_package: bool) -> Iterator[str]:
+    """Names of modules that these imports of the module may mean, with the packages that they are in."""
+    for level, base, name in imports:
+        if level:
+            parts = module.split(".")
+            parts = parts[: len(parts) - level + is_package]
+            base = ".".join([*parts, base] if base else parts)
+        full = f"{base}.{name}" if name else base
+        parts = full.split(".")
+        yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(file: str, changed: int, size: int) -> tuple[str, tuple[tuple[int, str, str], ...]]:
+    """The hash of a file's code, and what it imports: (dots, module, name of it or nothing)."""
+    text = Path(file).read_text(encoding="utf-8", errors="replace")
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # whoever imports it is told
+        return hashlib.sha256(text.encode()).hexdigest(), ()
+    found: list[tuple[int, str, str]] = []
+    for node in _executed(tree):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.level, node.module or "", alias.name) for alias in node.names]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(found)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those below `if TYPE_CHECKING`: imports of types run nothing."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+            yield from _executed(child)
+
+
+def _file_of(name: str) -> Path | None:
+    """The Python file of a module, found without importing its packages; None: there is none, or it is no module."""
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    if loaded is None:
+        loaded = _search(name)
+    return Path(loaded) if loaded is not None and loaded.endswith(".py") and Path(loaded).is_file() else None
+
+
+def _search(name: str) -> str | None:
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)  # of a package's name alone: nothing is imported
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not rest:
+        return spec.origin
+    for place in spec.submodule_search_locations or ():
+        inside = Path(place).joinpath(*rest)
+        for file in (inside.with_suffix(".py"), inside / "__init__.py"):
+            if file.is_file():
+                return str(file)
+    return None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

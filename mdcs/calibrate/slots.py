@@ -23,10 +23,11 @@ from mdcs.calibrate.regression import spread
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.checkpoint.numbers import random_state, set_random_state
 from mdcs.measure.memory import TOTAL, UNTAGGED, Meter, Reading, current_meter
+from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
 from mdcs.model.optimizers import Segment, in_flat_order, parameter_groups
-from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.layout import Section
@@ -139,6 +140,7 @@ def _recorded(
         known = [*(p for unit in units for _, p in unit.parameters), *model.buffers()]  # of buffers the copies
         guards = [Guard(unit.parameters, _used_outside) for unit in units]
         recorder = _Recorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
+        held = attributes_over_parameters(model)
         hooks, before = Hooks(units, recorder), _weights(units)
         try:
             for kept in _passes(meter, iterations, warmup):
@@ -162,6 +164,9 @@ def _recorded(
                 f"{changed[0]}: is changed by forward (max_norm, clamping, .data), which would be lost where it is sharded: "
                 "change weights between steps, in full_parameters(writeback=True)"
             )
+        alias = still_held(model, held)  # what forward makes anew in every step is gone
+        if alias is not None:
+            raise alias_refused(alias)
     return recorder
 
 

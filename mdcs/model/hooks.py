@@ -53,7 +53,7 @@ class Hooks:
         for u, unit in enumerate(units):
             for module in unit.modules:
                 # Ahead of hooks that others have put there: those may read parameters, as weight_norm's does.
-                before, after = self._before(u, unit.trainable), self._after(u, unit.trainable)
+                before, after = self._before(u, unit), self._after(u, unit.trainable)
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
                 self._handles.append(module.register_forward_hook(ModuleHook(after)))
             if unit.trainable:
@@ -76,9 +76,10 @@ class Hooks:
         # A forward inside backward is activation checkpointing: its slot is the backward slot it runs in.
         return self.in_backward or trainable and not torch.is_grad_enabled()
 
-    def _before(self, unit: int, trainable: bool) -> Any:
+    def _before(self, unit: int, of: ModelUnit) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if not self._skip(trainable):
+            if not self._skip(of.trainable):
+                _refuse_transforms(of)
                 self._end_queued = False  # a backward that raised has not said that it ended
                 self._listener.forward_begin(unit)
             elif self.in_backward:
@@ -124,6 +125,18 @@ class Hooks:
     def _end_backward(self) -> None:
         self._end_queued = False
         self._listener.backward_end()
+
+
+def _refuse_transforms(unit: ModelUnit) -> None:
+    """Raise UnsupportedModel inside of torch.func: its gradients pass the hooks by, and it lets no message be received."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    names = [str(level.key()).rpartition(".")[2].lower() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    if unit.trainable or set(names) - {"vmap", "functionalize"}:
+        raise UnsupportedModel(
+            f"{unit.name}: its forward runs inside of torch.func ({', '.join(names)}), where its gradients and messages "
+            "cannot be followed: transform a plain copy of the model, made in parallel.full_parameters()"
+        )
 
 
 class ModuleHook:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mdcs.model.aliases import Alias, buffer_over_parameter, folded_parameter, shared_parameters
+
 
 class UnsupportedModel(ValueError):
     """A model that mdcs refuses: the message names the parameter or module."""
@@ -135,10 +137,12 @@ class ByLeaf:
 
 
 def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
-    """Units in the order in which the model registers their first module; every parameter is in one of them.
+    """Units in the order in which the model registers their first module; every parameter with elements is in one of them.
 
+    A parameter without elements stays as it is, in no unit: there is nothing of it to train or to send.
     Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, with sparse gradients), for a
-    unit on several devices, for several types of one width, and for a model without a trainable parameter.
+    unit on several devices, for several types of one width, for parameters and buffers that share memory, and for a model
+    without a trainable parameter.
     """
     roots = policy.roots(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -149,10 +153,15 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
                 path = f"{module_name}.{local}" if module_name else local
                 owners.setdefault(p, []).append((_caller_of(module_name, modules), path))
 
+    for p in list(owners):
+        if not nn.parameter.is_lazy(p) and not p.numel():
+            del owners[p]
     _one_type_per_width((places[0][1], p) for p, places in owners.items())
-    groups: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
     for p, places in owners.items():
         _refuse(places[0][1], p)
+    refuse_shared_memory(model)
+    groups: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
+    for p, places in owners.items():
         distinct = {id(modules[m]): m for m, _ in reversed(places)}  # one module under two names is no tie
         if len(distinct) > 1:
             key = tuple(sorted(distinct.values(), key=list(modules).index))
@@ -167,8 +176,6 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
             chosen = tuple((n, p) for n, p in members if p.requires_grad is trainable)
             if chosen:
                 _same_device(name, (p for _, p in chosen))
-                if not any(p.numel() for _, p in chosen):
-                    raise UnsupportedModel(f"{chosen[0][0]}: has no elements, and its unit no others: wrap the module around it")
                 suffix = "" if trainable or len(chosen) == len(members) else "[frozen]"
                 units.append(ModelUnit(name + suffix, tuple(modules[m] for m in key), chosen, trainable))
     for name, module in modules.items():
@@ -207,6 +214,38 @@ def _refuse(name: str, p: nn.Parameter) -> None:
         raise UnsupportedModel(f"{name}: {p.dtype} parameters are not supported")
     if p.layout is not torch.strided:
         raise UnsupportedModel(f"{name}: {p.layout} parameters are not supported")
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise UnsupportedModel for two parameters, or a buffer and a parameter, that share memory: a run moves each on its own."""
+    folded = folded_parameter(model)
+    if folded is not None:
+        raise UnsupportedModel(
+            f"{folded}: several of its elements are the same memory (expand()), which no optimizer can update: "
+            f"model.{folded} = nn.Parameter(model.{folded}.detach().clone(memory_format=torch.contiguous_format))"
+        )
+    pair = shared_parameters(model)
+    if pair is not None:
+        name, other, is_whole = pair
+        remedy = (
+            f"make them one before the optimizer is made: model.{name} = model.{other}" if is_whole else
+            "make one parameter of both, and slice it in forward, or give each its own memory (clone())"
+        )  # fmt: skip
+        raise UnsupportedModel(
+            f"{name}: is another parameter than {other} and shares {'its' if is_whole else 'a part of its'} memory, so they "
+            f"would be trained as two: {remedy}"
+        )
+    buffer = buffer_over_parameter(model)
+    if buffer is not None:
+        raise alias_refused(buffer, "buffer ")
+
+
+def alias_refused(alias: Alias, what: str = "") -> UnsupportedModel:
+    """The error for a tensor over a parameter's memory: the parameter gets other memory, and the tensor would not follow."""
+    return UnsupportedModel(
+        f"{what}{alias.path}: shares memory with the parameter {alias.parameter}, which has other memory while a plan runs: "
+        "use the parameter itself in forward, or keep a copy (clone())"
+    )
 
 
 def _same_device(unit: str, parameters: Iterable[nn.Parameter]) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from mdcs.measure.memory import current_meter
 from mdcs.measure.timeline import Interval
+from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.hooks import Hooks, ModuleHook
 from mdcs.model.optimizers import parameter_groups
-from mdcs.model.units import ModelUnit
+from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.ledger import Ledger, check
 from mdcs.plan.messages import Plan
 from mdcs.profile.algorithms import Collectives
@@ -163,6 +164,7 @@ class Parallel:
         self._group = group = self._groups.messages
         self._meter, self._executor = current_meter(device), executor_for(device)
         ledger = Ledger(plan, self.rank)
+        self._aliases = attributes_over_parameters(model)
         self._ended: str | None = None  # why there are no whole parameters any more
         self._started = False
         own = weakref.ref(self)  # that a closed model does not keep this
@@ -262,6 +264,9 @@ class Parallel:
         if not self._walker.at_turn or not self._walker.due:
             raise self._place.error(f"step() needs {self.plan.micro_steps} forward and backward passes before it")
         problem = misuse.unseen_change(self.optimizer, self._updates, self._storages, self._buffers, self.plan.world)
+        alias = still_held(self.model, self._aliases) if problem is None and self._walker.step == 1 else None
+        if alias is not None:
+            problem = str(alias_refused(alias))
         if problem is not None:
             raise self._place.error(problem)
         self._recorder.step(self._walker.step, self._executor.stamp())

@@ -220,7 +220,8 @@ class Checkpoints:
         return names, buffers
 
     def _group_names(self) -> list[list[str]]:
-        named = {p: name for storage in self._storages for name, p in zip(storage.names, storage.parameters, strict=True)}
+        named = {p: name for name, p in self._model.named_parameters()}  # those without elements, which are in no unit, too
+        named |= {p: name for storage in self._storages for name, p in zip(storage.names, storage.parameters, strict=True)}
         return [[named[p] for p in group["params"]] for group in self._optimizer.param_groups]
 
     def _run(self, step: int) -> dict[str, Any]:

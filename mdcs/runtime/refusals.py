@@ -11,7 +11,7 @@ from torch import nn
 
 from mdcs.model.guard import Closed
 from mdcs.model.optimizers import in_flat_order, optimizer_bytes
-from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.model.units import ModelUnit, UnsupportedModel, refuse_shared_memory
 from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.runtime.emulation import Emulation
@@ -63,12 +63,14 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
     held = {p for unit in units for _, p in unit.parameters}
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in enumerate(trained):
-        if p.requires_grad and p not in held:
+        if p.requires_grad and p not in held and p.numel():  # without elements there is nothing to train
             name = names.get(p) or f"parameter {number} of the optimizer, of shape {tuple(p.shape)}"
             raise UnsupportedModel(
                 f"{name}: is in the optimizer and in no unit, so it would never be trained: partition the model that holds it"
             )
     for name, p in model.named_parameters():
+        if p not in held and not p.numel():
+            continue
         if p not in held:
             raise UnsupportedModel(f"{name}: is in no unit: partition the model as it is now")
         if issubclass(type(p), Closed):
@@ -77,6 +79,7 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
             raise UnsupportedModel(
                 f"{name}: has a hook for its accumulated gradient, which the runtime takes: remove it, or parallelize() once"
             )
+    refuse_shared_memory(model)  # once more: it may have been tied since
 
 
 def keeps_order(model: nn.Module, backend: str) -> None:

@@ -69,6 +69,9 @@ class Initialisation:
                 if buffer is not None and buffer.is_meta:
                     module._buffers[local] = real = torch.empty_like(buffer, device=self._device)
                     real.reshape(-1).view(torch.uint8).fill_(_LEFT)
+            for p in module._parameters.values():
+                if p is not None and p.is_meta and not p.numel():  # no unit has it
+                    leave_meta(p, torch.empty_like(p, device=self._device))
             if self._init is None:
                 module.reset_parameters()  # type: ignore[operator]
             else:

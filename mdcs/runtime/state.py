@@ -144,7 +144,8 @@ def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Ten
             u, i = owners[v]
             by_unit.setdefault(u, []).append((i, name))
         else:
-            v.copy_(full[name])
+            with torch.no_grad():  # a parameter without elements is in no unit
+                v.copy_(full[name])
     for u, members in by_unit.items():
         storage = storages[u]
         was_full = storage.is_full

@@ -183,6 +183,102 @@ def test_parameters_in_lists_belong_to_the_module_that_has_the_list() -> None:
     assert sizes(partition(Listed(nn.Parameter(torch.ones(3))), ByClass(("Sequential",)))) == {"model": 3, "block": 8}
 
 
+class Marked(nn.Module):
+    """Has parameters without elements, one of a type that nothing else has, as some models have to tell their device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.dummy, self.count = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+
+
+def test_parameters_without_elements_are_in_no_unit() -> None:
+    units = partition(nn.Sequential(Marked(), nn.Linear(2, 0, bias=False)), ByClass(("Marked",)))
+    assert named(units) == {"0": "0.linear.weight 0.linear.bias"}
+
+
+# ---- memory under two names
+
+
+def halves() -> tuple[nn.Module, nn.Module, Tensor]:
+    return nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False), torch.arange(24.0)
+
+
+def of_one_tensor() -> nn.Module:
+    """Two parameters that lie in one tensor, one after the other, as an LSTM's do on CUDA."""
+    a, b, flat = halves()
+    a.weight, b.weight = nn.Parameter(flat[:12].view(3, 4)), nn.Parameter(flat[12:].view(3, 4))
+    return nn.Sequential(a, b)
+
+
+def side_by_side() -> nn.Module:
+    """Two parameters that are the left and the right half of one matrix."""
+    a, b, flat = halves()
+    a.weight, b.weight = (nn.Parameter(half) for half in flat.view(3, 8).chunk(2, dim=1))
+    return nn.Sequential(a, b)
+
+
+def tied_to(change: Any) -> Any:
+    def make() -> nn.Module:
+        model = Language(tie=False)
+        change(model)
+        return model
+
+    return make
+
+
+def lapping() -> nn.Module:
+    a, b, flat = halves()
+    a.weight, b.weight = nn.Parameter(flat[:12].view(3, 4)), nn.Parameter(flat[11:23].view(3, 4))
+    return nn.Sequential(a, b)
+
+
+def test_parameters_that_only_lie_in_one_tensor_are_two() -> None:
+    for make in (of_one_tensor, side_by_side):
+        assert sizes(partition(make(), ByLeaf())) == {"0": 12, "1": 12}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            tied_to(lambda m: setattr(m.head, "weight", nn.Parameter(m.embedding.weight))),
+            r"head.weight: is another parameter than embedding.weight and shares its memory, .* "
+            r"model.head.weight = model.embedding.weight",
+        ),
+        (
+            tied_to(lambda m: setattr(m.head.weight, "data", m.embedding.weight.data)),
+            r"head.weight: is another parameter .*: model.head.weight = model.embedding.weight",
+        ),
+        (lapping, "1.weight: is another parameter than 0.weight and shares a part of its memory, .* slice it in forward"),
+        (
+            tied_to(lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(1, 4).expand(10, 4)))),
+            "head.weight: several of its elements are the same memory",
+        ),
+        (
+            tied_to(lambda m: m.head.register_buffer("table", m.embedding.weight.detach()[2:])),
+            "buffer head.table: shares memory with the parameter embedding.weight",
+        ),
+    ],
+)
+def test_memory_under_two_names_is_refused_by_name(make: Any, message: str, device: str) -> None:
+    with torch.device(device):
+        model = make()
+    with pytest.raises(UnsupportedModel, match=message):
+        partition(model, ByLeaf())
+
+
+def test_the_line_that_the_refusal_says_works() -> None:
+    model = Language(tie=False)
+    model.head.weight = nn.Parameter(model.embedding.weight)
+    with pytest.raises(UnsupportedModel) as refused:
+        partition(model, ByLeaf())
+    exec(str(refused.value).rpartition(": ")[2], {"model": model})
+    assert model.head.weight is model.embedding.weight
+    assert sizes(partition(model, ByLeaf()))["embedding+head"] == 40
+
+
 # ---- refused
 
 
@@ -232,7 +328,7 @@ class Wrapped(nn.Module):
         (Lookup, "words.weight: sparse gradients are not supported"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight: is not initialised yet"),
         (lambda: Wrapped(), r"table: parameters that are tensors around tensors \(.*\) are not supported"),
-        (lambda: Listed(torch.zeros(0)), "lists.0.0: has no elements, and its unit no others"),
+        (lambda: nn.Linear(0, 2, bias=False), "the model has no trainable parameter"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "the model has no trainable parameter"),
         (lambda: nn.ReLU(), "the model has no trainable parameter"),
     ],

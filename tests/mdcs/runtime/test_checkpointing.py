@@ -79,6 +79,46 @@ def test_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(two: Ranks, tmp_pat
     assert two.run(go_on, str(tmp_path), strategy, optimizer, wait) == [[True, 2, 4, [], []]] * 2
 
 
+def go_on_without_elements(root: str, strategy: str) -> list[Any]:
+    """Saved, resumed, loaded and closed, a model with parameters without elements is that of a plain loop."""
+    job = Job("empty", steps=4)
+    with parallel_for(job, how(strategy)) as (made, parallel, _):
+        steps(made, parallel, job.scheduler(parallel.optimizer), range(2))
+        parallel.checkpoint(root)
+        state, optimizer_state = parallel.state_dict(), parallel.optimizer_state_dict()
+    plain = optimizer_for(job.optimizer, made.model)
+    plain.load_state_dict(optimizer_state)
+    made.loss(made.model, made.batch(2, 0, 0)).backward()
+    plain.step()  # as a plain loop would
+    with parallel_for(job, how(strategy), other_start(job)) as (made, parallel, optimizer):
+        parallel.load_state_dict(state)
+        parallel.load_optimizer_state_dict(plain.state_dict())
+        resumed = mdcs.resume(parallel, root)
+        assert resumed is not None
+        schedule = job.scheduler(optimizer)
+        for _ in range(resumed.step):
+            schedule.step()
+        steps(made, parallel, schedule, range(2, 4))
+        found = parallel.state_dict()
+    read = mdcs.read_checkpoint(root)
+    optimizer_for(job.optimizer, made.model).load_state_dict(read["optimizer"])
+    made.model.load_state_dict(read["model"])
+    losses = [{name: tuple(value.shape) for name, value in where.items() if "norm." in name} for where in (found, read["model"])]
+    return [differing(found, wanted_without_elements(job)), losses[0] == losses[1], losses[0]["norm.nothing"]]
+
+
+def wanted_without_elements(job: Job) -> dict[str, torch.Tensor]:
+    """DDP's run of the model that has them not: it refuses one that no forward uses."""
+    return reference(dataclasses.replace(job, model="tied")).state | {
+        name: value for name, value in setup(job.model).model.state_dict().items() if not value.numel()
+    }
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_parameters_without_elements_are_saved_and_left_alone(two: Ranks, tmp_path, strategy):
+    assert two.run(go_on_without_elements, str(tmp_path), strategy) == [[[], True, (0, 6)]] * 2
+
+
 # ---- other ranks, other plans
 
 SAMPLES = 12

@@ -351,6 +351,8 @@ def untrained(what: str) -> str:
         optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
     elif what == "added later":
         model.extra = nn.Linear(2, 2)
+    elif what == "tied since":
+        model.head.bias.data = model.body.bias.data[2:]
     elif what == "a sparse buffer":
         model.register_buffer("index", torch.eye(3).to_sparse())
     elif what == "a hook on step":
@@ -368,6 +370,7 @@ def untrained(what: str) -> str:
         ("a head of its own", "parameter 4 of the optimizer, of shape (2, 2): is in the optimizer and in no unit"),
         ("not in the optimizer", "head.weight: is trainable but not in the optimizer"),
         ("added later", "extra.weight: is in no unit: partition the model as it is now"),
+        ("tied since", "head.bias: is another parameter than body.bias and shares a part of its memory"),
         ("a sparse buffer", "index: torch.sparse_coo buffers are not supported"),
         ("a hook on step", "SGD has hooks on step()"),
         ("a hook for gradients", "body.weight: has a hook for its accumulated gradient"),
@@ -379,6 +382,25 @@ def test_what_would_not_be_trained_is_named_before_step_1(two: Ranks, what, mess
         assert message in said_
     if what == "twice":
         two.stop()
+
+
+def keep_a_view(strategy: str, anew: bool) -> str:
+    """Of a weight, since it was profiled; or in every forward ``anew``, which is another's affair."""
+    job = Job("tied", steps=1)
+    with parallel_for(job, how(strategy)) as (made, parallel, _):
+        one_step(made, parallel)
+    made.model.kept = [made.model.norm.weight.detach()]
+    if anew:
+        made.model.register_forward_pre_hook(lambda model, args: setattr(model, "kept", None))
+    with parallel_for(job, how(strategy), made) as (_, parallel, _):
+        return said(lambda: one_step(made, parallel))
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_a_view_of_a_weight_that_the_model_keeps_is_named_in_step_1(two: Ranks, strategy):
+    for rank, message in enumerate(two.run(keep_a_view, strategy, False)):
+        assert message.startswith(f"RunError: rank {rank}, step 1: kept: shares memory with the parameter norm.weight")
+    assert two.run(keep_a_view, strategy, True) == ["", ""]
 
 
 def test_sparse_embedding_bags_are_refused():

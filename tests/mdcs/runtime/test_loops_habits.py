@@ -293,6 +293,10 @@ def take_gradients(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None
     torch.autograd.grad(loss, [p for p in made.model.parameters() if p.requires_grad])
 
 
+def take_gradients_of_functions(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
+    torch.func.grad(lambda scale: scale * made.loss(made.model, made.batch(1, 0, 0)))(torch.ones(()))
+
+
 def set_gradients(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
     made.loss(made.model, made.batch(1, 0, 0)).backward()
     for p in made.model.parameters():
@@ -402,6 +406,7 @@ REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
     two_forwards: ("forward of embedding+head ran where the plan has B", "another number of micro-steps"),
     keep_the_graph: ("norm.weight: backward(create_graph=True) is not supported",),
     take_gradients: ("cannot be used here (grad)|got no gradient in this step",),
+    take_gradients_of_functions: ("its forward runs inside of torch.func (grad)", "in parallel.full_parameters()"),
     set_gradients: (TAKEN,),
     zero_by_hand: (TAKEN,),
     zero_gradients: (TAKEN, "zero gradients only after it"),

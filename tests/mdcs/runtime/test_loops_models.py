@@ -28,7 +28,7 @@ from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 
 WIDTH, STEPS = 6, 3
-BLOCKS = mdcs.ByClass(("Block", "Aside", "Remembers", "Named", "Lora", "Nested", "Changes", "Sequential"))
+BLOCKS = mdcs.ByClass(("Block", "Aside", "Remembers", "Named", "Lora", "Nested", "Changes", "Marked", "Sequential"))
 LEAVES = mdcs.ByLeaf()
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -372,6 +372,26 @@ class Nested(nn.Module):
         return out
 
 
+class Marked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.nothing = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.nothing.sum()
+
+
+class WithEmpty(Stack):
+    """Parameters without elements: beside others, in a module of their own, and one that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__(Marked)
+        self.lone = nn.Linear(0, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.lone(x[:, :0]))
+
+
 def normed(norm: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = Stack()
@@ -394,6 +414,9 @@ MODELS = {
     "weight_norm, leaves": Case(normed(parametrizations.weight_norm), policy=LEAVES),
     "weight_norm of old": Case(normed(nn.utils.weight_norm), policy=LEAVES),
     "spectral_norm": Case(normed(parametrizations.spectral_norm)),
+    "spectral_norm of old": Case(normed(nn.utils.spectral_norm), policy=LEAVES),
+    "parameters without elements": Case(WithEmpty),
+    "parameters without elements, leaves": Case(WithEmpty, policy=LEAVES),
     "adapters": Case(lambda: Stack(Lora)),
     "a frozen backbone": Case(Backbone),
     "a frozen backbone in inference_mode": Case(lambda: Backbone(torch.inference_mode), policy=LEAVES),
@@ -493,10 +516,15 @@ class WithUnused(Stack):
         self.extra = nn.Linear(2, 2).requires_grad_(not frozen)
 
 
-class WithEmpty(Stack):
+class Keeps(Block):
+    """Keeps a view of its weight, which a loop of its own would see change."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.nothing = nn.Parameter(torch.zeros(0))
+        self.kept = {"first": self.one.weight.detach()[0]}
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + self.kept["first"])
 
 
 def penalty(model: nn.Module, x: Tensor) -> Tensor:
@@ -516,7 +544,28 @@ def detached(model: nn.Module, x: Tensor) -> Tensor:
     return out.mean()
 
 
+def of_function(transform: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Loss:
+    return lambda model, x: square(model, x) + transform(lambda x: model(x).sum(), x).square().mean()
+
+
+def mapped(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(model)(x).square().mean()
+
+
+TRANSFORMS = {
+    "grad": of_function(lambda function, x: torch.func.grad(function)(x)),
+    "jacrev": of_function(lambda function, x: torch.func.jacrev(function)(x)),
+    "vjp": of_function(lambda function, x: torch.func.vjp(function, x)[0]),
+    "jvp": of_function(lambda function, x: torch.func.jvp(function, (x,), (x,))[1]),
+    "vmap": mapped,
+    "vmap of grad": of_function(lambda function, x: torch.func.vmap(torch.func.grad(function))(x)),
+}
+
 REFUSED = {
+    **{
+        f"torch.func.{name}": (Case(Stack, loss), r"blocks.0: its forward runs inside of torch.func \([a-z, ]+\).* plain copy")
+        for name, loss in TRANSFORMS.items()
+    },
     "an object": (returning(Holder, lambda out: out.hidden), "blocks.0: no gradient reaches its output"),
     "a gradient penalty": (Case(Stack, penalty), "a step runs backward, or torch.autograd.grad, twice"),
     "weights in the loss": (Case(Stack, decay), "blocks.0.one.weight: is used without a call of its module's forward"),
@@ -527,7 +576,10 @@ REFUSED = {
     "data": (Case(lambda: Stack(lambda: Changes("data"))), "blocks.0.one.weight: is changed by forward"),
     "unused": (Case(lambda: WithUnused(False)), "extra.weight: is used without a call of its module's forward, or not at all"),
     "unused and frozen": (Case(lambda: WithUnused(True)), "extra.weight: is used without a call of its module's forward, or not"),
-    "no elements": (Case(WithEmpty), "nothing: has no elements"),
+    "a view that is kept": (
+        Case(lambda: Stack(Keeps), double=False, policy=LEAVES),
+        "blocks.0.kept: shares memory with the parameter blocks.0.one.weight, which has other memory while a plan runs",
+    ),
 }
 
 

@@ -61,6 +61,17 @@ class Tied(nn.Module):
         return logits
 
 
+class Empty(Tied):
+    """The same with parameters without elements, one of which no forward uses."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__(blocks)
+        self.norm.nothing, self.norm.unused = nn.Parameter(torch.zeros(0, 6)), nn.Parameter(torch.zeros(0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.norm.nothing.sum()
+
+
 class Norm(nn.LayerNorm):
     """In the precision of its parameters, whatever that of its input is."""
 
@@ -196,15 +207,15 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def setup(name: str, double: bool = False, half: str = "", **options: Any) -> Setup:
-    """"tied", "mixed" or "wider" (types), "twice", "line-8-16-4" for linear layers of these widths, or one that :func:`tiny`
-    knows.
+    """"tied", "empty", "mixed" or "wider" (types), "twice", "line-8-16-4" for linear layers of these widths, or one that
+    :func:`tiny` knows.
 
     ``double`` is all in float64, ``half`` names another precision of all, or "masters": that which the model has.
     """
     if name.startswith("line-"):
         made = line(*map(int, name.split("-")[1:]))
-    elif name in ("tied", "mixed", "wider"):
-        made = tied(kind={"tied": Tied, "mixed": Mixed, "wider": Wider}[name], **options)
+    elif name in ("tied", "empty", "mixed", "wider"):
+        made = tied(kind={"tied": Tied, "empty": Empty, "mixed": Mixed, "wider": Wider}[name], **options)
     elif name == "twice":
         made = twice(**options)
     else:

@@ -1,0 +1,177 @@
+"""Memory that a model holds under two names, of which a plan could move only one.
+
+A run gives parameters memory of their own. A second parameter, a buffer or an attribute over the same memory would then
+keep the first values, in silence. Overlaps are found by address, not by type.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_MOST_OBJECTS = 100_000  # that are looked at: a module may hold a data set
+_OPAQUE = (
+    str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType, types.FrameType,
+)  # fmt: skip
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+
+
+class Alias(NamedTuple):
+    """A tensor that the model holds at ``path``, and the name of the parameter whose memory it shares.
+
+    The reference is weak, so that nothing here keeps memory that the model lets go.
+    """
+
+    path: str
+    tensor: weakref.ref[Tensor]
+    parameter: str
+
+
+class _Region(NamedTuple):
+    """The bytes [begin, end) from a tensor's first element to its last, in one space of addresses."""
+
+    space: Any
+    begin: int
+    end: int
+    name: str
+    tensor: Tensor
+
+
+def shared_parameters(model: nn.Module) -> tuple[str, str, bool] | None:
+    """Two names of parameters that share memory, the later one first, and whether they share all; None if none do."""
+    active: list[_Region] = []
+    found: list[tuple[str, str, bool]] = []
+    order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    for region in _regions(model.named_parameters()):
+        active = [other for other in active if other.space == region.space and other.end > region.begin]
+        for other in active:
+            if _overlap(region, other):
+                first, later = sorted((region.name, other.name), key=order.__getitem__)
+                found.append((later, first, _same(region, other)))
+        active.append(region)
+    return min(found, key=lambda pair: order[pair[0]], default=None)
+
+
+def folded_parameter(model: nn.Module) -> str | None:
+    """The name of a parameter of which several elements are the same memory, as ``expand`` makes them."""
+    for region in _regions(model.named_parameters()):
+        if region.tensor.numel() * region.tensor.element_size() > region.end - region.begin:
+            return region.name
+    return None
+
+
+def buffer_over_parameter(model: nn.Module) -> Alias | None:
+    """A buffer that shares memory with a parameter."""
+    found = _over(model, ((name, b) for name, b in model.named_buffers() if b.layout is torch.strided))
+    return found[0] if found else None
+
+
+def attributes_over_parameters(model: nn.Module) -> list[Alias]:
+    """Tensors over a parameter's memory that modules hold in attributes, containers, objects and closures."""
+    return _over(model, _held(model))
+
+
+def still_held(model: nn.Module, found: Sequence[Alias]) -> Alias | None:
+    """The first of what was found that the model holds yet: its forward has not put another tensor in its place."""
+    now = {id(tensor) for _, tensor in _held(model)} if found else set()
+    return next((alias for alias in found if alias.tensor() is not None and id(alias.tensor()) in now), None)
+
+
+def _over(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[Alias]:
+    """In the order of ``tensors``."""
+    own = {id(p) for p in model.parameters()}
+    regions = _regions(model.named_parameters())
+    begins = [(str(r.space), r.begin) for r in regions]
+    longest = max((r.end - r.begin for r in regions), default=0)
+    found: dict[int, Alias] = {}
+    others = [(path, t) for path, t in tensors if id(t) not in own]
+    for region in _regions(others):
+        # Only a parameter that begins less than the longest one's bytes before the tensor can reach it.
+        first = bisect.bisect_left(begins, (str(region.space), region.begin - longest))
+        last = bisect.bisect_left(begins, (str(region.space), region.end))
+        over = next((r.name for r in regions[first:last] if r.end > region.begin and _overlap(region, r)), None)
+        if over is not None:
+            found[id(region.tensor)] = Alias(region.name, weakref.ref(region.tensor), over)
+    return [found[id(t)] for _, t in others if id(t) in found]
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules hold outside of their parameters and buffers, with the attribute that leads to them."""
+    modules = dict(model.named_modules())
+    registered = {id(m) for m in modules.values()}
+    seen: set[int] = set()
+    queue: deque[tuple[str, Any]] = deque()
+    for name, module in modules.items():
+        for attribute, value in vars(module).items():
+            if attribute not in _REGISTERED:
+                queue.append((f"{name}.{attribute}" if name else attribute, value))
+    while queue and len(seen) < _MOST_OBJECTS:
+        path, value = queue.popleft()
+        if isinstance(value, _OPAQUE) or id(value) in seen or id(value) in registered:
+            continue
+        if type(value).__module__.partition(".")[0] == "mdcs":  # a run's own, whose buffers parameters are views of
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield path, value
+        else:
+            queue.extend((path, inner) for inner in _inside(value))
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    """What an object refers to; of a function what it closes over, not the globals of its module."""
+    if isinstance(value, types.FunctionType):
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    return gc.get_referents(value)
+
+
+def _regions(named: Iterable[tuple[str, Tensor]]) -> list[_Region]:
+    """In the order of their addresses, those that have memory; what stands for memory on the meta device included."""
+    out = []
+    with torch._C.DisableTorchFunctionSubclass():  # parameters that a run has closed tell where they are, too
+        for name, tensor in named:
+            try:
+                storage = tensor.untyped_storage()
+                if not tensor.numel() or not storage.nbytes():
+                    continue
+                size, span = tensor.element_size(), _span(tensor)
+            except (RuntimeError, NotImplementedError):  # tensors around tensors, without strides or without memory
+                continue
+            if tensor.is_meta:
+                space, begin = ("meta", storage._cdata), tensor.storage_offset() * size
+            else:
+                space, begin = (str(tensor.device), 0), tensor.data_ptr()
+            out.append(_Region(space, int(begin), int(begin + span * size), name, tensor))
+    return sorted(out, key=lambda r: (str(r.space), r.begin, r.end))
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _same(a: _Region, b: _Region) -> bool:
+    """Whether every element of one is that of the other at the same place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alike = [(r.begin, r.tensor.dtype, r.tensor.shape, r.tensor.stride()) for r in (a, b)]
+    return alike[0] == alike[1]
+
+
+def _overlap(a: _Region, b: _Region) -> bool:
+    """Whether regions that meet have an element in common: the halves of a matrix, left and right, have none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if all(_span(r.tensor) == r.tensor.numel() for r in (a, b)) or a.tensor.element_size() != b.tensor.element_size():
+            return True
+        begin, size = min(a.begin, b.begin), a.tensor.element_size()
+        taken = torch.zeros((max(a.end, b.end) - begin) // size, dtype=torch.bool, device="cpu")
+        places = [taken.as_strided(r.tensor.shape, r.tensor.stride(), (r.begin - begin) // size) for r in (a, b)]
+        places[0].fill_(True)
+        return bool(places[1].any())

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Message, Plan
+from mdcs.runtime import norm
 from mdcs.runtime.account import Account, InFlight
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor, between
@@ -92,6 +93,9 @@ class Dispatcher:
         self._progress = threading.Condition(self.lock)  # what the training thread waits for,
         self._awaited: Callable[[], bool] | None = None  # when it waits for this
         self._shards: dict[tuple[int, int], Tensor] = {}  # reduced gradients that wait for the barrier
+        self._needs_norm = clip_norm is not None or loss_scale is not None
+        wide = any(dtype == torch.float64 for s in storages if s.trainable for dtype in s.gradient_dtypes)
+        self._norm_dtype = torch.float64 if wide else torch.float32
         self._transient = [e.transient for e in ledger.messages]
         self._is_large = [plan.wire(m) >= _LARGE_BYTES for m in plan.messages]
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
@@ -450,45 +454,48 @@ class Dispatcher:
         for (u, b), shard in ready.items():
             storage = self.storages[u]
             gradients[u, b] = storage.gradient(b)[storage.region(b)] if shard is None else shard
-        is_finite, scale = self._scale(gradients)
+        with self.updates.meter.tag("update_scratch"):
+            work = norm.workspace(gradients.values(), self.storages[0].device) if self._needs_norm else None
+        scratch = max(effect.scratch, 0 if work is None else work.nbytes)
         with self.lock:
-            self.account.book("update_scratch", effect.scratch)
+            self.account.book("update_scratch", scratch)
+        is_finite, scale = (True, None) if work is None else self._scale(gradients, work)
+        del work
         begin = self.executor.stamp()
         if is_finite:
             self.updates.step(gradients, scale)
         self.recorder.update(i, begin, self.executor.stamp())
         self._shards.clear()
         with self.lock:
-            self.account.book("update_scratch", -effect.scratch)
+            self.account.book("update_scratch", -scratch)
         return [shard for shard in ready.values() if shard is not None]
 
-    def _scale(self, gradients: dict[tuple[int, int], Tensor]) -> tuple[bool, Tensor | None]:
+    def _scale(self, gradients: dict[tuple[int, int], Tensor], work: Tensor) -> tuple[bool, Tensor | None]:
         """Whether all gradients are finite, and the factor that undoes the loss scale and brings their global norm down to
-        ``clip_norm``, as torch's clip_grad_norm_ does. (True, None) where there is nothing to scale.
+        ``clip_norm``, as torch's clip_grad_norm_ does: with the norm in the gradients' precision, but float32 at least.
 
-        A part is counted by the first of the ranks that have it (a whole, dp, gradient by rank 0); squares are summed in float64.
+        A part is counted by the first of the ranks that have it (a whole, dp, gradient by rank 0).
         Only a loss scale needs to be told on the host.
         """
-        if self.clip_norm is None and self.loss_scale is None:
-            return True, None
-        total = torch.zeros((), dtype=torch.float64, device=self.storages[0].device)
-        for (u, _), gradient in gradients.items():
-            if self.storages[u].replica[0] == 0:
-                # In the gradient's own precision, if it has enough: in another one torch would make a whole copy of it.
-                precision = torch.float32 if gradient.element_size() < 4 else None
-                total += torch.linalg.vector_norm(gradient, dtype=precision).double() ** 2
-        if self.control is not None:
-            dist.all_reduce(total, group=self.control)
-        norm, scale = total.sqrt(), torch.ones_like(total)
+        counted = [g for (u, _), g in gradients.items() if self.storages[u].replica[0] == 0]
+        top = norm.largest(counted, work.device)
+        self._reduce(top, dist.ReduceOp.MAX)
+        squares = norm.squares(counted, top, work)
+        self._reduce(squares, dist.ReduceOp.SUM)
+        total, undo = norm.norm(top, squares), 1.0
         if self.loss_scale is not None:
-            is_finite, scale = math.isfinite(float(norm)), scale / self.loss_scale.value
+            is_finite, undo = math.isfinite(float(total)), 1 / self.loss_scale.value
             self.loss_scale.update(is_finite)
             if not is_finite:
                 return False, None
-        self.recorder.norm = norm * scale
-        if self.clip_norm is not None:
-            scale *= (self.clip_norm / (self.recorder.norm + 1e-6)).clamp(max=1.0)
-        return True, scale
+        self.recorder.norm = (total * undo).to(self._norm_dtype)
+        if self.clip_norm is None:
+            return True, torch.full_like(total, undo)
+        return True, (self.clip_norm / (self.recorder.norm + 1e-6)).clamp(max=1.0) * undo
+
+    def _reduce(self, value: Tensor, how: Any) -> None:
+        if self.control is not None:
+            dist.all_reduce(value, how, group=self.control)
 
     def _failure(self, index: int, e: Exception) -> RunError:
         """The step it names is the one in which the message was issued; compute may be in the next by now."""

@@ -1,7 +1,8 @@
 """Any plan trains like DistributedDataParallel, over 20 Adam steps on real ranks.
 
-Two ranks add two numbers in one order only: in float32 everything must then be equal to the last bit. Three ranks,
-and the norm of a clipped gradient, add in another order than DDP: there float64 shows that only rounding differs.
+Two ranks add two numbers in one order only: in float32 everything must then be equal to the last bit. Three ranks add in
+another order than DDP, and torch's norm of a clipped gradient is rounded more often than the runtime's (test_norm.py): there
+float64 shows that only rounding differs.
 """
 
 from __future__ import annotations

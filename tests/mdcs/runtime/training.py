@@ -252,7 +252,8 @@ def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
 @dataclass(frozen=True)
 class Job:
     """What is trained. ``halve_at`` is the step from which the learning rate is halved; ``half`` the precision of compute
-    where masters are float32, of gradients as well unless they are ``wide_gradients``.
+    where masters are float32, of gradients as well unless they are ``wide_gradients``. With ``exact_norm`` DDP clips by a norm
+    that is summed in float64.
     """
 
     model: str
@@ -264,6 +265,7 @@ class Job:
     halve_at: int | None = None
     half: str = ""
     wide_gradients: bool = False
+    exact_norm: bool = False
 
     @property
     def mixed(self) -> dict[str, Any]:
@@ -331,6 +333,16 @@ class Reference:
     state: dict[str, Tensor]
 
 
+def clip(model: nn.Module, limit: float, exact: bool) -> None:
+    """As DDP's loops do, with torch's norm or with one that is rounded once."""
+    if not exact:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.cat([g.flatten().double() for g in gradients]).norm()
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm.to(gradients[0].dtype))
+
+
 @lru_cache(maxsize=64)
 def reference(job: Job) -> Reference:
     made = setup(job.model, job.double)
@@ -348,7 +360,7 @@ def reference(job: Job) -> Reference:
                 loss.backward()
             losses.append(loss.item())
         if job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(made.model.parameters(), job.clip_norm)
+            clip(made.model, job.clip_norm, job.exact_norm)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from mdcs.plan.ledger import needs, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.leanest import leanest
 from mdcs.profile.contents import Profile
 from mdcs.sizes import GIB
 
@@ -63,12 +65,16 @@ class Judge:
 
     @property
     def floor(self) -> int:
-        """Smallest feasible peak in bytes: all fsdp, sequential schedule."""
-        return self.peak([Strategy.fsdp] * len(self.profile.units))
+        """Smallest feasible peak in bytes: that of the :func:`~mdcs.planner.leanest.leanest` mix, sequential schedule."""
+        return self.peak(leanest(self.job))
 
-    def require_floor(self) -> None:
-        """Raise InfeasibleBudget unless at least all fsdp fits."""
-        self.require([Strategy.fsdp] * len(self.profile.units), "even all fsdp")
+    def starts(self) -> list[tuple[Strategy, ...]]:
+        """Mixes to start from: the floor's, and all fsdp where that fits. Raises InfeasibleBudget, with the floor, for less."""
+        mix, all_fsdp = leanest(self.job), (Strategy.fsdp,) * len(self.profile.units)
+        counts = Counter(map(str, mix))
+        said = f"all {mix[0]}" if len(counts) == 1 else f"the leanest mix ({', '.join(f'{n} {k}' for k, n in counts.items())})"
+        self.require(mix, f"even {said}")
+        return [mix] if mix == all_fsdp or not self.fits(all_fsdp) else [mix, all_fsdp]
 
     def fits(self, strategies: Sequence[Strategy]) -> bool:
         """Whether the sequential schedule of a mix is within the budget."""

@@ -17,7 +17,10 @@ from mdcs.simulator.simulate import replay
 
 
 def floor_bytes(job: Job | Profile) -> int:
-    """Smallest feasible peak in bytes: all fsdp, sequential schedule, plus the reserve. A profile is a job of plain steps."""
+    """Smallest feasible peak in bytes: that of the mix that needs least with the sequential schedule, plus the reserve.
+
+    A profile is a job of plain steps. See :func:`mdcs.planner.leanest.leanest`.
+    """
     return Judge(Job.of(job), None).floor
 
 
@@ -86,7 +89,7 @@ def _shared(strategy: StrategyPlanner, judge: Judge, budget: int, share: float) 
         smallest = bisect.bisect_left(range(high), e.smallest, lo=floor, key=for_strategy)
         raise InfeasibleBudget(budget, smallest, e.what) from e
     if budget < floor:
-        raise InfeasibleBudget(budget, floor, "all fsdp with the sequential schedule")
+        judge.starts()
     return choice, judge.peak(choice.strategies) + budget - for_strategy(budget)
 
 

@@ -27,5 +27,5 @@ class Joint(SlotPlanner):
 
     def plan(self, judge: Judge) -> Plan:
         """The whole plan within ``judge.budget``; raises InfeasibleBudget."""
-        judge.require_floor()
+        judge.starts()
         return self.solved(judge, self.name)

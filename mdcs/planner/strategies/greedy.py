@@ -1,4 +1,4 @@
-"""Greedy: from all fsdp, take again and again the change that saves most time per byte, while it fits."""
+"""Greedy: from the floor's mix and from all fsdp, take again and again the change that saves most time per byte that fits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ class Greedy:
     name: ClassVar[str] = "greedy"
 
     def choose(self, judge: Judge) -> Choice:
-        """The mix. A change that costs no bytes is free and taken first; ties go to the strategy named first.
+        """The faster of the mixes from both starts. A change that costs no bytes is free and taken first; ties go to the strategy
+        named first.
 
-        Raises InfeasibleBudget if even all fsdp does not fit.
+        Raises InfeasibleBudget for less than the floor.
         """
+        return Choice(min([self._from(start, judge) for start in judge.starts()], key=judge.seconds))
+
+    def _from(self, start: Sequence[Strategy], judge: Judge) -> tuple[Strategy, ...]:
         profile, units = judge.profile, range(len(judge.profile.units))
-        judge.require_floor()
-        mix = list(judge.mix((Strategy.fsdp,) * len(units)).strategies)  # units that gain nothing from a second gather are sdp
+        mix = list(judge.mix(start).strategies)  # units that gain nothing from a second gather are sdp
         cost = [{k: judge.job.cost.unit_s(u, k, judge.job.micro_steps) for k in choices(profile)} for u in units]
         changes = sorted(
             (
@@ -56,7 +59,7 @@ class Greedy:
                 i += 1
             else:
                 many //= 2
-        return Choice(tuple(mix))
+        return tuple(mix)
 
 
 def _is_too_much(judge: Judge, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy) -> bool:

@@ -13,7 +13,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.named import SCHEDULERS
 from mdcs.runtime.executor import CpuExecutor, Executor, between
 from mdcs.runtime.record import StepRecord
-from tests.mdcs.runtime.training import How, Setup, scheduler_for, strategy_for
+from tests.mdcs.runtime.training import How, Setup, all_fsdp_bytes, scheduler_for, strategy_for
 
 # ---- the executor's contract
 
@@ -250,7 +250,7 @@ def emulated_run(
         collectives=how.collectives,
     )  # fmt: skip
     options = {"micro_steps": micro_steps, "cross_iteration": how.cross_iteration and clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
+    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(mdcs.Job(profile, **options)))
     plan = mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     sent = []
     with mdcs.parallelize(

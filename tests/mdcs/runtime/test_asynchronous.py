@@ -25,7 +25,7 @@ from mdcs.runtime.stream_dispatcher import StreamDispatcher
 from tests.mdcs.runtime.asynchronous import Device
 from tests.mdcs.runtime.devices import emulated_run, equal, loss_of, make, plain_run
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.training import How, optimizer_for, scheduler_for, setup, strategy_for
+from tests.mdcs.runtime.training import How, all_fsdp_bytes, optimizer_for, scheduler_for, setup, strategy_for
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -52,7 +52,7 @@ def plan_for(how: How, world: int = 1) -> mdcs.Plan:
         model, units, lambda: loss_of(model, 0, CPU), optimizer, world=world, link=link, iterations=1, collectives=how.collectives
     )
     job = mdcs.Job(profile, cross_iteration=how.cross_iteration)
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(job))
+    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(job))
     return mdcs.make_plan(job, strategy_for(how), scheduler_for(how), budget=budget)
 
 

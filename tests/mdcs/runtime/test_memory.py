@@ -30,6 +30,7 @@ from tests.mdcs.runtime.training import (
     How,
     Job,
     Setup,
+    all_fsdp_bytes,
     differing,
     optimizer_for,
     parallel_for,
@@ -88,7 +89,7 @@ def measure(job: Job, how: How, shape: dict[str, Any]) -> dict[str, Any]:
     made, optimizer, profile = profiled(job, **shape)
     profile = dataclasses.replace(profile, collectives=how.collectives)
     options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
+    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(mdcs.Job(profile, **options)))
     plan = on_rank_zero(
         lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     )
@@ -239,7 +240,7 @@ def peak_under_budget(job: Job, how: How, share: float | None) -> tuple[int, int
     """(budget, measured peak) from the first iteration on, with evaluations and drains in between."""
     made, optimizer, profile = profiled(job, **SHAPES[job.model])
     assert how.budget is not None
-    budget = int(how.budget * mdcs.floor_bytes(profile))
+    budget = int(how.budget * all_fsdp_bytes(mdcs.Job(profile)))
     plan = on_rank_zero(
         lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how), budget=budget, schedule_share=share)
     )

@@ -27,8 +27,10 @@ from experiments.tasks.model import Model
 from experiments.tasks.resnet import ResNet
 from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
+from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
+from mdcs.planner.judge import Judge
 from mdcs.planner.named import SCHEDULERS, STRATEGIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
@@ -283,7 +285,7 @@ class Job:
 
 @dataclass(frozen=True)
 class How:
-    """How it is planned. ``budget`` counts floors; None is unlimited.
+    """How it is planned. ``budget`` counts what all fsdp needs (:func:`all_fsdp_bytes`); None is unlimited.
 
     ``bytes`` is the size of partitioning's blocks, and half of fusion's buckets: small enough to cut some of the tiny
     models' units and to fuse others.
@@ -396,9 +398,14 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
     return dataclasses.replace(_PROFILES[key], link=link, collectives=how.collectives)
 
 
+def all_fsdp_bytes(job: mdcs.Job) -> int:
+    """The peak of all fsdp with the sequential schedule: the floor, or a little more."""
+    return Judge(job, None).peak([Strategy.fsdp] * len(job.profile.units))
+
+
 def plan_for(job: Job, how: How, profile: Profile) -> mdcs.Plan:
     options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * mdcs.floor_bytes(mdcs.Job(profile, **options)))
+    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(mdcs.Job(profile, **options)))
     return on_rank_zero(
         lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
     )

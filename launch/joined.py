@@ -3,8 +3,9 @@ computes as its rank, and rank 0 hands out jobs, hears of all, and judges how th
 
     torchrun or srun → a process per rank, this module's → `launch.rank`
 
-They share a store, and no files: every rank's last words and exit code are said there, several times a second. So a host that
-is gone is one that says nothing any more, whatever its connections look like. Processes are ended by those that started them.
+They share a store, and need share no files: every rank's last words and exit code are said there, several times a second. So a
+host that is gone is one that says nothing any more, whatever its connections look like. Processes are ended by those that started
+them. A rank's log is written in the job's folder where its host sees that, and else sent there once the rank has ended.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,9 @@ _LAST_WORDS_SECONDS = 2.0
 _LEAVE_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
 """How long a host may be silent between jobs."""
+_SEEN = "launch.json"
+_LOG_BYTES = 256 << 10
+"""The most of a log that is sent, its end: a store keeps it in memory."""
 _END = "end"
 
 
@@ -47,7 +52,10 @@ class Gone(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Handed:
-    """A job as rank 0 hands it out: `payload` is the program's own word for what is to be done."""
+    """A job as rank 0 hands it out: `payload` is the program's own word for what is to be done.
+
+    `folder` is the job's, on rank 0's host; whoever finds `token` in it sees the same folder.
+    """
 
     number: int
     payload: str
@@ -55,6 +63,17 @@ class Handed:
     arguments: tuple[str, ...]
     timeout_s: float
     port: int
+    folder: str = ""
+    token: str = ""
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this host sees the job's folder."""
+        try:
+            said = (Path(self.folder) / _SEEN).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return False
+        return bool(self.token) and json.loads(said).get("id") == self.token
 
 
 class Membership:
@@ -122,13 +141,16 @@ class Membership:
     ) -> Outcome:
         """As `launch.elastic.run`, with this program's ranks: each runs `module` with a folder of its own and `arguments`.
 
-        What the others said, and why they failed, is in `run_dir` too. All have ended when this call ends, but those on a host
-        that is gone.
+        What the others said, why they failed, and their logs are in `run_dir` too. All have ended when this call ends, but
+        those on a host that is gone.
         """
         run_dir = run_dir.resolve()
         elastic.clear(run_dir)
         store, port = rendezvous.serve(self.place.address)
-        job = Handed(self._number, payload, module, tuple(arguments), cluster.timeout_s, port)
+        token = uuid.uuid4().hex
+        job = Handed(self._number, payload, module, tuple(arguments), cluster.timeout_s, port, str(run_dir), token)
+        told = {"schema": 1, "id": token, "ranks": cluster.ranks, "module": module, "arguments": list(arguments)}
+        (run_dir / _SEEN).write_text(json.dumps(told, indent=1), encoding="utf-8")
         self._number += 1
         child = _Child(self, run_dir, job, env)
         agent = _Ranks(self._line, job, run_dir, cluster, child)
@@ -147,17 +169,34 @@ class Membership:
             self._line.say(f"{job.number}/over", json.dumps({"ok": outcome.ok, "reason": outcome.reason}))
             self._line.follow(())
             self._line.flush(_LAST_WORDS_SECONDS)
+            self._take_logs(job, run_dir, agent.elsewhere())
         del store  # lives as long as the ranks that use it
         return outcome
+
+    def _take_logs(self, job: Handed, run_dir: Path, ranks: Sequence[int]) -> None:
+        """Leave in the folder what these ranks' hosts send of their logs; a host that is gone sends none."""
+        waited = {rank: _log_of(job, rank) for rank in ranks}
+        self._line.follow(waited.values())
+        deadline = time.monotonic() + (_LEAVE_SECONDS if waited else 0.0)
+        while any(key not in self._line.heard for key in waited.values()) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        self._line.follow(())
+        for rank, key in waited.items():
+            if (text := self._line.heard.pop(key, None)) is not None:
+                with contextlib.suppress(OSError):
+                    (run_dir / f"rank{rank}.log").write_text(text, encoding="utf-8")
 
     # ---- the others
 
     def take_part(self, job: Handed, folder: Path, env: Mapping[str, str]) -> Outcome:
-        """Run a job's rank to its end in `folder`, and hear from rank 0 how all have ended. Raises Gone."""
-        over = f"{job.number}/over"
+        """Run a job's rank to its end in `folder`, and hear from rank 0 how all have ended. Raises Gone, which names the log."""
+        over, log = f"{job.number}/over", folder / f"rank{self.place.rank}.log"
         self._number = job.number + 1
         elastic.clear(folder)
-        child = _Child(self, folder, job, env)
+        seen = job.is_seen
+        if seen:
+            log.symlink_to(Path(job.folder) / log.name)
+        child = _Child(self, folder, job, env, elsewhere=not seen)
         self._line.follow((over,))
         self._line.say_always(said_by(job, self.place.rank), child.said)
         try:
@@ -165,8 +204,12 @@ class Membership:
                 # Once it has failed, a host that is silent is likely to be why.
                 self._require_answer(job.timeout_s / (2 if child.poll() else 1), status.read(folder, self.place.rank))
                 time.sleep(_POLL_SECONDS)
+        except Gone as error:
+            raise Gone(f"{error}; its log is {log.resolve()}") from error
         finally:
             child.end()
+            if not seen:
+                self._line.say(_log_of(job, self.place.rank), _end_of(log))
             self._line.flush(_LAST_WORDS_SECONDS)
         return Outcome(**json.loads(self._line.heard[over]))
 
@@ -182,11 +225,31 @@ def said_by(job: Handed, rank: int) -> str:
     return f"{job.number}/said/{rank}"
 
 
+def _log_of(job: Handed, rank: int) -> str:
+    """Where in the store a rank's log is once the rank has ended."""
+    return f"{job.number}/log/{rank}"
+
+
+def _end_of(log: Path) -> str:
+    """The log, or the last of it where it is long."""
+    try:
+        with log.open("rb") as file:
+            left_out = max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES)
+            file.seek(left_out)
+            text = file.read(_LOG_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"(the log could not be read: {error})\n"
+    return f"(the first {left_out} bytes are left out)\n{text}" if left_out else text
+
+
 class _Child:
     """The process that computes as this rank; what it says of itself is in its folder."""
 
-    def __init__(self, member: Membership, folder: Path, job: Handed, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, member: Membership, folder: Path, job: Handed, env: Mapping[str, str], *, elsewhere: bool = False
+    ) -> None:
         self._rank, self._host, self._folder, self._ended = member.place.rank, member.host, folder, False
+        self._elsewhere = elsewhere  # its log is, and is to be sent
         through = {f"{library}_SOCKET_IFNAME": member.interface for library in ("GLOO", "NCCL") if member.interface}
         command = [sys.executable, "-u", "-m", "launch.rank", str(folder), job.module, str(folder), *job.arguments]
         self._process = subprocess.Popen(
@@ -221,7 +284,7 @@ class _Child:
         with contextlib.suppress(OSError):
             error = (self._folder / f"rank{self._rank}.error").read_text(encoding="utf-8")
         told = None if said is None else dataclasses.asdict(said)
-        return json.dumps({"host": self._host, "status": told, "code": code, "error": error})
+        return json.dumps({"host": self._host, "status": told, "code": code, "error": error, "elsewhere": self._elsewhere})
 
 
 class _Ranks:
@@ -262,6 +325,10 @@ class _Ranks:
         gone = [rank for rank in sorted(silent) if self._said[rank]["host"] == host and silent[rank] > limit / 2]
         reason = f"host {host} has not answered for {silent[longest]:.0f} s: {', '.join(map(self._where, gone))}"
         return Outcome(False, reason, gone[0], (self._said[gone[0]]["status"] or {}).get("step"))
+
+    def elsewhere(self) -> list[int]:
+        """The ranks whose logs are on other hosts."""
+        return [rank for rank, said in self._said.items() if said.get("elsewhere")]
 
     def _where(self, rank: int) -> str:
         said = self._said[rank]["status"]

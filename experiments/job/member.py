@@ -1,12 +1,14 @@
 """A program whose ranks torchrun or srun has started: rank 0 is the program, the others run what it hands them.
 
-Rank 0 alone composes, and its folder is the job's; the others get the resolved config, and have a folder that does not stay.
+Rank 0 alone composes, and its folder is the job's. The others get the resolved config, and have a folder that does not stay;
+their logs do, in the job's folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -64,10 +66,16 @@ def _follow(member: Membership) -> int:
     if not preemption.expected():
         signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the rank is ended before this process is
     while not isinstance(job := member.receive(), int):
-        with tempfile.TemporaryDirectory(prefix="mdcs-rank-") as made:
-            folder = Path(made)
+        folder, keep = Path(tempfile.mkdtemp(prefix="mdcs-rank-")), False
+        try:
             (folder / "config.yaml").write_text(job.payload, encoding="utf-8")
             member.take_part(job, folder, jobs.environment(checks.load(folder / "config.yaml")))
+        except Gone:
+            keep = True  # nobody takes its log, which the message names
+            raise
+        finally:
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
     return job
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from launch import status
 from launch.elastic import Cluster
-from launch.joined import Handed, Membership, _Ranks, said_by
+from launch.joined import _LOG_BYTES, Handed, Membership, _end_of, _Ranks, said_by
 from launch.place import Place
 from launch.status import Status
 
@@ -64,6 +64,38 @@ def test_jobs_are_handed_out_and_their_end_is_told_to_all(tmp_path, both):
     assert fine.ok and not list(folder.glob("rank1.error"))
     assert [(each.ok, each.reason) for each in outcomes] == [(each.ok, each.reason) for each in (raised, killed, fine)]
     assert (folder / "told0").read_text() == "do fine" and not (folder / "told1").exists()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_logs_of_all_ranks_are_in_the_jobs_folder(tmp_path, both, monkeypatch, seen):
+    """Written there where the other host sees the folder, and else sent once the rank has ended, also of one that has failed."""
+    if not seen:
+        monkeypatch.setattr(Handed, "is_seen", False)
+    lead, other = both
+    with lead:
+        for what in ("raised", "fine"):
+            run(lead, tmp_path / what, what)
+            said = [(tmp_path / what / f"rank{rank}.log").read_text() for rank in (0, 1)]
+            assert [each.splitlines()[0] for each in said] == [f"rank {rank} was told: do {what}" for rank in (0, 1)]
+            assert ("ValueError: no such luck" in said[1]) == (what == "raised")
+        lead.leave(0)
+    other.result(30)
+    assert (tmp_path / "rank1/rank1.log").is_symlink() == seen
+
+
+def test_another_folder_of_the_same_name_is_not_the_jobs(tmp_path):
+    job = Handed(0, "", "", (), 10.0, 0, str(tmp_path), "token")
+    assert not job.is_seen
+    (tmp_path / "launch.json").write_text('{"id": "another"}')
+    assert not job.is_seen
+    (tmp_path / "launch.json").write_text('{"id": "token"}')
+    assert job.is_seen
+
+
+def test_of_a_long_log_the_end_is_sent(tmp_path):
+    log = tmp_path / "rank1.log"
+    log.write_text("first\n" + "x" * _LOG_BYTES + "\nlast")
+    assert _end_of(log).startswith("(the first 11 bytes are left out)\nx") and _end_of(log).endswith("\nlast")
 
 
 class Quiet:

@@ -10,6 +10,7 @@ from launch import status
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 (folder / f"told{os.environ['RANK']}").write_text(os.environ["MDCS_SAYS"])
+print(f"rank {os.environ['RANK']} was told: {os.environ['MDCS_SAYS']}", flush=True)
 status.set(step=3, phase="all-reduce")
 if what != "fine":
     if os.environ["RANK"] == "0":

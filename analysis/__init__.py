@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from analysis.load import Run, load_run, load_sweep, table_of
     from analysis.page import write_page
-    from analysis.questions import best_run, stop_point
+    from analysis.questions import best_run, stop_point, swept
     from analysis.report import write_report
     from analysis.sources import runs
     from analysis.table import print_table, write_csv
@@ -22,7 +22,7 @@ _LAZY = {
     "runs": "analysis.sources",
     "write_page": "analysis.page",
     **dict.fromkeys(("print_table", "write_csv"), "analysis.table"),
-    **dict.fromkeys(("best_run", "stop_point"), "analysis.questions"),
+    **dict.fromkeys(("best_run", "stop_point", "swept"), "analysis.questions"),
 }
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "print_table",
     "runs",
     "stop_point",
+    "swept",
     "table_of",
     "write_csv",
     "write_page",

@@ -6,6 +6,7 @@ was killed leaves what it had: reading never needs the summary.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ COLUMNS: tuple[str, ...] = (
     *("messages_total", *(f"messages_{kind}" for kind in KINDS)),
     *("plan_hash", "folder", "engine", "fits"),
 )
+WORKLOAD = ("model", "world", "emulated", "emulated_ranks", "shaped_gbit")
+"""Columns of what must be equal for step times to be comparable."""
 _TEXT = (
     *("name", "model", "strategy", "scheduler", "congestion_control", "status", "reason", "plan_hash", "folder"),
     "engine",
@@ -95,6 +98,12 @@ class Run:
         return "" if self.summary else f"stopped after {len(self.steps)} steps without a summary"
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """What the run was asked to do, by the full keys of its config: numbers, flags and words, null and lists in words."""
+        told = self.start.get("settings") or {}
+        return {key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value) for key, value in told.items()}
+
+    @property
     def measured_steps(self) -> pd.DataFrame:
         """The steps after the warm-up; all steps if there are no others."""
         if "warmup" not in self.steps:
@@ -111,8 +120,8 @@ class Run:
         return _read_timeline(self.folder / "predicted_timeline.json")
 
     def row(self) -> dict[str, Any]:
-        """This run as a row with `COLUMNS`; what is not known is None."""
-        row: dict[str, Any] = dict.fromkeys(COLUMNS)
+        """This run as a row with `COLUMNS` and its settings; what is not known is None."""
+        row: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(self.settings)
         row |= {key: self.start[key] for key in COLUMNS if key in self.start}
         row |= {"name": row["name"] or self.folder.name, "status": self.status, "reason": self.reason}
         row |= {"folder": str(self.folder), "steps": len(self.steps)}
@@ -205,7 +214,8 @@ def run_folders(folder: str | Path) -> list[Path]:
 
 
 def load_sweep(folder: str | Path) -> pd.DataFrame:
-    """Read all runs at or below `folder`: one row per run, with `COLUMNS`; times in seconds, sizes in bytes.
+    """Read all runs at or below `folder`: one row per run, with `COLUMNS` and the settings in which runs differ; times in
+    seconds, sizes in bytes.
 
     `status` is ok, failed or incomplete, `reason` says why. A run whose metrics cannot be read is a failed row.
     Raises FileNotFoundError if the folder does not exist, ValueError if there is no run in it.
@@ -227,12 +237,28 @@ def load_sweep(folder: str | Path) -> pd.DataFrame:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """A dataframe of rows with `COLUMNS`, all but text and flags as numbers."""
-    frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    """A dataframe of rows with `COLUMNS`, all but text and flags as numbers, and a column for each setting that was swept."""
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *_swept(rows)])
     for column in COLUMNS:
         if column not in _TEXT and column not in _FLAGS:
             frame[column] = pd.to_numeric(frame[column])
     return frame
+
+
+_CHOSEN = {"model": "model", "strategy": "strategy", "scheduler": "scheduler", "engine": "engine", "data": "data.name",
+           "optimizer": "optimizer.name"}  # fmt: skip
+"""What says which option of a group a run has: the group's settings are compared among runs that have the same one."""
+
+
+def _swept(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings in which runs of one workload differ, in the order of the config."""
+    values: dict[str, dict[Any, set[str]]] = {}
+    for row in rows:
+        for key in (key for key in row if "." in key):
+            chosen = _CHOSEN.get(key.partition(".")[0], key)
+            among = (*(str(row.get(each)) for each in WORKLOAD), None if chosen == key else row.get(chosen))
+            values.setdefault(key, {}).setdefault(among, set()).add(repr(row[key]))
+    return [key for key, by in values.items() if any(len(different) > 1 for different in by.values())]
 
 
 def _read_timeline(path: Path) -> Timeline | None:

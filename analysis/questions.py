@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from analysis.load import WORKLOAD
+from analysis.settings import is_seed, short, value
 from mdcs.sizes import GIB, MIB
 
 
@@ -68,24 +70,84 @@ def time_of(frame: pd.DataFrame) -> str:
     return "predicted_step_s" if (frame["status"] == PREDICTED).any() else "step_s"
 
 
-def label(row: pd.Series | dict) -> str:
-    """How the memory of a run was spent, in words: strategy · scheduler."""
+def swept(frame: pd.DataFrame | pd.Series) -> list[str]:
+    """The settings in which runs differ, by their full keys: the columns with a dot (:func:`analysis.load.table_of`)."""
+    return [str(key) for key in (frame.columns if isinstance(frame, pd.DataFrame) else frame.index) if "." in str(key)]
+
+
+def label(row: pd.Series | dict, *, without: str = "") -> str:
+    """How a run was made, in words: strategy · scheduler, and what was swept beside. Budget, share and seeds are not in it,
+    nor the setting `without`.
+    """
     strategy, scheduler = (str(row[key]) if pd.notna(row[key]) else "?" for key in ("strategy", "scheduler"))
     words = [strategy] if strategy == scheduler else [strategy, scheduler]
     if pd.notna(row["cross_iteration"]) and not row["cross_iteration"]:
         words.append("barrier")
-    return " · ".join(words)
+    keys = [str(key) for key in dict(row) if "." in str(key)]
+    told = [key for key in keys if key != without and not is_seed(key) and pd.notna(row[key])]
+    return " · ".join([*words, *(f"{short(key, keys)}={value(row[key])}" for key in told)])
 
 
-def series(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def setting(row: pd.Series | dict) -> str:
+    """The label, with the share that the schedule has, if there is one."""
+    share = row["schedule_share"]
+    return label(row) if pd.isna(share) else f"{label(row)} · share {share:.3g}"
+
+
+def series(frame: pd.DataFrame, *, without: str = "") -> dict[str, pd.DataFrame]:
     """The rows by `label`, in alphabetical order."""
-    labels = frame.apply(label, axis=1) if len(frame) else pd.Series(dtype=str)
+    labels = frame.apply(label, axis=1, without=without) if len(frame) else pd.Series(dtype=str)
     return {str(name): rows for name, rows in frame.groupby(labels)}
 
 
 def median_by(frame: pd.DataFrame, axis: str) -> pd.DataFrame:
-    """One row per value of `axis`, sorted: medians of all numbers, so that repeated runs are one point."""
-    return frame.groupby(axis).median(numeric_only=True).reset_index().sort_values(axis)
+    """One row per value of `axis`, sorted, for runs of one label: medians of all numbers over repetitions. `runs` has their
+    number; of several runs p10 and p90 are the least and the greatest of any.
+    """
+    groups = frame.groupby(axis, dropna=False)
+    points = groups.median(numeric_only=True)
+    points["step_s_p10"], points["step_s_p90"] = groups["step_s_p10"].min(), groups["step_s_p90"].max()
+    return points.assign(runs=groups["step_s"].count()).reset_index().sort_values(axis)
+
+
+def at_points(frame: pd.DataFrame, points: pd.DataFrame, *axes: str) -> pd.DataFrame:
+    """The rows that have the values of these columns that one of the points has; NaN is a value."""
+    return frame.merge(points[list(axes)].drop_duplicates(), on=list(axes))
+
+
+def repeated(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Runs of one workload that differ in nothing but seeds, if there are several: how they were made in words, and the runs."""
+    rows = measured(frame)
+    return [(str(name), runs) for name, runs in rows.groupby(_settings(rows), sort=False) if len(runs) > 1]
+
+
+def middle_runs(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of what was measured more than once, the run of median step time (of two, the slower); every other run as it is."""
+    rows = measured(frame)
+    ranked = rows.sort_values("step_s", kind="stable")
+    alike = [_settings(ranked), *WORKLOAD]
+    chosen = [runs.index[len(runs) // 2] for _, runs in ranked.groupby(alike, sort=False, dropna=False)]
+    return rows[rows.index.isin(chosen)]
+
+
+def _settings(rows: pd.DataFrame) -> pd.Series:
+    """Label, share and budget of each row, in words."""
+    if not len(rows):
+        return pd.Series(dtype=str)
+    return rows.apply(lambda row: f"{setting(row)}, {budget_words(row['budget_bytes'])}", axis=1)
+
+
+def setting_axis(frame: pd.DataFrame) -> str | None:
+    """The swept number that most values were drawn of, if any: what step time can be drawn over."""
+    rows = drawn(frame)
+    counts = {key: len(set(numbers(rows[key]).dropna())) for key in swept(rows) if not is_seed(key)}
+    best = max(counts, key=lambda key: counts[key], default=None)
+    return best if best is not None and counts[best] >= 2 else None
+
+
+def numbers(column: pd.Series) -> pd.Series:
+    """A setting's values as numbers; NaN for those that are none (null, true)."""
+    return pd.to_numeric(column.map(lambda each: None if isinstance(each, bool) else each), errors="coerce")
 
 
 def stop_point(frame: pd.DataFrame, time: str = "step_s") -> pd.Series:
@@ -125,17 +187,18 @@ def has_budget_axis(frame: pd.DataFrame) -> bool:
 
 
 def best_run(frame: pd.DataFrame) -> pd.Series | None:
-    """The row of least measured step time, None if nothing was measured."""
-    rows = measured(frame)
+    """The row of least measured step time, of repetitions by their median; None if nothing was measured."""
+    rows = middle_runs(frame)
     return rows.loc[rows["step_s"].idxmin()] if len(rows) else None
 
 
 def best_within_budgets(frame: pd.DataFrame) -> pd.DataFrame:
     """For each budget of a workload, the smallest first and none last, the row of least measured step time within it.
 
-    A run that was made for a smaller budget may be the fastest; `within_bytes` has the budget that is asked about.
+    A run that was made for a smaller budget may be the fastest; `within_bytes` has the budget that is asked about. Repetitions
+    count by their median.
     """
-    rows = measured(frame)
+    rows = middle_runs(frame)
     budgets = list(rows["budget_bytes"].sort_values().unique())  # none, NaN, is last
     found = [rows[rows["budget_bytes"] <= budget] if pd.notna(budget) else rows for budget in budgets]
     best = rows.loc[[within["step_s"].idxmin() for within in found]]

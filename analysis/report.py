@@ -13,13 +13,15 @@ import pandas as pd
 from analysis import pictures
 from analysis import questions as ask
 from analysis.load import Run, load_run
+from analysis.settings import is_seed
 from analysis.table import write_csv
 from mdcs.measure.timeline import Timeline, chrome_trace
 
 
 def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
     """Write table.csv and, as far as the runs have the data, tradeoff.png (overview), curve-*.png (one per budget),
-    step_time.png, and of the fastest run memory.png, timeline.png and trace.json. Returns the paths.
+    step_time.png (over budgets), step_time-KEY.png (one per number that was swept), and of the fastest run memory.png,
+    timeline.png and trace.json. Returns the paths.
 
     With several workloads (model, ranks, kind of link) in one sweep, the files of all but the largest carry the
     workload's name.
@@ -72,6 +74,9 @@ def _write_sweep_pictures(rows: pd.DataFrame, out: Path, suffix: str) -> Iterato
         name = f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}{suffix}.png"
         yield pictures.save(pictures.tradeoff_curve(curve), out / name)
     yield pictures.save(pictures.step_time_over_budget(rows), out / f"step_time{suffix}.png")
+    for key in ask.swept(rows):
+        if not is_seed(key) and ask.numbers(ask.drawn(rows)[key]).nunique() > 1:
+            yield pictures.save(pictures.step_time_over_setting(rows, key=key), out / f"step_time-{key}{suffix}.png")
 
 
 def _write_run_pictures(run: Run, out: Path, suffix: str, title: str, budget_bytes: float) -> Iterator[Path]:

@@ -13,7 +13,8 @@ WANDB = "wandb:"
 
 
 def runs(source: str | Path) -> pd.DataFrame:
-    """One row per run, with :data:`analysis.load.COLUMNS`; times in seconds, sizes in bytes.
+    """One row per run, with :data:`analysis.load.COLUMNS` and the settings in which runs differ; times in seconds, sizes in
+    bytes.
 
     `source` is one of
 

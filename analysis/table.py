@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pandas as pd
 from rich import box
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis import questions as ask
+from analysis.settings import value
 from mdcs.sizes import MIB
 
 WIDTH = 120
@@ -34,7 +35,7 @@ _HEADINGS = {
     "status": "status",
 }
 _LEFT_OUT_FIRST = ("range", "sent", "exposed", "predicted", "overlap")
-"""On a terminal that is too narrow; table.csv has them all."""
+"""Where there are too few columns, after those that are empty; table.csv has them all."""
 _STATUS_STYLES = {"ok": "green", "failed": "bold red", "incomplete": "yellow"}
 
 
@@ -69,13 +70,19 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
-    table = _table(title, rows, plain=not console.is_terminal)
-    if console.is_terminal:  # where rich would squeeze columns, down to nothing
-        for count in range(1, len(_LEFT_OUT_FIRST) + 1):
-            if console.measure(table, options=console.options.update(width=10 * WIDTH)).maximum <= console.width:
-                break
-            table = _table(title, rows, plain=False, without=_LEFT_OUT_FIRST[:count])
+    plain = not console.is_terminal
+    table = _table(title, rows, plain=plain)
+    empty = [name for name, column in (("share", "schedule_share"), ("budget", "budget_bytes")) if rows[column].isna().all()]
+    left_out = (*empty, *_LEFT_OUT_FIRST)
+    for count in range(1, len(left_out) + 1):  # else rich would squeeze columns, down to nothing
+        if console.measure(table, options=console.options.update(width=10 * WIDTH)).maximum <= console.width:
+            break
+        table = _table(title, rows, plain=plain, without=left_out[:count])
     console.print(table)
+    for name, runs in ask.repeated(rows):
+        steps = sorted(runs["step_s"])
+        words = f"{len(runs)} runs of {name}: median {_ms(runs['step_s'].median())} ms, {_ms(steps[0])} to {_ms(steps[-1])}"
+        console.print(Padding(Text(words), (0, 0, 0, 1)))
     for number, row in enumerate((row for _, row in _sorted(rows).iterrows() if row["status"] != "ok"), start=1):
         reason = f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}"
         console.print(Padding(Text(reason), (0, 0, 0, 1)))
@@ -84,6 +91,9 @@ def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
 
 def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
     order = ["strategy", "scheduler", "budget_bytes", "schedule_share"]
+    for key in reversed(ask.swept(rows)):
+        by = pd.DataFrame({"number": ask.numbers(rows[key]), "word": rows[key].astype(str)})
+        rows = rows.loc[by.sort_values(["number", "word"], kind="stable").index]
     return rows.sort_values(order, na_position="last", kind="stable")
 
 
@@ -99,16 +109,23 @@ def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str
         collapse_padding=True,
         pad_edge=False,
     )
-    headings = {name: heading for name, heading in _HEADINGS.items() if name not in without}
+    swept = {key: key.replace(".", "\n", 1) for key in ask.swept(rows) if rows[key].notna().any()}
+    headings = {name: heading for name, heading in {**_HEADINGS, **swept}.items() if name not in without}
+    order = ("strategy", "scheduler", *swept)
+    headings = {name: headings[name] for name in (*order, *(name for name in headings if name not in order))}
     if "range" in without:
         headings["step"] = "step\nms"
     for name, heading in headings.items():
         if name in ("strategy", "scheduler"):
             table.add_column(heading, min_width=8, overflow="fold")
+        elif name in swept:
+            numeric = ask.numbers(rows[name]).notna().any()
+            table.add_column(heading, justify="right" if numeric else "left", min_width=4, overflow="fold")
         elif name != "range":
             table.add_column(heading, justify="left" if name == "status" else "right", no_wrap=True)
 
     best = ask.best_run(rows) if len(rows) > 1 else None
+    several = {index for _, runs in ask.repeated(rows) for index in runs.index}
     failed = 0
     for index, row in _sorted(rows).iterrows():
         status = str(row["status"])
@@ -117,8 +134,8 @@ def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str
             failed += 1
             words = f"{status} [{failed}]"
         elif best is not None and index == best.name:
-            words = "ok, fastest"
-        cells: dict[str, str | Text] = dict(_cells(row))
+            words = "ok, fastest median" if index in several else "ok, fastest"
+        cells: dict[str, str | Text] = {**_cells(row), **{key: _setting(row[key]) for key in swept}}
         if "range" in headings and cells["range"]:
             cells["step"] = f"{cells['step']} {cells['range']}"
         cells["status"] = Text(words, style=_STATUS_STYLES.get(status, ""))
@@ -144,8 +161,12 @@ def _cells(row: pd.Series) -> dict[str, str]:
     }
 
 
-def _number(value: float, form: str) -> str:
-    return "" if pd.isna(value) else form.format(value)
+def _setting(of: Any) -> str:
+    return "" if pd.isna(of) else value(of)
+
+
+def _number(number: float, form: str) -> str:
+    return "" if pd.isna(number) else form.format(number)
 
 
 def _mib(size: float) -> str:

@@ -47,6 +47,8 @@ from mdcs.sizes import MIB
 
 SCHEMA = 2
 BOUNDS_S = 20.0  # for each of two solves
+_COLUMNS = ("strategy", "scheduler", "budget", "budget.gib", "budget.over_floor")
+"""Keys that every table of plans has a column of."""
 _MANY = 4  # rows of units that are alike: one row says it
 
 
@@ -87,7 +89,8 @@ def main(module: str = jobs.WORKER) -> int:
                     for each, made in zip(planned, plans, strict=True)]  # fmt: skip
             print(json.dumps({"schema": SCHEMA, "plans": rows}, indent=1))
         else:
-            console.print(sweep_table(plans))
+            asked = [each.overrides for each in planned]
+            console.print(sweep_table(plans, [app.varied(each, asked, but=_COLUMNS) for each in asked]))
             console.print(f"{len(plans)} plans in {session.sweep}", markup=False, highlight=False, soft_wrap=True)
 
     return app.run(app.Program(plan, on_sweep_end=show_all))
@@ -103,16 +106,22 @@ def told(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sweep_table(plans: Sequence[Plan]) -> Table:
-    """A row for each plan, as they were asked for."""
+def sweep_table(plans: Sequence[Plan], varied: Sequence[Sequence[str]]) -> Table:
+    """A row for each plan, as they were asked for; `varied`: the settings, KEY=VALUE, that tell each from the others beside the
+    columns that all have.
+    """
     table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("strategy", "scheduler", "budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"):
-        table.add_column(heading, justify="left" if heading.startswith("s") and " " not in heading else "right")
-    for plan in plans:
-        p = plan.prediction
+    swept = list(dict.fromkeys(setting.partition("=")[0] for settings in varied for setting in settings))
+    for heading in ("strategy", "scheduler"):
+        table.add_column(heading)
+    for heading in (*swept, "budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"):
+        table.add_column(heading, justify="right")
+    for plan, settings in zip(plans, varied, strict=True):
+        p, told = plan.prediction, dict(setting.split("=", 1) for setting in settings)
         assert p is not None
         table.add_row(
-            plan.strategy, plan.scheduler, "–" if plan.budget is None else f"{plan.budget / MIB:.1f}", milliseconds(p.step_s),
+            plan.strategy, plan.scheduler, *(told.get(key, "") for key in swept),
+            "–" if plan.budget is None else f"{plan.budget / MIB:.1f}", milliseconds(p.step_s),
             milliseconds(p.exposed_s), f"{p.overlap_ratio:.2f}", f"{p.peak_bytes / MIB:.1f}", str(len(plan.messages)),
         )  # fmt: skip
     return table

@@ -98,7 +98,7 @@ class Entry:
             start = {"world": profile.world, "emulated": profile.link.emulated, "floor_bytes": planner.floor}
         else:
             start = start_event(config, point.plan, planner.floor)
-        start = job_event(config) | start | {"budget_bytes": point.budget, "schedule_share": point.share}
+        start = job_event(jobs.resolve(config)) | start | {"budget_bytes": point.budget, "schedule_share": point.share}
         known = analysis.Run(self.run or Path(), start, pd.DataFrame(), {}, {}).row()
         known |= {"status": "infeasible" if point.plan is None else "predicted", "reason": point.reason}
         if self.run is not None:

@@ -62,7 +62,7 @@ def done(tmp_path_factory):
 @pytest.mark.slow
 def test_one_job_its_plan_and_its_pictures(done):
     folder, (said, *_) = done
-    assert "fsdp dear: step 10/10 loss " in said
+    assert "fsdp dear, gpt2-tiny, 2 ranks: step 10/10 loss " in said
     assert "memory per rank" in said and "floor: smallest feasible" in said
     events = read_events(folder / "outputs/first/metrics.jsonl")
     assert events[-1]["status"] == "ok" and events[-1]["memory"]["measured"] is not None

@@ -14,7 +14,8 @@
 # # Beside other engines
 #
 # `RUNS` names a sweep over `engine=`: a folder, one of offline W&B runs, or `wandb:ENTITY/PROJECT/GROUP`. Runs of one workload
-# (model, ranks, link) and one budget are compared; of several plans of mdcs each is a line. For figures to rely on, in turns and
+# (model, ranks, link) and one budget are compared; every plan and share of mdcs, and every value of a swept setting, is a line.
+# Only runs that differ in nothing but their seed are one line, with its median and spread. For figures to rely on, in turns and
 # with bounds, there is `experiments/compare.py`.
 
 # %%
@@ -34,7 +35,8 @@ EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/engines"
 frame = questions.measured(analysis.runs(os.environ.get("RUNS", EXAMPLE)))
 workload, rows = questions.workloads(frame)[0]
 own = rows["engine"].isna() | (rows["engine"] == "mdcs")
-names = rows.apply(questions.label, axis=1).where(~own, "mdcs " + rows.apply(questions.label, axis=1))
+names = rows.apply(questions.setting, axis=1)
+names = names.where(~own, "mdcs " + names)
 base = names[own].iloc[0] if own.any() else names.iloc[0]
 workload.title
 
@@ -46,12 +48,14 @@ workload.title
 # %%
 budgets, table = [], []
 for budget, of_budget in rows.groupby("budget_bytes", dropna=False):
+    runs = names[of_budget.index].value_counts()
     limit = None if pd.isna(budget) else int(budget)
     compared = lines({name: of.to_dict("records") for name, of in of_budget.groupby(names)}, base, limit, {})
     budgets.append({"budget_bytes": limit, "over_floor": None, "bounds": {}, "lines": [dataclasses.asdict(x) for x in compared]})
     table += [
         {
-            "budget": questions.budget_words(budget), "engine": line.engine, "step ms": line.step_s.median * 1e3,
+            "budget": questions.budget_words(budget), "engine": line.engine, "runs": runs[line.engine],
+            "step ms": line.step_s.median * 1e3, "least ms": line.step_s.low * 1e3, "most ms": line.step_s.high * 1e3,
             "ratio": line.ratio.median if line.ratio else None, "exposed ms": line.exposed_s and line.exposed_s * 1e3,
             "overlap ratio": line.overlap_ratio, "sent MB": line.sent_bytes and line.sent_bytes / 1e6,
             "peak MiB": line.peak_bytes and line.peak_bytes / MIB,
@@ -64,7 +68,7 @@ table.round(2)
 # %%
 pictures.engine_comparison(
     {
-        "model": workload.model, "world": workload.world, "rounds": int(rows.groupby(names).size().max()), "base": base,
+        "model": workload.model, "world": workload.world, "rounds": int(table["runs"].max()), "base": base,
         "shaped_link": None if workload.shaped_gbit is None else f"{workload.shaped_gbit:g} Gbit/s",
         "budgets": budgets, "losses": {"differences": {}, "equal": False},
     }

@@ -13,6 +13,8 @@ import pandas as pd
 from analysis import questions as ask
 from analysis.load import load_run
 from analysis.page import figures
+from analysis.settings import short
+from analysis.settings import value as words
 from mdcs.sizes import MIB
 
 PROGRAM = "python experiments/train.py"
@@ -45,11 +47,11 @@ def contents(frame: pd.DataFrame) -> dict[str, Any]:
     """Everything that the page shows, as plain data; `frame` has the columns of :mod:`analysis.load`."""
     frame = frame.reset_index(drop=True)
     frame = frame.assign(off=frame["predicted_step_s"] / frame["step_s"] - 1, workload=_workloads(frame))
-    best = _best(frame)
+    best, columns = _best(frame), _columns(frame)
     return {
         "counts": frame["status"].value_counts().to_dict(),
-        "columns": [{"name": heading, "unit": unit, "text": not scale} for _, heading, unit, scale in COLUMNS],
-        "runs": [[_cell(row[key], scale) for key, _, _, scale in COLUMNS] for _, row in frame.iterrows()],
+        "columns": [{"name": heading, "unit": unit, "text": not scale} for _, heading, unit, scale in columns],
+        "runs": [[_cell(row[key], scale) for key, _, _, scale in columns] for _, row in frame.iterrows()],
         "names": [str(name) for name in frame["name"]],
         "reasons": ["" if pd.isna(reason) else reason for reason in frame["reason"]],
         "folders": [str(folder) for folder in frame["folder"]],
@@ -58,6 +60,13 @@ def contents(frame: pd.DataFrame) -> dict[str, Any]:
         "figures": [figure for workload, rows in ask.workloads(frame) for figure in figures.of_sweep(workload.title, rows)],
         "periods": list(_periods(frame, best)),
     }
+
+
+def _columns(frame: pd.DataFrame) -> list[tuple[str, str, str, float]]:
+    """`COLUMNS`, with the settings that were swept: as numbers where all of them are."""
+    swept = ask.swept(frame)
+    alike = [(key, short(key, swept), "", float(ask.numbers(frame[key]).notna().eq(frame[key].notna()).all())) for key in swept]
+    return [*COLUMNS[:3], *alike, *COLUMNS[3:]]
 
 
 def _workloads(frame: pd.DataFrame) -> pd.Series:
@@ -70,7 +79,7 @@ def _workloads(frame: pd.DataFrame) -> pd.Series:
 def _cell(value: Any, scale: float) -> Any:
     if pd.isna(value):
         return None
-    return value / scale if scale else str(value)
+    return value / scale if scale else words(value)
 
 
 def _best(frame: pd.DataFrame) -> list[dict[str, Any]]:

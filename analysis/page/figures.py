@@ -9,6 +9,7 @@ import pandas as pd
 
 from analysis import questions as ask
 from analysis.pictures import style
+from analysis.pictures.budget import best_share
 from analysis.pictures.memory_by_slot import CATEGORY_COLOURS
 from mdcs.measure.timeline import LANES, PREDICTED_RANK, Interval, RankTimeline, Timeline, sublanes
 from mdcs.sizes import MIB
@@ -65,10 +66,11 @@ def _over_budgets(rows: pd.DataFrame, looks: dict[str, dict[str, str]]) -> Figur
     right = (limited.max() * 1.04 + (limited.max() - limited.min()) * 0.15) if len(limited) else 1.0  # where no limit stands
     traces: list[dict[str, Any]] = []
     for label, of_label in ask.series(shown).items():
-        best = of_label.loc[of_label.groupby("budget_bytes", dropna=False)[time].idxmin()].sort_values("budget_bytes")
+        best = best_share(of_label, time, "budget_bytes")
         x = best["budget_bytes"].fillna(right) / MIB
         traces += _pair(x, best, "step_s", label, looks[label], "y", legend=True)
-    fastest = shown.loc[shown.groupby("budget_bytes", dropna=False)[time].idxmin()]
+    every = pd.concat([best_share(of_label, time, "budget_bytes") for of_label in ask.series(shown).values()], ignore_index=True)
+    fastest = every.loc[every.groupby("budget_bytes", dropna=False)[time].idxmin()]
     where = fastest["budget_bytes"].fillna(right) / MIB
     traces.append(_stars(list(where), list(fastest[time] * 1e3), "fastest of its budget"))
     axis: dict[str, Any] = {"title": {"text": "budget per rank (MiB), each at its best share"}}

@@ -9,8 +9,10 @@ from analysis.pictures.gantt import gantt
 from analysis.pictures.memory_by_slot import memory_over_period
 from analysis.pictures.overview import overview
 from analysis.pictures.schedule_share import tradeoff_curve
+from analysis.pictures.setting import step_time_over_setting
 from analysis.pictures.style import save
 
 __all__ = [
-    "engine_comparison", "gantt", "memory_over_period", "overview", "save", "step_time_over_budget", "tradeoff_curve",
+    "engine_comparison", "gantt", "memory_over_period", "overview", "save", "step_time_over_budget", "step_time_over_setting",
+    "tradeoff_curve",
 ]  # fmt: skip

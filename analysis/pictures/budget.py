@@ -44,6 +44,7 @@ def budget_handles(rows: pd.DataFrame) -> list[Line2D]:
     return [
         *([style.measured_handle()] if len(ask.measured(rows)) else []),
         style.predicted_handle(),
+        *([style.repetition_handle()] if ask.repeated(rows) else []),
         Line2D([], [], color=style.INK, ls=":", lw=1.2, label="compute alone"),
     ]
 
@@ -68,13 +69,16 @@ def draw_budgets(axes: Axes, rows: pd.DataFrame, looks: dict[str, dict[str, str]
     for index, (label, of_label) in enumerate(by_label.items()):
         # Neighbouring series stand side by side, so that bars at one budget do not hide each other.
         shift = (index - (len(by_label) - 1) / 2) * min(0.012, 0.06 / len(by_label)) * positions.span
-        points = _best_share(of_label, time)
+        points = best_share(of_label, time, "budget_bytes")
         x = [positions.x(budget) + shift for budget in points["budget_bytes"]]
         step, colour = points["step_s"] * 1e3, looks[label]["color"]
         bars = [
             (step - points["step_s_p10"] * 1e3).clip(lower=0),
             (points["step_s_p90"] * 1e3 - step).clip(lower=0),
         ]
+        alike = ask.at_points(of_label, points, "budget_bytes", "schedule_share")
+        at = [positions.x(budget) + shift for budget in alike["budget_bytes"]]
+        style.draw_repetitions(axes, at, alike, points["runs"])
         dashes = "--" if time == "predicted_step_s" else ""
         axes.plot(
             x, points["predicted_step_s"] * 1e3, marker="o", ls=dashes, lw=1.1, c=colour, mfc="white", mew=1.2, ms=6.5, zorder=2
@@ -114,12 +118,12 @@ def draw_budgets(axes: Axes, rows: pd.DataFrame, looks: dict[str, dict[str, str]
     axes.set_ylabel("ms")
 
 
-def _best_share(rows: pd.DataFrame, time: str) -> pd.DataFrame:
-    """One row per budget: the share, or no share, of least step time (medians over repeats)."""
+def best_share(rows: pd.DataFrame, time: str, axis: str) -> pd.DataFrame:
+    """One row per value of `axis`: the share, or no share, of least step time (medians over repetitions)."""
     best = []
-    for budget, at_budget in rows.groupby("budget_bytes", dropna=False):
-        points = at_budget.groupby("schedule_share", dropna=False).median(numeric_only=True)
-        best.append(points.loc[points[time].idxmin()].to_dict() | {"budget_bytes": budget})
+    for value, alike in rows.groupby(axis, dropna=False):
+        points = ask.median_by(alike, "schedule_share")
+        best.append(points.loc[points[time].idxmin()].to_dict() | {axis: value})
     return pd.DataFrame(best)
 
 

@@ -6,16 +6,18 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis import questions as ask
-from analysis.pictures import budget, style
+from analysis.pictures import budget, setting, style
 from analysis.pictures import schedule_share as tradeoff
 
 
 @style.styled
 def overview(frame: pd.DataFrame, model: str | None = None) -> Figure:
     """Left the trade-off curve over schedule_share, right step time over budget; one of them if the sweep varies
-    only one. Raises ValueError if there is nothing to draw."""
+    only one, and step time over another number if it varies that alone. Raises ValueError if there is nothing to draw."""
     workload, rows = budget.choose_workload(frame, model)
     curves = ask.share_curves(rows)
+    if not curves and not ask.has_budget_axis(rows) and ask.setting_axis(rows) is not None:
+        return setting.step_time_over_setting(rows)
     if not curves:
         return budget.step_time_over_budget(rows)
     if not ask.has_budget_axis(rows):

@@ -63,6 +63,7 @@ def curve_handles(curve: pd.DataFrame) -> list[Line2D]:
     handles = [
         *([style.measured_handle()] if len(ask.measured(curve)) else []),
         style.predicted_handle(),
+        *([style.repetition_handle()] if ask.repeated(curve) else []),
         Line2D([], [], color="none", marker="*", **_STAR, label="stop point"),
     ]
     missing = ask.not_measured(curve)
@@ -114,6 +115,7 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, column: str, look: dict[str, str]
     if column == "step_s":
         low, high = points["step_s_p10"] * 1e3, points["step_s_p90"] * 1e3
         axes.vlines(share, low, high, color=colour, lw=4, alpha=0.3, zorder=1)
+        style.draw_repetitions(axes, rows["schedule_share"], rows, points["runs"])
 
 
 def _mark_stop_points(axes: Axes, by_label: dict[str, pd.DataFrame]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -98,6 +100,26 @@ def predicted_handle() -> Line2D:
     return Line2D(
         [], [], color=GREY, ls="--", lw=1.1, marker="o", mfc="white", mew=1.1, ms=6.5, label="predicted"
     )
+
+
+def repetition_handle() -> Line2D:
+    return Line2D([], [], color="none", marker=".", mfc=INK, mec="none", ms=5, alpha=0.5, label="a run of several")
+
+
+def draw_steps(axes: Axes, x: Sequence[float], points: pd.DataFrame, look: dict[str, str]) -> None:
+    """Step time of a series, as `ask.median_by` has it: measured with bars from p10 to p90, predicted hollow."""
+    colour, step = look["color"], points["step_s"] * 1e3
+    axes.plot(x, points["predicted_step_s"] * 1e3, marker="o", ls="--", lw=1.1, c=colour, mfc="white", mew=1.2, ms=6.5, zorder=2)
+    if step.notna().any():
+        bars = [(step - points["step_s_p10"] * 1e3).clip(lower=0), (points["step_s_p90"] * 1e3 - step).clip(lower=0)]
+        axes.plot(x, step, color=colour, lw=1.4, zorder=3)
+        axes.errorbar(x, step, bars, fmt=look["marker"], color=colour, ms=4.5, elinewidth=1.4, capsize=2.5, zorder=4)
+
+
+def draw_repetitions(axes: Axes, x: Sequence[float], rows: pd.DataFrame, runs: pd.Series) -> None:
+    """Each run as a dot, if a point of theirs stands for several (`runs` of each point)."""
+    if runs.max() > 1:
+        axes.plot(x, rows["step_s"] * 1e3, ".", c=INK, mec="none", ms=5, alpha=0.5, zorder=5)
 
 
 def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:

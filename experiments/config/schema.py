@@ -191,7 +191,8 @@ class ProfileConfig:
 
 @dataclass
 class RunConfig:
-    name: str | None = option(None, "name in tables and plots; null: made of strategy and scheduler")
+    name: str | None = option(None, "name in tables and plots; null: made of plan, budget, model and ranks")
+    varied: str | None = option(None, "what tells it from the other jobs of its sweep, in its name; null: what the sweep varies")
     sweep: str | None = option(None, "the sweep it belongs to; null: the sweep's folder, if any")
     steps: int = option(30, "training steps in all", at_least=1)
     warmup_steps: int = option(5, "the first of them, left out of the summary", at_least=0)

@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from analysis.settings import short
 from experiments.config import help
 from experiments.config.checks import from_composed
 from experiments.config.errors import explain
@@ -65,6 +66,8 @@ class Session:
     results: list[JobResult] = field(default_factory=list)
     sweep: Path | None = None
     accepted: list[Config] = field(default_factory=list)
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+    """The overrides of those jobs, and of those that the sweep's folder has run already."""
     claimed: ExitStack = field(default_factory=ExitStack)
     """The sweep's folder, in which no other sweep may number its jobs meanwhile."""
     earlier: Earlier | None = None
@@ -178,6 +181,7 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
         config = _adapted(program, from_composed(composed, settings.runtime.choices), launcher, overrides)
         if session.sweep is not None:
             config.run.sweep = config.run.sweep or sweep_name(session.sweep)
+            config.run.varied = config.run.varied or " ".join(varied(overrides, session.asked, but=_NAMED)) or None
             if config.run.resume is None and not config.sweep.force and checkpoints.any_in(folder):
                 config.run.resume = "auto"
         else:
@@ -260,6 +264,7 @@ def _judge(session: Session, program: Program, compose: Callable[[], DictConfig]
         print(f"same as job {session.accepted.index(config)}{why} (job {' '.join(overrides)})", file=sys.stderr)
         return None
     session.accepted.append(config)
+    session.asked.append(tuple(overrides))
     return _place(session, program, config, record.identity_of(config, launcher), overrides)
 
 
@@ -313,6 +318,26 @@ def _exit_code(session: Session) -> int:
     if bad and all(result.status == "invalid" for result in session.results):
         return 2
     return 1 if bad else 0
+
+
+_NAMED = (
+    "model", "strategy", "scheduler", "engine", "budget", "budget.gib", "budget.over_floor", "budget.schedule_share",
+    "cluster.ranks", "run.name",
+)  # fmt: skip
+"""Keys that a run's name has anyway."""
+
+
+def varied(overrides: Sequence[str], sweep: Sequence[Sequence[str]], *, but: Sequence[str] = ()) -> list[str]:
+    """Those of a job's overrides in which the jobs of its sweep differ, without groups where no two keys end alike; `but`: keys
+    that are left out.
+    """
+    values: dict[str, set[str]] = {}
+    for job in sweep:
+        for key, _, value in (override.lstrip("+").partition("=") for override in job):
+            values.setdefault(key, set()).add(value)
+    keys = [key for key, several in values.items() if len(several) > 1 and key not in but]
+    own = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    return [f"{short(key, keys)}={own[key]}" for key in keys if key in own]
 
 
 def sweep_name(folder: Path) -> str:

@@ -11,7 +11,9 @@ import numpy as np
 
 import mdcs
 from analysis.events import SCHEMA
+from experiments.config.checks import as_mapping
 from experiments.config.schema import Config
+from experiments.config.targets import TARGET
 from experiments.job.planning import budget_bytes
 from launch import network
 from mdcs.plan.times import TIMES
@@ -33,8 +35,30 @@ def job_event(config: Config) -> dict[str, Any]:
         "cross_iteration": config.run.cross_iteration if plans else None,
         "world": cluster.ranks, "emulated": config.link.name == "emulated", "emulated_ranks": cluster.emulated,
         "shaped_gbit": cluster.rate_gbit, "budget_bytes": budget_bytes(config, None),
-        "schedule_share": config.budget.schedule_share,
+        "schedule_share": config.budget.schedule_share, "settings": settings(config),
     }  # fmt: skip
+
+
+_NOT_SETTINGS = (
+    "model.name", "strategy.name", "scheduler.name", "engine.name", "tracker.", "sweep.", "tradeoff.", "run.name", "run.sweep",
+    "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path", "profile.cache",
+    "profile.refresh", "budget.gib", "budget.over_floor", "budget.schedule_share", "cluster.name", "cluster.ranks",
+    "cluster.rank", "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "link.name", "run.cross_iteration",
+)  # fmt: skip
+"""Keys, or groups, that have a column of their own in tables, or of which no measurement depends."""
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Everything else that a job was asked to do, by full key, with the names of the data set and the optimizer. A peer's has
+    nothing of strategy and scheduler.
+    """
+    told: dict[str, Any] = {}
+    for group, values in as_mapping(config).items():
+        if isinstance(values, Mapping) and (config.engine.plans or group not in ("strategy", "scheduler")):
+            made = getattr(config, group)
+            named = {"name": getattr(made, "name", type(made).__name__.lower())} if TARGET in values else {}
+            told |= {f"{group}.{key}": value for key, value in {**named, **values}.items() if key != TARGET}
+    return {key: value for key, value in told.items() if not key.startswith(_NOT_SETTINGS)}
 
 
 def start_event(

@@ -21,7 +21,7 @@ FILE = "status.json"
 SCHEMA = 1
 HANDED_IN, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "handed in", "running", "ok", "failed", "interrupted", "preempted"
 
-_NOT_OF_A_JOB = {"tracker": None, "sweep": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume")}
+_NOT_OF_A_JOB = {"tracker": None, "sweep": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume", "varied")}
 """What may differ between runs of one job: whole groups, and keys of groups."""
 
 _CODE_OF = ("model", "data", "optimizer", "strategy", "scheduler", "engine")

@@ -310,12 +310,21 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def _name(config: Config) -> str:
-    if not config.engine.plans:
-        return config.engine.label
-    share, cluster = config.budget.schedule_share, config.cluster
-    name = " ".join(planner.name for planner in (config.strategy, config.scheduler) if planner is not None)
-    name += "" if share is None else f" s={share:g}"
-    return f"{name} (rank {cluster.rank} of {cluster.ranks}, emulated)" if cluster.emulated else name
+    """How it is planned and what its sweep varies, then budget, model and ranks: `dp fusion bucket_mib=25, mlp, 2 ranks`."""
+    budget, cluster = config.budget, config.cluster
+    plan = config.engine.label
+    if config.engine.plans:
+        plan = " ".join(planner.name for planner in (config.strategy, config.scheduler) if planner is not None)
+        plan += "" if budget.schedule_share is None else f" s={budget.schedule_share:g}"
+    parts = [f"{plan} {config.run.varied}" if config.run.varied else plan]
+    if budget.gib is not None:
+        parts.append(f"{budget.gib:g} GiB")
+    elif budget.over_floor is not None:
+        parts.append(f"floor + {budget.over_floor * 100:g} %")
+    ranks = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"
+    if cluster.emulated:
+        return f"{', '.join([*parts, config.model.label])} (rank {cluster.rank} of {cluster.ranks}, emulated)"
+    return ", ".join([*parts, config.model.label, ranks])
 
 
 def _draw(folder: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import pandas as pd
 
+import analysis
 from analysis.events import METRICS, read_events
 from experiments.config.checks import as_mapping
 from experiments.config.identity import sweep_hash
@@ -35,7 +36,7 @@ _TABLE = (
     "name", "model", "strategy", "scheduler", "engine", "world", "budget_gib", "schedule_share", "status", "step_s",
     "predicted_step_s", "overlap_ratio", "exposed_s", "stalled_s", "peak_bytes", "throughput_samples_s", "plan_hash",
 )  # fmt: skip
-"""Columns of a sweep's table that a tracker is shown."""
+"""Columns of a sweep's table that a tracker is shown, with the settings that were swept."""
 
 
 class JsonLines:
@@ -133,8 +134,9 @@ def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pi
     group = sweep_hash(sweep)
     own = _id(folder, "sweep", f"sweep-{group}", goes_on=not config.sweep.force)
     aside = _beside(config, Shown(folder, own, sweep, group, "sweep", {}))
-    rows = frame[list(_TABLE)].astype(object)
-    aside.call("table", _TABLE, rows.where(rows.notna(), None).values.tolist())
+    columns = (*_TABLE, *analysis.swept(frame))
+    rows = frame[list(columns)].astype(object)
+    aside.call("table", columns, rows.where(rows.notna(), None).values.tolist())
     aside.call("pictures", [file for file in pictures if file.suffix == ".png"])
     aside.finish(True)
 

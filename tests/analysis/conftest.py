@@ -126,6 +126,7 @@ def write_run(
     seed=0,
     times=None,
     cross_iteration=True,
+    settings=None,
 ):
     """Write a run; `ending` is ok, failed, infeasible (failed before the first step), killed (half a last line)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,6 +157,7 @@ def write_run(
         "budget_bytes": None if budget_mib is None else int(budget_mib * MIB),
         "schedule_share": share,
         "cross_iteration": cross_iteration,
+        "settings": settings or {},
     }
     start = {
         "event": "start",

@@ -76,6 +76,16 @@ def test_other_engines(monkeypatch):
     assert table.loc["ddp · own", "peak MiB"] == frame["peak_bytes"]["ddp"] / MIB
 
 
+def test_other_engines_do_not_pool_what_differs(run_writer, monkeypatch):
+    """Six runs of one plan: three shares, each with two seeds."""
+    for share in (0.0, 0.5, 1.0):
+        for seed in (0, 1):
+            run_writer(f"{share}-{seed}", share=share, settings={"run.seed": seed}, times={"step_s": 1 + share + seed / 10})
+    table = run("engines", monkeypatch, run_writer.sweep)["table"]
+    assert list(table["engine"]) == [f"mdcs ilp · memory_aware · share {share}" for share in ("0", "0.5", "1")]
+    assert list(table["runs"]) == [2, 2, 2] and (table["least ms"] < table["most ms"]).all()
+
+
 @pytest.mark.slow
 def test_larger_worlds(monkeypatch):
     made = run("scaling", monkeypatch)

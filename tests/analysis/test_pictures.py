@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from analysis.load import load_sweep
-from analysis.pictures import gantt, memory_over_period, overview, step_time_over_budget, tradeoff_curve
+from analysis.pictures import gantt, memory_over_period, overview, step_time_over_budget, step_time_over_setting, tradeoff_curve
 from analysis.pictures.style import shortened
 from analysis.questions import share_curves
 from mdcs.measure.timeline import SlotMemory, Timeline
@@ -243,3 +243,46 @@ def test_a_curve_is_of_one_strategy_and_scheduler(run_writer):
     run_writer("0", share=0.0, scheduler="dear")
     run_writer("1", share=1.0, scheduler="wfbp")
     assert share_curves(load_sweep(run_writer.sweep)) == []
+
+
+def test_step_time_is_drawn_over_a_number_that_was_swept_with_each_repetition(run_writer):
+    """A point per value, not the median of all; of several runs the bar is from the least p10 to the greatest p90."""
+    for size in (0.1, 0.5, 25.0):
+        for seed in (0, 1, 2):
+            settings = {"scheduler.bucket_mib": size, "run.seed": seed}
+            run_writer(f"{size}-{seed}", scheduler="fusion", budget_mib=None, share=None, settings=settings,
+                       times={"step_s": 1 + size / 10 + seed / 50})  # fmt: skip
+    frame = load_sweep(run_writer.sweep)
+    figure = drawn(overview(frame))
+    [axes] = figure.axes
+    assert (axes.get_xlabel(), axes.get_xscale()) == ("scheduler.bucket_mib", "log")
+    by_size = frame.groupby("scheduler.bucket_mib")
+    solid = next(line for line in lines_of(axes) if line.get_marker() == "None" and len(line.get_xdata()) == 3)
+    assert list(solid.get_xdata()) == [0.1, 0.5, 25.0]
+    assert np.allclose(solid.get_ydata(), by_size["step_s"].median() * 1e3)
+    [dots] = [line for line in axes.get_lines() if line.get_marker() == "." and len(line.get_xdata())]
+    assert sorted(dots.get_ydata()) == sorted(frame["step_s"] * 1e3)
+    [bars] = axes.collections
+    ends = [(segment[:, 1].min(), segment[:, 1].max()) for segment in bars.get_segments()]
+    assert np.allclose(ends, np.stack([by_size["step_s_p10"].min(), by_size["step_s_p90"].max()], axis=1) * 1e3)
+    assert legend_of(figure) == ["ilp · fusion", "measured", "predicted", "a run of several", "compute alone"]
+
+    over_budgets = legend_of(drawn(step_time_over_budget(frame)))
+    assert over_budgets[:3] == [f"ilp · fusion · bucket_mib={size}" for size in ("0.1", "0.5", "25")]
+
+
+def test_values_that_are_no_numbers_stand_before_them_and_budgets_apart(run_writer):
+    for budget_mib in (480, 640):
+        for size in (None, 1.0, 4.0):
+            name = f"{budget_mib}-{size}"
+            run_writer(name, budget_mib=budget_mib, share=0.5, settings={"scheduler.block_mib": size})
+    figure = drawn(step_time_over_setting(load_sweep(run_writer.sweep)))
+    [axes] = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["null", "1", "4"]
+    assert [text.get_text() for text in axes.texts] == ["budget 480 MiB", "budget 640 MiB"]
+    assert figure.get_suptitle() == "gpt-small · 2 ranks · emulated link · several budgets"
+
+
+def test_without_a_swept_number_there_is_no_such_picture(sweep):
+    with pytest.raises(ValueError, match="no swept number"):
+        step_time_over_setting(load_sweep(sweep))

@@ -3,7 +3,20 @@
 import pytest
 
 from analysis.load import load_sweep
-from analysis.questions import best_run, has_budget_axis, label, share_curves, stop_point, workloads
+from analysis.questions import (
+    best_run,
+    best_within_budgets,
+    has_budget_axis,
+    label,
+    repeated,
+    series,
+    setting,
+    setting_axis,
+    share_curves,
+    stop_point,
+    swept,
+    workloads,
+)  # fmt: skip
 
 
 def test_the_stop_point_is_the_share_of_least_measured_step_time(run_writer):
@@ -64,7 +77,7 @@ def test_labels_name_strategy_and_scheduler_once(run_writer):
 
 
 def test_the_best_run_is_the_fastest_that_finished(run_writer):
-    run_writer("0", times={"step_s": 1.4})
+    run_writer("0", times={"step_s": 1.4}, share=0.0)
     run_writer("1", times={"step_s": 1.1})
     run_writer("2", times={"step_s": 0.1}, ending="killed")
     frame = load_sweep(run_writer.sweep)
@@ -81,3 +94,60 @@ def test_runs_behind_links_of_different_rates_are_different_workloads(run_writer
     assert sorted(titles) == [
         "gpt-small · 2 ranks", "gpt-small · 2 ranks · link shaped to 0.5 Gbit/s", "gpt-small · 2 ranks · link shaped to 1 Gbit/s",
     ]  # fmt: skip
+
+
+def buckets(run_writer, *sizes, seeds=(0,)):
+    """Runs of one plan with buckets of these sizes, each with these seeds: the larger, the slower."""
+    for size in sizes:
+        for seed in seeds:
+            told = {"scheduler.bucket_mib": size, "run.seed": seed, "run.steps": 12}
+            options = {"budget_mib": None, "share": None, "times": {"step_s": 1.0 + size / 10 + seed / 100}}
+            run_writer(f"{size}-{seed}", strategy="dp", scheduler="fusion", settings=told, **options)
+    return load_sweep(run_writer.sweep)
+
+
+def test_a_swept_setting_tells_runs_apart_and_what_is_alike_does_not(run_writer):
+    frame = buckets(run_writer, 0.5, 25.0)
+    assert swept(frame) == ["scheduler.bucket_mib"]
+    assert list(series(frame)) == ["dp · fusion · bucket_mib=0.5", "dp · fusion · bucket_mib=25"]
+    assert list(series(frame, without="scheduler.bucket_mib")) == ["dp · fusion"]
+    assert repeated(frame) == [] and setting_axis(frame) == "scheduler.bucket_mib"
+
+
+def test_settings_are_compared_among_runs_that_choose_alike(run_writer):
+    """Each strategy has its own way to be told; a null that was asked for is not the same as no such key."""
+    run_writer("0", strategy="greedy", settings={"strategy.trials": 1})
+    run_writer("1", strategy="joint", settings={"strategy.trials": None, "strategy.seconds": 30})
+    assert swept(load_sweep(run_writer.sweep)) == []
+    run_writer("2", strategy="joint", settings={"strategy.trials": None, "strategy.seconds": None})
+    frame = load_sweep(run_writer.sweep)
+    assert swept(frame) == ["strategy.seconds"]
+    assert [label(row).rpartition(" · ")[2] for _, row in frame.iterrows()] == ["memory_aware", "seconds=30", "seconds=null"]
+
+
+def test_keys_that_end_alike_are_told_in_full(run_writer):
+    for name, (data, model) in enumerate([(1, 1), (1, 2), (2, 1)]):
+        run_writer(f"{name}", settings={"data.size": data, "model.size": model})
+    labels = list(series(load_sweep(run_writer.sweep)))
+    assert labels[0] == "ilp · memory_aware · data.size=1 · model.size=1"
+
+
+def test_seeds_are_repetitions_and_other_settings_are_not(run_writer):
+    frame = buckets(run_writer, 0.5, 25.0, seeds=(0, 1, 2))
+    assert swept(frame) == ["scheduler.bucket_mib", "run.seed"] and setting_axis(frame) == "scheduler.bucket_mib"
+    assert [(name, sorted(runs["run.seed"])) for name, runs in repeated(frame)] == [
+        ("dp · fusion · bucket_mib=0.5, no budget", [0, 1, 2]), ("dp · fusion · bucket_mib=25, no budget", [0, 1, 2]),
+    ]  # fmt: skip
+
+
+def test_a_plan_is_best_by_the_median_of_its_repetitions(run_writer):
+    """Not by its luckiest run."""
+    for number, step_s in enumerate((0.9, 1.3, 1.4)):
+        run_writer(f"a{number}", share=0.5, settings={"run.seed": number}, times={"step_s": step_s})
+    for number, step_s in enumerate((1.1, 1.1, 1.2)):
+        run_writer(f"b{number}", share=0.25, settings={"run.seed": number}, times={"step_s": step_s})
+    frame = load_sweep(run_writer.sweep)
+    best = best_run(frame)
+    assert (best["schedule_share"], setting(best)) == (0.25, "ilp · memory_aware · share 0.25")
+    assert best["step_s"] == frame[frame["schedule_share"] == 0.25]["step_s"].median()
+    assert list(best_within_budgets(frame)["schedule_share"]) == [0.25]

@@ -82,3 +82,36 @@ def test_the_csv_has_every_column(sweep, tmp_path):
     again = pd.read_csv(write_csv(frame, tmp_path / "new" / "table.csv"))
     assert list(again.columns) == list(frame.columns)
     assert again["step_s"].tolist() == pytest.approx(frame["step_s"].tolist(), nan_ok=True)
+
+
+def test_every_swept_setting_is_a_column_and_repetitions_have_their_spread(run_writer, tmp_path):
+    for size in (0.5, 25.0, None):
+        for seed in (0, 1):
+            settings = {"scheduler.bucket_mib": size, "run.seed": seed}
+            step_s = {0.5: 1.0, 25.0: 2.0, None: 3.0}[size] + seed / 5
+            run_writer(f"{size}-{seed}", scheduler="fusion", budget_mib=None, share=None, settings=settings,
+                       times={"step_s": step_s})  # fmt: skip
+    frame = load_sweep(run_writer.sweep)
+    file = io.StringIO()
+    print_table(frame, file)
+    text = file.getvalue()
+    assert [cells[2:4] for line in text.splitlines() if (cells := line.split())[:2] == ["ilp", "fusion"]] == [
+        ["0.5", "0"], ["0.5", "1"], ["25", "0"], ["25", "1"], ["null", "0"], ["null", "1"],
+    ]  # fmt: skip
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+    low, middle, high = (f"{s * 1e3:.0f}" for s in (frame["step_s"][0], frame["step_s"][:2].median(), frame["step_s"][1]))
+    assert f"2 runs of ilp · fusion · bucket_mib=0.5, no budget: median {middle} ms, {low} to {high}" in text
+    assert "ok, fastest median" in text
+    again = pd.read_csv(write_csv(frame, tmp_path / "table.csv"), keep_default_na=False)
+    assert list(again["scheduler.bucket_mib"]) == ["0.5", "0.5", "25.0", "25.0", "null", "null"]
+    assert list(again["run.seed"]) == [0, 1] * 3
+
+
+@pytest.mark.parametrize("groups", [("data", "model"), ("data", "model", "optimizer", "scheduler", "run", "link")])
+def test_a_table_with_many_swept_settings_fits(run_writer, groups):
+    for number in (0, 1):
+        run_writer(f"{number}", settings={f"{group}.a_name_of_{group}": number for group in groups})
+    file = io.StringIO()
+    print_table(load_sweep(run_writer.sweep), file)
+    assert max(len(line) for line in file.getvalue().splitlines()) <= WIDTH
+    assert len(groups) > 2 or "a_name_of_model" in file.getvalue()  # more of them are folded

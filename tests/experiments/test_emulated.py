@@ -123,4 +123,4 @@ def test_emulated_ranks_have_no_collectives_to_compare(tmp_path, monkeypatch, ca
 
 
 def test_a_job_that_is_resolved_has_a_name_that_says_so():
-    assert jobs.resolve(composed("strategy=fsdp")).run.name == "fsdp wfbp (rank 0 of 64, emulated)"
+    assert jobs.resolve(composed("strategy=fsdp")).run.name == "fsdp wfbp, gpt2-tiny (rank 0 of 64, emulated)"

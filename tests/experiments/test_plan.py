@@ -78,6 +78,18 @@ def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):
         assert made.hash == told["plan"] and made.prediction.step_s == told["predicted"]["step_s"]
 
 
+def test_a_sweep_of_plans_has_a_column_for_each_setting_that_it_varies(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [
+        "plan.py", "-m", "strategy=dp", "scheduler=fusion", "scheduler.bucket_mib=0.1,25", "budget.gib=1", "model=mlp",
+        "data=digits", "optimizer=sgd", "optimizer.momentum=0", f"profile.path={Path(__file__).with_name('profile.json')}",
+        f"hydra.sweep.dir={tmp_path}",
+    ])  # fmt: skip
+    assert program.main() == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert any(line[:3] == ["strategy", "scheduler", "bucket_mib"] for line in lines)
+    assert [line[2] for line in lines if line[:2] == ["dp", "fusion"]] == ["0.1", "25"]
+
+
 def test_a_program_of_one_job_takes_no_sweep(tmp_path):
     command = [sys.executable, str(ROOT / "experiments/profile.py"), "-m", "strategy=dp", "hydra.sweep.dir=out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

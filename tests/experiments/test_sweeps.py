@@ -1,5 +1,6 @@
 """Sweeps that are repeated: what has ended well is kept, also when the program was killed. The ranks run a stub."""
 
+import csv
 import json
 import os
 import re
@@ -111,3 +112,21 @@ def test_a_job_that_was_handed_in_and_has_not_ended_is_not_handed_in_again(tmp_p
     _mdcs_handed.note(waiting, "local", "999999999")  # it has ended, and left no word
     done = train(tmp_path, *jobs, ranks=False)
     assert "1: handed in, runs again (job " in done.stdout and states(tmp_path / "sweep") == {"0": "ok", "1": "ok"}
+
+
+def test_what_a_sweep_varies_is_a_column_and_in_the_names_of_its_runs(tmp_path):
+    """The tutorial's sweep over buckets, with seeds."""
+    plan = (*SWEEP, "strategy=dp", "scheduler=fusion", "budget.gib=1", "hydra.sweep.dir=out")
+    done = train(tmp_path, *plan, "scheduler.bucket_mib=0.1,25", "run.seed=1,2", ranks=False)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "out/table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    swept = [(size, seed) for size in ("0.1", "25") for seed in ("1", "2")]
+    assert [(f"{float(row['scheduler.bucket_mib']):g}", row["run.seed"]) for row in rows] == swept
+    assert [row["name"] for row in rows] == [
+        f"dp fusion bucket_mib={size} seed={seed}, 1 GiB, gpt2-tiny, 2 ranks" for size, seed in swept
+    ]
+    assert "2 runs of dp · fusion · bucket_mib=25, budget 1 GiB: median 100.0 ms, 100.0 to 100.0" in done.stdout
+    assert (tmp_path / "out/step_time-scheduler.bucket_mib.png").is_file()
+    again = train(tmp_path, *plan, "scheduler.bucket_mib=25", "run.seed=2", ranks=False)
+    assert kept(again.stdout) == ["3"]  # what a sweep varies is not what its jobs are

@@ -39,7 +39,7 @@ def train(folder: Path, *overrides: str, ranks: bool = True) -> "subprocess.Comp
 def test_a_job_that_ends_well(tmp_path):
     done = train(tmp_path, *QUICK, "hydra.run.dir=out")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "dp wfbp: step 3/3 loss 0.3333" in done.stdout
+    assert "dp wfbp, gpt2-tiny, 2 ranks: step 3/3 loss 0.3333" in done.stdout
     assert f"the run is in {tmp_path / 'out'}" in done.stdout
     assert [e["event"] for e in read_events(tmp_path / "out/metrics.jsonl")] == [
         "job",
@@ -176,7 +176,7 @@ def test_a_job_is_told_what_its_strategy_does_not_use(tmp_path):
     done = train(tmp_path, *QUICK, *asked, "hydra.run.dir=out", ranks=False)
     unused = "strategy=joint decides the schedule: not used: scheduler=dear budget.schedule_share=0.5\n"
     assert (done.returncode, done.stderr) == (0, unused)
-    assert "joint: step 3/3 loss" in done.stdout
+    assert "joint, 1 GiB, gpt2-tiny, 2 ranks: step 3/3 loss" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import record
 from experiments.job import run as jobs
+from experiments.job.events import job_event
 from experiments.job.profiles import Profiles, cache_folder
 from launch.claim import claim
 from tests.experiments import one_process
@@ -86,3 +87,29 @@ def test_a_job_that_runs_again_is_a_run_of_its_own_to_a_tracker_unless_it_goes_o
     assert record.read(tmp_path).identity == record.identity_of(config)
     assert len(config.tracker.runs) == 2
     assert {each.rpartition("-")[0] for each in config.tracker.runs} == {record.identity_of(config)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (("strategy=dp", "scheduler=fusion"), "dp fusion, gpt2-tiny, 2 ranks"),
+        (("strategy=joint", "budget.over_floor=0.3", "cluster.ranks=1"), "joint, floor + 30 %, gpt2-tiny, 1 rank"),
+        (("strategy=greedy", "budget.gib=0.5", "budget.schedule_share=0.25", "model=mlp", "data=digits",
+          "run.varied='batch_size=8'"), "greedy wfbp s=0.25 batch_size=8, 0.5 GiB, mlp, 2 ranks"),
+        (("engine=ddp", "cluster.ranks=4"), "ddp, gpt2-tiny, 4 ranks"),
+        (("run.name=mine", "run.varied='seed=1'"), "mine"),
+    ],
+)  # fmt: skip
+def test_a_run_is_named_by_its_plan_budget_model_and_ranks(overrides, name):
+    assert jobs.resolve(composed(*overrides)).run.name == name
+
+
+def test_settings_are_what_was_asked_for_but_for_what_has_a_column_and_what_changes_nothing():
+    settings = job_event(jobs.resolve(composed("data.batch_size=8", "run.name=a", "tracker=wandb")))["settings"]
+    assert {key: settings[key] for key in ("data.name", "data.batch_size", "optimizer.name", "run.seed", "link.depth")} == {
+        "data.name": "stdlib_bytes", "data.batch_size": 8, "optimizer.name": "adam", "run.seed": 0, "link.depth": 2,
+    }  # fmt: skip
+    groups = {key.partition(".")[0] for key in settings}
+    assert not groups & {"tracker", "sweep", "tradeoff"} and "run.name" not in settings and "budget.gib" not in settings
+    peers = job_event(jobs.resolve(composed("engine=ddp")))["settings"]
+    assert not any(key.startswith(("strategy.", "scheduler.")) for key in peers) and "engine.bucket_mib" in peers

@@ -72,7 +72,8 @@ class LinkConfig:
         None, "per message", at_least=0, used_by=("emulated",), needed_by=("emulated",)
     )
     depth: int | None = option(
-        2, "messages in flight; null: as few as are nearly as fast as any", at_least=1, needed_by=("emulated",)
+        2, "messages in flight; null: as few as are nearly as fast as any; on NCCL always one", at_least=1,
+        needed_by=("emulated",),
     )
 
 

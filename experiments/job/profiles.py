@@ -76,8 +76,8 @@ def known(config: Config) -> Profile | None:
     if config.profile.path is None:
         return None
     profile = Profile.from_json(Path(config.profile.path).read_text(encoding="utf-8"))
-    link = dataclasses.replace(profile.link, depth=config.link.depth or profile.link.depth)
     collectives = profile.collectives
+    link = dataclasses.replace(profile.link, depth=collectives.in_flight(config.link.depth) or profile.link.depth)
     link, collectives = emulated(config) or (link, collectives)  # is what the config says, whatever was measured
     return dataclasses.replace(profile, link=link, collectives=collectives)
 
@@ -91,7 +91,8 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
     collectives = dataclasses.replace(
         Collectives.default(config.cluster.resolved_backend()), **config.collectives.named()
     )
-    return Link.uniform(link.rate_gbit, link.latency_us, link.depth, emulated=True), collectives
+    depth = collectives.in_flight(link.depth) or link.depth
+    return Link.uniform(link.rate_gbit, link.latency_us, depth, emulated=True), collectives
 
 
 def ranks(profile: Profile) -> str:

@@ -38,11 +38,12 @@ def autoprofile(
     """The profile of this job, the same on all ranks; collective: call it on every rank.
 
     Model and optimizer are not changed. First the link is measured, with ``depth`` messages in flight (None: as many as are
-    best) and ``collectives``, algorithms by operation that are named rather than measured; ``link`` is one that is known. Then
-    slots and updates, in ``iterations`` steps, what computing and communicating cost each other, and a few plans in rehearsal,
-    which tell how good predictions are (:attr:`mdcs.Profile.rehearsed`). ``step`` runs one forward pass on a typical batch and
-    returns the loss. ``master_dtype``, ``grad_dtype`` and ``about`` are those of :func:`mdcs.measure_profile`, ``emulate`` that
-    of :func:`mdcs.parallelize`. ``computes`` is False where computing only waits, so that messages take none of its time.
+    best; on NCCL one) and ``collectives``, algorithms by operation that are named rather than measured; ``link`` is one that is
+    known. Then slots and updates, in ``iterations`` steps, what computing and communicating cost each other, and a few plans in
+    rehearsal, which tell how good predictions are (:attr:`mdcs.Profile.rehearsed`). ``step`` runs one forward pass on a typical
+    batch and returns the loss. ``master_dtype``, ``grad_dtype`` and ``about`` are those of :func:`mdcs.measure_profile`,
+    ``emulate`` that of :func:`mdcs.parallelize`. ``computes`` is False where computing only waits, so that messages take none of
+    its time.
 
     Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` and
     :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.

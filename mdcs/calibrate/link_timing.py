@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.calibrate.clock import Mark, machine
+from mdcs.calibrate.clock import Mark, hold_back, machine
 from mdcs.calibrate.regression import Line, below, spread
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives, name_of
 from mdcs.profile.link import Kind, Link
@@ -110,7 +110,7 @@ def measure_link(
 ) -> MeasuredLink:
     """The algorithm of each operation, and the link's α, gap and β with them.
 
-    ``depth`` is how many messages are in flight; None: measured.
+    ``depth`` is how many messages are in flight; None: measured. On NCCL there is one, whatever is asked for.
 
     ``wanted`` names algorithms by operation; of the other operations all are measured and the fastest is taken (on a
     GPU over gloo: the default, as gloo sends little else from there). Collective: call it on every rank. A world of one
@@ -120,6 +120,7 @@ def measure_link(
     """
     backend, wanted = backend_of(group, device), wanted or {}
     chosen = replace(Collectives.default(backend), **wanted)
+    depth = chosen.in_flight(depth)
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     if world == 1:
         return MeasuredLink(Link((0.0,) * 4, (0.0,) * 4, depth or 1), chosen, {})
@@ -417,6 +418,7 @@ class _Ranks:
     def _single(self, timing: Timing) -> float:
         message = _Message(timing, _ALONE, self)
         dist.barrier(group=self.group)
+        hold_back(self.device)
         begin = Mark(self.device)
         message.start().wait()
         return begin.until(Mark(self.device))

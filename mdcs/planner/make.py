@@ -13,6 +13,7 @@ from mdcs.planner.fit import fastest_fit
 from mdcs.planner.interfaces import Choice, JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.planner.judge import InfeasibleBudget, Judge
 from mdcs.profile.contents import Profile
+from mdcs.simulator.recurrence import MAX_PERIODS
 from mdcs.simulator.simulate import replay
 
 
@@ -95,4 +96,8 @@ def _shared(strategy: StrategyPlanner, judge: Judge, budget: int, share: float) 
 
 def _predicted(plan: Plan, strategy: str) -> Plan:
     """The plan with its strategy's name and what its replay gives: a planner's own arithmetic is never reported."""
-    return dataclasses.replace(plan, strategy=strategy, prediction=replay(plan).prediction())
+    found = replay(plan)
+    outcome = plan.outcome
+    if not found.settled:
+        outcome = "; ".join([outcome] * bool(outcome) + [f"periods differ after {MAX_PERIODS}: predicted is the last"])
+    return dataclasses.replace(plan, strategy=strategy, prediction=found.prediction(), outcome=outcome)

@@ -140,6 +140,10 @@ class Collectives:
     def __str__(self) -> str:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self) if f.name != "backend")
 
+    def in_flight(self, depth: int | None) -> int | None:
+        """How many messages of a group the backend has on the link at once where ``depth`` would be there: NCCL sends one."""
+        return 1 if self.backend == "nccl" else depth
+
     def of(self, kind: Kind) -> str:
         """The name of the algorithm that carries messages of this kind."""
         algorithm: str = getattr(self, OPERATION[kind])

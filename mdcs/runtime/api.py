@@ -35,7 +35,7 @@ from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
 from mdcs.runtime.errors import Place, RunError
 from mdcs.runtime.evaluation import Evaluation
-from mdcs.runtime.executor import executor_for, with_index
+from mdcs.runtime.executor import between, executor_for, with_index
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.last_words import LastWords
@@ -179,7 +179,7 @@ class Parallel:
                 group if processes > 1 else None, self._place,
             )  # fmt: skip
         except BaseException:
-            self._groups.destroy()
+            self._groups.destroy(failed=True)
             raise
         self._started = True
         self._buffers = Buffers(model, broadcast_buffers)
@@ -243,7 +243,7 @@ class Parallel:
             self.close()
         else:  # what the other ranks do is not known
             self._last_words.say(error)
-            self._end(f"rank {self.rank} left the run with {type(error).__name__}")
+            self._end(f"rank {self.rank} left the run with {type(error).__name__}", failed=True)
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -275,7 +275,10 @@ class Parallel:
         self._dispatcher.end_step()
         self._dispatcher.step = self._place.step = self._walker.step
         if self._buffers.option:
-            self._buffers.broadcast(self._groups, self._groups.talk, self._place)
+            # On a device that runs ahead they go with the messages, in their order; else threads have those in flight.
+            group = self._group if self._executor.runs_ahead else self._groups.talk
+            with between(self._executor):
+                self._buffers.broadcast(self._groups, group, self._place)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
 
     def drain(self) -> None:
@@ -305,7 +308,8 @@ class Parallel:
         """All messages issued, and the updates of a period."""
         self._dispatcher.finish_iteration(period * self._dispatcher.n)
         if self._buffers.option is not False:
-            self._buffers.broadcast(self._groups, self._group, self._place)
+            with between(self._executor):
+                self._buffers.broadcast(self._groups, self._group, self._place)
 
     @torch.inference_mode(False)
     def abandon(self) -> None:
@@ -575,11 +579,13 @@ class Parallel:
         except RunError as e:  # what is trained is whole all the same
             unwritten = e
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
+        failed = False
         if whole and self._emulate is None:
             why = self._gather_all()
+            failed = bool(why)
             if why:
                 warnings.warn(f"rank {self.rank}: closed without the optimizer's state: {why}", stacklevel=2)
-        self._end(why)
+        self._end(why, failed=failed)
         if unwritten is not None:
             raise unwritten
 
@@ -616,7 +622,7 @@ class Parallel:
             return str(e)
         return ""
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *, failed: bool = False) -> None:
         """Without the other ranks: stop the threads and take the hooks off. ``why`` there are parameters that are not whole."""
         if self._closed:
             return
@@ -631,7 +637,7 @@ class Parallel:
             handle.remove()
         if self._checkpoints is not None:
             self._checkpoints.leave()
-        self._groups.destroy()
+        self._groups.destroy(failed=failed)
 
     def undo(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
         """Close, and give the model back the tensors it had before ``parallelize``: nothing of the training is left."""

@@ -13,6 +13,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from mdcs.model.units import UnsupportedModel
 from mdcs.runtime.errors import Place
 from mdcs.runtime.groups import Groups
+from mdcs.sizes import MIB
+
+_TOGETHER = MIB  # bytes of buffers that are packed: a message each would cost a model of many small ones its step
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -36,6 +39,8 @@ class Buffers:
             for local in module._buffers
             if not isinstance(module, _NormBase)
         ]
+        self._described: list[tuple[str, torch.Size, torch.dtype]] | None = None
+        self._checksum = 0
         self.note()
 
     def note(self) -> None:
@@ -54,17 +59,28 @@ class Buffers:
         if groups.world == 1:
             return
         with place.during("broadcast of buffers"):
-            layouts = groups.tell("the broadcast of buffers", layout(self._model.named_buffers()))
+            layouts = groups.tell("the broadcast of buffers", self._layout())
         if len(set(layouts)) > 1:
             raise place.error(
                 "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
                 "broadcast_buffers=False) leaves each rank its own"
             )
         with torch.no_grad(), torch.inference_mode(False):
-            for name, buffer in self._model.named_buffers():
-                with place.during(f"broadcast of buffer {name}"):
-                    broadcast(buffer, group)
+            for members in _together(self._model.named_buffers()):
+                (name, first), others = members[0], len(members) - 1
+                with place.during(f"broadcast of buffer {name}{f' and {others} more' if others else ''}"):
+                    if others:
+                        _broadcast_together([buffer for _, buffer in members], group)
+                    else:
+                        broadcast(first, group)
         self.note()
+
+    def _layout(self) -> int:
+        """The checksum of what there is now: worked out again only if that is something else than before."""
+        described = [(name, b.shape, b.dtype) for name, b in self._model.named_buffers()]
+        if described != self._described:
+            self._described, self._checksum = described, layout(self._model.named_buffers())
+        return self._checksum
 
 
 def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -80,6 +96,30 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     dist.broadcast(whole, group_src=0, group=group)
     if whole.data_ptr() != tensor.data_ptr():
         tensor.copy_(whole)
+
+
+def _together(buffers: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+    """Names and buffers that go in one broadcast each: of one type, in order, as many as have no more than so many bytes."""
+    out: list[list[tuple[str, Tensor]]] = []
+    latest: dict[torch.dtype, tuple[list[tuple[str, Tensor]], int]] = {}
+    for name, buffer in buffers:
+        size = buffer.numel() * buffer.element_size()
+        members, before = latest.get(buffer.dtype, ([], _TOGETHER))
+        if before + size > _TOGETHER:
+            members, before = [], 0
+            out.append(members)
+        members.append((name, buffer))
+        latest[buffer.dtype] = members, before + size
+    return out
+
+
+def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """As :func:`broadcast` of each."""
+    whole = torch.cat([b.clone().reshape(-1) if b.is_inference() else b.data.reshape(-1) for b in buffers])
+    dist.broadcast(whole, group_src=0, group=group)
+    parts = whole.split([b.numel() for b in buffers])
+    ours = [(b, part.view(b.shape)) for b, part in zip(buffers, parts, strict=True) if not b.is_inference()]
+    torch._foreach_copy_([b for b, _ in ours], [part for _, part in ours])
 
 
 def _version(buffer: Tensor | None) -> tuple[int, int] | None:

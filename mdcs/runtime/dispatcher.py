@@ -38,7 +38,7 @@ from mdcs.runtime.updates import Updates
 from mdcs.runtime.wire import Transfer, Wire
 from mdcs.sizes import MIB
 
-_LISTEN_SECONDS = 0.5
+LISTEN_SECONDS = 0.5
 """How often one who waits asks whether another rank has left."""
 _LARGE_BYTES = MIB // 4
 """On the wire, from which on the starter starts a message; estimated: at 0.4 ms a MiB that takes about as long as waking it."""
@@ -157,18 +157,22 @@ class Dispatcher:
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait until ``ready``; raises RunError after ``timeout_s``, when a thread has failed or when another rank has left.
 
-        Call with the lock held.
+        Call with the lock held, once.
         """
         deadline = time.monotonic() + self.timeout_s
         while not ready():
             self.check()
             self._awaited = lambda: self.error is not None or ready()
-            in_time = self._progress.wait_for(self._awaited, min(_LISTEN_SECONDS, deadline - time.monotonic()))
+            in_time = self._progress.wait_for(self._awaited, min(LISTEN_SECONDS, deadline - time.monotonic()))
             self._awaited = None
             if in_time:
                 continue
-            heard = self.last_words.heard()
-            if heard or time.monotonic() >= deadline:
+            self.lock.release()  # asking the store takes a while, or for ever: what is awaited comes about meanwhile
+            try:
+                heard = self.last_words.heard()
+            finally:
+                self.lock.acquire()
+            if not ready() and (heard or time.monotonic() >= deadline):
                 first = "none" if self.processed == self.issued else self.describe(self.processed % self.n)
                 raise RunError(
                     f"rank {self.wire.rank}, step {self.step}: waited {'' if heard else f'{self.timeout_s:g} s '}for {what}; "

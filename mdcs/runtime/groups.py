@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,8 @@ CALLS = (
 """What the training threads may tell each other of: calls for all ranks."""
 
 _WORDS = 4
+_ABORT_SECONDS = 3.0
+"""For which the end of a run that has failed waits for a group of NCCL's."""
 _LOOP = "gloo_tcp_loop"
 """The name of the thread that a gloo group has for its connections."""
 
@@ -46,10 +49,12 @@ class Groups:
             return
         timeout = timedelta(seconds=timeout_s)
         backend = backend_of(group, device)
+        # NCCL's watchdog counts from when a message is enqueued, and ends the process: the error that names the step comes first.
+        of_messages = 2 * timeout if backend == "nccl" else timeout
         if backend == "nccl" and _keeps_buffers_for_streams():
             os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
         with _loops_that_wait():
-            self.messages = self._new(group, timeout, backend)
+            self.messages = self._new(group, of_messages, backend)
         self.control = None
         if needs_control:
             self.control = self.messages if backend == "nccl" else self._new(group, timeout)
@@ -57,8 +62,8 @@ class Groups:
         if per_node:
             nodes = [list(range(first, first + per_node)) for first in range(0, self.world, per_node)]
             with _loops_that_wait():
-                self.node = self._one_of(nodes, timeout, backend)
-                self.across = self._one_of([list(ranks) for ranks in zip(*nodes, strict=True)], timeout, backend)
+                self.node = self._one_of(nodes, of_messages, backend)
+                self.across = self._one_of([list(ranks) for ranks in zip(*nodes, strict=True)], of_messages, backend)
 
     def _one_of(self, parts: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
         """The part of the ranks that has this one."""
@@ -120,12 +125,29 @@ class Groups:
             dist.all_gather_object(answers, value, group=self.talk)
         return answers
 
-    def destroy(self) -> None:
-        """Close the groups that were made here, unless the loop has closed all."""
+    def destroy(self, *, failed: bool = False) -> None:
+        """Close the groups that were made here, unless the loop has closed all. ``failed``: no other rank need take part."""
         while self._own:
             group = self._own.pop()
-            if dist.is_initialized():
+            if not dist.is_initialized():
+                continue
+            if failed and dist.get_backend(group) == "nccl":
+                _abort(group)
+            else:
                 dist.destroy_process_group(group)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """Close an NCCL group that has messages in flight, in which other ranks may be missing: to destroy it would wait for them."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+
+    def end() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # there is an error already
+            abort(group)
+
+    thread = threading.Thread(target=end, name="mdcs-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_SECONDS)
 
 
 @contextlib.contextmanager

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
 from mdcs.plan.ledger import Ledger, MessageBytes
 from mdcs.plan.messages import Message
-from mdcs.runtime.dispatcher import Dispatcher
+from mdcs.runtime.dispatcher import LISTEN_SECONDS, Dispatcher
 from mdcs.runtime.errors import RunError
 
 _STEPS_AHEAD = 2
@@ -94,15 +95,23 @@ class StreamDispatcher(Dispatcher):
             self._let_compute_wait()
 
     def end_step(self) -> None:
-        """Wait, if it must be, for the end of an iteration some before. Raises RunError when it does not come."""
+        """Wait, if it must be, for the end of an iteration some before.
+
+        Raises RunError when it does not come in ``timeout_s``, and when another rank has left meanwhile.
+        """
         self.check()
         self._ends.append(self.executor.mark())
-        if len(self._ends) > _STEPS_AHEAD and not self.executor.wait(self._ends.popleft(), self.timeout_s):
+        if len(self._ends) <= _STEPS_AHEAD:
+            return
+        end, deadline = self._ends.popleft(), time.monotonic() + self.timeout_s
+        while not self.executor.wait(end, max(0.0, min(LISTEN_SECONDS, deadline - time.monotonic()))):
             heard = self.last_words.heard()
-            raise RunError(
-                f"rank {self.wire.rank}, step {self.step}: waited {self.timeout_s:g} s for the device to come to the end of step "
-                f"{self.step - _STEPS_AHEAD}{f' ({heard})' if heard else ''}"
-            )
+            if heard or time.monotonic() >= deadline:
+                waited = "" if heard else f"{self.timeout_s:g} s "
+                raise RunError(
+                    f"rank {self.wire.rank}, step {self.step}: waited {waited}for the device to come to the end of step "
+                    f"{self.step - _STEPS_AHEAD}{f' ({heard})' if heard else ''}"
+                )
 
     def stop(self) -> None:
         """Wait a little for what is in flight: its memory may be given away after this."""

@@ -15,7 +15,8 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.profile.contents import Contention
 
-_MAX_PERIODS = 12
+MAX_PERIODS = 12
+"""For so many a plan is replayed; one that has not repeated by then is said not to have settled."""
 _NOTHING = Contention()
 _REPEATS = 1e-9  # of a period: two periods that differ by less are the same
 
@@ -35,6 +36,7 @@ class Trace:
         self.begins: list[float] = []
         self._busy_from = 0  # no message before it is in flight any more
         self._paid = 0  # messages that have cost compute what they do
+        self.settled = False  # the last period was as the one before
 
     @property
     def began(self) -> float:
@@ -174,7 +176,7 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
         arrivals.append(over)
         return over
 
-    for p in range(_MAX_PERIODS):
+    for p in range(MAX_PERIODS):
         for q, ahead, done, work in course.slots if p else course.prologue:
             inside = slot >= 0  # compute is in the slot before
             if not inside:
@@ -231,6 +233,7 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
             break
         base = sent
     left()
+    trace.settled = repeats
     return trace
 
 

@@ -6,7 +6,7 @@ ready and compute has arrived at its issue slot; messages and slots are admitted
 admission never changes the order. Because compute is the only thing that issues messages, and it waits only for
 messages issued before, every time follows from earlier ones: one pass, no event queue.
 
-Periods are replayed from the prologue (iteration 1 starts at the first forward slot) until they repeat.
+Periods are replayed from the prologue (iteration 1 starts at the first forward slot) until they repeat, or for so many.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from mdcs.simulator.recurrence import Course, Trace, run
 class Replay:
     """What the replay of a plan gives. Planners replay thousands of plans: what is not asked for is not worked out.
 
-    Times are in seconds from the start of the last replayed period (its first backward slot).
+    Times are in seconds from the start of the last replayed period (its first backward slot). ``settled``: it was as the one
+    before, so that all later ones are.
     """
 
     def __init__(self, plan: Plan, trace: Trace, ledger: Ledger | None) -> None:
         self._plan, self._trace, self._ledger = plan, trace, ledger
         self.period_s = trace.ended - trace.began
+        self.settled = trace.settled
 
     @cached_property
     def times(self) -> StepTimes:

@@ -15,7 +15,7 @@ from experiments import profile as program
 from experiments.config import checks, code
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
-from experiments.job.profiles import Profiles, cache_folder, known
+from experiments.job.profiles import Profiles, cache_folder, emulated, known
 from mdcs.profile.contents import Contention, Profile
 from tests.experiments.one_process import INSTEAD_OF_RANKS
 
@@ -192,3 +192,10 @@ def test_a_profile_is_shown_with_its_spread():
     assert "step beside messages of 65536 bytes takes longer by" in shown and "10% to 50%" in shown
     for value in ("2000 µs", "3.00 ms", "100%", "4000 µs", "5.00 ms", "6000 µs"):
         assert value in shown
+
+
+def test_an_emulated_link_has_as_many_messages_in_flight_as_the_backend():
+    """NCCL has one: a plan for two would be predicted faster than it runs."""
+    for backend, depth in (("gloo", 2), ("nccl", 1)):
+        made = emulated(composed("link=emulated", f"cluster.backend={backend}", "link.depth=2"))
+        assert made is not None and made[0].depth == depth

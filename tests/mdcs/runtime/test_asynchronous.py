@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import mdcs
 from mdcs.calibrate.slots import measure_profile
@@ -301,6 +301,87 @@ def test_asking_for_records_waits_for_nothing():
 
     train(plan_for(How("zero1", "wfbp")), device, each)
     assert sum(asked) < STEPS  # the others are given at the end
+
+
+class Stuck(Device):
+    """Whose messages stop to arrive, for another rank has left: it comes to nothing any more."""
+
+    is_stuck = False
+
+    def come_to(self, kernel: Any) -> None:
+        if not self.is_stuck:
+            super().come_to(kernel)
+
+
+def test_another_rank_s_error_is_heard_while_the_host_waits_for_the_device(monkeypatch: pytest.MonkeyPatch):
+    """Not after the time that a message may take."""
+    device, plan, destroyed = Stuck(()), plan_for(How("zero1", "wfbp")), []
+    monkeypatch.setattr(Groups, "destroy", lambda groups, failed=False: destroyed.append(failed))
+
+    def stop(parallel: mdcs.Parallel) -> None:
+        device.is_stuck = True
+        monkeypatch.setattr(parallel._dispatcher.last_words, "heard", lambda: "rank 1 left the run in step 2: KeyError")
+
+    with pytest.raises(mdcs.RunError, match=r"rank 0, step 3: waited for the device to come .* step 1 \(rank 1 left the run in"):
+        train(plan, device, stop)
+    assert destroyed == [True]
+    device.is_stuck = False
+    train(plan, device)
+    assert destroyed == [True, False]
+
+
+class Many(nn.Module):
+    """Has small buffers, of two types, and one that is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(6):
+            self.register_buffer(f"small{i}", torch.zeros(3 + i, dtype=torch.float32 if i % 2 else torch.int64))
+        self.register_buffer("large", torch.zeros(2 << 20, dtype=torch.uint8))
+        self.register_buffer("strided", torch.zeros(4, 6)[:, ::2])
+
+
+def broadcasts() -> tuple[list[tuple[str, int]], int, list[str], list[float]]:
+    """Stream and bytes of every broadcast of a step's, how often the host waits for one, what was misused; what came."""
+    torch.set_num_threads(1)
+    from mdcs.calibrate.agreement import on_rank_zero
+
+    plan = on_rank_zero(lambda: plan_for(How("zero1", "wfbp"), 2))
+    device, sent, send, plain = Device(("communication",)), [], dist.broadcast, make
+    waits: list[int] = []
+    steps: list[list[tuple[str, int]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        buffers = Many()
+
+        def noted(tensor: Tensor, **options: Any) -> None:
+            sent.append((device.current.name, tensor.numel() * tensor.element_size()))
+            send(tensor, **options)
+
+        def made(on: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+            model, optimizer = plain(on)
+            model.add_module("many", buffers)
+            return model, optimizer
+
+        def each(parallel: mdcs.Parallel) -> None:
+            for i, (_, buffer) in enumerate(buffers.named_buffers()):
+                buffer.fill_(i + 1 + 10 * dist.get_rank())
+            steps.append(sent[:])
+            del sent[:]
+            waits.append(len(device.waits))
+
+        patch.setattr(dist, "broadcast", noted)
+        patch.setitem(globals(), "make", made)
+        train(plan, device, each, broadcast_buffers=True)
+        values = [float(device.read(b).double().mean()) for _, b in buffers.named_buffers()]
+    return steps[-1], waits[-1] - waits[-2], device.misuse, values
+
+
+def test_buffers_go_together_and_with_the_messages(two: Ranks):
+    """Not one by one over the host's group, for which the host would wait as often."""
+    for sent, waits, misuse, values in two.run(broadcasts, timeout_s=60):
+        assert sent == [("communication", 4 * size) for size in (2 * (3 + 5 + 7), 4 + 6 + 8 + 12, 1 << 19)]
+        assert waits <= 3 and misuse == []
+        assert values == [float(i + 1) for i in range(8)]
 
 
 def test_an_emulated_link_takes_its_time_on_the_device():

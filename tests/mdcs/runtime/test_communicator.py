@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mdcs.calibrate import link_timing
 from mdcs.calibrate.link_timing import _shallowest, measure_link, measure_trains
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 from mdcs.profile.link import Kind
@@ -197,3 +199,22 @@ def warned_of() -> list[tuple[str, str]]:
 def test_sending_neither_warns_nor_lets_others_warn_again(two: Ranks) -> None:
     """torch's own names of NCCL's collectives, which gloo has, too: one is deprecated, and hiding that had its price."""
     assert two.run(warned_of) == [[("UserWarning", "this is deprecated")]] * 2
+
+
+def measured_as_nccl(depth: int | None) -> tuple[int, set[int]]:
+    """The depth of the link, and how many messages trains had in flight: gloo has what is asked of NCCL here, too."""
+    found, train = set(), link_timing._Ranks._train
+
+    def noted(ranks: Any, timings: Any, size: int, in_flight: int) -> float:
+        found.add(in_flight)
+        return train(ranks, timings, size, in_flight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link_timing, "backend_of", lambda group, device: "nccl")
+        patch.setattr(link_timing._Ranks, "_train", noted)
+        return measure_link(torch.device("cpu"), depth=depth).link.depth, found
+
+
+@pytest.mark.parametrize("depth", [2, None])
+def test_nccl_sends_one_message_at_a_time_and_is_measured_so(two: Ranks, depth: int | None) -> None:
+    assert two.run(measured_as_nccl, depth) == [(1, {1})] * 2

@@ -28,6 +28,7 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.runtime import dispatcher
+from tests.mdcs.runtime import devices
 from tests.mdcs.runtime.ranks import Outcome, Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -444,6 +445,34 @@ def test_under_torchrun_and_without_a_with_block(tmp_path: Path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "(rank 1 left the run in step 4: KeyError: 'without a with block')" in done.stderr
+
+
+def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
+    """The store may take its time to answer: what is waited for comes about meanwhile."""
+    monkeypatch.setattr(dispatcher, "LISTEN_SECONDS", 0.01)
+    model, optimizer = devices.make(torch.device("cpu"))
+    units = mdcs.partition(model, mdcs.ByLeaf())
+
+    def loss() -> torch.Tensor:
+        return devices.loss_of(model, 0, torch.device("cpu"))
+
+    profile = measure_profile(model, units, loss, optimizer, world=1, link=mdcs.Link.uniform(1.0, 50.0), iterations=1)
+    plan = mdcs.make_plan(profile, Uniform("dp"), Wfbp())
+    came = threading.Event()
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=5.0) as parallel:
+        lock = parallel._dispatcher.lock
+
+        def land() -> None:
+            with lock:
+                came.set()
+
+        def heard() -> str:
+            threading.Thread(target=land).start()
+            return "" if came.wait(20) else "nobody can have the lock"
+
+        monkeypatch.setattr(parallel._dispatcher.last_words, "heard", heard)
+        with lock:
+            parallel._dispatcher.wait(came.is_set, "what comes meanwhile")
 
 
 def drain_without_rank_one() -> None:

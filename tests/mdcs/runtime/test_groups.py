@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from mdcs.runtime import groups
 from mdcs.runtime.groups import Groups, _loops
 from tests.mdcs.runtime.ranks import Ranks
 
@@ -34,3 +37,45 @@ def test_loops_of_messages_take_no_core_from_others(two: Ranks):
 def test_so_do_those_of_messages_within_and_across_nodes(four: Ranks):
     for _, own in four.run(policies, 2):
         assert own == [os.SCHED_OTHER] * 2 + [os.SCHED_BATCH] * 3
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+def test_a_run_that_has_failed_waits_for_none_of_nccl_s_groups(monkeypatch: pytest.MonkeyPatch, aborts: bool):
+    """To destroy one waits for the messages that are in flight, in which ranks may be missing."""
+    released, aborted = threading.Event(), []
+
+    def destroy(group: str) -> None:
+        assert released.wait(60)
+
+    def abort(group: str) -> None:
+        aborted.append(group)
+        assert aborts or released.wait(60)
+
+    for owner, name, value in (
+        (dist, "is_initialized", lambda: True),
+        (dist, "get_backend", str),
+        (dist, "destroy_process_group", destroy),
+        (dist.distributed_c10d, "_abort_process_group", abort),
+        (groups, "_ABORT_SECONDS", 60.0 if aborts else 0.01),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    own = Groups.__new__(Groups)
+    own._own = ["nccl", "nccl"]  # type: ignore[list-item]
+    own.destroy(failed=True)
+    released.set()
+    assert aborted == ["nccl", "nccl"]
+
+    own._own = ["nccl", "gloo"]  # type: ignore[list-item]
+    own.destroy()
+    assert len(aborted) == 2
+
+
+def test_groups_of_messages_outlast_the_wait_for_them(monkeypatch: pytest.MonkeyPatch):
+    """NCCL's watchdog would end the process before the error that names the step."""
+    made: list[tuple[str, float]] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "new_group", lambda timeout, backend: made.append((backend, timeout.total_seconds())))
+    monkeypatch.setattr(groups, "backend_of", lambda group, device: "nccl")
+    Groups(None, torch.device("cpu"), 20.0, needs_control=True)
+    assert made == [("nccl", 40.0), ("gloo", 20.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
@@ -17,6 +18,7 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
 from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
@@ -24,9 +26,11 @@ from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Contention, Optimizer, Profile
 from mdcs.profile.link import Kind
+from mdcs.simulator import recurrence
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
@@ -535,3 +539,12 @@ def test_updates_behind_a_barrier_never_give_compute_time_back() -> None:
     profile = replace(profile, optimizer=optimizer, contention=Contention(compute_per_work=1.0, all_reduce=0.1))
     plan = planned(profile, "dp", Wfbp(), cross_iteration=False)
     assert [cost.lost for cost in plan.job.cost.messages(plan)] == pytest.approx([0, 0, 0.1 * 3 * 0.5])
+
+
+def test_a_plan_says_when_its_periods_have_not_become_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction is of one of them, and the next would be another."""
+    plan = planned(PROFILE, "zero1", Wfbp())
+    assert replay(plan).settled and make_plan(PROFILE, Uniform("zero1"), Wfbp()).outcome == ""
+    monkeypatch.setattr(recurrence, "MAX_PERIODS", 2)  # the first that is compared with another is the third
+    assert not replay(plan).settled
+    assert re.fullmatch(r"periods differ after \d+: predicted is the last", make_plan(PROFILE, Uniform("zero1"), Wfbp()).outcome)

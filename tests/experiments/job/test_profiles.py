@@ -196,6 +196,7 @@ def test_a_profile_is_shown_with_its_spread():
 
 def test_an_emulated_link_has_as_many_messages_in_flight_as_the_backend():
     """NCCL has one: a plan for two would be predicted faster than it runs."""
-    for backend, depth in (("gloo", 2), ("nccl", 1)):
-        made = emulated(composed("link=emulated", f"cluster.backend={backend}", "link.depth=2"))
+    for device, depth in (("cpu", 2), ("cuda", 1)):
+        config = composed("link=emulated", "link.depth=2")
+        made = emulated(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device)))
         assert made is not None and made[0].depth == depth

@@ -88,14 +88,16 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why there is no summary; empty for a run that is ok."""
+        """Why there is no summary, or why the predictions of a run that is ok are not to be believed; else empty."""
         if self.failure:
             where = [
                 f"{key} {self.failure[key]}" for key in ("rank", "step") if self.failure.get(key) is not None
             ]
             reason = str(self.failure.get("reason") or "no reason given")
             return f"{reason} ({', '.join(where)})" if where and where[0] not in reason else reason
-        return "" if self.summary else f"stopped after {len(self.steps)} steps without a summary"
+        if self.summary:
+            return str(self.summary.get("doubt") or "")
+        return f"stopped after {len(self.steps)} steps without a summary"
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -217,7 +219,8 @@ def load_sweep(folder: str | Path) -> pd.DataFrame:
     """Read all runs at or below `folder`: one row per run, with `COLUMNS` and the settings in which runs differ; times in
     seconds, sizes in bytes.
 
-    `status` is ok, failed or incomplete, `reason` says why. A run whose metrics cannot be read is a failed row.
+    `status` is ok, failed or incomplete, `reason` says why, or why an ok run's predictions are in doubt.
+    A run whose metrics cannot be read is a failed row.
     Raises FileNotFoundError if the folder does not exist, ValueError if there is no run in it.
     """
     folder = Path(folder)

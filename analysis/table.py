@@ -41,8 +41,8 @@ _STATUS_STYLES = {"ok": "green", "failed": "bold red", "incomplete": "yellow"}
 
 def print_table(frame: pd.DataFrame, file: IO[str] | None = None) -> None:
     """Print the sweep, a table per workload, sorted by strategy, scheduler, budget and share; the fastest run is
-    marked, the reasons of failed and incomplete runs stand below. Without colours when `file` (default stdout) is
-    no terminal; within `WIDTH` columns.
+    marked, the reasons of failed and incomplete runs, and of doubts of predictions, stand below. Without colours
+    when `file` (default stdout) is no terminal; within `WIDTH` columns.
     """
     file = file or sys.stdout
     console = Console(file=file, highlight=False, emoji=False, markup=False)
@@ -83,10 +83,15 @@ def _print_group(console: Console, title: str, rows: pd.DataFrame) -> None:
         steps = sorted(runs["step_s"])
         words = f"{len(runs)} runs of {name}: median {_ms(runs['step_s'].median())} ms, {_ms(steps[0])} to {_ms(steps[-1])}"
         console.print(Padding(Text(words), (0, 0, 0, 1)))
-    for number, row in enumerate((row for _, row in _sorted(rows).iterrows() if row["status"] != "ok"), start=1):
+    for number, row in enumerate((row for _, row in _sorted(rows).iterrows() if _has_note(row)), start=1):
         reason = f"[{number}] {row['name']}: {row['reason'] or 'no reason given'}"
         console.print(Padding(Text(reason), (0, 0, 0, 1)))
     console.print()
+
+
+def _has_note(row: pd.Series) -> bool:
+    """Whether something is said of it below the table: of what is not ok, and of predictions in doubt."""
+    return bool(row["status"] != "ok" or (pd.notna(row["reason"]) and row["reason"]))
 
 
 def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
@@ -126,15 +131,15 @@ def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str
 
     best = ask.best_run(rows) if len(rows) > 1 else None
     several = {index for _, runs in ask.repeated(rows) for index in runs.index}
-    failed = 0
+    notes = 0
     for index, row in _sorted(rows).iterrows():
         status = str(row["status"])
         words = status
-        if status != "ok":
-            failed += 1
-            words = f"{status} [{failed}]"
-        elif best is not None and index == best.name:
+        if status == "ok" and best is not None and index == best.name:
             words = "ok, fastest median" if index in several else "ok, fastest"
+        if _has_note(row):
+            notes += 1
+            words = f"{words}{', off' if status == 'ok' else ''} [{notes}]"
         cells: dict[str, str | Text] = {**_cells(row), **{key: _setting(row[key]) for key in swept}}
         if "range" in headings and cells["range"]:
             cells["step"] = f"{cells['step']} {cells['range']}"

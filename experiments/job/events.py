@@ -16,7 +16,9 @@ from experiments.config.schema import Config
 from experiments.config.targets import TARGET
 from experiments.job.planning import budget_bytes
 from launch import network
+from mdcs.calibrate import rehearsal
 from mdcs.plan.times import TIMES
+from mdcs.profile.contents import is_far_off
 
 if TYPE_CHECKING:  # which import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
@@ -109,7 +111,8 @@ def summary_event(
     processor: Mapping[int, float],
 ) -> dict[str, Any]:  # fmt: skip
     """Medians over `records`, the steps after warm-up; bytes and messages of a whole period, as every one sends the same;
-    `loss` is the last step's, `peak` that of the rank that held most, `processor` has this rank's seconds by step.
+    `loss` is the last step's, `peak` that of the rank that held most, `processor` has this rank's seconds by step, `doubt` says
+    why predictions are not to be believed.
     """
     config, times = workload.config, [record.times for record in records]
 
@@ -127,4 +130,17 @@ def summary_event(
         "processor_s": float(np.median([processor[record.step] for record in records])),
         "bytes": whole.bytes, "messages": whole.messages, "peak_bytes": peak,
         "fits": None if peak is None or budget is None else peak <= budget,
+        "doubt": "" if workload.plan is None else doubt(workload.plan, middle),
     }  # fmt: skip
+
+
+def doubt(plan: mdcs.Plan, measured_s: float) -> str:
+    """Why the predictions of a run are not to be believed, whose step took so many seconds; empty if nothing is known against
+    them.
+    """
+    assert plan.prediction is not None
+    predicted_s, rehearsed = plan.prediction.step_s, rehearsal.doubt(plan.profile)
+    if not is_far_off(predicted_s, measured_s):
+        return rehearsed
+    said = f"a step was predicted to take {predicted_s * 1e3:.1f} ms, and took {measured_s * 1e3:.1f}"
+    return f"{said}; {rehearsed}" if rehearsed else said

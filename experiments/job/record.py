@@ -30,13 +30,16 @@ _CODE_OF = ("model", "data", "optimizer", "strategy", "scheduler", "engine")
 
 @dataclass(frozen=True)
 class Record:
-    """`ranks` has what each rank last said (`launch.status`), `time` is unix time in seconds. A killed run stays running."""
+    """`ranks` has what each rank last said (`launch.status`), `time` is unix time in seconds, `doubt` why the
+    predictions of a run that is ok are not to be believed. A killed run stays running.
+    """
 
     identity: str
     state: str
     reason: str = ""
     ranks: tuple[dict[str, Any], ...] = ()
     time: float = field(default_factory=time.time)
+    doubt: str = ""
 
 
 def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> str:
@@ -63,10 +66,10 @@ def _hash(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def write(folder: Path, identity: str, state: str, reason: str = "", *, ranks: int = 0) -> None:
+def write(folder: Path, identity: str, state: str, reason: str = "", *, ranks: int = 0, doubt: str = "") -> None:
     """Leave it in the folder, whole; of so many ranks what each has said there."""
     said = (status.read(folder, rank) for rank in range(ranks))
-    record = Record(identity, state, reason, tuple(dataclasses.asdict(each) for each in said if each is not None))
+    record = Record(identity, state, reason, tuple(dataclasses.asdict(each) for each in said if each is not None), doubt=doubt)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{FILE}.part"
     part.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1), encoding="utf-8")

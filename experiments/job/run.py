@@ -109,7 +109,7 @@ def _run(
     begin(resolved, folder, trains=only is None)
     name = str(resolved.run.name)
     mirror = Follower(resolved, folder, only or kind, identity)
-    asked, ended_well, preempted = job_event(resolved), only is not None, dict[str, Any]()
+    asked, ended_well, preempted, doubt = job_event(resolved), only is not None, dict[str, Any](), ""
     mirror.event(asked)
     tail = Tail(folder / METRICS)
     tail.new()  # what the folder had until now
@@ -118,12 +118,13 @@ def _run(
         with JobProgress(console, name, resolved.run.steps) as progress:
 
             def on_tick(statuses: Sequence[Status | None]) -> None:
-                nonlocal ended_well, preempted
+                nonlocal ended_well, preempted, doubt
                 progress.statuses(statuses)
                 for event in tail.new():
                     progress.event(event)
                     mirror.event(event)
                     ended_well = ended_well or event.get("event") == "summary"
+                    doubt = event.get("doubt", doubt)
                     preempted = event if event.get("event") == "preempted" else preempted
 
             cluster = elastic.Cluster(
@@ -146,7 +147,7 @@ def _run(
             try:
                 stopped = preempted or outcome.lost and preemption.expected()
                 state = record.PREEMPTED if stopped else _state(outcome)
-                record.write(folder, identity, state, outcome.reason, ranks=config.cluster.processes)
+                record.write(folder, identity, state, outcome.reason, ranks=config.cluster.processes, doubt=doubt)
             except OSError as error:
                 warnings.warn(f"how the job has ended is not in its {record.FILE}: {error}", stacklevel=2)
         if not outcome.ok:

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+_ROUNDING = 1e-6
+"""Of the largest x: closer than that are equal, for a slope between such points is made of the noise of y."""
+
 
 class Line(NamedTuple):
     """y = ``intercept`` + ``slope`` · x, in the units of y, and of y per x."""
@@ -18,12 +21,12 @@ class Line(NamedTuple):
 def least_squares(points: Sequence[tuple[float, float]], *, relative: bool = False) -> Line:
     """The line through (x, y) ``points`` with the least sum of squared errors; level if all x are equal, 0 without points.
 
-    ``relative``: of errors as fractions of y, and of points with y > 0 only.
+    ``relative``: of errors as fractions of y, and of points with y > 0 only. x that differ by rounding alone are equal.
     """
     x, y, weights = _columns(points, relative)
     if not x.size:
         return Line(0.0, 0.0)
-    if x.min() == x.max():
+    if x.max() - x.min() <= _ROUNDING * np.abs(x).max():
         return Line(float(np.average(y, weights=weights**2)), 0.0)
     slope, intercept = np.polyfit(x, y, 1, w=weights).tolist()
     return Line(intercept, slope)

@@ -8,7 +8,9 @@ cores, so it is seen only with all of them, in the real runtime.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -38,6 +40,8 @@ _MOST_SECONDS = 100.0  # for all rounds; there is one in any case
 _NOISE = 0.05  # of computing: by how much its time differs from minute to minute on a shared machine
 _SMALL = 1e-5  # seconds, to see what depends on the number of waits
 _SLOWEST = 3.0  # times as slow as a probe's messages
+_WELL = 0.1  # predicted: steps are off by so much on average, and nothing better is looked for
+_PARTS = (1.0, 0.5, 0.25, 0.125, 0.0)
 # The first overlaps nothing; of the next two one has few large messages, the other many. The last has all-reduces.
 _REHEARSED: tuple[tuple[str, Scheduler], ...] = (
     ("zero1", Sequential()),
@@ -82,9 +86,10 @@ def rehearse(
     scaled, and compute counts relative to that: a shared machine is faster in one minute than in the next. What compute
     takes longer than in the profile is put down to the time it waited, where nothing overlaps, and then to messages beside
     it, those that all-reduce on their own; what messages take longer, to computing beside them; what compute waits longer
-    than in the replay, to the number of waits and to the training loop between backward and forward. The model is not
-    changed. Collective: call it on every rank, with the same profile, whose ``step`` and ``optimizer`` are those of
-    :func:`mdcs.calibrate.slots.measure_profile`; ``emulate`` is that of :func:`mdcs.parallelize`.
+    than in the replay, to the number of waits and to the training loop between backward and forward. Rank 0 warns of
+    predictions that are more than half off all the same. The model is not changed. Collective: call it on every rank, with
+    the same profile, whose ``step`` and ``optimizer`` are those of :func:`mdcs.calibrate.slots.measure_profile`; ``emulate`` is
+    that of :func:`mdcs.parallelize`.
     """
     device = units[0].parameters[0][1].device
     if profile.world == 1 or device.type != "cpu":
@@ -97,7 +102,17 @@ def rehearse(
         alone += _mean_of_ranks(slot_seconds(model, units, step))
         rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
     profile = _computing(profile, statistics.median(alone))
-    return fitted(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)])
+    profile = fitted(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)])
+    if profile.doubted and dist.get_rank() == 0:
+        warnings.warn(f"{doubt(profile)}: is the machine busy? measure again", stacklevel=3)
+    return profile
+
+
+def doubt(profile: Profile) -> str:
+    """Which rehearsed plans are predicted more than half off, in words; empty if none is."""
+    said = (f"{name} {predicted * 1e3:.1f} ms, measured {seen * 1e3:.1f}" for name, (predicted, seen) in profile.doubted.items())
+    return f"predictions are off by more than half in rehearsal ({'; '.join(said)})" if profile.doubted else ""
+
 
 
 def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Profile:
@@ -106,19 +121,46 @@ def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pro
     overlapping = [dear, wfbp, all_reduces]
 
     slots = sum(slot.seconds for slot in profile.slots)
-    profile = _with(profile, compute_per_wait=max(0.0, sequential[1].computing - slots) / sequential[1].waiting)
+    lost = max(0.0, sequential[1].computing - slots)
+    # Of a wait shorter than the noise of computing no rate can be told.
+    profile = _with(profile, compute_per_wait=lost / max(sequential[1].waiting, _NOISE * slots) if slots else 0.0)
     profile = _scaled(profile, factor([_losses(profile, *each) for each in (dear, wfbp)], _NOISE * slots))
     profile = _with(profile, all_reduce=factor([_losses(profile, *all_reduces)], _NOISE * slots))
     profile = _slower(profile, _factor_of_messages(profile, overlapping))
+    profile = _waited(profile, plans, seen)
+    steps = zip(_NAMES, (_replay(plan, profile).step for plan in plans), (times.step for times in seen), strict=True)
+    return dataclasses.replace(profile, rehearsed={name: (predicted, measured) for name, predicted, measured in steps})
+
+
+def _waited(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Profile:
+    """The profile with what compute waits longer than in the replay: at every wait, and once at the turn.
+
+    A line over the number of waits, as a small delay shows it. That number changes with the delay, and waits that nearly all
+    plans have alike tell nothing of one wait: where the line's own replays are far off, what predicts the steps best is taken
+    of it, parts of its slope, and none.
+    """
     waits = []
     for plan, times in zip(plans, seen, strict=True):
         waiting = _replay(plan, profile).waiting
         later = _replay(plan, _with(profile, dispatch_seconds=_SMALL)).waiting
-        waits.append(((later - waiting) / _SMALL, times.waiting - waiting))
+        waits.append((round((later - waiting) / _SMALL, 3), times.waiting - waiting))  # a count, without rounding noise
     waited = line(waits)
-    profile = _with(profile, dispatch_seconds=waited.slope, turn_seconds=waited.intercept)
-    steps = zip(_NAMES, (_replay(plan, profile).step for plan in plans), (times.step for times in seen), strict=True)
-    return dataclasses.replace(profile, rehearsed={name: (predicted, measured) for name, predicted, measured in steps})
+    most = max((longer / count for count, longer in waits if count >= 1), default=0.0)  # if it took all that is unexplained
+    found = _with(profile, dispatch_seconds=min(waited.slope, max(0.0, most)), turn_seconds=waited.intercept)
+    if not found.contention.dispatch_seconds or _error(found, plans, seen) <= _WELL:
+        return found
+    others = []
+    for part in _PARTS:
+        other = _with(profile, dispatch_seconds=part * found.contention.dispatch_seconds, turn_seconds=0.0)
+        longer = (times.step - _replay(plan, other).step for plan, times in zip(plans, seen, strict=True))
+        others.append(_with(other, turn_seconds=max(0.0, statistics.mean(longer))))
+    return min([found, *others], key=lambda each: _error(each, plans, seen))
+
+
+def _error(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> float:
+    """Of predicted steps, as a fraction of the measured ones: the root of their mean square."""
+    off = (_replay(plan, profile).step / times.step - 1 for plan, times in zip(plans, seen, strict=True))
+    return math.sqrt(statistics.mean(each**2 for each in off))
 
 
 def _factor_of_messages(profile: Profile, rehearsed: Sequence[tuple[Plan, Seen]]) -> float:

@@ -141,6 +141,11 @@ class Contention:
                 raise ValueError(f"contention {name} must be >= 0, got {value}")
 
 
+def is_far_off(predicted_s: float, measured_s: float) -> bool:
+    """Whether a prediction is off from what was measured by more than half of it."""
+    return abs(predicted_s - measured_s) > measured_s / 2
+
+
 @dataclass(frozen=True)
 class Profile:
     """What was measured of (model, batch, device, world).
@@ -155,7 +160,7 @@ class Profile:
     ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
     ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
     has the 10th and the 90th percentile of what was measured several times, by name. ``rehearsed`` has the seconds per step,
-    predicted with this profile and measured, of the plans that it was fitted to.
+    predicted with this profile and measured, of the plans that it was fitted to; ``doubted`` those that are far apart.
 
     Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot that
     there is not.
@@ -206,6 +211,11 @@ class Profile:
     def backward_slots(self) -> int:
         """Backward slots of a micro-step."""
         return len(self.slots) - self.forward_slots
+
+    @cached_property
+    def doubted(self) -> dict[str, tuple[float, float]]:
+        """Those of ``rehearsed`` that are predicted more than half off: predictions with this profile are in doubt."""
+        return {name: seconds for name, seconds in self.rehearsed.items() if is_far_off(*seconds)}
 
     @cached_property
     def is_mixed(self) -> bool:

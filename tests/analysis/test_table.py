@@ -41,6 +41,17 @@ def test_failed_runs_give_their_reason(printed):
     assert "infeasible: the budget of 384 MiB is below the floor of 402 MiB" in printed
 
 
+def test_predictions_in_doubt_are_said_beside_the_status(run_writer):
+    folder = run_writer("0")
+    text = (folder / "metrics.jsonl").read_text()
+    doubted = text.replace('"event": "summary"', '"event": "summary", "doubt": "took 9 times as long"')
+    (folder / "metrics.jsonl").write_text(doubted)
+    file = io.StringIO()
+    print_table(load_sweep(run_writer.sweep), file)
+    assert "ok, off [1]" in file.getvalue()
+    assert "[1] " in file.getvalue() and "took 9 times as long" in file.getvalue()
+
+
 def test_rows_are_sorted_and_the_fastest_is_marked(sweep, printed):
     lines = [line.split() for line in printed.splitlines() if line.startswith("ilp")]
     keys = [(cells[1], float(cells[2]), float(cells[3])) for cells in lines]

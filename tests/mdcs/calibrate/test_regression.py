@@ -45,6 +45,11 @@ def test_what_is_waited_longer_is_a_line_over_the_number_of_waits() -> None:
     assert line([(0, 1.0), (0, 2.0)]) == (1.5, 0)
 
 
+def test_points_that_differ_by_rounding_alone_have_no_slope() -> None:
+    assert line([(3.0, 1.0), (3.0 + 1e-12, 2.0)]) == (1.5, 0)
+    assert line([(3.0, 1.0), (3.01, 2.0)]).slope == pytest.approx(0.5, rel=0.01)  # through the origin
+
+
 def textbook(points: list[tuple[float, float]], weights: list[float]) -> tuple[float, float]:
     """(intercept, slope) of weighted least squares: means, then covariance by variance."""
     total = math.fsum(weights)

@@ -1,0 +1,34 @@
+"""What a run says of itself: whether its predictions are to be believed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from experiments.job import record
+from experiments.job.events import doubt
+from mdcs.planner.make import make_plan
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
+from tests.mdcs.profiles import chain
+
+
+def test_a_step_that_is_more_than_half_off_and_a_rehearsal_that_was_are_doubts() -> None:
+    plan = make_plan(chain(3), Uniform("dp"), Wfbp())
+    assert plan.prediction is not None
+    seconds = plan.prediction.step_s
+    assert doubt(plan, 1.9 * seconds) == doubt(plan, seconds / 1.4) == ""
+    said = doubt(plan, 2.1 * seconds)
+    assert said == f"a step was predicted to take {seconds * 1e3:.1f} ms, and took {2.1 * seconds * 1e3:.1f}"
+    assert doubt(plan, seconds / 1.6).startswith("a step was predicted")
+    rehearsed = make_plan(dataclasses.replace(chain(3), rehearsed={"dp wfbp": (4.0, 1.0)}), Uniform("dp"), Wfbp())
+    assert doubt(rehearsed, seconds).startswith("predictions are off by more than half in rehearsal (dp wfbp 4000.0 ms")
+    assert "took" in doubt(rehearsed, 3 * seconds) and "rehearsal" in doubt(rehearsed, 3 * seconds)
+
+
+@pytest.mark.parametrize("said", ["", "a step took 9 times as long as predicted"])
+def test_a_doubt_stays_with_the_status_of_the_run(tmp_path, said: str) -> None:  # type: ignore[no-untyped-def]
+    record.write(tmp_path, "identity", record.OK, doubt=said)
+    read = record.read(tmp_path)
+    assert read is not None and (read.state, read.doubt, read.reason) == (record.OK, said, "")

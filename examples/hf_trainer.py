@@ -2,8 +2,9 @@
 
 LD_PRELOAD=$(python -m mdcs.measure.memory) torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-`max_grad_norm`, accumulation, schedules, evaluation and `save_model` work; the norm that is logged is that of the step before.
-Of a checkpoint of the Trainer's only the model is written (`save_only_model=True`): `trainer.parallel.checkpoint()` has all.
+The Trainer's default settings work, and so do its checkpoints with model and optimizer, `resume_from_checkpoint`,
+`load_best_model_at_end`, accumulation, schedules, label smoothing and evaluation. A checkpoint is the one that the plain Trainer
+writes: rank 0 holds model and optimizer state whole, on the CPU, meanwhile. The norm that is logged is that of the step before.
 """
 
 from __future__ import annotations
@@ -48,10 +49,16 @@ class MdcsTrainer(Trainer):
             model.train()
             optimizer, units = self.optimizer.optimizer, mdcs.partition(model, self.policy)
             prepared = self._prepare_inputs(inputs)
+
+            def loss() -> torch.Tensor:
+                batch = {**prepared}  # label smoothing takes the labels out of it
+                with self.compute_loss_context_manager():
+                    return self.compute_loss(model, batch, num_items_in_batch=num_items_in_batch)
+
             clip = self.args.max_grad_norm or None
             self.plan = self.plan or mdcs.autoplan(
-                model, optimizer, units, lambda: self.compute_loss(model, prepared), budget=self.budget,
-                micro_steps=self.args.gradient_accumulation_steps, cross_iteration=clip is None,
+                model, optimizer, units, loss, budget=self.budget, micro_steps=self.args.gradient_accumulation_steps,
+                cross_iteration=clip is None,
             )  # fmt: skip
             self.parallel = self._run.enter_context(mdcs.parallelize(model, optimizer, self.plan, units, clip_norm=clip))
         return super().training_step(model, inputs, num_items_in_batch)
@@ -60,12 +67,21 @@ class MdcsTrainer(Trainer):
         with nullcontext() if self.parallel is None else self.parallel.evaluate():
             return super().evaluation_loop(*args, **kwargs)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.parallel is None:
-            return super().save_model(output_dir, _internal_call)
-        whole = self.parallel.state_dict(rank0_only=True, cpu=True)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=whole)
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.parallel is not None and state_dict is None:
+            state_dict = self.parallel.state_dict(rank0_only=not self.args.save_on_each_node, cpu=True)
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.parallel is not None:  # every rank gathers; those that save ask for the state
+            self.optimizer.whole = self.parallel.optimizer_state_dict(rank0_only=not self.args.save_on_each_node, cpu=True)
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.optimizer.whole = None
+
+    def _load_best_model(self) -> None:
+        whole = nullcontext() if self.parallel is None else self.parallel.full_parameters(writeback=True)
+        with whole:
+            super()._load_best_model()
 
 
 class Steps(AcceleratedOptimizer):
@@ -74,9 +90,13 @@ class Steps(AcceleratedOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, trainer: MdcsTrainer) -> None:
         super().__init__(optimizer)
         self._trainer = trainer
+        self.whole: dict[str, Any] | None = None  # the state, while it is saved
 
     def step(self, closure: Any = None) -> None:
         self._trainer.parallel.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self.whole is None else self.whole
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """There is nothing to zero."""
@@ -91,8 +111,10 @@ class Words(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def train(kind: type[Trainer], folder: str, options: dict[str, Any], **more: Any) -> tuple[Trainer, list[float]]:
-    """The trainer, and the logged losses of two epochs."""
+def train(
+    kind: type[Trainer], folder: str, options: dict[str, Any], resume: str | None = None, **more: Any
+) -> tuple[Trainer, list[float]]:
+    """The trainer after two epochs, and their logged losses, those before the checkpoint ``resume`` included."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -102,10 +124,10 @@ def train(kind: type[Trainer], folder: str, options: dict[str, Any], **more: Any
     )  # fmt: skip
     arguments = TrainingArguments(
         folder, use_cpu=True, num_train_epochs=2, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        report_to="none", save_strategy="no", disable_tqdm=True, **options,
+        report_to="none", disable_tqdm=True, **{"save_strategy": "no", **options},
     )  # fmt: skip
     trainer = kind(model=model, args=arguments, train_dataset=Words(), eval_dataset=Words(), **more)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

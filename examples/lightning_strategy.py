@@ -2,8 +2,9 @@
 
 LD_PRELOAD=$(python -m mdcs.measure.memory) torchrun --nproc-per-node 2 examples/lightning_strategy.py
 
-Clipping by norm, accumulation, schedules, validation and checkpoints of the model work. One optimizer, automatic optimization;
-hooks between backward and the update (`on_before_optimizer_step`) are not called, as updates are made beside backward.
+Clipping by norm, accumulation, schedules, validation, Lightning's checkpoints with the optimizer and `ckpt_path` work. Manual
+optimization and clipping by value are refused before the first batch; hooks between backward and the update
+(`on_before_optimizer_step`) are not called, as updates are made beside backward.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ class MdcsStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped: units have hooks."""
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"{type(self.lightning_module).__name__}: automatic_optimization=False steps inside of training_step, of which "
+                "no plan can be made: return the loss instead, or write the loop around mdcs.parallelize"
+            )
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            raise ValueError('gradient_clip_algorithm="value": MdcsStrategy clips the global norm alone')
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.parallel is None:
@@ -72,6 +83,7 @@ class MdcsStrategy(DDPStrategy):
         self._evaluating.close()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._evaluating.close()  # a checkpoint that validation ends with comes before on_validation_end
         return super().lightning_module_state_dict() if self.parallel is None else self.parallel.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> Any:
@@ -117,16 +129,17 @@ class Losses(pl.Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-def train(strategy: DDPStrategy, **options: Any) -> tuple[pl.Trainer, list[float]]:
-    """The trainer with its module, whole, after two epochs, and their losses."""
+def train(strategy: DDPStrategy, ckpt_path: str | None = None, **options: Any) -> tuple[pl.Trainer, list[float]]:
+    """The trainer with its module, whole, after two epochs, and their losses: those after ``ckpt_path``, if it is given."""
     inputs = torch.rand(64, 16, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     losses = Losses()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, callbacks=[losses], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, **{"enable_checkpointing": False, **options},
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[losses, *options.pop("callbacks", [])],
+        **{"enable_checkpointing": False, **options},
     )  # fmt: skip
-    trainer.fit(Regression(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    trainer.fit(Regression(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8), ckpt_path=ckpt_path)
     return trainer, losses.seen
 
 

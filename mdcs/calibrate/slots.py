@@ -73,7 +73,11 @@ def measure_profile(
             if p.is_meta:
                 raise UnsupportedModel(f"{parameter}: is on the meta device, where nothing can be measured: see mdcs.materialize")
             meter.retag(p.data, "parameters")
-    recorder = _recorded(model, units, step, iterations, warmup)
+    state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+    for value in state:  # of a run that goes on: no activations
+        with contextlib.suppress(ValueError):  # memory that no meter counts, as that of a file which is mapped
+            meter.retag(value, "optimizer")
+    recorder = _recorded(model, units, step, iterations, warmup, state)
     groups = parameter_groups(optimizer)
     updated = weight.dtype if master_dtype is None else master_dtype
     wider = {p.dtype for unit in units for _, p in unit.parameters if p.element_size() > updated.itemsize}
@@ -132,12 +136,13 @@ def slot_seconds(
 
 
 def _recorded(
-    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int
+    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int,
+    state: Sequence[Tensor] = (),
 ) -> _Recorder:
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
     with untouched(model, meter):
-        known = [*(p for unit in units for _, p in unit.parameters), *model.buffers()]  # of buffers the copies
+        known = [*(p for unit in units for _, p in unit.parameters), *model.buffers(), *state]  # of buffers the copies
         guards = [Guard(unit.parameters, _used_outside) for unit in units]
         recorder = _Recorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         held = attributes_over_parameters(model)

@@ -95,3 +95,117 @@ def test_a_hugging_face_trainer_trains_as_with_ddp(two: Ranks, options: dict[str
         ours, ddp = rank["losses"]
         assert ours == pytest.approx(ddp, rel=1e-4) and len(ours) >= 4 and ours[-1] < ours[0]
         assert rank["held out"][0] == pytest.approx(rank["held out"][1], rel=1e-4)
+
+
+# ---- saving, resuming, the best model
+
+SAVING = {
+    "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True,
+    "metric_for_best_model": "loss", "label_smoothing_factor": 0.1,
+}  # fmt: skip
+"""All else as the Trainer has it: clipping, the fused AdamW, checkpoints with the optimizer."""
+
+
+def saved_by_hugging_face(folder: str) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    from examples.hf_trainer import MdcsTrainer, train
+
+    policy = mdcs.ByClass(("GPT2Block",))
+    with torchrun():
+        ddp, expected = train(Trainer, f"{folder}/ddp", SAVING)
+        ours, losses = train(MdcsTrainer, f"{folder}/mdcs", SAVING, policy=policy)
+        best = [type(trainer).evaluate(trainer)["eval_loss"] for trainer in (ddp, ours)]
+        again, resumed = train(MdcsTrainer, f"{folder}/again", SAVING, f"{folder}/mdcs/checkpoint-3", policy=policy)
+        swapped, _ = train(Trainer, f"{folder}/swapped", SAVING, f"{folder}/mdcs/checkpoint-3")
+        AcceleratorState._reset_state(reset_partial_state=True)
+    files, weights, states = [], [], []
+    for kind in ("ddp", "mdcs"):
+        saved = Path(folder, kind, "checkpoint-6")
+        files.append(sorted(path.name for path in saved.iterdir()))
+        weights.append(load_file(saved / "model.safetensors"))
+        states.append(torch.load(saved / "optimizer.pt", weights_only=True)["state"])
+    moments = [{(i, k): v for i, of in state.items() for k, v in of.items()} for state in states]
+    return {
+        "losses": (losses, expected),
+        "best": best,
+        "chosen": [Path(trainer.state.best_model_checkpoint).name for trainer in (ours, ddp)],
+        "resumed": resumed == losses,
+        "resumed away": away(again.model.state_dict(), ours.model.state_dict()),
+        "swapped away": away(swapped.model.state_dict(), ours.model.state_dict()),
+        "files": files,
+        "weights away": away(*weights),
+        "moments away": away(*moments),
+    }
+
+
+def away(some: dict[Any, torch.Tensor], others: dict[Any, torch.Tensor]) -> float:
+    assert some.keys() == others.keys()
+    return max(float((value - others[name]).abs().max()) for name, value in some.items())
+
+
+def test_a_hugging_face_trainer_saves_resumes_and_loads_its_best_model(two: Ranks, tmp_path: Path) -> None:
+    """A checkpoint is what the plain Trainer writes, and either goes on from it."""
+    for rank in two.run(saved_by_hugging_face, str(tmp_path), timeout_s=240):
+        ours, ddp = rank["losses"]
+        assert ours == pytest.approx(ddp, rel=1e-4) and len(ours) == 8
+        assert rank["files"][0] == rank["files"][1] and "optimizer.pt" in rank["files"][1]
+        assert rank["weights away"] < 1e-4 and rank["moments away"] < 1e-4
+        assert rank["chosen"][0] == rank["chosen"][1] and rank["best"][0] == pytest.approx(rank["best"][1], rel=1e-4)
+        assert rank["resumed"] and rank["resumed away"] == 0.0 and rank["swapped away"] < 1e-4
+
+
+def saved_by_lightning(folder: str) -> dict[str, Any]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from examples.lightning_strategy import MdcsStrategy, train
+
+    def saving(kind: str) -> dict[str, Any]:
+        """The best of two, by what validation has found."""
+        best = ModelCheckpoint(f"{folder}/{kind}", "{epoch}", monitor="held out", save_top_k=-1)
+        return {"enable_checkpointing": True, "callbacks": [best], "gradient_clip_val": 0.5}
+
+    with torchrun():
+        policy = mdcs.ByClass(("Sequential",))
+        ddp, _ = train(DDPStrategy(), **saving("ddp"))
+        ours, losses = train(MdcsStrategy(policy), **saving("mdcs"))
+        again, resumed = train(MdcsStrategy(policy), f"{folder}/mdcs/epoch=0.ckpt", **saving("again"))
+    saved = [torch.load(f"{folder}/{kind}/epoch=1.ckpt", weights_only=False) for kind in ("ddp", "mdcs")]
+    states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in saved]
+    moments = [{(i, k): v for i, of in state.items() for k, v in of.items()} for state in states]
+    return {
+        "weights away": away(*(checkpoint["state_dict"] for checkpoint in saved)),
+        "moments away": away(*moments),
+        "resumed": resumed == losses[8:],
+        "resumed away": away(again.lightning_module.state_dict(), ours.lightning_module.state_dict()),
+    }
+
+
+def test_lightning_saves_and_resumes(two: Ranks, tmp_path: Path) -> None:
+    for rank in two.run(saved_by_lightning, str(tmp_path), timeout_s=240):
+        assert rank["weights away"] < 1e-5 and rank["moments away"] < 1e-5
+        assert rank["resumed"] and rank["resumed away"] == 0.0
+
+
+def refused_by_lightning(how: str) -> str:
+    from examples import lightning_strategy as example
+
+    class Refused(example.Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = how != "manual"
+
+    options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"} if how == "value" else {}
+    with torchrun(), patch.object(example, "Regression", Refused), pytest.raises(ValueError) as refusal:
+        example.train(example.MdcsStrategy(mdcs.ByClass(("Sequential",))), **options)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("manual", "Refused: automatic_optimization=False"), ("value", "clips the global norm")]
+)
+def test_what_lightning_may_not_do_is_refused_before_the_first_batch(two: Ranks, how: str, words: str) -> None:
+    assert all(words in said for said in two.run(refused_by_lightning, how, timeout_s=120))

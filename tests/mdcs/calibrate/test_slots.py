@@ -136,3 +136,30 @@ def test_activations_are_the_same_by_a_meter_that_knows_only_the_total(single: R
     assert by_total == by_category and all(peak > live for live, peak in by_total)
     warm_up, memory, first, second = readings
     assert warm_up == memory < first == second  # passes that are timed are not read in
+
+
+def bytes_with_and_without_state(meter: str) -> list[list[tuple[int, int]]]:
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "current_meter", lambda device: {"by category": ShimMeter, "by total": TotalsOnly}[meter]())
+        for trained in (False, True):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.ReLU(), torch.nn.Linear(500, 3))
+            units, optimizer = mdcs.partition(model, mdcs.ByLeaf()), torch.optim.Adam(model.parameters())
+            batch = torch.ones(64, 8)
+            if trained:
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            link = mdcs.Link.uniform(1.0, 50.0)
+            profile = mdcs.measure_profile(
+                model, units, lambda: model(batch).square().mean(), optimizer, world=2, link=link, iterations=2  # noqa: B023
+            )
+            found.append([(slot.live, slot.peak) for slot in profile.slots])
+    return found
+
+
+@pytest.mark.parametrize("meter", ["by category", "by total"])
+def test_the_optimizers_state_of_a_run_that_goes_on_is_no_activations(single: Ranks, meter: str) -> None:  # noqa: F811
+    ((fresh, resumed),) = single.run(bytes_with_and_without_state, meter)
+    assert resumed == fresh

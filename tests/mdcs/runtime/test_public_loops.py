@@ -14,6 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
+from mdcs.calibrate.agreement import agree, on_rank_zero
+from mdcs.calibrate.slots import measure_profile
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.strategies.random_mix import RandomMix
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, Setup, plan_for, profile_of, setup
 
@@ -143,3 +147,40 @@ def _built(job: Job) -> tuple[Setup, Any]:
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp", "random"])
 def test_public_loops_train_as_with_ddp(two: Ranks, name, strategy):
     assert max(two.run(both, name, strategy)) <= 1e-9
+
+
+def losses_after_an_example(how: str) -> Losses:
+    """Of an epoch with shuffling and dropout: DDP's, or a plan's, whose example batch was taken from the loader."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    rows = torch.randn(24, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+    if how == "ddp":
+        trained: nn.Module = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
+        step, context = optimizer.step, contextlib.nullcontext(None)
+    else:
+        with torch.random.fork_rng() if how == "apart" else contextlib.nullcontext():
+            example = next(iter(loader))
+        units, link = mdcs.partition(model, mdcs.ByLeaf()), mdcs.Link.uniform(1.0, 50.0)
+        profile = agree(
+            measure_profile(model, units, lambda: model(example).square().mean(), optimizer, world=2, link=link, iterations=1)
+        )
+        plan = on_rank_zero(lambda: mdcs.make_plan(mdcs.Job(profile), RandomMix(1), Priority()))
+        trained, context = model, mdcs.parallelize(model, optimizer, plan, units, timeout_s=20)
+        step = context.step
+    losses: Losses = []
+    with context:
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = trained(batch).square().mean()
+            loss.backward()
+            step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_an_example_batch_of_a_loader(two: Ranks):
+    """A loader draws from torch's random numbers when it is iterated: docs/loops.md says to take an example apart from them."""
+    ddp, apart, drawn = (two.run(losses_after_an_example, how) for how in ("ddp", "apart", "drawn"))
+    assert apart == ddp and drawn != ddp

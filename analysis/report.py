@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis import pictures
 from analysis import questions as ask
+from analysis.events import METRICS
 from analysis.load import Run, load_run
 from analysis.settings import is_seed
 from analysis.table import write_csv
@@ -32,7 +33,7 @@ def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:
         suffix = "" if number == 0 else f"-{_slug(workload.title)}"
         written += _write_sweep_pictures(rows, out, suffix)
         best = ask.best_run(rows)
-        if best is not None:
+        if best is not None and (Path(best["folder"]) / METRICS).is_file():  # runs of W&B have no periods
             run = load_run(best["folder"])
             title = " · ".join([workload.title, ask.label(best), ask.budget_words(best["budget_bytes"])])
             written += _write_run_pictures(run, out, suffix, title, best["budget_bytes"])

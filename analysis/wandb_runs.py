@@ -19,6 +19,7 @@ import pandas as pd
 
 from analysis.load import Run
 
+_KEYS = {"train/loss_rank0": "loss"}
 _HEADER = 7  # bytes of a .wandb file before its first block
 _BLOCK = 32 * 1024
 _FRAME = struct.Struct("<IHB")  # checksum, length, and which part of a record: whole, first, middle or last
@@ -105,7 +106,7 @@ def _records(path: Path) -> Iterator[bytes]:
 
 def _run(folder: Path, config: Mapping[str, Any], history: list[dict[str, Any]], summary: Mapping[str, Any]) -> Run:
     """A run as :func:`analysis.load.load_run` has it: `config` has its job and start events."""
-    rows = [nested({key.removeprefix("train/"): value for key, value in row.items()}) for row in history]
+    rows = [nested({_KEYS.get(key, key.removeprefix("train/")): value for key, value in row.items()}) for row in history]
     last = nested(summary)
     status = last.get("status")
     return Run(

@@ -13,6 +13,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+STARTING, JOINING = "starting", "joining"
+"""The first phases of a rank: Python starts and imports; then it waits for the others."""
 _BYTES = 192
 _PHASE_CHARACTERS = 64
 
@@ -34,7 +36,7 @@ class StatusFile:
     """The record of this rank. Raises OSError when the folder cannot be written."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.rank, self.step, self.phase = rank, 0, "starting"
+        self.rank, self.step, self.phase = rank, 0, STARTING
         self._pid = os.getpid()
         self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
         self.set()

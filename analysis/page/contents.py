@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import questions as ask
+from analysis.events import METRICS
 from analysis.load import load_run
 from analysis.page import figures
 from analysis.settings import short
@@ -118,7 +119,7 @@ def _periods(frame: pd.DataFrame, best: list[dict[str, Any]]) -> Iterator[dict[s
     seen: set[int] = set()
     for entry in best:
         index = entry["run"]
-        if index in seen or len(seen) == PERIODS or not Path(frame["folder"][index]).is_dir():
+        if index in seen or len(seen) == PERIODS or not (Path(frame["folder"][index]) / METRICS).is_file():
             continue
         run = load_run(frame["folder"][index])
         measured, predicted = run.timeline(), run.predicted_timeline()

@@ -210,7 +210,9 @@ class RunConfig:
         True, "messages may cross from one iteration to the next; false: a barrier between"
     )
     eval_every: int | None = option(None, "steps between evaluations; null: none", at_least=1)
-    save_every: int | None = option(None, "steps between checkpoints, in the run's folder; null: none", at_least=1)
+    save_every: int | None = option(
+        None, "steps between checkpoints, in the run's folder, one of the last step included; null: none", at_least=1
+    )
     keep: int = option(2, "checkpoints that are kept, the newest", at_least=1)
     save_beside: bool = option(True, "written from a copy while training goes on, if the budget has room; false: before it does")
     resume: str | None = option(

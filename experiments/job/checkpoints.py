@@ -65,8 +65,8 @@ class Checkpoints:
         return int(resumed.step)
 
     def after(self, step: int) -> None:
-        """Write a checkpoint where one is due."""
-        if self._run.save_every is None or step % self._run.save_every:
+        """Write a checkpoint where one is due: every `run.save_every` steps, and after the last."""
+        if self._run.save_every is None or (step % self._run.save_every and step < self._run.steps):
             return
         self._save(step, wait=not self._run.save_beside)
 

@@ -87,7 +87,8 @@ def step_event(
     workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float, warmup: int
 ) -> dict[str, Any]:
     """A step that has ended, and whether it is one of the first, up to `warmup`. `processor_s` is of all threads of this process,
-    until its training thread has ended the step; loss and norm are null where ranks are emulated: they mean nothing there.
+    until its training thread has ended the step; loss and norm are null where ranks are emulated: they mean nothing there. The
+    loss is this rank's: the mean over ranks would take a message.
     """
     retries = engine.allocator_retries()
     return {
@@ -111,8 +112,8 @@ def summary_event(
     processor: Mapping[int, float],
 ) -> dict[str, Any]:  # fmt: skip
     """Medians over `records`, the steps after warm-up; bytes and messages of a whole period, as every one sends the same;
-    `loss` is the last step's, `peak` that of the rank that held most, `processor` has this rank's seconds by step, `doubt` says
-    why predictions are not to be believed.
+    `loss` is the last step's mean over ranks, `peak` that of the rank that held most, `processor` has this rank's seconds by
+    step, `doubt` says why predictions are not to be believed.
     """
     config, times = workload.config, [record.times for record in records]
 

@@ -15,10 +15,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from launch import status
 from launch.status import Status
 
 _LINES = 6
 """About how many lines of progress a job leaves in a log."""
+_STARTS = 8
+"""At most so many lines say how many ranks have started, if there are so many ranks."""
 
 
 class JobProgress:
@@ -26,7 +29,7 @@ class JobProgress:
 
     def __init__(self, console: Console, name: str, steps: int) -> None:
         self._console, self._name, self._steps = console, name, steps
-        self._phase, self._step = "", 0
+        self._phase, self._step, self._part = "", 0, 0
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
@@ -51,15 +54,31 @@ class JobProgress:
             self._bar.stop()
 
     def statuses(self, statuses: Sequence[Status | None]) -> None:
-        """Show the phase of rank 0 while there are no steps."""
-        said = statuses[0]
-        if self._step or said is None or said.step or said.phase == self._phase:
+        """Show how many ranks have started, then the phase of rank 0, while there are no steps."""
+        first, told = statuses[0], [said for said in statuses if said is not None]
+        if self._step or not told or any(said.step for said in told):
             return
-        self._phase = said.phase
+        if first is None or first.phase in (status.STARTING, status.JOINING):
+            self._starting(sum(said.phase != status.STARTING for said in told), len(statuses))
+            return
+        if first.phase == self._phase:
+            return
+        self._phase = first.phase
         if self._bar is not None:
             self._bar.update(self._task, shown=self._phase)
         else:
             self._line(self._phase)
+
+    def _starting(self, started: int, ranks: int) -> None:
+        """One line, and of many ranks a further one whenever an eighth more of them have started."""
+        begins, part = self._phase != status.STARTING, started * _STARTS // ranks
+        more = ranks >= _STARTS and part > self._part
+        self._phase, self._part = status.STARTING, max(part, self._part)
+        words = f"starting: {started} of {ranks} ranks have started" if ranks >= _STARTS and started else "starting"
+        if self._bar is not None:
+            self._bar.update(self._task, shown=words)
+        elif begins or more:
+            self._line(words)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Show a step, and what a solver made of the plan; other events are shown elsewhere."""

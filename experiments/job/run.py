@@ -44,6 +44,9 @@ WORKER = "experiments.job.worker"
 Start = Callable[..., Outcome]
 """Runs ranks to their end, as `launch.elastic.run` does and with its arguments."""
 
+_CROWD = 4
+"""Ranks for each core from which a job is warned of what that means."""
+
 _WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4 * GIB)}
 """glibc gives large blocks back to the system at every free, and faults each page in again: buffers that
 are released and allocated every step cost five times as much that way. Bytes are counted as they are
@@ -104,6 +107,8 @@ def _run(
     reused = known.find(config) if config.engine.plans else None
     resolved = resolve(config, profile=reused)
     _say(reused, console)
+    if (crowd := crowded(config)) is not None:
+        console.print(crowd, markup=False, highlight=False, soft_wrap=True)
     if only is None:
         record.write(folder, identity, record.RUNNING)
     begin(resolved, folder, trains=only is None)
@@ -268,6 +273,18 @@ def _require_nodes(config: Config) -> None:
 def _say(reused: Path | None, console: Console) -> None:
     if reused is not None:
         console.print(f"profile reused from {reused}", markup=False, highlight=False, soft_wrap=True)
+
+
+def crowded(config: Config) -> str | None:
+    """A warning for many more ranks on this machine than it has cores for."""
+    ranks, cores = config.cluster.processes, len(os.sched_getaffinity(0))
+    if config.cluster.name == "joined" or ranks <= _CROWD * cores:
+        return None
+    shared = "1 core" if cores == 1 else f"{cores} cores"
+    return (
+        f"warning: {ranks} ranks share {shared}: each imports torch for itself, so starting may take minutes, and step times are"
+        " of cores that are shared (cluster=emulated link=emulated runs one rank of many)"
+    )
 
 
 def resolve(config: Config, *, profile: Path | None = None) -> Config:

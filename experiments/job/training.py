@@ -69,7 +69,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         kept += report(metrics, workload, engine, losses, processor, warmup, flush=True)
         kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before the ranks talk of it, which takes bytes too
-        summary = events.summary_event(workload, kept, losses[run.steps], highest_peak(workload, engine), floor, processor)
+        loss = mean_over_ranks(workload, losses[run.steps])
+        summary = events.summary_event(workload, kept, loss, highest_peak(workload, engine), floor, processor)
         engine.write(folder)
     gc.enable()
     if metrics:
@@ -113,6 +114,13 @@ def report(
         for record in records:
             metrics.write(events.step_event(workload, engine, record, losses[record.step], processor[record.step], warmup))
     return records
+
+
+def mean_over_ranks(workload: Workload, value: float) -> float:
+    """For what is known once training has ended: in a step it would be one more message."""
+    total = torch.tensor(value, dtype=torch.float64, device=workload.device)
+    dist.all_reduce(total)
+    return float(total) / workload.processes
 
 
 def highest_peak(workload: Workload, engine: Engine) -> int | None:

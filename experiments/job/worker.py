@@ -31,7 +31,7 @@ def main(folder: Path, only: str | None = None) -> None:
     """
     config = load(folder / "config.yaml")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    status.set(phase="starting")
+    status.set(phase=status.JOINING)
     if preemption.expected():
         preemption.listen()
     device = start(config)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks.data import SPLIT, Arrays, Data, Samples, image_arrays, random
-from experiments.tasks.inputs import Images, Inputs
+from experiments.tasks.inputs import Images, Inputs, described
 
 _HELD_OUT_ONE_IN = 10
 _CLASSES = 10
@@ -24,7 +24,7 @@ class Digits(Data):
     def require(self, inputs: Inputs) -> None:
         """Images, of as many classes as there are digits."""
         if not isinstance(inputs, Images):
-            raise ValueError(f"digits gives images, the model reads {inputs.what}; use another source, or synthetic")
+            raise ValueError(f"digits gives images, the model reads {described(inputs)}; use another source, or synthetic")
         if inputs.classes < _CLASSES:
             raise ValueError(f"digits has {_CLASSES} classes, the model has {inputs.classes}")
 

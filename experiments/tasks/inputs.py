@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
 
 MASKED_SHARE = 0.15
 """Share of a sequence's positions that a masked language model is asked for (BERT, Devlin et al. 2019)."""
@@ -85,4 +89,17 @@ class Pairs:
     classes: int
 
 
-Inputs = Tokens | Images | Pairs
+@runtime_checkable
+class Sampled(Protocol):
+    """Inputs of a model of one's own, which say themselves what a sample looks like: for `data=synthetic`."""
+
+    def sample(self, random: Generator) -> Mapping[str, Any]:
+        """The arrays of one sample, by the names that the loss reads them by, drawn from `random`; of one shape for all."""
+
+
+Inputs = Tokens | Images | Pairs | Sampled
+
+
+def described(inputs: object) -> str:
+    """What a model reads, for messages: in words, or the name of a class that has none."""
+    return str(getattr(inputs, "what", type(inputs).__name__))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks.data import Arrays, Data, Samples
-from experiments.tasks.inputs import Inputs, Pairs
+from experiments.tasks.inputs import Inputs, Pairs, described
 from mdcs.options import OptionError, option
 
 SHIPPED = Path(__file__).with_name("nli.jsonl")
@@ -48,7 +48,8 @@ class Nli(Data):
     def require(self, inputs: Inputs) -> None:
         """Pairs, of three classes, and a vocabulary for bytes and special tokens."""
         if not isinstance(inputs, Pairs):
-            raise ValueError(f"nli gives pairs of sentences, the model reads {inputs.what}; use another source, or synthetic")
+            told = f"the model reads {described(inputs)}; use another source, or synthetic"
+            raise ValueError(f"nli gives pairs of sentences, {told}")
         if inputs.classes < CLASSES:
             raise ValueError(f"nli has {CLASSES} classes, the model has {inputs.classes}")
         if self.tokenizer is None and inputs.vocabulary <= SEP:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks.data import Data, Samples, token_samples
-from experiments.tasks.inputs import Inputs, Tokens
+from experiments.tasks.inputs import Inputs, Tokens, described
 from mdcs.options import option
 
 _HELD_OUT_ONE_IN = 10
@@ -32,7 +32,7 @@ class StdlibBytes(Data):
     def require(self, inputs: Inputs) -> None:
         """Tokens, with a vocabulary that has every byte."""
         if not isinstance(inputs, Tokens):
-            raise ValueError(f"stdlib_bytes gives tokens, the model reads {inputs.what}; use another source, or synthetic")
+            raise ValueError(f"stdlib_bytes gives tokens, the model reads {described(inputs)}; use another source, or synthetic")
         if inputs.vocabulary < _BYTES:
             raise ValueError(f"stdlib_bytes needs a vocabulary of {_BYTES}, the model has {inputs.vocabulary}")
 

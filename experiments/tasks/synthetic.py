@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.tasks.data import CONTENT, Arrays, Data, Samples, image_arrays, random, token_samples
-from experiments.tasks.inputs import Images, Inputs, Pairs, Tokens
+from experiments.tasks.inputs import Images, Inputs, Pairs, Sampled, Tokens
 
 SAMPLES = 65_536
 
@@ -21,7 +21,14 @@ class Synthetic(Data):
     name = "synthetic"
 
     def require(self, inputs: Inputs) -> None:
-        """Whatever a model reads."""
+        """Whatever a model reads, if its inputs are those of :mod:`experiments.tasks.inputs` or have a `sample`."""
+        given: object = inputs
+        if not isinstance(given, (Tokens, Images, Pairs, Sampled)):
+            kind = type(given).__name__
+            raise ValueError(
+                f"synthetic makes tokens, images and pairs of sentences, the model reads {kind}: give {kind} a method"
+                " sample(random) that returns the arrays of one sample, by name"
+            )
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
         """The same number of samples for every split and shape."""
@@ -29,7 +36,9 @@ class Synthetic(Data):
             return token_samples(SAMPLES, partial(_rows, inputs, self.seed, held_out), inputs, self.seed)
         if isinstance(inputs, Pairs):
             return Samples(SAMPLES, partial(_pairs, inputs, self.seed, held_out))
-        return Samples(SAMPLES, partial(_arrays, inputs, self.seed, held_out))
+        if isinstance(inputs, Images):
+            return Samples(SAMPLES, partial(_arrays, inputs, self.seed, held_out))
+        return Samples(SAMPLES, partial(_own, inputs, self.seed, held_out))
 
 
 def _rows(tokens: Tokens, seed: int, held_out: bool, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -45,6 +54,12 @@ def _arrays(images: Images, seed: int, held_out: bool, indices: NDArray[np.int64
     labels = np.array([each.integers(0, images.classes) for each in randoms], dtype=np.int64)
     pixels = np.stack([each.standard_normal(shape, dtype=np.float32) for each in randoms])
     return image_arrays(pixels, labels, images)
+
+
+def _own(inputs: Sampled, seed: int, held_out: bool, indices: NDArray[np.int64], epoch: int) -> Arrays:
+    """Of inputs that are not ours, which make their own samples."""
+    samples = [inputs.sample(random(seed, CONTENT, int(held_out), int(i))) for i in indices]
+    return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
 
 
 def _pairs(pairs: Pairs, seed: int, held_out: bool, indices: NDArray[np.int64], epoch: int) -> Arrays:

@@ -96,6 +96,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
+_CHARTS = {"loss": "loss_rank0"}
+
+
 def train_values(step: Event) -> dict[str, Any]:
-    """A step event, keys as charts have them: train/step, train/step_s, train/bytes/AR and so on."""
-    return flat({key: value for key, value in step.items() if key != "event"}, "train/")
+    """A step event, keys as charts have them: train/step, train/step_s, train/bytes/AR and so on. Its loss is rank 0's."""
+    return flat({_CHARTS.get(key, key): value for key, value in step.items() if key != "event"}, "train/")

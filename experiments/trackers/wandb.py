@@ -67,6 +67,7 @@ class WandbMirror(Mirror):
                 console="off", silent=True, init_timeout=tracker.timeout_s, finish_timeout=tracker.timeout_s,
                 # What it would find out by itself may hold more than a config: arguments, remotes, the host.
                 disable_git=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
+                x_save_requirements=False, host="not told",
             ),
         )  # fmt: skip
         self._run.define_metric(STEP)

@@ -9,6 +9,7 @@ import matplotlib
 import pytest
 
 from analysis.__main__ import main
+from analysis.executed import read_notebook
 from analysis.load import load_sweep
 
 SWEEP = Path(__file__).parent / "sweep"
@@ -94,6 +95,15 @@ def test_larger_worlds(monkeypatch):
     assert (steps["greedy · wfbp"] <= steps["fsdp · wfbp"]).all()
     assert (steps["fsdp · wfbp"] < steps["fsdp · sequential"]).all()
     assert (made["table"]["peak GiB"] <= made["BUDGET_GIB"]).all()
+
+
+@pytest.mark.parametrize("notebook", sorted(NOTEBOOKS.glob("*.py")), ids=lambda path: path.stem)
+def test_text_cells_are_text_and_no_cell_has_a_marker(notebook):
+    jupytext = pytest.importorskip("jupytext")
+    cells = read_notebook(jupytext, notebook).cells
+    assert {cell.cell_type for cell in cells} == {"code", "markdown"}
+    assert not [cell.source for cell in cells if "%% [" in cell.source or cell.source.startswith("# %%")]
+    assert len(cells) == 1 + sum(line.startswith("# %%") for line in notebook.read_text().splitlines())
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from analysis import wandb_runs
+from analysis.__main__ import main
 from analysis.events import read_events
 from analysis.load import load_run
+from analysis.page.contents import contents
 from analysis.sources import runs
 
 SAME = ("name", "model", "strategy", "scheduler", "budget_bytes", "schedule_share", "status", "steps", "step_s", "step_s_p90",
@@ -40,6 +42,11 @@ def test_offline_runs_of_wandb_are_read_as_the_folder_is(run_writer, tmp_path, m
             time.sleep(0.1)
     known = load_run(folder).row()
     assert {key: row[key] for key in SAME} == pytest.approx({key: known[key] for key in SAME})
+
+    # Of it there is all but the pictures of a period.
+    assert main([str(tmp_path / "out"), "--out", str(tmp_path / "pictures")]) == 0
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"table.csv", "tradeoff.png", "step_time.png"}
+    assert contents(runs(tmp_path / "out"))["periods"] == []
 
     # A run that is killed leaves half a record.
     [file] = (tmp_path / "out").rglob("*.wandb")

@@ -215,7 +215,8 @@ def test_a_job_says_what_it_does_step_by_step(ran):
             assert step["exposed_s"] == pytest.approx(step["communication_s"] - step["overlap_s"]), run
             assert step["idle_s"] == pytest.approx(step["stalled_s"] - step["exposed_s"]) and step["idle_s"] >= 0, run
         assert (run.summary["status"], run.summary["steps"]) == ("ok", STEPS)
-        assert run.summary["loss"] == run.steps[-1]["loss"]
+        assert run.summary["loss"] == pytest.approx(run.steps[-1]["loss"], rel=0.5)  # which is rank 0's
+        assert run.summary["loss"] != run.steps[-1]["loss"], run
         evaluated = [event["step"] for event in run.events if event["event"] == "eval"]
         every = {"tied gpt2": 2, "pairs": 2, "resnet by size": 3}.get(run.workload, STEPS + 1)
         assert evaluated == list(range(every, STEPS + 1, every))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -31,6 +32,19 @@ def losses(folder: Path, *overrides: str) -> dict[int, float]:
     assert outcome.ok, outcome.reason
     steps = analysis.load_run(folder).steps
     return dict(zip(steps["step"], steps["loss"], strict=True))
+
+
+def test_the_last_step_has_a_checkpoint_whatever_save_every_is(tmp_path):
+    """And no step two."""
+    for every, wanted in ((4, [4, 6]), (3, [3, 6]), (100, [6]), (None, [])):
+        saved: list[int] = []
+        engine = SimpleNamespace(checkpoint=lambda *_, **__: None)
+        config = composed(f"run.save_every={'null' if every is None else every}")
+        kept = checkpoints.Checkpoints(config, tmp_path, engine, SimpleNamespace(state_dict=dict), None)
+        for step in range(1, 7):
+            engine.checkpoint = lambda *_, step=step, saved=saved, **__: saved.append(step)
+            kept.after(step)
+        assert saved == wanted
 
 
 @pytest.mark.slow

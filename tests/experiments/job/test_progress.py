@@ -54,3 +54,28 @@ def test_a_terminal_gets_a_bar():
 )
 def test_a_step_in_words(step, words):
     assert describe(step) == words
+
+
+def test_of_many_ranks_a_log_says_how_many_have_started():
+    """A line for each further eighth, whichever ranks are first; of few ranks that they start."""
+    file = io.StringIO()
+
+    def ranks(count: int, *phases: str) -> list[Status | None]:
+        told = [Status(rank=rank, pid=1, step=0, phase=phase, time=0.0) for rank, phase in enumerate(phases)]
+        return [*[None] * (count - len(told)), *told]  # the first ones are the last to start
+
+    with JobProgress(Console(file=file, force_terminal=False, width=100), "a job", 1) as progress:
+        progress.statuses(ranks(64))
+        for started in range(64):
+            progress.statuses(ranks(64, *["joining"] * started, "starting"))
+        progress.statuses(ranks(64, *["joining"] * 64))
+        progress.statuses(ranks(64, *["profiling"] * 64))
+    lines = file.getvalue().splitlines()
+    counts = [f"a job: starting: {count} of 64 ranks have started" for count in range(8, 65, 8)]
+    assert lines == ["a job: starting", *counts, "a job: profiling"]
+
+    file.truncate(0)
+    with JobProgress(Console(file=file, force_terminal=False, width=100), "a job", 1) as progress:
+        for phases in (("starting", "starting"), ("joining", "starting"), ("joining", "joining"), ("profiling", "joining")):
+            progress.statuses(ranks(2, *phases))
+    assert file.getvalue().lstrip("\0").splitlines() == ["a job: starting", "a job: profiling"]

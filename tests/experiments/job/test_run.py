@@ -19,6 +19,7 @@ from experiments.job import run as jobs
 from experiments.job.events import job_event
 from experiments.job.profiles import Profiles, cache_folder
 from launch.claim import claim
+from launch.elastic import Outcome
 from tests.experiments import one_process
 from tests.experiments.job.test_tracking import Heard
 
@@ -113,3 +114,18 @@ def test_settings_are_what_was_asked_for_but_for_what_has_a_column_and_what_chan
     assert not groups & {"tracker", "sweep", "tradeoff"} and "run.name" not in settings and "budget.gib" not in settings
     peers = job_event(jobs.resolve(composed("engine=ddp")))["settings"]
     assert not any(key.startswith(("strategy.", "scheduler.")) for key in peers) and "engine.bucket_mib" in peers
+
+
+def test_many_ranks_on_few_cores_are_warned_of_before_they_start(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    for ranks in (8, 9, 64):
+        console = Console(file=io.StringIO(), width=400)
+
+        def start(*_, console=console, **__):
+            said.append(console.file.getvalue())
+            return Outcome(False, "not started")
+
+        jobs.run(composed(f"cluster.ranks={ranks}"), tmp_path / f"{ranks}", console, start=start)
+    assert ["warning" in each for each in said] == [False, True, True]
+    assert said[2].startswith("warning: 64 ranks share 2 cores: each imports torch for itself, so starting may take minutes")

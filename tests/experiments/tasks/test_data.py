@@ -348,3 +348,29 @@ def test_what_cannot_be_given_is_refused_with_a_reason(
 def test_impossible_inputs_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         Tokens(**wrong)  # type: ignore[arg-type]
+
+
+class Sound:
+    """Inputs of a model that is not ours."""
+
+    def sample(self, random: np.random.Generator) -> dict[str, object]:
+        return {"wave": random.standard_normal(5, dtype=np.float32), "labels": random.integers(0, 3)}
+
+
+def test_synthetic_makes_samples_of_inputs_of_one_s_own() -> None:
+    """Seeded: sample by sample the same, whatever the number of ranks."""
+    whole = next(Synthetic(batch_size=4).batches(Sound(), rank=0, world=1))
+    assert (whole["wave"].shape, whole["wave"].dtype, whole["labels"].shape) == ((4, 5), torch.float32, (4,))
+    parts = [next(Synthetic(batch_size=2).batches(Sound(), rank=rank, world=2)) for rank in (0, 1)]
+    assert all(torch.equal(torch.cat([part[name] for part in parts]), whole[name]) for name in whole)
+
+
+class Mute:
+    """Inputs that say nothing of themselves."""
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_inputs_that_no_source_knows_are_refused_by_name(name: str) -> None:
+    remedy = r": give Mute a method sample\(random\) that" if name == "synthetic" else "; use another source, or synthetic$"
+    with pytest.raises(ValueError, match=rf"^{name} .*the model reads Mute{remedy}"):
+        SOURCES[name]().require(Mute())  # type: ignore[arg-type]

@@ -97,6 +97,17 @@ def test_no_key_is_in_any_file(read):
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
+def test_neither_the_host_nor_its_packages_are_told(read):
+    folder, run = read
+    assert run.run.host == "not told"
+    assert not list(folder.glob("wandb/*/files/requirements.txt")) and not list(folder.glob("wandb/*/files/wandb-metadata.json"))
+
+
+def test_the_loss_of_a_step_is_called_that_of_rank_0(read):
+    assert [row["train/loss_rank0"] for row in read[1].history if "train/step_s" in row] == [2.5, 2.5]
+    assert not any("train/loss" in row for row in read[1].history)
+
+
 def test_a_run_that_goes_on_offline_is_rebuilt(tmp_path):
     told(shown(tmp_path), OFFLINE, ("event", STEP), ok=False)
     assert Read(tmp_path).exit_code == 1

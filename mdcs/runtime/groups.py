@@ -65,6 +65,15 @@ class Groups:
                 self.node = self._one_of(nodes, of_messages, backend)
                 self.across = self._one_of([list(ranks) for ranks in zip(*nodes, strict=True)], of_messages, backend)
 
+        if backend == "nccl":
+            self._connect(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Have NCCL connect its groups now: else their first messages would, for seconds, inside of a forward pass."""
+        for group in (self.messages, self.node, self.across):
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+
     def _one_of(self, parts: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
         """The part of the ranks that has this one."""
         ranks = dist.get_process_group_ranks(self._group)

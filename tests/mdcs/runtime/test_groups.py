@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -70,12 +71,25 @@ def test_a_run_that_has_failed_waits_for_none_of_nccl_s_groups(monkeypatch: pyte
     assert len(aborted) == 2
 
 
-def test_groups_of_messages_outlast_the_wait_for_them(monkeypatch: pytest.MonkeyPatch):
-    """NCCL's watchdog would end the process before the error that names the step."""
+def test_nccl_s_groups_are_connected_when_they_are_made_and_outlast_the_wait_for_messages(monkeypatch: pytest.MonkeyPatch):
+    """Else it connects them inside of a forward pass, and its watchdog ends the process before the error that names the step."""
     made: list[tuple[str, float]] = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(dist, "new_group", lambda timeout, backend: made.append((backend, timeout.total_seconds())))
-    monkeypatch.setattr(groups, "backend_of", lambda group, device: "nccl")
-    Groups(None, torch.device("cpu"), 20.0, needs_control=True)
-    assert made == [("nccl", 40.0), ("gloo", 20.0)]
+    connected: list[int] = []
+
+    def new_group(ranks: object = None, *, timeout: timedelta, backend: str, **options: bool) -> int:
+        made.append((backend, timeout.total_seconds()))
+        return len(made)
+
+    for owner, name, value in (
+        (dist, "is_initialized", lambda: True),
+        (dist, "get_world_size", lambda group=None: 4),
+        (dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3]),
+        (dist, "get_rank", lambda group: 1),
+        (dist, "new_group", new_group),
+        (dist, "all_reduce", lambda tensor, group: connected.append(group)),
+        (groups, "backend_of", lambda group, device: "nccl"),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    own = Groups(None, torch.device("cpu"), 20.0, needs_control=True, per_node=2)
+    assert made[:2] == [("nccl", 40.0), ("gloo", 20.0)] and set(made[2:]) == {("nccl", 40.0)}
+    assert connected == [own.messages, own.node, own.across] == [1, 3, 6]

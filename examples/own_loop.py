@@ -45,7 +45,7 @@ def main() -> None:
             loss.backward()
             parallel.step()  # in the place of optimizer.step() and optimizer.zero_grad()
         memory = parallel.memory()["measured"]
-        with parallel.evaluate(), torch.no_grad():
+        with parallel.evaluate():
             held_out = loss_of(batches(51)[-1])
         weights = parallel.state_dict()  # whole, on every rank, with the plain model's names
 

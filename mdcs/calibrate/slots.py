@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.calibrate.clock import Mark
+from mdcs.calibrate.put_back import BuffersBefore
 from mdcs.calibrate.regression import spread
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.checkpoint.numbers import random_state, set_random_state
@@ -211,7 +212,7 @@ def _used_outside(name: str, what: str) -> UnsupportedModel | None:
 def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
     """Steps that are only measured: nothing is collected in them, and buffers and the random state are put back."""
     with meter.tag("parameters"):  # not of a training step: kept out of what is measured as activations
-        saved = {name: b.detach().clone() for name, b in model.named_buffers()}
+        buffers = BuffersBefore(model)
         device = next(model.parameters()).device
         numbers = random_state(device)
     collected = gc.isenabled()
@@ -221,9 +222,7 @@ def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
     finally:
         if collected:
             gc.enable()
-    with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(saved[name])
+    buffers.put_back()
     set_random_state(numbers, device)
 
 

@@ -40,6 +40,11 @@ _HARMLESS = {
         )
     ),
 }  # fmt: skip
+_LIKE = {
+    *(getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
+    *(getattr(Tensor, f"new_{name}") for name in ("empty", "empty_strided", "full", "ones", "tensor", "zeros")),
+}
+"""Make a tensor of the first argument's shape, type or device, whose values they do not read."""
 _NAMES = {
     _TENSOR.data.__get__: ".data", _TENSOR.data.__set__: ".data", _TENSOR.grad.__get__: GRADIENT,
     _TENSOR.grad.__set__: GRADIENT, _TENSOR.grad.__delete__: GRADIENT,
@@ -61,7 +66,10 @@ class Closed:
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _HARMLESS:
                 what: str = _NAMES.get(func) or getattr(func, "__name__", "") or str(func)
-                for p in _closed([*args, *(kwargs or {}).values()]):
+                read = [*args, *(kwargs or {}).values()]
+                if func in _LIKE:
+                    read = [*args[1:], *(value for name, value in (kwargs or {}).items() if name != "input")]
+                for p in _closed(read):
                     if what != THAW or p.requires_grad is not (args[1] if len(args) > 1 else True):  # type: ignore[attr-defined]
                         _refuse(p, what)
             return func(*args, **(kwargs or {}))

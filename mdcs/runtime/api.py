@@ -263,6 +263,8 @@ class Parallel:
             self._walker.end_short()
         if not self._walker.at_turn or not self._walker.due:
             raise self._place.error(f"step() needs {self.plan.micro_steps} forward and backward passes before it")
+        if self._walker.step == 1 and self._buffers.option is None:
+            self._buffers.adopt(self._groups, self._place)
         problem = misuse.unseen_change(self.optimizer, self._updates, self._storages, self._buffers, self.plan.world)
         alias = still_held(self.model, self._aliases) if problem is None and self._walker.step == 1 else None
         if alias is not None:
@@ -334,12 +336,18 @@ class Parallel:
         self._walker.restart()
 
     def evaluate(self) -> AbstractContextManager[None]:
-        """Forward passes without gradients, on as many batches as each rank has; :meth:`drain` included.
+        """Forward passes without gradients (``torch.no_grad()``), on as many batches as each rank has; :meth:`drain` included.
 
         Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward;
         then a rank waits at the end for those that have more batches.
         """
-        return self._lend("evaluate()", self._evaluation.run)
+        return self._lend("evaluate()", self._evaluate)
+
+    @contextlib.contextmanager
+    def _evaluate(self) -> Iterator[None]:
+        with torch.no_grad(), self._evaluation.run():
+            yield
+        self._buffers.know()
 
     @contextlib.contextmanager
     def _lend(self, call: str, run: Any, **options: Any) -> Iterator[None]:

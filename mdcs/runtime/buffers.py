@@ -32,16 +32,27 @@ class Buffers:
 
     def __init__(self, model: nn.Module, option: bool | None) -> None:
         self._model, self.option = model, option
+        self._described: list[tuple[str, torch.Size, torch.dtype]] | None = None
+        self._checksum = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        """Know those that there are by now, and what is in them."""
+        self._held = [(f"{name}." if name else "", module._buffers) for name, module in self._model.named_modules()]
         # Those of BatchNorm and its like are written in training and read in evaluation: no step depends on them.
         self._watched = [
             (f"{name}.{local}" if name else local, module._buffers, local)
-            for name, module in model.named_modules()
-            for local in module._buffers
-            if not isinstance(module, _NormBase)
+            for name, module in self._model.named_modules()
+            for local, buffer in module._buffers.items()
+            if buffer is not None and not isinstance(module, _NormBase)
         ]
-        self._described: list[tuple[str, torch.Size, torch.dtype]] | None = None
-        self._checksum = 0
+        self.know()
         self.note()
+
+    def know(self) -> None:
+        """Those that there are now are not made by a training step."""
+        self._known: set[str] = set()
+        self._known = {name for name, _ in self._made()}
 
     def note(self) -> None:
         """What is in them now is the same on all ranks."""
@@ -52,7 +63,37 @@ class Buffers:
         for (name, held, local), seen in zip(self._watched, self._seen, strict=True):
             if local in held and _version(held[local]) != seen:
                 return name
-        return None
+        return next((name for name, _ in self._made()), None)
+
+    def _made(self) -> list[tuple[str, Tensor]]:
+        """Those that forward has made since."""
+        return [
+            (path + local, b)
+            for path, held in self._held  # at every step, which named_buffers() would be too slow for
+            for local, b in held.items()
+            if b is not None and path + local not in self._known
+        ]
+
+    def adopt(self, groups: Groups, place: Place) -> None:
+        """Rank 0's of those that the first forward has made, to all ranks, as with DDP before its second one.
+
+        A rank that has made none does not take part: nothing is sent for models that make none.
+        """
+        made = self._made()
+        if not made or groups.world == 1:
+            return
+        with place.during(f"broadcast of buffer {made[0][0]}, which the first forward has made"):
+            layouts = groups.tell("the broadcast of buffers", layout(made))
+        if len(set(layouts)) > 1:
+            raise place.error(
+                "the buffers that the first forward has made differ between the ranks in name, shape or type: parallelize(…, "
+                "broadcast_buffers=False) leaves each rank its own"
+            )
+        with torch.no_grad(), torch.inference_mode(False):
+            for name, buffer in made:
+                with place.during(f"broadcast of buffer {name}"):
+                    broadcast(buffer, groups.talk)
+        self._watch()
 
     def broadcast(self, groups: Groups, group: dist.ProcessGroup | None, place: Place) -> None:
         """Rank 0's to all, over ``group``; every rank must call it. Raises RunError where ranks do not have the same buffers."""
@@ -70,10 +111,11 @@ class Buffers:
                 (name, first), others = members[0], len(members) - 1
                 with place.during(f"broadcast of buffer {name}{f' and {others} more' if others else ''}"):
                     if others:
-                        _broadcast_together([buffer for _, buffer in members], group)
+                        _broadcast_together([unexpanded(buffer) for _, buffer in members], group)
                     else:
                         broadcast(first, group)
         self.note()
+        self.know()
 
     def _layout(self) -> int:
         """The checksum of what there is now: worked out again only if that is something else than before."""
@@ -90,6 +132,7 @@ def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     """Rank 0's values to all ranks, in place, whatever the layout in memory."""
+    tensor = unexpanded(tensor)
     if tensor.is_inference():
         tensor = tensor.clone()  # made in an evaluation, and of no use in training
     whole = tensor.data.contiguous()  # the tensor itself unless its layout is another one
@@ -120,6 +163,20 @@ def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) 
     parts = whole.split([b.numel() for b in buffers])
     ours = [(b, part.view(b.shape)) for b, part in zip(buffers, parts, strict=True) if not b.is_inference()]
     torch._foreach_copy_([b for b, _ in ours], [part for _, part in ours])
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """A view of all that an expanded tensor holds, which can be written to where the tensor itself cannot."""
+    for dim, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def write(tensor: Tensor, value: Tensor) -> None:
+    """Copy values of the same shape into a buffer, in place, be it expanded or not."""
+    place = unexpanded(tensor)
+    place.copy_(value[tuple(slice(n) for n in place.shape)])
 
 
 def _version(buffer: Tensor | None) -> tuple[int, int] | None:

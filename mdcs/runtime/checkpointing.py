@@ -27,7 +27,7 @@ from mdcs.checkpoint.pieces import Pieces, Tree, leaves, planted
 from mdcs.measure.memory import Meter
 from mdcs.model.optimizers import parameter_groups
 from mdcs.runtime import optimizer_state
-from mdcs.runtime.buffers import Buffers
+from mdcs.runtime.buffers import Buffers, write
 from mdcs.runtime.errors import Place, RunError
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.optimizer_state import STEP, OptimizerState
@@ -296,14 +296,18 @@ class Checkpoints:
             for name, p in zip(storage.names, storage.parameters, strict=True):
                 rest |= {(*STATE, name, key): value for key, value in kept.get(p, {}).items()}
         pieces.load(chosen, planted(rest.items()))
-        full |= {(MODEL, name): value.detach() for name, value in buffers.items()}
+        read = {name: value.detach().contiguous() for name, value in buffers.items()}  # an expanded one cannot be read into
+        full |= {(MODEL, name): value for name, value in read.items()}
         pieces.load(chosen, planted(full.items()))
+        for name, value in buffers.items():
+            if read[name].data_ptr() != value.data_ptr():
+                write(value, read[name])
         own = run["world"] == self._groups.world
         mine = numbers.load(chosen / _file_of(self._rank if own else 0))
         if own:
             for name, buffer in self._model.named_buffers():
                 if name in mine["buffers"]:
-                    buffer.copy_(mine["buffers"][name])
+                    write(buffer, mine["buffers"][name])
         self._buffers.note()
         if self._loss_scale is not None and run["loss_scale"] is not None:
             for name, value in run["loss_scale"].items():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mdcs.runtime.buffers import write
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.storage import UnitStorage
 
@@ -145,7 +146,7 @@ def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Ten
             by_unit.setdefault(u, []).append((i, name))
         else:
             with torch.no_grad():  # a parameter without elements is in no unit
-                v.copy_(full[name])
+                write(v, full[name])
     for u, members in by_unit.items():
         storage = storages[u]
         was_full = storage.is_full

@@ -78,11 +78,27 @@ READINGS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+def check_alike(parameters: list[nn.Parameter]) -> None:
+    """What has the shape, type and device of a parameter, and none of its values: an EMA's first sum, a mask, noise."""
+    for p in parameters:
+        made = [
+            p.new_zeros(2, 3), p.new_ones(2), p.new_full((2,), 7.0), p.new_empty(3), p.new_tensor([1.0, 2.0]),
+            torch.zeros_like(p), torch.ones_like(p), torch.full_like(p, 2.0),
+            torch.empty_like(p), torch.rand_like(p), torch.randn_like(p),
+            torch.zeros_like(input=p),
+        ]  # fmt: skip
+        assert all(type(t) is Tensor and t.dtype == p.dtype and not t.requires_grad for t in made)
+        assert all(t.shape == p.shape and t.untyped_storage().nbytes() for t in made[5:])
+
+
 def read_everywhere(strategy: str) -> dict[str, str]:
     with parallel_for(Job("tied"), how(strategy)) as (made, parallel, _):
         one_step(made, parallel)
         found = {what: said(lambda read=read: read(made.model)) for what, read in READINGS.items()}  # type: ignore[misc]
         found["metadata"] = said(lambda: [(p.shape, p.numel(), p.dtype, p.grad, repr(p)) for p in made.model.parameters()])
+        found["alike"] = said(lambda: check_alike(list(made.model.parameters())))
+        p = made.model.norm.weight
+        found["new_tensor of a value"] = said(lambda: p.new_tensor(p))
         one_step(made, parallel, 1)
     return found
 
@@ -90,7 +106,7 @@ def read_everywhere(strategy: str) -> dict[str, str]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_weight_that_is_not_whole_says_so(two: Ranks, strategy):
     for rank, found in enumerate(two.run(read_everywhere, strategy)):
-        assert found.pop("metadata") == ""
+        assert found.pop("metadata") == found.pop("alike") == ""
         for what, message in found.items():
             assert f"rank {rank}, step 2: " in message and "weight cannot be used here" in message, (what, message)
             assert "parallel.state_dict()" in message and "parallel.full_parameters()" in message
@@ -499,6 +515,23 @@ def test_inference_mode_around_evaluate(two: Ranks, strategy):
     assert two.run(evaluate_in_inference_mode, strategy) == [[], []]
 
 
+def evaluate_without_gradients(strategy: str, budget: float | None) -> list[Any]:
+    job = Job("tied", steps=2)
+    with parallel_for(job, dataclasses.replace(how(strategy), budget=budget)) as (made, parallel, optimizer):
+        schedule = job.scheduler(optimizer)
+        for step in range(job.steps):
+            with parallel.evaluate():
+                has_graph = made.loss(made.model, made.batch(9, 0, 0)).requires_grad
+            one_step(made, parallel, step)  # with gradients again
+            schedule.step()
+        return [has_graph, differing(parallel.state_dict(), reference(job).state)]
+
+
+@pytest.mark.parametrize(("strategy", "budget"), [("dp", None), ("fsdp", 1.0)])
+def test_an_evaluation_has_no_gradients(two: Ranks, strategy, budget):
+    assert two.run(evaluate_without_gradients, strategy, budget) == [[False, []]] * 2
+
+
 def evaluate_unequal_parts(strategy: str, budget: float | None) -> dict[str, Any]:
     job = Job("tied", steps=2)
     rank = dist.get_rank()
@@ -713,6 +746,73 @@ def codebooks(option: bool | None) -> Any:
 @pytest.mark.parametrize("option", [True, False])
 def test_buffers_that_forward_reads_are_ddps(two: Ranks, option):
     assert two.run(codebooks, option) == [[], []]
+
+
+class Lazy(nn.Module):
+    """Makes a buffer in its first forward, of this rank's input; has another that is expanded."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        self.register_buffer("scale", torch.ones(4))  # without any, DDP leaves those that come later to each rank
+        if kind == "expanded":
+            self.register_buffer("mean", torch.arange(4.0).expand(3, 4))
+        elif kind == "none":
+            self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "mean", None) is None:
+            self.register_buffer("mean", x.detach().mean(0))
+        elif self.kind == "later" and self.linear.weight[0, 0] != self.first:
+            self.register_buffer("second", x.detach().mean(0))
+        self.first = float(self.linear.weight[0, 0])
+        out: Tensor = self.linear(x) * self.scale - self.mean
+        return out
+
+
+def made_in_forward(kind: str, strategy: str, option: bool | None) -> Any:
+    rank = dist.get_rank()
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Lazy(kind))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+    (wanted, theirs), (mine, ours) = built(), built()
+    if kind == "expanded":
+        wanted[1].mean = wanted[1].mean.contiguous()  # DDP cannot broadcast it
+    ddp = nn.parallel.DistributedDataParallel(wanted, process_group=dist.new_group())
+    units = mdcs.partition(mine, mdcs.ByClass(("Lazy",)))
+    profile = _agreed(measure_profile(mine, units, lambda: loss(mine, 9), ours, world=2, link=mdcs.Link.uniform(1.0, 50.0)))
+    plan = mdcs.make_plan(profile, Uniform(strategy), SCHEDULERS["wfbp"]())
+    with mdcs.parallelize(mine, ours, plan, units, timeout_s=10, broadcast_buffers=option) as parallel:
+        for step in range(4):
+            loss(mine, step).backward()
+            message = said(parallel.step)
+            if message:
+                return message
+            loss(ddp, step).backward()
+            theirs.step()
+            theirs.zero_grad()
+        state = parallel.state_dict()
+        parallel.load_state_dict(state)
+    return differing(state, wanted.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "option"),
+    [("lazy", "fsdp", None), ("lazy", "dp", True), ("none", "zero1", None), ("expanded", "fsdp", None)],
+)
+def test_buffers_that_the_first_forward_makes_are_ddps(two: Ranks, kind, strategy, option):
+    assert two.run(made_in_forward, kind, strategy, option) == [[], []]
+
+
+def test_a_buffer_that_a_later_forward_makes_is_refused_by_name(two: Ranks):
+    for message in two.run(made_in_forward, "later", "dp", None):
+        assert "step 2: buffer 1.second changes in forward" in message and "broadcast_buffers=True" in message
 
 
 def test_buffers_that_differ_are_not_left_to_differ(two: Ranks):

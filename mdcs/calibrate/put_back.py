@@ -1,0 +1,58 @@
+"""Buffers as they were before steps that are only measured."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.runtime.buffers import unexpanded
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class _Before(NamedTuple):
+    """A module's buffers, which of them are not saved, and its plain attributes."""
+
+    module: nn.Module
+    buffers: dict[str, Tensor | None]
+    not_saved: set[str]
+    attributes: dict[str, Any]
+
+
+class BuffersBefore:
+    """The buffers that a model has now, with copies of their values; :meth:`put_back` gives them back to it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            _Before(
+                module, dict(module._buffers), set(module._non_persistent_buffers_set),
+                {name: value for name, value in vars(module).items() if name not in _REGISTRIES},
+            )
+            for module in model.modules()
+        ]  # fmt: skip
+        self._values = [(b, unexpanded(b.detach()).clone()) for b in model.buffers()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Take away buffers that forward has made, give back those that it has replaced, and all their values.
+
+        A module that has made or replaced a buffer may have noted so, in a length or a flag: it gets its attributes back, too.
+        """
+        for before in self._modules:
+            module, now = before.module, before.module._buffers
+            if {name: id(b) for name, b in now.items()} != {name: id(b) for name, b in before.buffers.items()}:
+                now.clear()
+                now.update(before.buffers)
+                module._non_persistent_buffers_set.clear()
+                module._non_persistent_buffers_set.update(before.not_saved)
+                for name in vars(module).keys() - before.attributes.keys() - set(_REGISTRIES):
+                    del vars(module)[name]
+                vars(module).update(before.attributes)
+        for buffer, value in self._values:
+            place = unexpanded(buffer)
+            if place.shape == value.shape:
+                place.copy_(value)
+            else:  # by way of .data
+                buffer.data = value

@@ -10,12 +10,31 @@ import subprocess
 from pathlib import Path
 
 FILE = "handed_in.json"
+BEFORE = "before.txt"
+"""In a job's folder: those of jobs that are to end before it begins, a path from its own on a line each."""
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
 
 def note(folder: Path, executor: str, job: str) -> None:
     """Leave it in the folder: a job of SLURM's ("slurm"), or a process of this machine ("local")."""
     (folder / FILE).write_text(json.dumps({"executor": executor, "job": job}), encoding="utf-8")
+
+
+def before(folder: Path) -> list[Path]:
+    """The folders of the jobs that are to end before this one begins."""
+    try:
+        lines = (folder / BEFORE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [(folder / line).resolve() for line in lines]
+
+
+def number(folder: Path) -> str | None:
+    """The job that the folder was handed in as; None: it was not."""
+    try:
+        return str(json.loads((folder / FILE).read_text(encoding="utf-8"))["job"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def queue() -> dict[str, str] | None:

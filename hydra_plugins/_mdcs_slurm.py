@@ -2,9 +2,9 @@
 
     python experiments/train.py -m hydra/launcher=mdcs_slurm hydra.launcher.nodes=2 hydra.launcher.ranks_per_node=8 …
 
-The program's own task function leaves in every job's folder what it takes to run it later; here it is handed in, through
-submitit. In a job one task per node starts that node's ranks. What runs is a copy of the code as it was when the job was
-handed in.
+The program's own task function leaves in every job's folder what it takes to run it later, and which other jobs are to end
+before (`_mdcs_handed.BEFORE`); here they are handed in, through submitit. In a job one task per node starts that node's ranks.
+What runs is a copy of the code as it was when the job was handed in.
 
 The underscore is there as in `hydra_plugins._mdcs_sweeper`.
 """
@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NEEDED
 from dataclasses import dataclass, field, fields
@@ -124,18 +125,29 @@ class MdcsLauncher(Launcher):
             executor = submitit.AutoExecutor(folder=logs, cluster=asked.executor)
         except RuntimeError as error:
             raise ValueError(f"hydra.launcher.executor: {asked.executor} is not possible here: {error}") from error
-        executor.update_parameters(**parameters(asked, code))
         if asked.print_script:
             print(script(asked, code, logs, folders[0]), flush=True)
-        runs = [functools.partial(run_command, command(asked, folder), code) for folder in folders]
+        first, running = to_end_before(folders)
         jobs: list[Any] = []
-        try:
+
+        def submit(folders: Sequence[Path], after: Sequence[str] = ()) -> None:
+            executor.update_parameters(**parameters(asked, code, after))
+            runs = [functools.partial(run_command, command(asked, folder), code) for folder in folders]
             for job, folder in zip(_submitted(executor, runs, asked), folders, strict=True):
                 jobs.append(job)
                 handed.note(folder, asked.executor, job.job_id)
-            print(f"handed in: {', '.join(job.job_id for job in jobs)}; logs are in {logs}", flush=True)
+
+        try:
+            if first:
+                submit(first)
+                print(f"handed in first, as the others need what it leaves: {_numbers(jobs)}", flush=True)
+            if asked.executor != "slurm":
+                while any(not job.done() for job in jobs) or any(handed.state(folder) for folder in running):
+                    time.sleep(_POLL_SECONDS)
+            submit(folders, [str(handed.number(folder)) for folder in (*running, *first)])
+            print(f"handed in: {_numbers(jobs[len(first) :])}; logs are in {logs}", flush=True)
             if asked.wait:
-                wait(jobs, folders, _states if asked.executor == "slurm" else _own_states)
+                wait(jobs, [*first, *folders], _states if asked.executor == "slurm" else _own_states)
         except submitit.core.utils.FailedJobError as error:
             raise ValueError(f"hydra.launcher: sbatch refuses the jobs: {' '.join(str(error).split())}") from error
         except BaseException:
@@ -143,6 +155,24 @@ class MdcsLauncher(Launcher):
                 if asked.executor == "slurm" or not job.done():  # whose number may be another's by now
                     handed.cancel(asked.executor, job.job_id)
             raise
+
+
+def to_end_before(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """The folders of jobs that are to end before these begin: those to hand in now, and those of jobs that have not ended yet.
+
+    One that a single job needs is left to that job.
+    """
+    needed = Counter(each for folder in folders for each in handed.before(folder))
+    running = [folder for folder in needed if handed.state(folder)]
+    first = [folder for folder, count in needed.items() if folder not in running and count > 1 and (folder / JOB).exists()]
+    for folder in needed:
+        if folder not in (*running, *first):
+            (folder / handed.FILE).unlink(missing_ok=True)  # of a job that has ended
+    return first, running
+
+
+def _numbers(jobs: Sequence[Any]) -> str:
+    return ", ".join(job.job_id for job in jobs)
 
 
 def _submitted(executor: Any, runs: Sequence[Callable[[], str]], asked: MdcsSlurmConf) -> Iterator[Any]:
@@ -204,11 +234,15 @@ MEASURED = (
 )  # fmt: skip
 """Settings that change what a job measures, so that its run is another; on this machine the jobs beside it do, too."""
 
+_OF_THE_QUEUE = ("begin", "comment", "deadline", "dependency", "job-name", "mail-type", "mail-user", "nice", "priority")
+"""What sbatch may be told that changes when a job runs, and nothing that it measures."""
+
 
 def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those settings of a launcher that its jobs' measurements depend on."""
     names = (*MEASURED, "parallel") if settings["executor"] == "local" else MEASURED
-    return {name: settings[name] for name in names}
+    made = {name: settings[name] for name in names}
+    return made | {"sbatch": {key: value for key, value in made["sbatch"].items() if key.replace("_", "-") not in _OF_THE_QUEUE}}
 
 
 def slots(asked: MdcsSlurmConf) -> int:
@@ -231,8 +265,11 @@ def command(asked: MdcsSlurmConf, folder: Path) -> list[str]:
     return [sys.executable, "-u", "-m", "launch.node", str(asked.ranks_per_node), "experiments.job.frozen", str(folder)]
 
 
-def parameters(asked: MdcsSlurmConf, code: Path) -> dict[str, Any]:
-    """What submitit is told; the code that runs is at `code`."""
+def parameters(asked: MdcsSlurmConf, code: Path, after: Sequence[str] = ()) -> dict[str, Any]:
+    """What submitit is told; the code that runs is at `code`. after: numbers of SLURM's jobs that are to end before.
+
+    However they end: a job that waits for one that has failed says so, and none stays in the queue for ever.
+    """
     setup = [
         *(f"module load {shlex.quote(module)}" for module in asked.modules),
         *(f"export {name}={shlex.quote(value)}" for name, value in asked.env.items()),
@@ -245,6 +282,9 @@ def parameters(asked: MdcsSlurmConf, code: Path) -> dict[str, Any]:
     if asked.requeue:
         setup.insert(0, f"export {REQUEUE}=1")
     cpus = [] if asked.cpus_per_node is None else [f"--cpus-per-task={asked.cpus_per_node}"]  # srun does not inherit sbatch's
+    sbatch = dict(asked.sbatch)
+    if after:
+        sbatch["dependency"] = ",".join(filter(None, [sbatch.get("dependency"), f"afterany:{':'.join(after)}"]))
     wanted = {
         "cpus_per_task": asked.cpus_per_node,
         "mem_gb": asked.mem_gb,
@@ -252,7 +292,7 @@ def parameters(asked: MdcsSlurmConf, code: Path) -> dict[str, Any]:
         "slurm_account": asked.account,
         "slurm_qos": asked.qos,
         "slurm_constraint": asked.constraint,
-        "slurm_additional_parameters": {"requeue" if asked.requeue else "no-requeue": True, **asked.sbatch},
+        "slurm_additional_parameters": {"requeue" if asked.requeue else "no-requeue": True, **sbatch},
         "slurm_array_parallelism": asked.parallel,
         "slurm_setup": setup,
         "slurm_signal_delay_s": asked.grace_s,

@@ -81,16 +81,16 @@ Job = Callable[[Config, Path], str]
 class Program:
     """What runs jobs. Without `on_sweep_end` a sweep is refused; it is called after one that has a job with a folder.
 
-    adapt: makes a composed config that of the ranks that there are; raises ConfigError. freeze: leaves in a job's folder, with
-    its identity, what a launcher that hands jobs in takes to run it; without it there is none. on_earlier: is told of every job
-    that the sweep's folder has a run of; without it no sweep goes on where one has stopped.
+    adapt: makes a composed config that of the ranks that there are; raises ConfigError. freeze: leaves in a job's folder what a
+    launcher that hands jobs in takes to run it, given what that is told and the sweep's folder; without it there is none.
+    on_earlier: is told of every job that the sweep's folder has a run of; without it no sweep goes on where one has stopped.
     """
 
     job: Job
     adapt: Callable[[Config], Config] = lambda config: config
     on_sweep_end: Callable[[Session], None] | None = None
-    on_earlier: Callable[[Config, Path], None] | None = None
-    freeze: Callable[[Config, Path, str], None] | None = None
+    on_earlier: Callable[[Config, Path], object] | None = None
+    freeze: Callable[[Config, Path, Mapping[str, Any], Path], None] | None = None
 
 
 def run(program: Program) -> int:
@@ -193,7 +193,8 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
         if launcher is not None:
             if program.freeze is None:
                 raise ConfigError("hydra/launcher", "this program's jobs cannot be handed in")
-            program.freeze(config, folder, record.identity_of(config, launcher))
+            assert session.sweep is not None
+            program.freeze(config, folder, launcher, session.sweep)
             reason = "" if settings.launcher.wait else record.HANDED_IN
             session.results.append(JobResult(record.HANDED_IN, overrides, reason, folder))
             return

@@ -19,6 +19,14 @@ from mdcs.sizes import MIB
 _WAYS = {"without": False, "with": True}
 
 
+def ways_of(config: Config) -> list[Config]:
+    """The configs that auto chooses from; else the config alone."""
+    if config.model.checkpointing != "auto":
+        return [config]
+    model: Any = config.model  # of a class that has the option, as it was set to auto
+    return [dataclasses.replace(config, model=dataclasses.replace(model, checkpointing=way)) for way in _WAYS.values()]
+
+
 def decide(
     config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER,
     start: jobs.Start | None = None,
@@ -29,9 +37,7 @@ def decide(
     """
     if config.model.checkpointing != "auto":
         return config, ""
-    known = known or Profiles()
-    model: Any = config.model  # of a class that has the option, as it was set to auto
-    ways = {w: dataclasses.replace(config, model=dataclasses.replace(model, checkpointing=c)) for w, c in _WAYS.items()}
+    known, ways = known or Profiles(), dict(zip(_WAYS, ways_of(config), strict=True))
     found, reasons = dict[str, float](), dict[str, str]()
     for way, job in ways.items():
         own = folder / f"checkpointing-{way}"

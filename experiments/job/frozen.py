@@ -6,32 +6,79 @@ Rank 0's folder is RUN_DIR, with config.yaml in it; the others need none (`exper
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import sys
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from analysis.events import METRICS, read_events
 from experiments.config import checks
-from experiments.config.schema import Config, ConfigError
-from experiments.job import checkpointing, checkpoints, record
+from experiments.config.schema import BudgetConfig, Config, ConfigError
+from experiments.job import checkpointing, checkpoints, profiles, record
 from experiments.job import run as jobs
+from experiments.job.checkpointing import ways_of
 from experiments.job.profiles import Profiles
 from experiments.job.started import require_as_asked
+from hydra_plugins import _mdcs_handed as handed
 from hydra_plugins._mdcs_slurm import JOB
 from launch import preemption
 from launch.claim import Occupied
 from launch.place import NoPlace, place
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
 
 WORKER = "MDCS_WORKER"
+PROFILES = "profiles"
+"""In a sweep's folder: those of its profiles."""
+_ONLY = "only"
+"""Is in the folder of a job that measures a profile, and does not train."""
 
 
 def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
     """Leave the config for a job that starts later, perhaps elsewhere: in another folder, in any case."""
     checks.save(files_from_here(config), folder / JOB)
     record.write(folder, identity or record.identity_of(config), record.HANDED_IN)
+
+
+class Freezer:
+    """Leaves the jobs of one call of a program as :func:`freeze` does, and beside them a job that measures each profile that they
+    need: jobs that are compared are planned with one.
+    """
+
+    def __init__(self) -> None:
+        self._began = f"{time.time():.0f}"
+
+    def __call__(self, config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Path) -> None:
+        """Leave the job in its folder, which is in `sweep`. launcher: as :func:`experiments.job.record.identity_of` has it."""
+        freeze(config, folder, record.identity_of(config, launcher))
+        first = [self._profile(way, launcher, sweep / PROFILES) for way in ways_of(config)] if profiles.measures(config) else []
+        (folder / handed.BEFORE).write_text("".join(f"{os.path.relpath(each, folder)}\n" for each in first), encoding="utf-8")
+
+    def _profile(self, config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
+        """The folder of a profile: with a job, or with the profile once that has ended."""
+        parts = [profiles.key_of(config, elsewhere=launcher["executor"] != "local"), dict(launcher)]
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+        found = folder / f"{key}-{self._began}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
+        found.mkdir(parents=True, exist_ok=True)
+        if (found / "profile.json").exists():
+            (found / JOB).unlink(missing_ok=True)
+        elif not (found / JOB).exists():
+            checks.save(files_from_here(_measuring(config)), found / JOB)
+            (found / _ONLY).write_text("profile", encoding="utf-8")
+        return found
+
+
+def _measuring(config: Config) -> Config:
+    """The job that measures the profile of this one, whatever is planned with it."""
+    run = dataclasses.replace(config.run, name="profile", resume=None, save_every=None)
+    return dataclasses.replace(config, strategy=Uniform("dp"), scheduler=Wfbp(), budget=BudgetConfig(), run=run)
 
 
 def files_from_here(config: Config) -> Config:
@@ -54,7 +101,25 @@ def main(folder: Path) -> int:
     joined = place()
     if joined is None:
         raise NoPlace("nobody has made this process a rank")
-    return member.take_part(joined, lambda start, adapt: run(folder, start, adapt))
+    part = measure if (folder / _ONLY).exists() else run
+    return member.take_part(joined, lambda start, adapt: part(folder, start, adapt))
+
+
+def measure(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:
+    """Leave profile.json in the folder, on rank 0."""
+    console, worker = Console(), os.environ.get(WORKER, jobs.WORKER)
+    try:
+        config = _adapted(folder, adapt)
+        if jobs.known_profile(config, folder, console) is None:
+            outcome = jobs.run(config, folder, console, only="profile", worker=worker, start=start)
+            if not outcome.ok:
+                print(f"failed: {outcome.reason} (its logs are in {folder})", file=sys.stderr, flush=True)
+                return 1
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    (folder / METRICS).unlink(missing_ok=True)  # of an attempt that failed
+    return 0
 
 
 def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:
@@ -62,19 +127,21 @@ def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> i
     console, worker, before = Console(), os.environ.get(WORKER, jobs.WORKER), record.read(folder)
     identity, known = None if before is None else before.identity, Profiles()
     try:
-        handed_in = checks.load(folder / JOB)
-        config = adapt(handed_in)
-        if handed_in.cluster.name == "joined":
-            require_as_asked(handed_in, config, ("cluster.ranks", "cluster.nodes"))
+        config = _adapted(folder, adapt)
         if preemption.restarted() and config.engine.plans:
             if config.run.resume is None or checkpoints.any_in(folder):
                 config.run.resume = "auto"
             known.adopt(config, folder)
+        shared = list(zip(ways_of(config), handed.before(folder), strict=False))
+        for way, place in shared:
+            _adopt(known, way, place)
         config, reason = checkpointing.decide(config, folder, console, known=known, module=worker, start=start)
         if reason:
             _note(folder, identity, reason)
         else:
             reason = jobs.run(config, folder, console, known=known, worker=worker, start=start, identity=identity).reason
+        for way, place in shared:
+            known.leave(way, place)
     except ConfigError as error:
         if not isinstance(error.__cause__, Occupied):  # the folder, by a job that tells of itself
             _note(folder, identity, str(error))
@@ -89,6 +156,38 @@ def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> i
     if reason:
         print(f"failed: {reason} (its logs are in {folder})", file=sys.stderr, flush=True)
     return 1 if reason else 0
+
+
+def _adapted(folder: Path, adapt: Callable[[Config], Config]) -> Config:
+    """The job that was left in the folder, with the ranks that there are. Raises ConfigError where those are others."""
+    handed_in = checks.load(folder / JOB)
+    config = adapt(handed_in)
+    if handed_in.cluster.name == "joined":
+        require_as_asked(handed_in, config, ("cluster.ranks", "cluster.nodes"))
+    return config
+
+
+def _adopt(known: Profiles, config: Config, folder: Path) -> None:
+    """Plan with the profile in the folder. Raises ConfigError if it was to be measured and is not there.
+
+    A profile that was measured on the like of another node is a warning, and this job measures its own.
+    """
+    if known.adopt(config, folder):
+        return
+    if (folder / "profile.json").exists():
+        told = "was measured on a node, or with libraries, that are not like these: this job measures its own"
+        warnings.warn(f"the sweep's profile {folder / 'profile.json'} {told}", stacklevel=2)
+    elif handed.number(folder) is not None:
+        failures = [event["reason"] for event in _events(folder) if event["event"] == "failure"]
+        why = failures[-1] if failures else "it has ended and says nothing of how"
+        raise ConfigError("profile", f"the sweep's was not measured: {why} (its logs are in {folder})")
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return read_events(folder / METRICS)
+    except (OSError, ValueError):
+        return []
 
 
 def _note(folder: Path, identity: str | None, reason: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -36,12 +37,25 @@ class Profiles:
         cached = cache_folder() / f"{key}.json"
         return cached if config.profile.cache and not config.profile.refresh and _read(cached) else None
 
-    def adopt(self, config: Config, folder: Path) -> None:
-        """Remember the profile that an earlier program's job has left in its folder, if it was measured on the like of this."""
-        measures = config.profile.name == "measured" and config.profile.path is None and config.engine.plans
-        profile = _read(folder / "profile.json") if measures else None
-        if profile and all(profile.about.get(key, value) == value for key, value in identity(config).items()):
-            self._measured.setdefault(key_of(config), folder / "profile.json")
+    def adopt(self, config: Config, folder: Path) -> bool:
+        """Remember the profile that another program has left in a folder, if it was measured on the like of this."""
+        profile = _read(folder / "profile.json") if measures(config) else None
+        if profile is None:
+            return False
+        about = {"cluster.ranks": str(profile.world), **profile.about}  # one written by hand may say nothing of itself
+        if any(about.get(key, value) != value for key, value in identity(config).items()):
+            return False
+        self._measured.setdefault(key_of(config), folder / "profile.json")
+        return True
+
+    def leave(self, config: Config, folder: Path) -> None:
+        """Leave the profile of an equal job in the folder, for other programs, if it has none and there is one."""
+        found, target = self.find(config), folder / "profile.json"
+        if found is None or target.exists():
+            return
+        part = folder / f"profile.json.{os.getpid()}"
+        shutil.copyfile(found, part)
+        part.replace(target)
 
     def keep(self, config: Config, folder: Path) -> None:
         """Remember the profile that a job has measured and left in its folder, if it is whole."""
@@ -61,6 +75,11 @@ class Profiles:
             except OSError as error:  # the job itself has ended well
                 written.unlink(missing_ok=True)
                 warnings.warn(f"the profile is not kept for later jobs: {error}", stacklevel=2)
+
+
+def measures(config: Config) -> bool:
+    """Whether a job needs a profile that is measured."""
+    return config.profile.name == "measured" and config.profile.path is None and config.engine.plans
 
 
 def cache_folder() -> Path:

@@ -60,13 +60,24 @@ def test_a_failed_rank_fails_its_job_and_the_sweep_and_no_other(tmp_path):
     assert f"failed: {reason} (its logs are in {tmp_path / 'sweep/0'})" in err
     assert last_event(tmp_path / "sweep/0")["reason"] == reason
     assert last_event(tmp_path / "sweep/1")["event"] == "summary"
-    assert {"1_0", "1_1"} <= set(out.replace(",", " ").replace(";", " ").split())
+    assert {"2_0", "2_1"} <= set(out.replace(",", " ").replace(";", " ").split())  # 1 is the job that measures their profile
 
 
 def test_a_job_trains_over_both_nodes(tmp_path):
     assert start(tmp_path, "strategy=fsdp", "run.steps=3", "run.profile_iterations=1", stub=False).wait(500) == 0
     steps = [event for event in read_events(tmp_path / "sweep/0/metrics.jsonl") if event["event"] == "step"]
     assert len(steps) == 3 and "nodes: 2" in (tmp_path / "sweep/0/config.yaml").read_text()
+
+
+def test_jobs_that_are_compared_plan_with_the_one_profile_that_was_measured_before_them(tmp_path):
+    """And the logs of ranks of both nodes are in every job's folder."""
+    jobs = ("strategy=dp,fsdp", "run.steps=3", "run.profile_iterations=1", "hydra.launcher.parallel=2")
+    assert start(tmp_path, *jobs, stub=False).wait(540) == 0
+    [measured] = (tmp_path / "sweep/profiles").glob("*/profile.json")
+    for job in "01":
+        assert f"path: {measured}" in (tmp_path / f"sweep/{job}/config.yaml").read_text()
+        assert {file.name for file in (tmp_path / f"sweep/{job}").glob("rank*.log")} == {f"rank{rank}.log" for rank in range(4)}
+    assert (tmp_path / "sweep/table.csv").read_text().count("\n") == 3
 
 
 def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str:

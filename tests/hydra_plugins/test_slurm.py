@@ -156,6 +156,29 @@ def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, 
         assert hand_in(tmp_path, "hydra.launcher.nodes=2", asked)[1] == runs
 
 
+def dependency(script: str) -> str:
+    return next((line.partition("=")[2] for line in script.splitlines() if line.startswith("#SBATCH --dependency=")), "")
+
+
+def test_one_job_measures_the_profile_before_the_array_of_those_that_need_it(tmp_path, accepted):
+    """Of a wider sweep later, with the profile there, none; a single job measures its own."""
+    out, _ = hand_in(tmp_path, "strategy=dp,fsdp", "+hydra.launcher.sbatch.dependency=after:99")
+    first, jobs = accepted()
+    assert "handed in first, as the others need what it leaves: 1\n" in out and "handed in: 2_0, 2_1" in out
+    assert "--array" not in first and dependency(first) == "after:99"
+    assert "#SBATCH --array=0-1%1" in jobs and dependency(jobs) == "after:99,afterany:1"
+    [measured] = (tmp_path / "sweep/profiles").iterdir()
+    assert {*_mdcs_handed.before(tmp_path / "sweep/0"), *_mdcs_handed.before(tmp_path / "sweep/1")} == {measured}
+
+    (measured / "profile.json").write_text("{}")
+    hand_in(tmp_path, "strategy=dp,fsdp,zero1,sdp")
+    assert [dependency(script) for script in accepted()[2:]] == [""] and not (measured / "frozen.yaml").exists()
+    hand_in(tmp_path, "strategy=dp,fsdp", "sweep.force=true")
+    assert [dependency(script) for script in accepted()[3:]] == ["", "afterany:4"]
+    hand_in(tmp_path, "strategy=dp", "data.batch_size=3")
+    assert [dependency(script) for script in accepted()[5:]] == [""]
+
+
 LOCAL = (
     "hydra/launcher=mdcs_local", "run.steps=1000", "+hydra.launcher.env.MDCS_WORKER=tests.experiments.stub_worker",
     f"hydra.launcher.setup=['export PYTHONPATH=$PYTHONPATH:{ROOT}']", "run.name=slow,slow too",

@@ -13,10 +13,12 @@ from experiments.config.identity import identity
 from experiments.config.schema import ConfigError
 from experiments.job import frozen, record
 from experiments.job import run as jobs
+from hydra_plugins import _mdcs_handed as handed
 from hydra_plugins._mdcs_slurm import JOB
 from launch import preemption
 from launch.claim import claim
 from launch.elastic import Outcome
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
@@ -110,3 +112,85 @@ def test_a_job_that_slurm_does_not_start_again_has_failed(tmp_path, monkeypatch,
     assert frozen.run(tmp_path, lambda *_, **__: LOST, lambda config: config) == 1
     said = record.read(tmp_path)
     assert (said.state, said.reason) == (record.FAILED, f"{LOST.reason}; job 3 is over")
+
+
+SLURM = {"executor": "slurm", "nodes": 1, "ranks_per_node": 2}
+
+
+@pytest.fixture
+def sweep(tmp_path, config):
+    """A sweep's folder with two jobs that were handed in, and the folder of the one profile that they need."""
+    config.profile.cache, freezer = False, frozen.Freezer()
+    for name, strategy in (("0", "dp"), ("1", "fsdp")):
+        (tmp_path / name).mkdir()
+        freezer(dataclasses.replace(config, strategy=Uniform(strategy)), tmp_path / name, SLURM, tmp_path)
+    [first] = {*handed.before(tmp_path / "0"), *handed.before(tmp_path / "1")}
+    return tmp_path, first
+
+
+def start(folder, *_, **__):
+    """Ranks that leave a profile of this machine."""
+    profile, config = Profile.from_json(PROFILE.read_text()), checks.load(folder / "config.yaml")
+    (folder / "profile.json").write_text(dataclasses.replace(profile, about=identity(config)).to_json())
+    return Outcome(True)
+
+
+def as_it_is(config):
+    return config
+
+
+def test_jobs_of_a_sweep_plan_with_the_profile_that_one_job_has_measured_for_them(sweep):
+    folder, first = sweep
+    assert frozen.measure(first, start, as_it_is) == 0 and not (first / "metrics.jsonl").exists()
+    for name in ("0", "1"):
+        frozen.run(folder / name, start, as_it_is)
+        assert checks.load(folder / name / "config.yaml").profile.path == str(first / "profile.json")
+
+
+def test_a_job_whose_profile_could_not_be_measured_says_why_and_measures_none(sweep):
+    folder, first = sweep
+    handed.note(first, "slurm", "1_0")
+    assert frozen.measure(first, lambda *_, **__: Outcome(False, "rank 1 failed: no memory", 1, 0), as_it_is) == 1
+    assert frozen.run(folder / "0", lambda *_, **__: pytest.fail("no rank may start"), as_it_is) == 2
+    said = record.read(folder / "0")
+    why = f"profile: the sweep's was not measured: rank 1 failed: no memory (its logs are in {first})"
+    assert (said.state, said.reason) == (record.FAILED, why)
+
+
+def test_a_job_alone_measures_its_own_and_leaves_it_to_later_ones(sweep):
+    folder, first = sweep
+    frozen.run(folder / "0", start, as_it_is)
+    assert checks.load(folder / "0/config.yaml").profile.path is None
+    assert (first / "profile.json").read_text() == (folder / "0/profile.json").read_text()
+    frozen.run(folder / "1", start, as_it_is)
+    assert checks.load(folder / "1/config.yaml").profile.path == str(first / "profile.json")
+
+
+def test_a_profile_of_another_kind_of_node_is_not_planned_with_and_that_is_said(sweep, monkeypatch):
+    folder, first = sweep
+    frozen.measure(first, start, as_it_is)
+    monkeypatch.setattr("experiments.config.identity.device_name", lambda config: "another")
+    with pytest.warns(UserWarning, match="that are not like these: this job measures its own"):
+        frozen.run(folder / "0", start, as_it_is)
+    assert checks.load(folder / "0/config.yaml").profile.path is None
+
+
+def test_a_profile_is_measured_for_what_it_depends_on_and_anew_when_forced(tmp_path, config):
+    """Not for every plan; for each way that checkpointing=auto tries; for none where the engine needs none."""
+    def first(launcher=SLURM, **changed):
+        frozen.Freezer()(dataclasses.replace(config, **changed), tmp_path, launcher, tmp_path)
+        return handed.before(tmp_path)
+
+    def sweeping(**changed):
+        return dataclasses.replace(config.sweep, **changed)
+
+    plain = first()
+    assert first(strategy=Uniform("fsdp")) == plain and len(plain) == 1
+    assert first(launcher={**SLURM, "nodes": 2}) != plain and first(data=dataclasses.replace(config.data, batch_size=3)) != plain
+    forced = first(sweep=sweeping(force=True))
+    assert forced != plain and first() == forced
+    with checks.composing():
+        auto = checks.compose_config(["model=gpt2-tiny", "data=synthetic", "model.checkpointing=auto"])
+        peer = checks.compose_config(["model=mlp", "data=synthetic", "engine=ddp"])
+    assert len(set(first(model=auto.model, data=auto.data))) == 2
+    assert first(engine=peer.engine) == []

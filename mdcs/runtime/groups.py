@@ -23,6 +23,8 @@ CALLS = (
 """What the training threads may tell each other of: calls for all ranks."""
 
 _WORDS = 4
+_STEPS_AHEAD = timedelta(seconds=60)
+"""More than the host is ahead of its device."""
 _ABORT_SECONDS = 3.0
 """For which the end of a run that has failed waits for a group of NCCL's."""
 _LOOP = "gloo_tcp_loop"
@@ -49,8 +51,9 @@ class Groups:
             return
         timeout = timedelta(seconds=timeout_s)
         backend = backend_of(group, device)
-        # NCCL's watchdog counts from when a message is enqueued, and ends the process: the error that names the step comes first.
-        of_messages = 2 * timeout if backend == "nccl" else timeout
+        # NCCL's watchdog counts from when a message is enqueued, some steps ahead, and ends the process: the error that names the
+        # step comes first.
+        of_messages = timeout + _STEPS_AHEAD if backend == "nccl" else timeout
         if backend == "nccl" and _keeps_buffers_for_streams():
             os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
         with _loops_that_wait():

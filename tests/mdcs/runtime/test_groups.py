@@ -91,5 +91,5 @@ def test_nccl_s_groups_are_connected_when_they_are_made_and_outlast_the_wait_for
     ):
         monkeypatch.setattr(owner, name, value)
     own = Groups(None, torch.device("cpu"), 20.0, needs_control=True, per_node=2)
-    assert made[:2] == [("nccl", 40.0), ("gloo", 20.0)] and set(made[2:]) == {("nccl", 40.0)}
+    assert made[:2] == [("nccl", 80.0), ("gloo", 20.0)] and set(made[2:]) == {("nccl", 80.0)}
     assert connected == [own.messages, own.node, own.across] == [1, 3, 6]

@@ -1,4 +1,4 @@
-"""The one clock of what is timed here, and whose it is."""
+"""The one clock of what is timed here, and whose it is. Nothing is timed by waiting for CUDA, which runs behind its process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ import torch
 
 _HELD_BACK = 40_000_000
 """Cycles of a kernel that does nothing, some 20 ms: more than it takes to launch what is timed."""
-
-
-def now(device: torch.device) -> float:
-    """Seconds on this process's clock, once ``device`` has done what it was given: CUDA runs behind its process."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def machine() -> str:

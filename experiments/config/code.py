@@ -58,13 +58,14 @@ def _absolute(imports: tuple[tuple[int, str, str], ...], module: str, is_package
         yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache
 def _read(file: str, changed: int, size: int) -> tuple[str, tuple[tuple[int, str, str], ...]]:
     """The hash of a file's code, and what it imports: (dots, module, name of it or nothing)."""
     text = Path(file).read_text(encoding="utf-8", errors="replace")
     try:
         tree = ast.parse(text)
-    except SyntaxError:  # whoever imports it is told
+        code = ast.dump(tree)
+    except (SyntaxError, ValueError, RecursionError):  # whoever imports it is told, if it is wrong
         return hashlib.sha256(text.encode()).hexdigest(), ()
     found: list[tuple[int, str, str]] = []
     for node in _executed(tree):
@@ -72,15 +73,18 @@ def _read(file: str, changed: int, size: int) -> tuple[str, tuple[tuple[int, str
             found += [(0, alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             found += [(node.level, node.module or "", alias.name) for alias in node.names]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(found)
+    return hashlib.sha256(code.encode()).hexdigest(), tuple(found)
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those below `if TYPE_CHECKING`: imports of types run nothing."""
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
-            yield from _executed(child)
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+                left.append(child)
 
 
 def _file_of(name: str) -> Path | None:

@@ -156,6 +156,13 @@ def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, 
         assert hand_in(tmp_path, "hydra.launcher.nodes=2", asked)[1] == runs
 
 
+def test_other_ranks_than_the_launcher_starts_are_refused(tmp_path):
+    refused = sweep(tmp_path, "hydra/launcher=mdcs_slurm", "hydra.launcher.nodes=3", "cluster.ranks=2")
+    said = refused.communicate(timeout=100)[1].splitlines()
+    assert refused.returncode == 2 and said[0].startswith("cluster.ranks: must be 6, as many as are started; got 2 (job ")
+    assert not list(tmp_path.rglob("frozen.yaml"))
+
+
 def dependency(script: str) -> str:
     return next((line.partition("=")[2] for line in script.splitlines() if line.startswith("#SBATCH --dependency=")), "")
 

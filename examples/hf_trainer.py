@@ -36,7 +36,7 @@ class MdcsTrainer(Trainer):
         """Accelerate shares out the data; it neither wraps the model nor clips."""
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = lambda model, *_, **__: model
-        self.accelerator.prepare_optimizer = lambda optimizer, *_, **__: Steps(optimizer, self)
+        self.accelerator.prepare_optimizer = lambda optimizer, *_, **__: Steps.of(optimizer, self)
         self.accelerator.clip_grad_norm_ = lambda *_, **__: None if self.parallel is None else self.parallel.grad_norm
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,6 +91,11 @@ class Steps(AcceleratedOptimizer):
         super().__init__(optimizer)
         self._trainer = trainer
         self.whole: dict[str, Any] | None = None  # the state, while it is saved
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, trainer: MdcsTrainer) -> Steps:
+        """Around an optimizer, or what is one already, when the Trainer trains again."""
+        return optimizer if isinstance(optimizer, cls) else cls(optimizer, trainer)
 
     def step(self, closure: Any = None) -> None:
         self._trainer.parallel.step()

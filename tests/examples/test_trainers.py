@@ -81,8 +81,9 @@ def hugging_face(options: dict[str, Any]) -> dict[str, Any]:
         ddp, expected = train(Trainer, folder, options)
         ours, losses = train(MdcsTrainer, folder, options, policy=mdcs.ByClass(("GPT2Block",)))
         held_out = [trainer.evaluate()["eval_loss"] for trainer in (ddp, ours)]
+        once_more = [trainer.train().training_loss for trainer in (ddp, ours)]
         AcceleratorState._reset_state(reset_partial_state=True)
-    return {"losses": (losses, expected), "held out": held_out}
+    return {"losses": (losses, expected), "held out": held_out, "once more": once_more}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,7 @@ def test_a_hugging_face_trainer_trains_as_with_ddp(two: Ranks, options: dict[str
         ours, ddp = rank["losses"]
         assert ours == pytest.approx(ddp, rel=1e-4) and len(ours) >= 4 and ours[-1] < ours[0]
         assert rank["held out"][0] == pytest.approx(rank["held out"][1], rel=1e-4)
+        assert rank["once more"][0] == pytest.approx(rank["once more"][1], rel=1e-4)
 
 
 # ---- saving, resuming, the best model

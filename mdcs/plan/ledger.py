@@ -119,11 +119,17 @@ def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, i
 
     dp updates all of the block, the others the rank's share of it; padding belongs to the last segment of its section.
     """
-    parts = plan.strategies[unit].parts(plan.profile)
-    size = plan.blocks[unit][block] // parts
-    start = plan.offsets[unit][block] + rank % parts * size
+    return _runs(plan.profile, unit, plan.strategies[unit], plan.blocks[unit], block, rank)
+
+
+def _runs(
+    profile: Profile, unit: int, strategy: Strategy, blocks: tuple[int, ...], block: int, rank: int
+) -> list[tuple[int, int, int]]:
+    parts = strategy.parts(profile)
+    size = blocks[block] // parts
+    start = sum(blocks[:block]) + rank % parts * size
     pieces, end = [], 0
-    for s, ends in enumerate(plan.profile.layouts[unit].segment_ends(plan.profile.units[unit].segments)):
+    for s, ends in enumerate(profile.layouts[unit].segment_ends(profile.units[unit].segments)):
         begin, end = end, ends
         low, high = max(begin, start), min(end, start + size)
         if low < high:
@@ -202,20 +208,22 @@ def rest_of(profile: Profile, unit: int, strategy: Strategy) -> dict[str, int]:
     return rest
 
 
-class Ledger:
-    """All effects of a plan, and its bytes at rest by category.
+class MixBytes:
+    """Bytes that follow from strategies and blocks (elements), in any order of messages: ``at_rest`` by category, ``scratch`` of
+    the update of each (unit, block), and ``slots``.
 
-    Segment boundaries cut the ranks' shards differently, which costs optimizer state and scratch: the ledger is
-    that of ``rank``, or, for planning, the most that any rank needs (None).
+    Segment boundaries cut the ranks' shards differently, which costs optimizer state and scratch: they are those of ``rank``,
+    or, for planning, the most that any rank needs (None).
     """
 
-    def __init__(self, plan: Plan, rank: int | None = None) -> None:
-        self.plan, self.rank = plan, rank
-        profile, opt = plan.profile, plan.profile.optimizer
+    def __init__(
+        self, period: Period, strategies: tuple[Strategy, ...], blocks: Sequence[tuple[int, ...]], rank: int | None = None
+    ) -> None:
+        profile, opt = period.profile, period.profile.optimizer
         self.at_rest = {"parameters": 0, "optimizer": 0}
-        self._scratch: dict[tuple[int, int], int] = {}
+        self.scratch: dict[tuple[int, int], int] = {}
         pieces, more = 0, Counter[int]()
-        for u, (unit, strategy, layout) in enumerate(zip(profile.units, plan.strategies, profile.layouts, strict=True)):
+        for u, (unit, strategy, layout) in enumerate(zip(profile.units, strategies, profile.layouts, strict=True)):
             parts = strategy.parts(profile)
             for category, size in rest_of(profile, u, strategy).items():
                 self.at_rest[category] += size
@@ -223,34 +231,45 @@ class Ledger:
                 continue
             for section, total in zip(layout.sections, layout.sizes, strict=True):
                 self.at_rest["optimizer"] += int(total // parts * (section.updated_bytes * opt.state_tensors))
-            blocks = plan.blocks[u]
-            cuts = _cuts(layout.segment_ends(unit.segments), blocks, parts)
-            pieces += len(blocks) + cuts.everywhere
+            cuts = _cuts(layout.segment_ends(unit.segments), blocks[u], parts)
+            pieces += len(blocks[u]) + cuts.everywhere
             for part, count in cuts.on_rank:
-                more.update(dict.fromkeys(range(part, plan.world, parts), count))
-            for b, s in enumerate(sections_of(layout, blocks)):
-                updated = layout.sections[s].updated_bytes
-                largest = cuts.largest[b] if rank is None else max(n for _, n, _ in runs(plan, u, b, rank))
+                more.update(dict.fromkeys(range(part, profile.world, parts), count))
+            for b, s in enumerate(sections_of(layout, blocks[u])):
+                updated, largest = layout.sections[s].updated_bytes, cuts.largest[b]
+                if rank is not None:
+                    largest = max(n for _, n, _ in _runs(profile, u, strategy, blocks[u], b, rank))
                 # The gradient in the optimizer's precision.
-                cast = blocks[b] // parts * updated if updated != layout.sections[s].grad_bytes else 0
-                self._scratch[u, b] = opt.scratch(largest, updated) + cast
+                cast = blocks[u][b] // parts * updated if updated != layout.sections[s].grad_bytes else 0
+                self.scratch[u, b] = opt.scratch(largest, updated) + cast
         pieces += max(more.values(), default=0) if rank is None else more[rank]
         self.at_rest["optimizer"] += pieces * opt.state_fixed
         self.rest_bytes = sum(self.at_rest.values())
-        self.full = [layout.param_bytes for layout in profile.layouts]
-        self.gradients = [layout.grad_bytes for layout in profile.layouts]
-        self.slots = _slots(plan.period, plan.strategies)
+        self.slots = _slots(period, strategies)
+
+
+def staging_bytes(profile: Profile, kind: Kind, payload: int, parts: int) -> int:
+    """Bytes of the buffers of a message whose collective is not zero-copy.
+
+    A fused message is packed into one; what an algorithm needs beside that is in :mod:`mdcs.profile.algorithms`.
+    """
+    packed = payload if profile.world > 1 and parts > 1 else 0
+    return packed + profile.buffer(kind, payload)
+
+
+class Ledger(MixBytes):
+    """All effects of a plan, and its bytes at rest by category."""
+
+    def __init__(self, plan: Plan, rank: int | None = None) -> None:
+        super().__init__(plan.period, plan.strategies, plan.blocks, rank)
+        self.plan, self.rank = plan, rank
+        self.full = [layout.param_bytes for layout in plan.profile.layouts]
+        self.gradients = [layout.grad_bytes for layout in plan.profile.layouts]
         self.messages = self._messages()
 
     def staging(self, message: Message) -> int:
-        """Bytes of the buffers of a message whose collective is not zero-copy.
-
-        A fused message is packed into one; what an algorithm needs beside that is in :mod:`mdcs.profile.algorithms`.
-        """
-        plan = self.plan
-        size = plan.payload(message)
-        packed = size if plan.world > 1 and len(message.parts) > 1 else 0
-        return packed + plan.profile.buffer(message.kind, size)
+        """:func:`staging_bytes` of a message."""
+        return staging_bytes(self.plan.profile, message.kind, self.plan.payload(message), len(message.parts))
 
     def _messages(self) -> list[MessageBytes]:
         plan = self.plan
@@ -259,7 +278,7 @@ class Ledger:
         last_reduction = reductions[-1] if reductions else None
         last_of: dict[int, int] = {u: i for i in reductions for u, _ in plan.messages[i].parts}
         held_shards = 0
-        all_scratch = max(self._scratch.values(), default=0)
+        all_scratch = max(self.scratch.values(), default=0)
         effects = []
         for i, m in enumerate(plan.messages):
             if m.kind.is_gather:
@@ -271,7 +290,7 @@ class Ledger:
             held_shards += shards
             grads = tuple([(u, self.gradients[u]) for u in units if last_of[u] == i])
             if plan.cross_iteration:
-                scratch, freed = max([self._scratch[p] for p in m.parts]), shards
+                scratch, freed = max([self.scratch[p] for p in m.parts]), shards
                 after_update = grads if m.kind is Kind.AR else ()
             elif i == last_reduction:
                 scratch, freed = all_scratch, held_shards

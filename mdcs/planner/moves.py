@@ -1,7 +1,7 @@
 """Small changes to a plan: what a search by replays tries (:mod:`mdcs.planner.anneal`).
 
-Every move gives another plan of the same job and budget, or None if it finds nothing to change. A move raises PlanError
-where what it makes cannot be run; whether its bytes fit is not asked here.
+A move gives another candidate, or None if it finds nothing to change. Few moves change a plan, and raise PlanError where what
+they make cannot be run. Whether bytes fit is not asked here.
 """
 
 from __future__ import annotations
@@ -10,106 +10,169 @@ import bisect
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
 
 from mdcs.plan.early import edge, in_order, parts_of_slot
 from mdcs.plan.messages import Message, Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
-from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.strategy import choices
 from mdcs.plan.widths import sections_of
+from mdcs.planner.candidates import Candidate, Candidates, Score
 from mdcs.profile.link import Kind
-from mdcs.simulator.recurrence import Trace
 
-Move = Callable[[Plan, Trace, random.Random], Plan | None]
-"""A change to a plan, whose trace shows where it stalls."""
+Move = Callable[[Candidates, Candidate, Score, random.Random], Candidate | None]
+"""A change to a candidate, whose score shows where it stalls."""
+PlanMove = Callable[[Plan, random.Random], Plan | None]
 
 _NEAR = (1, 1, 1, 2, 2, 3, 4, 6, 9, 14)  # how far messages go, in places: mostly a little
 _MOST_PARTS = 8  # blocks of a unit
 
 
-def fill_gap(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
+# ---- of candidates
+
+
+def fill_gap(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
     """Send a later message where the link waits, the longest waits most often."""
-    n = len(plan.messages)
-    idle, last = [], trace.spans[-n - 1][1] if len(trace.spans) > n else 0.0
-    for cost, (_, finish) in zip(trace.course.costs, trace.spans[-n:], strict=True):
-        idle.append(max(0.0, finish - cost.transfer - cost.gap - last))
-        last = finish
-    if not any(idle):
+    place = _drawn(score.gaps, rng)
+    if place is None:
         return None
-    place = rng.choices(range(n), idle)[0]
-    since = trace.spans[place - n][1] - trace.course.costs[place].transfer - idle[place]
-    slot = max(0, bisect.bisect_right(trace.arrivals[-trace.slots - 1 : -1], since) - 1)
-    return _moved(plan, min(n - 1, place + rng.choice((0, *_NEAR))), place, slot)
+    slot = max(0, int(np.searchsorted(score.arrivals, score.gap_begins[place], "right")) - 1)
+    return _moved(among, now, min(len(now.messages) - 1, place + rng.choice((0, *_NEAR))), place, slot)
 
 
-def hasten(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
+def hasten(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
     """Send earlier what compute waits for, the longest waits most often."""
-    waits = [b - a for a, b in zip(trace.arrivals[-trace.slots - 1 : -1], trace.begins[-trace.slots :], strict=True)]
-    awaited = [q for q, (_, _, done, _) in enumerate(trace.course.slots) if waits[q] > 0 and done >= 0]
-    if not awaited:
+    q = _drawn(np.where(score.needed > 0, score.waits, 0.0), rng)
+    if q is None:
         return None
-    q = rng.choices(awaited, [waits[q] for q in awaited])[0]
-    i = trace.course.slots[q][2]
+    i = int(score.needed[q]) - 1
     place = max(0, i - rng.choice(_NEAR))
-    return _moved(plan, i, place, plan.messages[place].slot)
+    return _moved(among, now, i, place, now.slots[place])
 
 
-def shift(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
+def shift(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
     """Send a message a few places or slots earlier or later."""
-    i = rng.randrange(len(plan.messages))
+    n = len(now.messages)
+    i = rng.randrange(n)
     far = rng.choice(_NEAR) * rng.choice((-1, 1))
     if rng.random() < 0.5:
-        place = min(len(plan.messages), max(0, i + far))
-        return _moved(plan, i, place, rng.choice((0, plan.period.length)))
-    first, last = plan.windows[i]
-    slot = min(last, max(first, plan.unrolled(plan.messages[i]) + far)) % plan.period.length
-    slots = [m.slot for m in plan.messages]
-    ends = bisect.bisect_left(slots, slot), bisect.bisect_right(slots, slot)
-    return _moved(plan, i, rng.choice((*ends, rng.randint(*ends))), slot)
+        return _moved(among, now, i, min(n, max(0, i + far)), rng.choice((0, among.length)))
+    slot = among.slot_near(now, i, far)
+    ends = bisect.bisect_left(now.slots, slot), bisect.bisect_right(now.slots, slot)
+    return _moved(among, now, i, rng.choice((*ends, rng.randint(*ends))), slot)
 
 
-def swap(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
+def swap(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
     """Let two messages near each other change places."""
-    i = rng.randrange(len(plan.messages))
+    i = rng.randrange(len(now.messages))
     j = i + rng.choice(_NEAR)
-    if j >= len(plan.messages):
+    if j >= len(now.messages):
         return None
-    messages = list(plan.messages)
-    a, b = messages[i], messages[j]
-    messages[i], messages[j] = dataclasses.replace(b, slot=a.slot), dataclasses.replace(a, slot=b.slot)
-    return dataclasses.replace(plan, messages=tuple(messages))
+    messages = list(now.messages)
+    messages[i], messages[j] = messages[j], messages[i]
+    return now._replace(messages=messages)
 
 
-def shift_run(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
+def shift_run(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
     """Issue several neighbours, all or those of one kind, a slot or two earlier or later."""
-    begin, far = rng.randrange(len(plan.messages)), rng.choice((-2, -1, 1, 2))
-    what = rng.choice((None, True, False))
-    length, slots = plan.period.length, {}
-    for i in range(begin, min(len(plan.messages), begin + rng.choice((2, 3, 4, 6, 8)))):
-        message, (first, last) = plan.messages[i], plan.windows[i]
-        if what is None or message.kind.is_gather is what:
-            slots[i] = min(last, max(first, plan.unrolled(message) + far)) % length
-    if not slots:
+    n = len(now.messages)
+    begin, far, what = rng.randrange(n), rng.choice((-2, -1, 1, 2)), rng.choice((None, True, False))
+    slots, changed = list(now.slots), False
+    for i in range(begin, min(n, begin + rng.choice((2, 3, 4, 6, 8)))):
+        if what is None or among.all[now.messages[i]].kind.is_gather is what:
+            slots[i], changed = among.slot_near(now, i, far), True
+    if not changed:
         return None
-    messages = [dataclasses.replace(m, slot=slots[i]) if i in slots else m for i, m in enumerate(plan.messages)]
-    return dataclasses.replace(plan, messages=tuple(sorted(messages, key=lambda m: m.slot)))
+    places = sorted(range(n), key=slots.__getitem__)
+    return now._replace(messages=[now.messages[i] for i in places], slots=[slots[i] for i in places])
 
 
-def restrategize(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
-    """Another strategy for a unit, or for two: often the second takes the first one's, so that bytes stay about the same."""
-    units = range(len(plan.strategies))
+def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
+    """Another strategy for a unit, or for two: often the second takes the first one's, so that bytes stay about the same.
+
+    What was sent before goes on, all blocks at once: gathers where the first was, reductions where the last was. What is new is
+    sent when it is ready, or shortly before it is needed.
+    """
+    units, profile = range(len(now.strategies)), among.job.profile
     u = rng.choice(units)
-    changes = {u: rng.choice([k for k in choices(plan.profile) if k is not plan.strategies[u]])}
+    changes = {u: rng.choice([k for k in choices(profile) if k is not now.strategies[u]])}
     if len(units) > 1 and rng.random() < 0.6:
         v = u + rng.choice((-4, -3, -2, -1, 1, 2, 3, 4)) if rng.random() < 0.5 else rng.choice(units)
         if v in units and v != u:
-            changes[v] = plan.strategies[u] if rng.random() < 0.7 else rng.choice(choices(plan.profile))
-    strategies = Mix(plan.job, tuple(changes.get(u, k) for u, k in enumerate(plan.strategies))).strategies
-    return None if strategies == plan.strategies else _rebuilt(plan, changes, strategies, plan.blocks, rng)
+            changes[v] = now.strategies[u] if rng.random() < 0.7 else rng.choice(choices(profile))
+    mix = Mix(among.job, tuple(changes.get(u, k) for u, k in enumerate(now.strategies)))
+    if mix.strategies == now.strategies:
+        return None
+    ops = dict.fromkeys(op for op in mix.ops if op.unit in changes)
+    at: dict[Op, int] = {}  # the place at which an operation goes on to be sent, all blocks together
+    for place, m in enumerate(map(among.all.__getitem__, now.messages)):
+        for op in (Op(m.kind, v, m.micro) for v, _ in m.parts if v in changes):
+            if op in ops and not (op.kind.is_gather and op in at):
+                at[op] = place
+    messages, slots = [], []
+
+    def send(parts: Iterable[tuple[tuple[int, int], ...]], like: Message, slot: int, place: int) -> None:
+        found = [among.number(dataclasses.replace(like, parts=each), mix.strategies, now.blocks) for each in parts]
+        messages[place:place] = found
+        slots[place:place] = [slot] * len(found)
+
+    for place, (number, slot) in enumerate(zip(now.messages, now.slots, strict=True)):
+        m = among.all[number]
+        kept = tuple([part for part in m.parts if part[0] not in changes])
+        if len(kept) == len(m.parts):
+            messages.append(number)
+            slots.append(slot)
+            continue
+        here = [v for v in dict.fromkeys(v for v, _ in m.parts) if at.get(Op(m.kind, v, m.micro)) == place]
+        parts = kept + tuple((v, b) for v in here for b in in_order(profile, v, now.blocks[v]))
+        stays_fused = len(m.parts) > 1 and len(parts) > 0
+        send([parts] if stays_fused else [(part,) for part in parts], m, slot, len(messages))
+    for op in ops:
+        if op not in at:
+            first, last = mix.window(op)
+            slot = max(first, last - rng.choice((1, 2, 3, 4, 6, 8))) if op.kind.is_gather else first
+            slot %= among.length
+            place = rng.randint(bisect.bisect_left(slots, slot), bisect.bisect_right(slots, slot))
+            parts = [((op.unit, b),) for b in in_order(profile, op.unit, now.blocks[op.unit])]
+            send(parts, Message(op.kind, (), slot, micro=op.micro), slot, place)
+    return Candidate(messages, slots, mix.strategies, now.blocks)
 
 
-def recut(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
+def _drawn(weights: Any, rng: random.Random) -> int | None:
+    """A place, as likely as its weight [n]; None if all are 0."""
+    sums = np.cumsum(weights)
+    return int(np.searchsorted(sums, rng.random() * sums[-1], "right")) if len(sums) and sums[-1] > 0 else None
+
+
+def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> Candidate | None:
+    """The message at place ``i`` before the one at ``place``, issued at ``slot`` or as near to it as neighbours and window allow."""
+    messages, slots, length = list(now.messages), list(now.slots), among.length
+    number, before = messages.pop(i), slots.pop(i)
+    place -= place > i
+    low = slots[place - 1] if place else 0
+    high = slots[place] if place < len(slots) else length - 1
+    slot = min(high, max(low, slot))
+    first, last = among.windows[number]
+    if not (first <= slot <= last or first <= slot + length <= last):
+        inside = [q for q in range(low, high + 1) if first <= q <= last or first <= q + length <= last]
+        if not inside:
+            return None
+        slot = min(inside, key=lambda q: abs(q - slot))
+    if place == i and slot == before:
+        return None
+    messages.insert(place, number)
+    slots.insert(place, slot)
+    return now._replace(messages=messages, slots=slots)
+
+
+# ---- of plans
+
+
+def recut(plan: Plan, rng: random.Random) -> Plan | None:
     """Send a unit in twice as many blocks, or half as many."""
     u = rng.randrange(len(plan.blocks))
     now = len(plan.blocks[u])
@@ -120,10 +183,10 @@ def recut(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
     cuts = [total * b // count // step * step for b in range(1, count)]
     inner = [edge(plan.profile, u, cut, step, total // count) for cut in cuts]
     sizes = tuple(b - a for a, b in itertools.pairwise([0, *inner, total]))
-    return _rebuilt(plan, (u,), plan.strategies, (*plan.blocks[:u], sizes, *plan.blocks[u + 1 :]), rng)
+    return _rebuilt(plan, u, (*plan.blocks[:u], sizes, *plan.blocks[u + 1 :]))
 
 
-def fuse_or_split(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
+def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
     """Send a message and the next of its kind as one, or a fused one in two."""
     i = rng.randrange(len(plan.messages))
     a, messages = plan.messages[i], list(plan.messages)
@@ -145,13 +208,11 @@ def fuse_or_split(plan: Plan, trace: Trace, rng: random.Random) -> Plan | None:
     return dataclasses.replace(plan, messages=tuple(messages))
 
 
-MOVES: dict[Move, float] = {
-    fill_gap: 3, hasten: 1, shift: 5, swap: 3, shift_run: 2, restrategize: 3, recut: 0.2, fuse_or_split: 0.2,
-}  # fmt: skip
-"""All moves, and how often each is tried."""
+MOVES: dict[Move, float] = {fill_gap: 3, hasten: 1, shift: 5, swap: 3, shift_run: 2, restrategize: 3}
+"""Moves of candidates, and how often each is tried."""
 
-SCHEDULE_MOVES = {move: often for move, often in MOVES.items() if move is not restrategize}
-"""Those that leave the strategies as they are."""
+PLAN_MOVES: dict[PlanMove, float] = {recut: 0.2, fuse_or_split: 0.2}
+"""Moves of plans: one takes as long as a dozen of the others."""
 
 
 def joined(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
@@ -192,62 +253,25 @@ def joined(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
     return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
 
 
-# ---- what moves are made of
-
-
-def _moved(plan: Plan, i: int, place: int, slot: int) -> Plan | None:
-    """Message ``i`` before the one at ``place``, issued at ``slot`` or as near to it as neighbours and window allow."""
-    messages, length = list(plan.messages), plan.period.length
-    message = messages.pop(i)
-    place -= place > i
-    low = messages[place - 1].slot if place else 0
-    high = messages[place].slot if place < len(messages) else length - 1
-    slot = min(high, max(low, slot))
-    first, last = plan.windows[i]
-    if not (first <= slot <= last or first <= slot + length <= last):
-        inside = [q for q in range(low, high + 1) if first <= q <= last or first <= q + length <= last]
-        if not inside:
-            return None
-        slot = min(inside, key=lambda q: abs(q - slot))
-    if place == i and slot == message.slot:
-        return None
-    messages.insert(place, dataclasses.replace(message, slot=slot))
-    return dataclasses.replace(plan, messages=tuple(messages))
-
-
-def _rebuilt(
-    plan: Plan,
-    units: Collection[int],
-    strategies: tuple[Strategy, ...],
-    blocks: tuple[tuple[int, ...], ...],
-    rng: random.Random,
-) -> Plan:
-    """The plan with these strategies and blocks, which differ for ``units``: an operation that was sent stays where it was (its
-    first block, of gathers; its last, of reductions), a new one is sent when it is ready, or shortly before it is needed.
+def _rebuilt(plan: Plan, unit: int, blocks: tuple[tuple[int, ...], ...]) -> Plan:
+    """The plan with these blocks, which differ for ``unit``: its gathers are sent where their first block was, its reductions
+    where their last was.
     """
-    mix = Mix(plan.job, strategies)
-    new = dict.fromkeys(op for op in mix.ops if op.unit in units)
     at: dict[Op, Message] = {}
     for m in plan.messages:
-        for op in dict.fromkeys(Op(m.kind, u, m.micro) for u, _ in m.parts):
-            if op in new and not (op.kind.is_gather and op in at):
-                at[op] = m
+        op = Op(m.kind, unit, m.micro)
+        if any(u == unit for u, _ in m.parts) and not (op.kind.is_gather and op in at):
+            at[op] = m
     messages: list[Message] = []
     for m in plan.messages:
-        kept = tuple([p for p in m.parts if p[0] not in units])
-        own = [op for op, here in at.items() if here is m]
-        parts = kept + tuple([(op.unit, b) for op in own for b in in_order(plan.profile, op.unit, blocks[op.unit])])
+        if not any(u == unit for u, _ in m.parts):
+            messages.append(m)
+            continue
+        kept = tuple([p for p in m.parts if p[0] != unit])
+        here = at[Op(m.kind, unit, m.micro)] is m
+        parts = kept + tuple([(unit, b) for b in in_order(plan.profile, unit, blocks[unit]) if here])
         if len(m.parts) > 1 and parts:  # stays fused
             messages.append(dataclasses.replace(m, parts=parts))
         else:
             messages += [dataclasses.replace(m, parts=(part,)) for part in parts]
-    for op in new:
-        if op not in at:
-            first, last = mix.window(op)
-            slot = max(first, last - rng.choice((1, 2, 3, 4, 6, 8))) if op.kind.is_gather else first
-            slot %= plan.period.length
-            slots = [m.slot for m in messages]
-            place = rng.randint(bisect.bisect_left(slots, slot), bisect.bisect_right(slots, slot))
-            order = in_order(plan.profile, op.unit, blocks[op.unit])
-            messages[place:place] = [Message(op.kind, ((op.unit, b),), slot, micro=op.micro) for b in order]
-    return dataclasses.replace(plan, strategies=strategies, blocks=blocks, messages=tuple(messages))
+    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))

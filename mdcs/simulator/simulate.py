@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from mdcs.measure.timeline import Interval, Span, times_of
-from mdcs.plan.ledger import CATEGORIES, Ledger, MessageBytes
+from mdcs.plan.ledger import CATEGORIES, Ledger, MessageBytes, SlotLimits
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import Prediction, StepTimes
 from mdcs.simulator.recurrence import Course, Trace, run
@@ -94,7 +94,7 @@ def steady_state(plan: Plan) -> Steady:
     return Steady(
         trace.ended - began,
         tuple((a - began, b - began, e - began) for a, b, e in slots),
-        tuple((end - cost.transfer, end) for end, cost in zip(finishes, trace.course.costs, strict=True)),
+        tuple((end - cost.transfer, end) for end, cost in zip(finishes, trace.costs, strict=True)),
     )
 
 
@@ -122,7 +122,7 @@ def _intervals(plan: Plan, trace: Trace) -> list[Interval]:
 
 def _landed(trace: Trace, since: int) -> list[float]:
     """When messages from ``since`` on are summed or unpacked; their updates follow."""
-    copies = [cost.copy for cost in trace.course.costs]
+    copies = [cost.copy for cost in trace.costs]
     out, before = [], trace.processed[since - 1] if since else 0.0
     for g, ((_, finish), done) in enumerate(zip(trace.spans[since:], trace.processed[since:], strict=True), since):
         out.append(max(finish, before) + copies[g % trace.messages])
@@ -189,7 +189,7 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
                 live[event[1]] -= event[2]
                 out.append(event)
     arrivals, begins = trace.arrivals[-trace.slots - 1 :], trace.begins[-trace.slots :]
-    issued, sent = trace.course.limits.issued, 0
+    issued, sent = SlotLimits(plan).issued, 0
     for q, (arrival, begin, end, slot) in enumerate(zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)):
         out.append((arrival, _ARRIVE, q))
         for i in range(sent, issued[q]):

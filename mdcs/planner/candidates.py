@@ -1,0 +1,207 @@
+"""Candidates of a search, as numbers: a search by replays compares thousands of them in a second.
+
+A candidate has a strategy and blocks per unit, and the numbers of its messages in the order in which they are sent. What a
+message is by itself (bytes, seconds, window) is worked out once, however many candidates have it. The step and the bytes of a
+candidate are those of the plan that it stands for (:meth:`Candidates.plan`), by the same replay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mdcs.plan.early import in_order, parts_of_slot
+from mdcs.plan.job import Job
+from mdcs.plan.ledger import MixBytes, staging_bytes
+from mdcs.plan.messages import Message, Plan
+from mdcs.plan.period import Op
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.widths import width_of
+from mdcs.profile.link import Kind
+from mdcs.simulator import arrange, kernel
+from mdcs.simulator.arrange import Shape
+from mdcs.simulator.kernel import Circle, Messages
+from mdcs.simulator.machine_code import compile_loops, for_loops, numbers
+from mdcs.simulator.recurrence import circle, room_for
+
+_TIGHT, _POWER = 0.05, 4  # of the step, what bytes cost: this part times the mean of (bytes / budget) to this power over slots
+
+Blocks = tuple[tuple[int, ...], ...]
+"""Elements of each block of each unit."""
+
+
+class Candidate(NamedTuple):
+    """Messages by number in wire order, the slots at which they are issued, and the mix that they are for."""
+
+    messages: list[int]
+    slots: list[int]
+    strategies: tuple[Strategy, ...]
+    blocks: Blocks
+
+
+class Score(NamedTuple):
+    """What a candidate is worth: its step by replay, and ``energy``, which annealing makes small (seconds).
+
+    The energy is the step, longer by the bytes of all slots: bytes that are held without need stand in the way of moves to
+    come, most of all where they are tight. The rest is of the last period of the replay, in seconds.
+    """
+
+    step_s: float
+    energy: float
+    gaps: Any  # [messages] for which the link waits before each
+    gap_begins: Any  # [messages]
+    arrivals: Any  # [slots] of compute
+    waits: Any  # [slots] of compute
+    needed: Any  # [slots] messages that must be done (unrolled)
+
+
+class Candidates:
+    """All candidates for one job and budget."""
+
+    def __init__(self, job: Job, budget: int | None) -> None:
+        compile_loops()
+        self.job, self.budget, self.length = job, budget, job.period.length
+        self.windows: list[tuple[int, int]] = []  # by message
+        self.all: list[Message] = []  # by number; their slots mean nothing
+        self._numbers: dict[tuple[Kind, tuple[tuple[int, int], ...], int, bool, Blocks], int] = {}
+        self._columns: dict[str, list[Any]] = {name: [] for name in arrange.BY_MESSAGE} | {"begin": [0]}
+        self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
+        self._buffers: dict[Op, int] = {}
+        self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: MixBytes(job.period, strategies, blocks))
+        self._circles: dict[tuple[tuple[Strategy, ...], Blocks], Circle] = {}
+        self._shape: Shape | None = None  # of all messages that there are by now
+        self._shapes: dict[tuple[Strategy, ...], Shape] = {}  # the same for the strategies of a mix
+        units, layouts = job.profile.units, job.profile.layouts
+        self._by_unit = {
+            "gradient_bytes": numbers([layout.grad_bytes for layout in layouts]),
+            "trained": numbers([int(unit.trainable) for unit in units]),
+            "forward": numbers([job.period.forward(u, 0)[0] for u in range(len(units))]),
+        }
+        self._issued, self._needed, self._need = (numbers([0] * self.length) for _ in range(3))
+
+    # ---- between plans and numbers
+
+    def of(self, plan: Plan) -> Candidate:
+        """The candidate that stands for a plan of this job."""
+        found = [self.number(m, plan.strategies, plan.blocks) for m in plan.messages]
+        return Candidate(found, [m.slot for m in plan.messages], plan.strategies, plan.blocks)
+
+    def plan(self, candidate: Candidate, like: Plan) -> Plan:
+        """The plan of a candidate, with the names of another one. Raises PlanError where it cannot be run."""
+        sent = zip(candidate.messages, candidate.slots, strict=True)
+        return dataclasses.replace(
+            like,
+            strategies=candidate.strategies,
+            blocks=candidate.blocks,
+            messages=tuple(dataclasses.replace(self.all[i], slot=slot) for i, slot in sent),
+        )
+
+    def number(self, message: Message, strategies: tuple[Strategy, ...], blocks: Blocks) -> int:
+        """The number of a message of this mix, whatever its slot is."""
+        key = message.kind, message.parts, message.micro, message.blocking, tuple([blocks[u] for u, _ in message.parts])
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = len(self.all)
+            self.all.append(message)
+            self._add(message, self._bytes(strategies, blocks), blocks)
+        return found
+
+    def _add(self, message: Message, mix: MixBytes, blocks: Blocks) -> None:
+        kind, parts, profile, cost = message.kind, message.parts, self.job.profile, self.job.cost
+        spans = [self.job.period.windows[kind, u, message.micro] for u, _ in parts]
+        window = max(first for first, _ in spans), min(last for _, last in spans)
+        elements = sum(blocks[u][b] for u, b in parts)
+        width = width_of(profile, blocks, kind, parts[0])
+        payload, wire = elements * width, profile.wire(kind, elements * width)
+        seconds = cost.message(kind, elements, len(parts), message.blocking, width)
+        ready = [0.0, *(parts_of_slot(profile, u, blocks[u])[b] for (u, b), (first, _) in zip(parts, spans, strict=True) if first == window[0])]
+        leaves_early = not kind.is_gather and profile.tells_gradients
+        own = {
+            "reduces": not kind.is_gather, "scatters": kind.plain is Kind.RS, "is_forward": kind.plain is Kind.AG_F,
+            "is_backward": kind.plain is Kind.AG_B, "follows_update": kind.plain is Kind.AG_F and message.micro == 0,
+            "blocking": message.blocking, "first": window[0], "last": window[1], "early": max(ready) if leaves_early else 1.0,
+            "lost": cost.lost_s(kind, wire, 0.0), "lost_per_work": cost.lost_s(kind, wire, 1.0) - cost.lost_s(kind, wire, 0.0),
+            "staging": staging_bytes(profile, kind, payload, len(parts)),
+            "shards": payload // profile.group(kind) if kind.plain is Kind.RS else 0,
+            "scratch": 0 if kind.is_gather else max(mix.scratch[part] for part in parts),
+            **{name: getattr(seconds, name) for name in ("alpha", "gap", "transfer", "copy", "update", "idle")},
+        }  # fmt: skip
+        for name, value in own.items():
+            self._columns[name].append(value)
+        for u, b in parts:
+            self._columns["unit"].append(u)
+            self._columns["block"].append(self._block_numbers.setdefault((u, blocks[u], b), len(self._block_numbers)))
+            op = Op(kind, u, message.micro)
+            self._columns["buffer"].append(self._buffers.setdefault(op, len(self._buffers)) if kind.is_gather else -1)
+        self._columns["begin"].append(len(self._columns["unit"]))
+        self.windows.append(window)
+        self._shape = None
+
+    # ---- what they are worth
+
+    def slot_near(self, candidate: Candidate, place: int, far: int) -> int:
+        """The slot so far from that of the message at ``place``, within its window."""
+        (first, last), slot = self.windows[candidate.messages[place]], candidate.slots[place]
+        unrolled = slot if slot >= first else slot + self.length
+        return min(last, max(first, unrolled + far)) % self.length
+
+    def score(self, candidate: Candidate, limit: float) -> Score | None:
+        """What the candidate is worth, unless it cannot be run, does not fit or has an energy above ``limit`` seconds."""
+        c, shape = self._circle(candidate), self._shape_for(candidate.strategies)
+        sent, slots = numbers(candidate.messages), numbers(candidate.slots)
+        if not arrange.place(shape, c.turn, sent, slots, self._issued, self._needed):
+            return None
+        messages, track = Messages(*(column[: len(sent)] for column in self._messages)), self._track
+        arrange.arrange(shape, c.turn, self.length, sent, slots, messages)
+        tight = 0.0
+        if c.cap >= 0:
+            arrange.worst_case(c, messages, self._issued, self._need)
+            held = np.asarray(self._need) / c.cap
+            if held.max() > 1:
+                return None
+            tight = _TIGHT * float((held**_POWER).mean())
+        if kernel.run(c, messages, track, self._issued, self._needed) == kernel.DEADLOCK:
+            return None
+        end = track.count[kernel.ARRIVALS] - 1
+        step_s = float(track.arrival[end] - track.arrival[end - self.length])
+        energy = step_s * (1 + tight)
+        return None if energy > limit else self._scored(step_s, energy, messages)
+
+    def _scored(self, step_s: float, energy: float, messages: Messages) -> Score:
+        n, track = len(messages.slot), self._track
+        sent, end = track.count[kernel.SENT], track.count[kernel.ARRIVALS] - 1
+        finishes = np.array(track.finish[max(0, sent - n - 1) : sent])
+        begins = finishes[-n:] - np.asarray(messages.transfer)
+        before = finishes[:-1] if len(finishes) > n else np.concatenate(([0.0], finishes[:-1]))
+        gaps = np.maximum(0.0, begins - np.asarray(messages.gap) - before)
+        arrivals = np.array(track.arrival[end - self.length : end])
+        waits = np.array(track.begin[end - self.length : end]) - arrivals
+        return Score(step_s, energy, gaps, begins - gaps, arrivals, waits, np.array(self._needed))
+
+    def _circle(self, candidate: Candidate) -> Circle:
+        key = candidate.strategies, candidate.blocks
+        if key not in self._circles:
+            if len(self._circles) > 1000:
+                self._circles.clear()
+            self._circles[key] = for_loops(circle(self.job, self.budget, self._bytes(*key)))
+        return self._circles[key]
+
+    def _shape_for(self, strategies: tuple[Strategy, ...]) -> Shape:
+        """The messages that there are by now, with what depends on the strategies of a mix."""
+        if self._shape is None:
+            of_mix = {"buffer_bytes": [], "replicated": []}
+            columns = self._columns | self._by_unit | of_mix | {"blocks": len(self._block_numbers), "barrier": not self.job.cross_iteration}
+            self._shape = for_loops(Shape(**columns))
+            self._messages = for_loops(Messages(*([0] * len(self.all) for _ in Messages._fields)))
+            self._track = for_loops(room_for(len(self.all), self.length))
+            self._shapes.clear()
+        if strategies not in self._shapes:
+            full = [self.job.profile.layouts[op.unit].param_bytes if strategies[op.unit].sharded else 0 for op in self._buffers]
+            self._shapes[strategies] = self._shape._replace(
+                buffer_bytes=numbers(full), replicated=numbers([int(k is Strategy.dp) for k in strategies])
+            )
+        return self._shapes[strategies]

@@ -1,0 +1,178 @@
+"""From the order of messages to what a replay needs: a search asks for the step and the bytes of thousands of orders.
+
+A plan is what is validated, kept and run; an order is its messages by number, and the slot at which each is issued. What
+depends on the order (which message waits for which, fills a buffer first, or is the last to need a gradient) is worked out
+here in loops, as :class:`mdcs.plan.messages.Plan` and :class:`mdcs.plan.ledger.Ledger` do for one plan. Tests hold them equal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mdcs.simulator.kernel import Circle, Messages, Numbers
+
+
+class Shape(NamedTuple):
+    """The messages of a plan by number: all that does not depend on their order. Slots are unrolled, sizes are bytes."""
+
+    reduces: Numbers  # it is a reduce-scatter or an all-reduce
+    scatters: Numbers  # it is a reduce-scatter
+    is_forward: Numbers  # it is an all-gather before forward
+    is_backward: Numbers  # it is an all-gather before backward
+    follows_update: Numbers  # it gathers what the same period has updated
+    blocking: Numbers
+    first: Numbers  # slot of its window
+    last: Numbers
+    early: Numbers  # the part of the slot before its first that is over when its gradients are there
+    alpha: Numbers
+    gap: Numbers
+    transfer: Numbers
+    copy: Numbers
+    update: Numbers
+    idle: Numbers
+    lost: Numbers  # without what copying and updating cost
+    lost_per_work: Numbers  # for each second of these
+    staging: Numbers
+    shards: Numbers
+    scratch: Numbers
+    begin: Numbers  # its parts are those from begin[i] to begin[i + 1]
+    block: Numbers  # of a part, counted over all units
+    unit: Numbers  # of a part
+    buffer: Numbers  # that a part is gathered into, or -1
+    buffer_bytes: Numbers  # by buffer; 0 where the unit is whole at rest
+    gradient_bytes: Numbers  # by unit
+    trained: Numbers  # by unit
+    replicated: Numbers  # by unit: it is dp
+    forward: Numbers  # by unit: the first slot of its first forward pass
+    blocks: int
+    barrier: bool  # the last reduction updates all units
+
+
+BY_MESSAGE = Shape._fields[: Shape._fields.index("buffer_bytes")]
+"""The fields with numbers by message or part; the others are of the job, or of a mix."""
+
+
+def place(s: Shape, turn: int, order: Numbers, slots: Numbers, issued: Numbers, needed: Numbers) -> bool:
+    """Fill in, by slot, how many messages are issued by then and how many must be done. Return whether all are in their
+    windows, and gather nothing before it is updated.
+    """
+    n, length = len(order), len(issued)
+    reduced = [False] * s.blocks
+    last_reduction = -1
+    for q in range(length):
+        issued[q], needed[q] = 0, -n
+    for p in range(n):
+        i, slot = order[p], slots[p]
+        later = 0 if slot >= s.first[i] else length  # the window's slot is in the next period
+        if slot + later > s.last[i] or (p > 0 and slot < slots[p - 1]):
+            return False
+        issued[slot] += 1
+        if s.blocking[i] or not s.scatters[i]:  # a reduce-scatter's gather follows it
+            waits = slot if s.blocking[i] else s.last[i] - later
+            needed[waits % length] = max(needed[waits % length], p + 1 - waits // length * n)
+        if s.reduces[i]:
+            last_reduction = p
+        for k in range(s.begin[i], s.begin[i + 1]):
+            if s.reduces[i]:
+                reduced[s.block[k]] = True
+            elif s.follows_update[i] and s.trained[s.unit[k]] and not reduced[s.block[k]]:
+                return False
+    if s.barrier:
+        for p in range(last_reduction + 1):
+            i = order[p]
+            if s.reduces[i] and slots[p] > turn:
+                return False
+            for k in range(s.begin[i], s.begin[i + 1]):
+                if s.follows_update[i] and s.trained[s.unit[k]]:
+                    return False
+        for u in range(len(s.forward)):
+            if s.trained[u] and s.replicated[u]:
+                needed[s.forward[u]] = max(needed[s.forward[u]], last_reduction + 1)
+    best = -n
+    for q in range(length):
+        best = max(best, needed[q] - n)
+    for q in range(length):
+        best = max(best, needed[q])
+        needed[q] = best
+        issued[q] += issued[q - 1] if q > 0 else 0
+    return True
+
+
+def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m: Messages) -> None:
+    """Fill in the messages of an order that :func:`place` has found to be possible, in a period of ``length`` slots."""
+    n, last_reduction = len(order), -1
+    reduced_at = [-1] * s.blocks
+    last_of = [-1] * len(s.gradient_bytes)  # reduction of a unit
+    first_of, first_slot = [-1] * len(s.buffer_bytes), [0] * len(s.buffer_bytes)  # gather into a buffer
+    all_scratch, all_updates, shards_kept, replicated = 0, 0.0, 0, 0
+    for p in range(n):
+        i = order[p]
+        slot = slots[p] if slots[p] >= s.first[i] else slots[p] + length
+        if s.reduces[i]:
+            last_reduction = p
+            all_scratch, all_updates = max(all_scratch, s.scratch[i]), all_updates + s.update[i]
+        for k in range(s.begin[i], s.begin[i + 1]):
+            if s.reduces[i]:
+                reduced_at[s.block[k]] = last_of[s.unit[k]] = p
+            elif s.buffer[k] >= 0 and (first_of[s.buffer[k]] < 0 or slot < first_slot[s.buffer[k]]):
+                first_of[s.buffer[k]], first_slot[s.buffer[k]] = p, slot
+    slot_before, so_far = -1, 0.0
+    for p in range(n):
+        i, slot = order[p], slots[p]
+        if slot != slot_before:
+            slot_before, so_far = slot, 0.0
+        if so_far < 1:
+            so_far = max(so_far, s.early[i]) if slot == s.first[i] and s.reduces[i] and not s.blocking[i] else 1.0
+        full = gradients = 0
+        waits_for = -1
+        for k in range(s.begin[i], s.begin[i + 1]):
+            u, b = s.unit[k], s.buffer[k]
+            if s.reduces[i] and last_of[u] == p:
+                gradients += s.gradient_bytes[u]
+                last_of[u] = -1  # once
+                if s.replicated[u]:
+                    replicated += s.gradient_bytes[u]
+            if s.follows_update[i]:
+                waits_for = max(waits_for, reduced_at[s.block[k]])
+            if not s.reduces[i] and b >= 0 and first_of[b] == p:
+                full += s.buffer_bytes[b]
+                first_of[b] = -1
+        update, scratch, shards_freed = s.update[i], s.scratch[i], s.shards[i]
+        landed = gradients if s.scatters[i] else 0  # bytes of gradients that are free before the update, and after it
+        updated = gradients - landed
+        if s.barrier:
+            shards_kept += s.shards[i]
+            is_last = p == last_reduction
+            update, scratch, shards_freed = (all_updates, all_scratch, shards_kept) if is_last else (0.0, 0, 0)
+            updated = replicated if is_last else 0
+            waits_for = last_reduction if waits_for >= 0 else -1
+        own = min(s.shards[i], shards_freed)
+        m.slot[p], m.blocking[p], m.waits_for[p], m.early[p] = slot, s.blocking[i], waits_for, so_far
+        m.in_prologue[p] = s.is_forward[i] or (s.is_backward[i] and slot >= turn)
+        m.alpha[p], m.gap[p], m.transfer[p], m.idle[p] = s.alpha[i], s.gap[i], s.transfer[i], s.idle[i]
+        m.copy[p], m.update[p], m.lost[p] = s.copy[i], update, s.lost[i] + s.lost_per_work[i] * (s.copy[i] + update)
+        m.held[p] = full + s.shards[i] - own
+        m.freed[p] = shards_freed - own + landed + updated
+        m.transient[p] = own + max(s.staging[i], scratch - landed)
+
+
+def worst_case(c: Circle, m: Messages, issued: Numbers, need: Numbers) -> None:
+    """Fill in the bytes that each slot needs when all messages issued before are done (:func:`mdcs.plan.ledger.needs`)."""
+    length, held = len(issued), c.rest
+    for q in range(length):
+        need[q] = 0
+    for period in range(3):
+        for q in range(c.turn if period == 0 else 0, length):
+            most = 0
+            for i in range(0 if q == 0 or (period == 0 and q == c.turn) else issued[q - 1], issued[q]):
+                if period > 0 or m.in_prologue[i]:
+                    most = max(most, held + m.held[i] + m.transient[i] + c.live[q])
+                    held += m.held[i] - m.freed[i]
+            held += c.allocated[q]
+            if period != 1:  # the prologue, and the steady period
+                need[q] = max(need[q], most, held + c.peak[q])
+            held -= c.freed[q]
+
+
+LOOPS = (place, arrange, worst_case)
+"""What :func:`mdcs.simulator.machine_code.compile_loops` compiles."""

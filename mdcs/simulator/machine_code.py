@@ -1,0 +1,49 @@
+"""The loops of replays as machine code, where numba is installed; as Python, only slower, where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mdcs.simulator import arrange, kernel
+
+Fields = TypeVar("Fields", kernel.Circle, kernel.Messages, kernel.Track, arrange.Shape)
+
+_SECONDS = {
+    *("seconds", "early", "alpha", "gap", "transfer", "copy", "update", "idle", "lost", "lost_per_work"),
+    *(name for name in kernel.Track._fields if name != "count"),
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def compile_loops() -> bool:
+    """Turn the loops into machine code, for the rest of this process; return whether numba is there to do it.
+
+    The first time on a machine this takes some ten seconds; numba keeps the code beside the modules.
+    """
+    if importlib.util.find_spec("numba") is None:
+        return False
+    import numba
+
+    for module in (kernel, arrange):
+        loops: tuple[Callable[..., Any], ...] = module.LOOPS
+        for loop in loops:
+            setattr(module, loop.__name__, numba.njit(cache=True, error_model="numpy")(loop))
+    return True
+
+
+def for_loops(fields: Fields) -> Fields:
+    """The same with its sequences of numbers as the loops take them: arrays if they are compiled, else lists."""
+    columns = {name: v for name, v in fields._asdict().items() if isinstance(v, (list, tuple))}
+    return fields._replace(**{name: numbers(v, seconds=name in _SECONDS) for name, v in columns.items()})
+
+
+def numbers(values: list[int] | list[float], *, seconds: bool = False) -> Any:
+    """Numbers as the loops take them."""
+    if not compile_loops.cache_info().currsize or not compile_loops():
+        return list(values)
+    return np.array(values, np.float64 if seconds else np.int64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import cast
@@ -40,10 +41,9 @@ def annealed(
     told to ``stop``. It tries a number of candidates that grows with the plan; with time for all of them the same ``seed`` gives
     the same plan.
     """
-    among, best = Candidates(plan.job, plan.budget), None
-    for best in _improvements(among, plan, seconds, bound, strategies, stop, random.Random(seed)):
-        pass
-    return plan if best is None else among.plan(best, plan)
+    among = Candidates(plan.job, plan.budget)
+    found = deque(_improvements(among, plan, seconds, bound, strategies, stop, random.Random(seed)), maxlen=1)
+    return among.plan(found[0], plan) if found else plan
 
 
 def _improvements(
@@ -79,6 +79,6 @@ def _made(
     move: Move | PlanMove, among: Candidates, now: Candidate, score: Score, plan: Plan, rng: random.Random
 ) -> Candidate | None:
     if move in PLAN_MOVES:
-        made = cast(PlanMove, move)(among.plan(now, plan), rng)
+        made = move(among.plan(now, plan), rng)
         return None if made is None else among.of(made)
     return cast(Move, move)(among, now, score, rng)

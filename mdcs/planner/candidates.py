@@ -8,13 +8,12 @@ candidate are those of the plan that it stands for (:meth:`Candidates.plan`), by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdcs.plan.early import in_order, parts_of_slot
+from mdcs.plan.early import parts_of_slot
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import MixBytes, staging_bytes
 from mdcs.plan.messages import Message, Plan
@@ -68,7 +67,7 @@ class Candidates:
         self.windows: list[tuple[int, int]] = []  # by message
         self.all: list[Message] = []  # by number; their slots mean nothing
         self._numbers: dict[tuple[Kind, tuple[tuple[int, int], ...], int, bool, Blocks], int] = {}
-        self._columns: dict[str, list[Any]] = {name: [] for name in arrange.BY_MESSAGE} | {"begin": [0]}
+        self._columns: dict[str, Any] = {name: [] for name in arrange.BY_MESSAGE} | {"begin": [0]}
         self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._buffers: dict[Op, int] = {}
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: MixBytes(job.period, strategies, blocks))
@@ -118,12 +117,12 @@ class Candidates:
         width = width_of(profile, blocks, kind, parts[0])
         payload, wire = elements * width, profile.wire(kind, elements * width)
         seconds = cost.message(kind, elements, len(parts), message.blocking, width)
-        ready = [0.0, *(parts_of_slot(profile, u, blocks[u])[b] for (u, b), (first, _) in zip(parts, spans, strict=True) if first == window[0])]
-        leaves_early = not kind.is_gather and profile.tells_gradients
+        last_ready = [u_b for u_b, (first, _) in zip(parts, spans, strict=True) if first == window[0]]
+        ready = max(parts_of_slot(profile, u, blocks[u])[b] for u, b in last_ready)
         own = {
             "reduces": not kind.is_gather, "scatters": kind.plain is Kind.RS, "is_forward": kind.plain is Kind.AG_F,
             "is_backward": kind.plain is Kind.AG_B, "follows_update": kind.plain is Kind.AG_F and message.micro == 0,
-            "blocking": message.blocking, "first": window[0], "last": window[1], "early": max(ready) if leaves_early else 1.0,
+            "blocking": message.blocking, "first": window[0], "last": window[1], "early": 1.0 if kind.is_gather else ready,
             "lost": cost.lost_s(kind, wire, 0.0), "lost_per_work": cost.lost_s(kind, wire, 1.0) - cost.lost_s(kind, wire, 0.0),
             "staging": staging_bytes(profile, kind, payload, len(parts)),
             "shards": payload // profile.group(kind) if kind.plain is Kind.RS else 0,
@@ -193,9 +192,12 @@ class Candidates:
     def _shape_for(self, strategies: tuple[Strategy, ...]) -> Shape:
         """The messages that there are by now, with what depends on the strategies of a mix."""
         if self._shape is None:
-            of_mix = {"buffer_bytes": [], "replicated": []}
-            columns = self._columns | self._by_unit | of_mix | {"blocks": len(self._block_numbers), "barrier": not self.job.cross_iteration}
-            self._shape = for_loops(Shape(**columns))
+            self._shape = for_loops(
+                Shape(
+                    **self._columns, **self._by_unit, buffer_bytes=[], replicated=[], blocks=len(self._block_numbers),
+                    barrier=not self.job.cross_iteration,
+                )  # fmt: skip
+            )
             self._messages = for_loops(Messages(*([0] * len(self.all) for _ in Messages._fields)))
             self._track = for_loops(room_for(len(self.all), self.length))
             self._shapes.clear()

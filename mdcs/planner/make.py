@@ -13,7 +13,7 @@ from mdcs.planner.fit import fastest_fit
 from mdcs.planner.interfaces import Choice, JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.planner.judge import InfeasibleBudget, Judge
 from mdcs.profile.contents import Profile
-from mdcs.simulator.recurrence import MAX_PERIODS
+from mdcs.simulator.kernel import MAX_PERIODS
 from mdcs.simulator.simulate import replay
 
 

@@ -20,7 +20,7 @@ from mdcs.plan.messages import Message, Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import choices
-from mdcs.plan.widths import sections_of
+from mdcs.plan.widths import by_width, sections_of
 from mdcs.planner.candidates import Candidate, Candidates, Score
 from mdcs.profile.link import Kind
 
@@ -113,7 +113,8 @@ def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Ra
         for op in (Op(m.kind, v, m.micro) for v, _ in m.parts if v in changes):
             if op in ops and not (op.kind.is_gather and op in at):
                 at[op] = place
-    messages, slots = [], []
+    messages: list[int] = []
+    slots: list[int] = []
 
     def send(parts: Iterable[tuple[tuple[int, int], ...]], like: Message, slot: int, place: int) -> None:
         found = [among.number(dataclasses.replace(like, parts=each), mix.strategies, now.blocks) for each in parts]
@@ -129,16 +130,18 @@ def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Ra
             continue
         here = [v for v in dict.fromkeys(v for v, _ in m.parts) if at.get(Op(m.kind, v, m.micro)) == place]
         parts = kept + tuple((v, b) for v in here for b in in_order(profile, v, now.blocks[v]))
-        stays_fused = len(m.parts) > 1 and len(parts) > 0
-        send([parts] if stays_fused else [(part,) for part in parts], m, slot, len(messages))
+        if len(m.parts) > 1 and parts:  # stays fused, as far as all has one width
+            send(by_width(profile, now.blocks, m.kind, parts), m, slot, len(messages))
+        else:
+            send([(part,) for part in parts], m, slot, len(messages))
     for op in ops:
         if op not in at:
             first, last = mix.window(op)
             slot = max(first, last - rng.choice((1, 2, 3, 4, 6, 8))) if op.kind.is_gather else first
             slot %= among.length
             place = rng.randint(bisect.bisect_left(slots, slot), bisect.bisect_right(slots, slot))
-            parts = [((op.unit, b),) for b in in_order(profile, op.unit, now.blocks[op.unit])]
-            send(parts, Message(op.kind, (), slot, micro=op.micro), slot, place)
+            blocks = in_order(profile, op.unit, now.blocks[op.unit])
+            send([((op.unit, b),) for b in blocks], Message(op.kind, (), slot, micro=op.micro), slot, place)
     return Candidate(messages, slots, mix.strategies, now.blocks)
 
 
@@ -149,7 +152,7 @@ def _drawn(weights: Any, rng: random.Random) -> int | None:
 
 
 def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> Candidate | None:
-    """The message at place ``i`` before the one at ``place``, issued at ``slot`` or as near to it as neighbours and window allow."""
+    """The message at place ``i`` goes before the one at ``place``, to ``slot`` or as near as others and its window allow."""
     messages, slots, length = list(now.messages), list(now.slots), among.length
     number, before = messages.pop(i), slots.pop(i)
     place -= place > i

@@ -81,7 +81,7 @@ SENT, BUSY, PAID, RETIRED, HELD, MOST, ARRIVALS, STUCK, NEEDED = range(9)
 
 
 def slowed(start: Numbers, finish: Numbers, count: Numbers, slowdown: float, now: float, work: float) -> float:
-    """Return when ``work`` seconds of computing that begin now are over: beside a message they take ``slowdown`` times as long."""
+    """Return when ``work`` seconds of computing from now on are over: ``slowdown`` times as many beside a message."""
     if slowdown == 1:
         return now + work
     sent, g = count[SENT], count[BUSY]
@@ -182,8 +182,9 @@ def admit(
 
 
 def repeats(
-    start: Numbers, finish: Numbers, done: Numbers, flight: Numbers, sent: int, now: float, base: int, before: int, tolerance: float
-) -> int:
+    start: Numbers, finish: Numbers, done: Numbers, flight: Numbers, sent: int, now: float, base: int, before: int,
+    tolerance: float,
+) -> int:  # fmt: skip
     """Compare what is in flight at this turn with the last turn's ``before`` messages: return their number, or -1 less it if
     the two differ. ``base`` is the first message of the period.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -42,7 +42,7 @@ def for_loops(fields: Fields) -> Fields:
     return fields._replace(**{name: numbers(v, seconds=name in _SECONDS) for name, v in columns.items()})
 
 
-def numbers(values: list[int] | list[float], *, seconds: bool = False) -> Any:
+def numbers(values: Sequence[float], *, seconds: bool = False) -> Any:
     """Numbers as the loops take them."""
     if not compile_loops.cache_info().currsize or not compile_loops():
         return list(values)

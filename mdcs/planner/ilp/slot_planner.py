@@ -37,6 +37,7 @@ from mdcs.planner.schedulers.priority import Priority, settled
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.contents import Contention
+from mdcs.simulator.machine_code import compile_loops
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 
@@ -95,6 +96,7 @@ def solve_plan(
     ``fixed`` strategies leave only the schedule open. Without ``heuristics`` the search begins at the solver's plans alone.
     Raises PlanError when there is none at all.
     """
+    compile_loops()  # the first time on a machine this takes seconds, which are not the search's
     asked = _Asked(judge, name, None if fixed is None else tuple(fixed), solver, seconds, block_bytes, time.monotonic())
     known = list(map(_timed, _until(asked.at(_HEURISTICS), _heuristics(judge, fixed))))
     found = _found(asked, known, heuristics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,35 +13,42 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.planner.candidates import Candidates
 from mdcs.planner.judge import Judge
-from mdcs.planner.moves import MOVES, SCHEDULE_MOVES, Move, fill_gap, hasten, joined
+from mdcs.planner.moves import MOVES, PLAN_MOVES, Move, PlanMove, fill_gap, hasten, joined, restrategize
 from mdcs.planner.named import SCHEDULERS
 from mdcs.profile.link import Kind
-from mdcs.simulator.recurrence import Course, Trace, run
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import plans
 from tests.mdcs.profiles import chain, link
 
 
-def trace_of(plan: Plan) -> Trace:
-    return run(plan, Course(plan), None)
+def moved(move: Move | PlanMove, plan: Plan, rng: random.Random) -> Plan | None:
+    """What a move makes of a plan. Raises PlanError where that cannot be run."""
+    if move in PLAN_MOVES:
+        return move(plan, rng)  # type: ignore[call-arg, arg-type, return-value]
+    among = Candidates(plan.job, None)
+    now = among.of(plan)
+    score = among.score(now, math.inf)
+    assert score is not None
+    found = move(among, now, score, rng)  # type: ignore[call-arg, arg-type]
+    return None if found is None else among.plan(found, plan)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("move", list(MOVES), ids=lambda move: move.__name__)
-def test_a_move_gives_another_plan_of_the_same_job_or_none(move: Move) -> None:
+@pytest.mark.parametrize("move", [*MOVES, *PLAN_MOVES], ids=lambda move: move.__name__)
+def test_a_move_gives_another_plan_of_the_same_job_or_none(move: Move | PlanMove) -> None:
     rng, made = random.Random(0), 0
     for seed in range(6):
         for _, plan in plans(seed):
-            trace = trace_of(plan)
             for _ in range(4):
                 try:
-                    found = move(plan, trace, rng)
+                    found = moved(move, plan, rng)
                 except PlanError:
                     continue
                 if found is not None:
                     made += 1
                     assert (found.job, found.budget) == (plan.job, plan.budget)
-                    assert found.strategies == plan.strategies or move not in SCHEDULE_MOVES
+                    assert found.strategies == plan.strategies or move is restrategize
                     assert replay(found).period_s > 0 if found.budget is None else True
     assert made > 20
 
@@ -103,6 +111,6 @@ def test_what_compute_waits_for_is_sent_earlier() -> None:
 
 def safely(move: Move, plan: Plan, seed: int) -> Plan | None:
     try:
-        return move(plan, trace_of(plan), random.Random(seed))
+        return moved(move, plan, random.Random(seed))
     except PlanError:
         return None

@@ -30,7 +30,7 @@ from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Contention, Optimizer, Profile
 from mdcs.profile.link import Kind
-from mdcs.simulator import recurrence
+from mdcs.simulator import kernel
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
@@ -545,6 +545,7 @@ def test_a_plan_says_when_its_periods_have_not_become_alike(monkeypatch: pytest.
     """The prediction is of one of them, and the next would be another."""
     plan = planned(PROFILE, "zero1", Wfbp())
     assert replay(plan).settled and make_plan(PROFILE, Uniform("zero1"), Wfbp()).outcome == ""
-    monkeypatch.setattr(recurrence, "MAX_PERIODS", 2)  # the first that is compared with another is the third
+    run = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *inputs: max(run(*inputs), kernel.UNSETTLED))
     assert not replay(plan).settled
     assert re.fullmatch(r"periods differ after \d+: predicted is the last", make_plan(PROFILE, Uniform("zero1"), Wfbp()).outcome)

@@ -1,0 +1,112 @@
+"""Candidates of a search: what is worked out of numbers is what a plan, its ledger and its replay say."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mdcs.plan.job import Job
+from mdcs.plan.ledger import needs, smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
+from mdcs.planner.candidates import Candidate, Candidates
+from mdcs.planner.fit import fit
+from mdcs.planner.judge import Judge
+from mdcs.planner.moves import MOVES, PLAN_MOVES
+from mdcs.planner.named import SCHEDULERS
+from mdcs.profile.contents import Contention, Unit
+from mdcs.simulator.simulate import replay
+from tests.mdcs.planner.ilp.test_slot_model import plans
+from tests.mdcs.planner.test_every_plan import job
+
+CHOICES = (Strategy.dp, Strategy.zero1, Strategy.sdp, Strategy.fsdp)
+NAMES = ("wfbp", "partitioning", "fusion", "dear", "priority", "sequential")
+
+
+def walked(among: Candidates, plan: Plan, steps: int, rng: random.Random) -> list[Candidate]:
+    """Candidates that random moves come by, whatever they are worth."""
+    out, now = [], among.of(plan)
+    for _ in range(steps):
+        score = among.score(now, math.inf)
+        move = rng.choice([*MOVES, *PLAN_MOVES])
+        try:
+            if move in PLAN_MOVES:
+                made = move(among.plan(now, plan), rng)  # type: ignore[call-arg, arg-type]
+                found = None if made is None else among.of(made)  # type: ignore[arg-type]
+            else:
+                found = None if score is None else move(among, now, score, rng)  # type: ignore[call-arg, arg-type, assignment]
+        except PlanError:
+            continue
+        if found is not None and among.score(found, math.inf) is not None:
+            now = found
+        out += [] if found is None else [found]
+    return out
+
+
+def asked_of(which: int) -> Job:
+    """Jobs with and without contention, gradients that come early, several micro-steps and a barrier."""
+    profile = job(which)
+    if which % 2:
+        contention = Contention(1e-4, 1e-11, 0.1, 1e-4, 1e-10, 1e-4, 0.1, 1e-3, 1.5)
+        units = tuple(replace(u, gradients=_early(u) if u.trainable else ()) for u in profile.units)
+        profile = replace(profile, units=units, contention=contention, interference=0.2)
+    return Job(profile, micro_steps=1 + which // 4, cross_iteration=which % 3 != 1)
+
+
+def _early(unit: Unit) -> tuple[tuple[int, float], ...]:
+    return tuple((n, round(1 / (i + 1), 3)) for i, n in enumerate(unit.segments))
+
+
+@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("tight", [True, False])
+def test_a_candidate_is_worth_what_the_replay_of_its_plan_says(which: int, tight: bool) -> None:
+    asked = asked_of(which)
+    rng, judge, seen = random.Random(which), Judge(asked, None), 0
+    for _ in range(2):
+        mix = judge.mix([rng.choice(CHOICES) for _ in asked.profile.units])
+        plan = SCHEDULERS[NAMES[which]]().schedule(mix)
+        if tight:
+            plan = fit(plan, int(1.1 * judge.peak(mix.strategies)))
+        among = Candidates(asked, plan.budget)
+        for candidate in walked(among, plan, 60, rng):
+            score = among.score(candidate, math.inf)
+            try:
+                made = among.plan(candidate, plan)
+                expected = None if tight and smallest_budget(made) > (plan.budget or 0) else replay(made)
+            except PlanError:
+                expected = None
+            assert (score is None) == (expected is None)
+            if score is not None and expected is not None:
+                seen += 1
+                assert score.step_s == pytest.approx(expected.period_s, rel=1e-9)
+                assert not tight or list(among._need) == [need.bytes for need in needs(made)]
+    assert seen > 30
+
+
+def test_a_plan_is_its_own_candidate() -> None:
+    for _, plan in plans(3):
+        among = Candidates(plan.job, plan.budget)
+        assert among.plan(among.of(plan), plan) == plan
+
+
+def test_without_numba_the_same_loops_run_as_python() -> None:
+    script = """
+import importlib.util, math
+importlib.util.find_spec = lambda name, find=importlib.util.find_spec: None if name == "numba" else find(name)
+from mdcs.planner.candidates import Candidates
+from mdcs.simulator.machine_code import compile_loops
+from mdcs.simulator.simulate import replay
+from tests.mdcs.planner.ilp.test_slot_model import plans
+assert not compile_loops()
+for _, plan in plans(0):
+    among = Candidates(plan.job, None)
+    score = among.score(among.of(plan), math.inf)
+    assert abs(score.step_s - replay(plan).period_s) < 1e-12
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,4 +1,4 @@
-# What a person does with this project; `make help` lists it. Needs Python 3.10 or newer, make and a C compiler; no root.
+# What a person does with this project; `make help` lists it. Needs Python 3.11 or newer, make and a C compiler; no root.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -13,14 +13,14 @@ STAMP  := $(VENV)/.installed
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.12   which Python makes the virtual environment (3.10 or newer)"
+	@echo "  PYTHON=python3.12   which Python makes the virtual environment (3.11 or newer)"
 	@echo "  OUT=results/sweep   where make sweep writes"
 
 install: $(STAMP) ## make .venv with everything in it; the other targets do so when needed
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "$(PYTHON) is older than Python 3.10: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than Python 3.11: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

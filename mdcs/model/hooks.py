@@ -6,8 +6,12 @@ order is that of execution, so modules called twice, tied parameters and nested 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -52,6 +56,7 @@ class Hooks:
         self._handles: list[Any] = []
         for u, unit in enumerate(units):
             for module in unit.modules:
+                self._handles.append(PlainCopies(module))
                 # Ahead of hooks that others have put there: those may read parameters, as weight_norm's does.
                 before, after = self._before(u, unit), self._after(u, unit.trainable)
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
@@ -139,8 +144,60 @@ def _refuse_transforms(unit: ModelUnit) -> None:
         )
 
 
+class PlainCopies:
+    """Lets copies and pickles of a module be without the hooks of a run: for a process that has not this package, too.
+
+    ``copy.deepcopy`` and ``pickle`` ask an object, before its class, for ``__reduce_ex__``: this is the module's. Its reference
+    to the module is weak, so that a model that is let go is freed at once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
+        vars(module).setdefault(_REDUCE, self)
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        module = self._module()
+        if module is not None and vars(module).get(_REDUCE) is self:
+            del vars(module)[_REDUCE]
+
+    def __call__(self, protocol: Any) -> Any:
+        """What pickle makes the copy of."""
+        module = self._module()
+        if module is None:
+            raise pickle.PicklingError("this module's class has copied it in its own way while a plan ran: copy it after close()")
+        made = type(module).__reduce_ex__(module, protocol)
+        if not isinstance(made, tuple) or len(made) < 3 or not isinstance(made[2], dict):
+            return made
+        state = {name: _without_hooks(value) for name, value in made[2].items() if value is not self}
+        return *made[:2], state, *made[3:]
+
+
+    def __deepcopy__(self, memo: Any) -> PlainCopies:
+        twin = copy.copy(self)  # of a class that copies all attributes: it must not stand for the first module
+        twin._module = _gone
+        return twin
+
+
+def _gone() -> None:
+    return None
+
+
+_REDUCE = "__reduce_ex__"
+
+
+def _without_hooks(value: Any) -> Any:
+    if not isinstance(value, OrderedDict) or not any(isinstance(hook, ModuleHook) for hook in value.values()):
+        return value
+    return OrderedDict((key, hook) for key, hook in value.items() if not isinstance(hook, ModuleHook))
+
+
 class ModuleHook:
-    """A hook that torch.compile leaves out of what it compiles, and that copies and pickles of its module do not have."""
+    """A hook that torch.compile leaves out of what it compiles.
+
+    Where a module's class copies it in a way of its own, past :class:`PlainCopies`, the copy has a hook of Python's that does
+    nothing.
+    """
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = torch.compiler.disable(hook)
@@ -149,19 +206,8 @@ class ModuleHook:
         """Call the hook."""
         self._hook(*arguments)
 
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _nothing
-
     def __reduce__(self) -> Any:
-        return _no_hook, ()
-
-
-def _nothing(*_: Any) -> None:
-    pass
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -5,9 +5,13 @@ One test per line of docs/loops.md.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +25,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.runtime.communicator import backend_of
-from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.ranks import ROOT, Ranks
 from tests.mdcs.runtime.training import (
     How,
     Job,
@@ -871,6 +875,10 @@ def test_idioms(two: Ranks, strategy):
     assert two.run(idioms, strategy) == [[], []]
 
 
+def hooks_of(module: nn.Module) -> dict[str, int]:
+    return {"forward": len(module._forward_hooks), "before": len(module._forward_pre_hooks)}
+
+
 def copies(strategy: str, pickled: bool) -> dict[str, Any]:
     """A copy made while a plan runs is a model of its own: its forward drives no plan."""
     job = Job("tied", steps=2)
@@ -882,6 +890,8 @@ def copies(strategy: str, pickled: bool) -> dict[str, Any]:
         with parallel.full_parameters():
             torch.save(made.model, file := io.BytesIO())
             twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False) if pickled else copy.deepcopy(made.model)
+        assert [hooks_of(m) for m in twin.modules()] == [{"forward": 0, "before": 0}] * len(list(twin.modules()))
+        assert all(vars(m).keys() == vars(t).keys() for m, t in zip(setup("tied").model.modules(), twin.modules(), strict=True))
         made.loss(twin, made.batch(5, 0, 0)).backward()
         with torch.no_grad():
             made.loss(twin, made.batch(5, 0, 0))
@@ -894,6 +904,50 @@ def copies(strategy: str, pickled: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(("strategy", "pickled"), [("dp", False), ("fsdp", False), ("fsdp", True)])
 def test_copies_are_plain_models(two: Ranks, strategy, pickled):
     assert two.run(copies, strategy, pickled) == [{"weights": [], "grads": True}] * 2
+
+
+ELSEWHERE = """
+import sys, torch
+sys.modules["mdcs"] = None  # cannot be imported
+model = torch.load(sys.argv[1], weights_only=False)
+model(torch.ones(2, 4)).sum().backward()
+print(sorted(name for name, p in model.named_parameters() if p.grad is not None), len(model[1]._forward_hooks))
+"""
+
+
+def saved_whole(strategy: str, path: str, when: str) -> Any:
+    """``torch.save(model)``, as many examples end, with a hook of the loop's own on it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model[1].register_forward_hook(contextlib.nullcontext().__exit__)  # it can be pickled, and does nothing
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = mdcs.partition(model, mdcs.ByLeaf())
+    link = mdcs.Link.uniform(1.0, 50.0)
+    profile = _agreed(measure_profile(model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=2, link=link))
+    plan = mdcs.make_plan(profile, Uniform(strategy), SCHEDULERS["wfbp"]())
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=10) as parallel:
+        model(torch.ones(1, 4)).sum().backward()
+        parallel.step()
+        with parallel.full_parameters() if when == "lent" else contextlib.nullcontext(parallel.drain()):
+            if dist.get_rank() == 0:
+                torch.save(model, path)
+            twin = copy.deepcopy(model)
+    assert "__reduce_ex__" not in vars(model[0])
+    twin(torch.ones(1, 4))
+    return len(twin[0]._forward_hooks), len(twin[1]._forward_hooks)
+
+
+@pytest.mark.parametrize(("strategy", "when"), [("fsdp", "lent"), ("dp", "drained")])
+def test_a_model_that_is_saved_whole_is_loaded_where_this_package_is_not(two: Ranks, tmp_path, strategy, when):
+    path = str(tmp_path / "model.pt")
+    assert two.run(saved_whole, strategy, path, when) == [(0, 1)] * 2
+    program = tmp_path / "elsewhere.py"
+    program.write_text(ELSEWHERE)
+    done = subprocess.run(
+        [sys.executable, str(program), path], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("]")[1].strip() == "1"
+    assert "0.weight" in done.stdout and "2.bias" in done.stdout
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from mdcs.profile.contents import Profile
+from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.link import Link
 
 T = TypeVar("T")
 
 
 def agree(profile: Profile, link: Link | None = None) -> Profile:
-    """One profile from those of all ranks: the median rank's times with the spread over all, the largest bytes.
+    """One profile from those of all ranks: the median rank's times with the spread over all, the largest bytes, all uses.
 
     ``link`` takes the place of the profile's own. Collective: call it on every rank; without ranks the profile is its own.
     """
@@ -39,7 +39,25 @@ def agree(profile: Profile, link: Link | None = None) -> Profile:
     spread = {
         name: (min(p.spread[name][0] for p in profiles), max(p.spread[name][1] for p in profiles)) for name in first.spread
     }
-    return dataclasses.replace(first, slots=slots, link=link or first.link, spread=spread)
+    units = tuple(_joined(versions) for versions in zip(*(p.units for p in profiles), strict=True))
+    return dataclasses.replace(first, units=units, slots=slots, link=link or first.link, spread=spread)
+
+
+def _joined(versions: Sequence[Unit]) -> Unit:
+    """The unit as the first rank has it, in use from the first slot to the last in which it is so on any rank."""
+    first = versions[0]
+    backward = [u.backward for u in versions if u.backward is not None]
+    return dataclasses.replace(
+        first,
+        forward=_span([u.forward for u in versions]),
+        backward=_span(backward) if backward else None,
+        gradients=first.gradients if all(u.gradients and u.backward == first.backward for u in versions) else (),
+        aliased=any(u.aliased for u in versions),
+    )
+
+
+def _span(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return min(begin for begin, _ in spans), max(end for _, end in spans)
 
 
 def on_rank_zero(make: Callable[[], T]) -> T:

@@ -22,6 +22,7 @@ from mdcs.calibrate.clock import Mark
 from mdcs.calibrate.put_back import BuffersBefore
 from mdcs.calibrate.regression import spread
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
+from mdcs.calibrate.uses import Watch
 from mdcs.checkpoint.numbers import random_state, set_random_state
 from mdcs.measure.memory import TOTAL, UNTAGGED, Meter, Reading, current_meter
 from mdcs.model.aliases import attributes_over_parameters, still_held
@@ -60,7 +61,8 @@ def measure_profile(
     Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
     Raises ValueError for a type that is neither the parameters' nor a wider float than some, and UnsupportedModel when a
     parameter is on the meta device, gets no gradient or is used outside its module's forward, when units run in another order
-    from step to step, and for an optimizer that cannot run on shards.
+    from step to step, when a tensor that shares memory with a parameter is kept from step to step, and for an optimizer that
+    cannot run on shards.
     """
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
@@ -78,7 +80,7 @@ def measure_profile(
     for value in state:  # of a run that goes on: no activations
         with contextlib.suppress(ValueError):  # memory that no meter counts, as that of a file which is mapped
             meter.retag(value, "optimizer")
-    recorder = _recorded(model, units, step, iterations, warmup, state)
+    recorder = _recorded(model, units, step, iterations, warmup, state, watch=True)
     groups = parameter_groups(optimizer)
     updated = weight.dtype if master_dtype is None else master_dtype
     wider = {p.dtype for unit in units for _, p in unit.parameters if p.element_size() > updated.itemsize}
@@ -138,7 +140,7 @@ def slot_seconds(
 
 def _recorded(
     model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int,
-    state: Sequence[Tensor] = (),
+    state: Sequence[Tensor] = (), watch: bool = False,
 ) -> _Recorder:
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
@@ -160,6 +162,11 @@ def _recorded(
                     recorder.begin(kept)
                     step().backward()
                 recorder.check(model)
+            alias = still_held(model, held)  # what forward makes anew in every step is gone
+            if alias is not None:
+                raise alias_refused(alias)
+            if watch:
+                _watch(recorder, model, step)
         finally:
             hooks.remove()
             for guard in recorder.guards:
@@ -170,10 +177,16 @@ def _recorded(
                 f"{changed[0]}: is changed by forward (max_norm, clamping, .data), which would be lost where it is sharded: "
                 "change weights between steps, in full_parameters(writeback=True)"
             )
-        alias = still_held(model, held)  # what forward makes anew in every step is gone
-        if alias is not None:
-            raise alias_refused(alias)
     return recorder
+
+
+def _watch(recorder: _Recorder, model: nn.Module, step: Callable[[], Tensor]) -> None:
+    """One more step, which is not measured: it tells where the memory of parameters is used, whatever tensor it is through."""
+    with Watch(recorder.model_units, recorder.used) as watch:
+        recorder.begin(_Kept(False, False))
+        step().backward()
+        watch.check(model)
+    recorder.check_order()
 
 
 class _Kept(NamedTuple):
@@ -241,6 +254,9 @@ class _Recorder:
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
     marks: bool = True  # weights as changed, as updates do that are made once their gradients are there: a model may object
+    uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # slots in which the memory of parameters is used
+    aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
+    late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
     came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradients: slot, seconds since its begin
 
     def begin(self, kept: _Kept) -> None:
@@ -328,8 +344,26 @@ class _Recorder:
         self._arrived[unit, index] = len(self._now) - 1, Mark(self.device)
         if self.marks:
             torch.autograd.graph.increment_version(parameter)
-        if (unit, "B") in self._spans:
-            self._spans[unit, "B"][1] = sum(p == "B" for _, p in self._now) - 1
+        slot = sum(p == "B" for _, p in self._now) - 1
+        if slot < 0:
+            raise UnsupportedModel(
+                f"{self.model_units[unit].name}: its gradients come before one reaches the output of any unit: return "
+                f"tensors from its forward, in tuples, lists, dictionaries or dataclasses"
+            )
+        self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
+
+    def used(self, unit: int, index: int) -> None:
+        """The memory of the unit's parameter ``index`` is used now."""
+        if not self._now:
+            return
+        phase = self._now[-1][1]
+        slot = sum(p == phase for _, p in self._now) - 1
+        span = self.uses.setdefault((unit, phase), [slot, slot])
+        span[:] = min(span[0], slot), max(span[1], slot)
+        if phase == "F" and not self._inside[unit]:
+            self.aliased.add(unit)
+        if (unit, index) in self._arrived:
+            self.late.add(unit)
 
     def backward_end(self) -> None:
         if self._ended:
@@ -342,8 +376,7 @@ class _Recorder:
         if not self.order:
             self.order, self.spans = self._now, self._spans
             self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
-        if self._now != self.order:
-            raise UnsupportedModel("the model's units run in another order from step to step: not supported")
+        self.check_order()
         if self._kept.seconds:
             self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
             for key, (slot, mark) in self._arrived.items():
@@ -351,6 +384,10 @@ class _Recorder:
         if self._kept.bytes:
             self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
             self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
+
+    def check_order(self) -> None:
+        if self._now != self.order:
+            raise UnsupportedModel("the model's units run in another order from step to step: not supported")
 
     def check(self, model: nn.Module) -> None:
         for u, unit in enumerate(self.model_units):
@@ -362,35 +399,38 @@ class _Recorder:
             for i, (name, _) in enumerate(unit.parameters):
                 if unit.trainable and (u, i) not in self._arrived:
                     raise UnsupportedModel(f"{name}: gets no gradient in a step; freeze it (requires_grad_(False))")
-            if unit.trainable and (u, "B") not in self._spans:
-                raise UnsupportedModel(
-                    f"{unit.name}: no gradient reaches its output (reentrant checkpointing? neither tensor, list, dict nor "
-                    "dataclass?)"
-                )
 
     def units(self, groups: dict[nn.Parameter, int], widths: _Widths) -> tuple[Unit, ...]:
         inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
         out = []
         for u, unit in enumerate(self.model_units):
-            forward = self.spans[u, "F"]
-            backward = self.spans.get((u, "B"))
+            forward = self._span(u, "F")
+            backward = self._span(u, "B")
+            assert forward is not None
             if backward is not None and not unit.trainable:
                 # No gradient tells when a frozen unit is done: it may be used until its inner units are.
                 nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
                 ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
-                backward = [backward[0], max([backward[1], *ends])]
+                backward = backward[0], max([backward[1], *ends])
             ordered, segments = in_flat_order(unit, groups)
-            span = None if backward is None else (backward[0], backward[1])
             lengths, sections = tuple(s.numel for s in segments), widths.sections(segments)
             gradients = self._gradients_of(u, [p for _, p in ordered]) if unit.trainable else ()
-            out.append(Unit(unit.name, lengths, unit.trainable, (forward[0], forward[1]), span, sections, gradients))
+            aliased = u in self.aliased
+            out.append(Unit(unit.name, lengths, unit.trainable, forward, backward, sections, gradients, aliased))
         return tuple(out)
+
+    def _span(self, unit: int, phase: str) -> tuple[int, int] | None:
+        """First and last slot in which the unit computes, or its memory is used."""
+        slots = [*self.spans.get((unit, phase), ()), *self.uses.get((unit, phase), ())]
+        return (min(slots), max(slots)) if slots else None
 
     def _gradients_of(self, unit: int, ordered: list[nn.Parameter]) -> tuple[tuple[int, float], ...]:
         """How many elements come when of the unit's last backward slot, in flat order; nothing where weights are needed later."""
-        if not self.marks:
-            return ()
         last = max(slot for i in range(len(ordered)) for slot, _ in self.came[unit, i])
+        span = self._span(unit, "B")
+        forward_slots = sum(phase == "F" for _, phase in self.order)
+        if not self.marks or unit in self.late or span is None or forward_slots + span[1] > last:
+            return ()
         took = statistics.median(seconds[last] for seconds in self.seconds)
         index = {p: i for i, (_, p) in enumerate(self.model_units[unit].parameters)}
         out = []

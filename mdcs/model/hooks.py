@@ -109,6 +109,9 @@ class Hooks:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(begin)
+                    # A view that is changed in place is made anew from its base, and its own hook is lost.
+                    if tensor._base is not None and tensor._base.grad_fn is not None:
+                        tensor._base.register_hook(begin)
             self._listener.forward_end(unit)
 
         return hook

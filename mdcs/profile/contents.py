@@ -30,6 +30,7 @@ class Unit:
     ``backward`` are the first and the last slot, as indices into the forward and the backward slots of one micro-step, in which
     the unit's parameters are used; ``backward`` is None when no gradient flows through the unit. ``gradients`` tells when they
     come: (elements, part of the last backward slot that is over then) of its parameters in flat order; none: at the slot's end.
+    ``aliased``: forward uses its memory outside of its modules, through a tensor that shares it.
     Raises ValueError for an empty segment, for sections that are not made of whole segments, for a trainable unit without
     ``backward``, and for gradients of other elements or outside their slot.
     """
@@ -41,6 +42,7 @@ class Unit:
     backward: tuple[int, int] | None
     sections: tuple[Section, ...] = ()
     gradients: tuple[tuple[int, float], ...] = ()
+    aliased: bool = False
 
     def __post_init__(self) -> None:
         if not self.segments or min(self.segments) < 1:
@@ -269,13 +271,15 @@ class Profile:
         return self.per_node if kind.in_node else self.world
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as plain containers; ``per_node`` and ``gradients`` only where they say something, as in older files."""
+        """Every field as plain containers; ``per_node``, ``gradients``, ``aliased`` only where they say something."""
         data = dataclasses.asdict(self)
         if not self.per_node:
             del data["link"]["per_node"]
         for unit in data["units"]:
             if not unit["gradients"]:
                 del unit["gradients"]
+            if not unit["aliased"]:
+                del unit["aliased"]
         return data
 
     def to_json(self) -> str:
@@ -297,6 +301,7 @@ class Profile:
                         None if u["backward"] is None else (u["backward"][0], u["backward"][1]),
                         tuple(Section(**s) for s in u.get("sections", ())),
                         tuple((n, part) for n, part in u.get("gradients", ())),
+                        u.get("aliased", False),
                     )
                     for u in data["units"]
                 ),

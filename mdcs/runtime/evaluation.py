@@ -23,6 +23,7 @@ _NONE = -1  # no unit's number
 class Evaluation:
     """Units that are sharded at rest are gathered once if the budget has room for all of them, else for each forward.
 
+    Units whose memory other modules use, too, through views of parameters, are gathered once in any case.
     In the latter case a rank that has come to its end joins the gathers of those that have not.
     """
 
@@ -40,7 +41,7 @@ class Evaluation:
         self._gathering.begin()
         missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
         at_once = self._gathering.fits(missing + self._slot_bytes)
-        before = [u for u, s in enumerate(self._storages) if at_once or not s.strategy.sharded]
+        before = [u for u, s in enumerate(self._storages) if at_once or s.is_aliased or not s.strategy.sharded]
         in_use: Counter[int] = Counter()
         handles: list[Any] = []
         try:

@@ -33,6 +33,7 @@ class UnitStorage:
         self.names = [n for n, _ in parameters]
         self.parameters = [p for _, p in parameters]
         self.trainable = plan.profile.units[unit].trainable
+        self.is_aliased = plan.profile.units[unit].aliased
         self.strategy = plan.strategies[unit]
         self.layout, self.blocks = plan.profile.layouts[unit], plan.blocks[unit]
         self.sections = sections_of(self.layout, self.blocks)  # of the blocks

@@ -19,6 +19,21 @@ from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's
 from ..runtime.ranks import Ranks
 
 
+def test_a_unit_is_in_use_where_it_is_on_any_rank(two: Ranks) -> None:  # noqa: F811
+    for agreed in two.run(agree_on_uses):
+        assert [(u.forward, u.backward, u.aliased, bool(u.gradients)) for u in agreed.units[:2]] == [
+            ((0, 2), (1, 2), True, False), ((1, 1), (1, 1), False, True),
+        ]  # fmt: skip
+
+
+def agree_on_uses() -> Profile:
+    profile = chain(100, 100, 100)
+    units = [replace(u, gradients=((100, 0.5),)) for u in profile.units]
+    if dist.get_rank() == 1:
+        units[0] = replace(units[0], forward=(0, 2), backward=(1, 2), gradients=(), aliased=True)
+    return agree(replace(profile, units=tuple(units)))
+
+
 class Odd(Exception):
     """Cannot be made again from what pickle keeps."""
 

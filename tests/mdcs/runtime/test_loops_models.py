@@ -146,6 +146,7 @@ OUTPUTS = {
     "a dictionary": returning(lambda y: {"all": [y, None]}, lambda out: out["all"][0]),
     "a tuple with None": returning(lambda y: (None, y), lambda out: out[1]),
     "a named tuple": returning(lambda y: Pair(None, y), lambda out: out.hidden),
+    "an object": returning(Holder, lambda out: out.hidden),
     "a dataclass": returning(lambda y: Output(y, {"x": 1}), lambda out: out.hidden),
     "outputs without use": Case(lambda: Stack(Aside, lambda block, x: block(x)[0])),
     "inputs by keyword": Case(lambda: Stack(Named, lambda block, x: block(hidden=x, options={}))),
@@ -284,10 +285,29 @@ class Checkpointed(Stack):
         return out
 
 
+class Reentrant(Stack):
+    """Blocks whose forward is checkpointed from within, as transformers does it: hooks are around that."""
+
+    def __init__(self) -> None:
+        def block() -> nn.Module:
+            made = Block()
+            forward = made.forward
+            made.forward = lambda x: checkpoint(forward, x, use_reentrant=True)  # type: ignore[method-assign]
+            return made
+
+        super().__init__(block)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x.clone().requires_grad_())  # else there are no gradients
+
+
 CHECKPOINTS = {
     what: Case(lambda what=what: Checkpointed(what), seeded)
     for what in ("each block", "parts of blocks", "several blocks at once")
-} | {"leaves": Case(lambda: Checkpointed("several blocks at once"), policy=LEAVES)}
+} | {
+    "reentrant": Case(Reentrant),
+    "leaves": Case(lambda: Checkpointed("several blocks at once"), policy=LEAVES),
+}
 
 # ---- models
 
@@ -300,6 +320,44 @@ class Lora(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.base(x) + self.up(self.down(x))
+
+
+class LoraInPlace(Lora):
+    """The output of a layer of a 3-D input is a view: changed in place, it loses its hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x.view(2, 2, WIDTH))
+        result += self.up(self.down(x)).view(2, 2, WIDTH)
+        return torch.tanh(result).view(4, WIDTH)
+
+
+class Queries(nn.Module):
+    def __init__(self, keeps: bool, once: bool) -> None:
+        super().__init__()
+        self.weight, self.keeps, self.once = nn.Parameter(torch.randn(8, WIDTH)), keeps, once
+
+    def forward(self) -> Tensor:
+        if self.keeps:
+            self.kept = self.weight.detach()[:4]
+        return self.weight[:4]
+
+
+class Queried(Stack):
+    """Its first unit returns a view of its parameter, which the model uses after other units have run."""
+
+    made_once: Any = None
+
+    def __init__(self, keeps: bool = False, once: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.queries = Queries(keeps, once).requires_grad_(not frozen)
+
+    def body(self, x: Tensor) -> Tensor:
+        queries = self.queries()
+        if self.queries.once:
+            # A closure, as an attribute would be seen anyway.
+            self.made_once = self.made_once or [queries.detach()]
+            queries = queries + self.made_once[0]
+        return super().body(x) * queries
 
 
 class Backbone(Stack):
@@ -418,6 +476,9 @@ MODELS = {
     "parameters without elements": Case(WithEmpty),
     "parameters without elements, leaves": Case(WithEmpty, policy=LEAVES),
     "adapters": Case(lambda: Stack(Lora)),
+    "adapters added in place": Case(lambda: Stack(LoraInPlace), policy=LEAVES),
+    "a view of a parameter": Case(Queried, policy=LEAVES),
+    "a view of a frozen parameter": Case(lambda: Queried(frozen=True), policy=LEAVES),
     "a frozen backbone": Case(Backbone),
     "a frozen backbone in inference_mode": Case(lambda: Backbone(torch.inference_mode), policy=LEAVES),
     "loose parameters": Case(Loose),
@@ -534,6 +595,10 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
     return out.square().mean() + gradient.square().mean()
 
 
+def of_an_object(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).hidden.square().mean()
+
+
 def decay(model: nn.Module, x: Tensor) -> Tensor:
     return square(model, x) + sum(p.square().sum() for p in model.parameters())
 
@@ -566,7 +631,14 @@ REFUSED = {
         f"torch.func.{name}": (Case(Stack, loss), r"blocks.0: its forward runs inside of torch.func \([a-z, ]+\).* plain copy")
         for name, loss in TRANSFORMS.items()
     },
-    "an object": (returning(Holder, lambda out: out.hidden), "blocks.0: no gradient reaches its output"),
+    "an object, of the last unit": (
+        Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(Holder)), of_an_object, mdcs.ByClass(("Block",))),
+        "1: its gradients come before one reaches the output of any unit",
+    ),
+    "a view that forward keeps": (
+        Case(lambda: Queried(keeps=True), policy=LEAVES), "queries.kept: shares memory with the parameter queries.weight",
+    ),
+    "a view made once": (Case(lambda: Queried(once=True), policy=LEAVES), "queries.weight: .* older than the step"),
     "a gradient penalty": (Case(Stack, penalty), "a step runs backward, or torch.autograd.grad, twice"),
     "weights in the loss": (Case(Stack, decay), "blocks.0.one.weight: is used without a call of its module's forward"),
     "copies of weights": (Case(Stack, detached), "blocks.0.one.weight: is used without a call of its module's forward"),

@@ -1,0 +1,69 @@
+"""Where the memory of parameters is used, whatever tensor it is through: what a profile says of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mdcs
+
+
+class Table(nn.Module):
+    def __init__(self, view: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.view = nn.Parameter(torch.ones(4, 4)), view
+
+    def forward(self) -> Any:
+        return self.view(self.weight)
+
+
+class Net(nn.Module):
+    """Four units: the table, and layers of which the second's input depends on it; ``uses`` says how."""
+
+    def __init__(self, view: Callable[[Tensor], Any], use: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.table, self.use = Table(view), use
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table()
+        out: Tensor = self.third(self.second(self.use(self.first(x), table)))
+        return out
+
+
+def profile_of(model: nn.Module) -> mdcs.Profile:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return mdcs.measure_profile(
+        model, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(torch.ones(4, 4)).sum(), optimizer, world=2,
+        link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("view", "use", "forward", "aliased", "saved"),
+    [
+        (lambda w: w.clone(), lambda x, t: x * t, (0, 0), False, False),
+        (lambda w: w[:1], lambda x, t: x * t, (0, 1), True, True),
+        (lambda w: {"in": [w.t()]}, lambda x, t: x @ t["in"][0], (0, 1), True, True),
+        (lambda w: functools.partial(Tensor.clone, w[0]), lambda x, t: x * t(), (0, 1), True, False),
+    ],
+    ids=["a copy", "a view", "in containers", "in a closure"],
+)
+def test_a_unit_is_whole_while_views_of_its_parameter_are_used(view, use, forward, aliased, saved):
+    model = Net(view, use)
+    table, *others = profile_of(model).units
+    assert (table.forward, table.aliased) == (forward, aliased)
+    assert [(u.forward, u.aliased) for u in others] == [((i, i), False) for i in (1, 2, 3)]
+    # Backward slots begin with those of third and second. In second's the product has its gradient, and needs the table's values.
+    assert table.backward is not None and (table.backward[0] == 1) is saved
+
+
+def test_what_hands_its_memory_to_numpy_is_refused():
+    model = Net(lambda w: (2 * w, w.detach().numpy()), lambda x, t: x * t[0])
+    with pytest.raises(mdcs.UnsupportedModel, match="table.weight: its memory is handed to numpy"):
+        profile_of(model)

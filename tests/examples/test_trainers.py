@@ -166,8 +166,8 @@ def saved_by_lightning(folder: str) -> dict[str, Any]:
     from examples.lightning_strategy import MdcsStrategy, train
 
     def saving(kind: str) -> dict[str, Any]:
-        """The best of two, by what validation has found."""
-        best = ModelCheckpoint(f"{folder}/{kind}", "{epoch}", monitor="held out", save_top_k=-1)
+        """At the end of validation, where all that is done in it is still open."""
+        best = ModelCheckpoint(f"{folder}/{kind}", "{epoch}", monitor="held out", save_top_k=-1, save_on_train_epoch_end=False)
         return {"enable_checkpointing": True, "callbacks": [best], "gradient_clip_val": 0.5}
 
     with torchrun():

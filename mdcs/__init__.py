@@ -15,7 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.planner.judge import InfeasibleBudget

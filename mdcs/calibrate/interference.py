@@ -33,7 +33,8 @@ from mdcs.model.optimizers import same_options
 from mdcs.model.units import ModelUnit
 from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Contention, Profile, Slot, Unit
 from mdcs.profile.link import Kind

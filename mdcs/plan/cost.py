@@ -11,14 +11,11 @@ Simulator, planners, bounds and calibration read seconds from here and nowhere e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
-
-if TYPE_CHECKING:
-    from mdcs.plan.messages import Plan
 
 
 class Cost(NamedTuple):
@@ -113,23 +110,6 @@ class CostModel:
         transfer = idle if blocking else self.transfer_s(kind, wire)
         lost = self.lost_s(kind, wire, copy + update)
         return Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
-
-    def messages(self, plan: Plan) -> list[Cost]:
-        """The cost of every message of a plan; behind a barrier the last reduction brings all updates."""
-        blocks = plan.blocks
-        out = [
-            self.message(m.kind, sum([blocks[u][b] for u, b in m.parts]), len(m.parts), m.blocking, plan.width(m))
-            for m in plan.messages
-        ]
-        if plan.cross_iteration:
-            return out
-        total = sum(cost.update for cost in out)
-        last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
-        updates = [total if i == last else 0.0 for i in range(len(out))]
-        return [
-            cost._replace(update=update, lost=self.lost_s(m.kind, plan.wire(m), cost.copy + update))
-            for m, cost, update in zip(plan.messages, out, updates, strict=True)
-        ]
 
     def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
         """Seconds of communication, sums and update of a unit in one iteration, in whole messages and none of it hidden.

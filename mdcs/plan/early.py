@@ -10,40 +10,39 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from mdcs.plan.message import Message
+from mdcs.plan.period import Period
 from mdcs.profile.contents import Profile
 
-if TYPE_CHECKING:
-    from mdcs.plan.messages import Message, Plan
 
-
-def early(plan: Plan) -> tuple[float, ...]:
+def early(
+    period: Period, blocks: Sequence[tuple[int, ...]], messages: Sequence[Message], windows: Sequence[tuple[int, int]]
+) -> tuple[float, ...]:
     """For each message the part of the slot before its own that is over when it may leave; 1: compute must arrive at its own.
 
     Only reductions leave early, at the head of those of their slot, and only if that is the first at which they can be issued.
     """
-    profile = plan.profile
-    if not profile.tells_gradients:
-        return (1.0,) * len(plan.messages)
+    if not period.profile.tells_gradients:
+        return (1.0,) * len(messages)
     out, slot, so_far = [], -1, 0.0
-    for message, (first, _) in zip(plan.messages, plan.windows, strict=True):
+    for message, (first, _) in zip(messages, windows, strict=True):
         if message.slot != slot:
             slot, so_far = message.slot, 0.0
         if so_far < 1:
             leaves = slot == first and not message.kind.is_gather and not message.blocking
-            so_far = max([so_far, *_parts(plan, message, first)]) if leaves else 1.0
+            so_far = max(so_far, part_of_slot(period, blocks, message, first)) if leaves else 1.0
         out.append(so_far)
     return tuple(out)
 
 
-def _parts(plan: Plan, message: Message, first: int) -> list[float]:
-    windows = plan.period.windows
-    return [
-        parts_of_slot(plan.profile, u, plan.blocks[u])[b]
+def part_of_slot(period: Period, blocks: Sequence[tuple[int, ...]], message: Message, first: int) -> float:
+    """The part of the slot before ``first``, a reduction's first, that is over when all its gradients are there."""
+    return max(
+        parts_of_slot(period.profile, u, blocks[u])[b]
         for u, b in message.parts
-        if windows[message.kind, u, message.micro][0] == first
-    ]
+        if period.windows[message.kind, u, message.micro][0] == first
+    )
 
 
 def parts_of_slot(profile: Profile, unit: int, blocks: tuple[int, ...]) -> tuple[float, ...]:

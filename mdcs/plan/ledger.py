@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mdcs.plan.cost import Cost
 from mdcs.plan.early import early
 from mdcs.plan.job import Job
+from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
@@ -20,23 +22,6 @@ from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class Message:
-    """One collective on the wire: ``kind`` and its ``parts`` as (unit, block) pairs, whose elements have one width.
-
-    Several units make a fused message, a block of a unit a partitioned one. It may start once compute has
-    arrived at ``slot`` (an index into the period), a reduction before that if its gradients are there (:attr:`Plan.early`);
-    with ``blocking`` compute waits there until it is done, before anything else is issued.
-    ``micro`` is the micro-step whose slots the message serves.
-    """
-
-    kind: Kind
-    parts: tuple[tuple[int, int], ...]
-    slot: int
-    blocking: bool = False
-    micro: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +47,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        validate(self)
+        validate(self.job, self.strategies, self.blocks, self.messages, self.budget)
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # not what was worked out from it
@@ -127,11 +112,7 @@ class Plan:
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
         """For each message the first slot at which it can be issued, and the slot that needs it (both unrolled)."""
-        of, out = self.period.windows, []
-        for m in self.messages:
-            spans = [of[m.kind, u, m.micro] for u, _ in m.parts]
-            out.append(spans[0] if len(spans) == 1 else (max(first for first, _ in spans), min(last for _, last in spans)))
-        return tuple(out)
+        return windows(self.period, self.messages)
 
     def need(self, message: Message) -> int | None:
         """The slot (unrolled) that cannot start before the message is done; None if it is no gather."""
@@ -168,7 +149,21 @@ class Plan:
     @cached_property
     def early(self) -> tuple[float, ...]:
         """For each message the part of the slot before its own after which it may leave (:mod:`mdcs.plan.early`)."""
-        return early(self)
+        return early(self.period, self.blocks, self.messages, self.windows)
+
+    @cached_property
+    def costs(self) -> tuple[Cost, ...]:
+        """The seconds of each message; behind a barrier the last reduction brings all updates."""
+        cost = self.job.cost
+        out = [cost.message(m.kind, self.elements(m), len(m.parts), m.blocking, self.width(m)) for m in self.messages]
+        if self.cross_iteration:
+            return tuple(out)
+        total = sum(each.update for each in out)
+        last = max((i for i, m in enumerate(self.messages) if not m.kind.is_gather), default=-1)
+        for i, (m, each) in enumerate(zip(self.messages, out, strict=True)):
+            update = total if i == last else 0.0
+            out[i] = each._replace(update=update, lost=cost.lost_s(m.kind, self.wire(m), each.copy + update))
+        return tuple(out)
 
     def in_prologue(self, message: Message) -> bool:
         """Whether the message is sent before the first iteration, which starts at the first forward slot.

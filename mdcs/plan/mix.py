@@ -9,7 +9,8 @@ from functools import cached_property
 
 from mdcs.plan.early import edge
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError, require_nodes

@@ -7,41 +7,45 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from mdcs.plan.job import Job
+from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Period
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.widths import by_width
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
-if TYPE_CHECKING:
-    from mdcs.plan.messages import Plan
-
 
 class PlanError(ValueError):
     """A plan that cannot be run: the message names the unit, the message or the slot."""
 
 
-def validate(plan: Plan) -> None:
+Blocks = tuple[tuple[int, ...], ...]
+"""Elements of each block of each unit."""
+
+
+def validate(
+    job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, messages: Sequence[Message], budget: int | None
+) -> None:
     """Raise PlanError when the messages do not carry every block of every unit exactly once per kind, when an issue slot lies
     outside its window, or when the order lets a gather overtake the reduction it depends on.
     """
-    units = plan.profile.units
-    require_nodes(plan.profile, plan.strategies)
-    if plan.budget is not None and plan.budget <= plan.reserve:
-        raise PlanError(f"budget {plan.budget} bytes leaves nothing beside the reserve of {plan.reserve}")
-    if not len(plan.strategies) == len(plan.blocks) == len(units):
-        raise PlanError(f"{len(units)} units but {len(plan.strategies)} strategies, {len(plan.blocks)} block lists")
-    empty = next((i for i, m in enumerate(plan.messages) if not m.parts), None)
+    units = job.profile.units
+    require_nodes(job.profile, strategies)
+    if budget is not None and budget <= job.reserve:
+        raise PlanError(f"budget {budget} bytes leaves nothing beside the reserve of {job.reserve}")
+    if not len(strategies) == len(blocks) == len(units):
+        raise PlanError(f"{len(units)} units but {len(strategies)} strategies, {len(blocks)} block lists")
+    empty = next((i for i, m in enumerate(messages) if not m.parts), None)
     if empty is not None:
         raise PlanError(f"message {empty} is empty")
-    _check_contents(plan)
-    _check_order(plan)
-    if not plan.cross_iteration:
-        _check_barrier(plan)
+    _check_contents(job, strategies, blocks, messages)
+    _check_order(job, messages)
+    if not job.cross_iteration:
+        _check_barrier(job, messages)
 
 
 def require_nodes(profile: Profile, strategies: Iterable[Strategy]) -> None:
@@ -73,20 +77,20 @@ def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tu
     return out
 
 
-def _check_contents(plan: Plan) -> None:
+def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, messages: Sequence[Message]) -> None:
     """What the messages carry is what the strategies ask for, once."""
-    units = plan.profile.units
-    expected = _expected(plan.period, plan.strategies, plan.blocks)
-    carried = [(m.kind, u, m.micro, b) for m in plan.messages for u, b in m.parts]
+    units = job.profile.units
+    expected = _expected(job.period, strategies, blocks)
+    carried = [(m.kind, u, m.micro, b) for m in messages for u, b in m.parts]
     if len(carried) == len(expected) and set(carried) == expected:
-        for i, m in enumerate(plan.messages) if plan.profile.is_mixed else ():
-            if by_width(plan.profile, plan.blocks, m.kind, m.parts) != [m.parts]:
-                raise PlanError(f"{_where(plan, i)}: carries elements of several widths")
+        for i, m in enumerate(messages) if job.profile.is_mixed else ():
+            if by_width(job.profile, blocks, m.kind, m.parts) != [m.parts]:
+                raise PlanError(f"{_where(job, messages, i)}: carries elements of several widths")
         return
-    for i, m in enumerate(plan.messages):
+    for i, m in enumerate(messages):
         for u, b in m.parts:
             if (m.kind, u, m.micro, b) not in expected:
-                raise PlanError(f"{_where(plan, i)}: the strategies have no block {b} of unit {u} to send")
+                raise PlanError(f"{_where(job, messages, i)}: the strategies have no block {b} of unit {u} to send")
     for (kind, u, _, b), times in Counter(carried).items():
         if times != 1:
             raise PlanError(f"block {b} of {units[u].name} is sent {times} times as {kind}")
@@ -94,43 +98,43 @@ def _check_contents(plan: Plan) -> None:
     raise PlanError(f"block {b} of {units[u].name} is never sent as {kind} (micro-step {micro})")
 
 
-def _check_order(plan: Plan) -> None:
+def _check_order(job: Job, messages: Sequence[Message]) -> None:
     """Messages are in the order of their issue slots, in their windows, and gather nothing before its reduction."""
-    units, length = plan.profile.units, plan.period.length
+    units, length = job.profile.units, job.period.length
     reduced: set[tuple[int, int]] = set()
     previous = 0
-    for i, (message, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
+    for i, (message, (first, last)) in enumerate(zip(messages, windows(job.period, messages), strict=True)):
         slot = message.slot
         if not previous <= slot < length:
             if not 0 <= slot < length:
-                raise PlanError(f"{_where(plan, i)}: no slot {slot} in a period of {length}")
-            raise PlanError(f"{_where(plan, i)}: issue slot {slot} comes before {previous} of the message ahead of it")
+                raise PlanError(f"{_where(job, messages, i)}: no slot {slot} in a period of {length}")
+            raise PlanError(f"{_where(job, messages, i)}: issue slot {slot} comes before {previous} of the message ahead of it")
         previous = slot
         if not first <= (slot if slot >= first else slot + length) <= last:
-            raise PlanError(f"{_where(plan, i)}: issue slot {slot} is outside its window {first}..{last}")
+            raise PlanError(f"{_where(job, messages, i)}: issue slot {slot} is outside its window {first}..{last}")
         if message.kind.plain is Kind.RS:
             reduced.update(message.parts)
         elif message.kind.plain is Kind.AG_F and message.micro == 0:
             for part in message.parts:
                 if part not in reduced and units[part[0]].trainable:
                     raise PlanError(
-                        f"{_where(plan, i)}: gathers block {part[1]} of {units[part[0]].name} before its reduce-scatter"
+                        f"{_where(job, messages, i)}: gathers block {part[1]} of {units[part[0]].name} before its reduce-scatter"
                     )
 
 
-def _where(plan: Plan, i: int) -> str:
+def _where(job: Job, messages: Sequence[Message], i: int) -> str:
     """The message in words; its units need not exist."""
-    message, units = plan.messages[i], plan.profile.units
+    message, units = messages[i], job.profile.units
     names = (units[u].name if 0 <= u < len(units) else f"unit {u}" for u, _ in message.parts)
     return f"message {i} ({message.kind} of {', '.join(names)})"
 
 
-def _check_barrier(plan: Plan) -> None:
-    reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
-    late = [i for i in reductions if plan.messages[i].slot > plan.period.turn]
+def _check_barrier(job: Job, messages: Sequence[Message]) -> None:
+    reductions = [i for i, m in enumerate(messages) if not m.kind.is_gather]
+    late = [i for i in reductions if messages[i].slot > job.period.turn]
     if late:
         raise PlanError(f"message {late[0]} reduces after the turn, but cross_iteration is off")
-    for i, m in enumerate(plan.messages[: reductions[-1] if reductions else 0]):
-        updated = any(plan.profile.units[u].trainable for u, _ in m.parts)
+    for i, m in enumerate(messages[: reductions[-1] if reductions else 0]):
+        updated = any(job.profile.units[u].trainable for u, _ in m.parts)
         if m.kind.plain is Kind.AG_F and m.micro == 0 and updated:
             raise PlanError(f"message {i} gathers before the barrier that message {reductions[-1]} ends")

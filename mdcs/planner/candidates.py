@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdcs.plan.early import parts_of_slot
+from mdcs.plan.early import part_of_slot
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import MixBytes, staging_bytes
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message, windows
+from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import Blocks
 from mdcs.plan.widths import width_of
 from mdcs.profile.link import Kind
 from mdcs.simulator import arrange, kernel
@@ -28,10 +30,6 @@ from mdcs.simulator.machine_code import compile_loops, for_loops, numbers
 from mdcs.simulator.recurrence import circle, room_for
 
 _TIGHT, _POWER = 0.05, 4  # of the step, what bytes cost: this part times the mean of (bytes / budget) to this power over slots
-
-Blocks = tuple[tuple[int, ...], ...]
-"""Elements of each block of each unit."""
-
 
 class Candidate(NamedTuple):
     """Messages by number in wire order, the slots at which they are issued, and the mix that they are for."""
@@ -111,18 +109,16 @@ class Candidates:
 
     def _add(self, message: Message, mix: MixBytes, blocks: Blocks) -> None:
         kind, parts, profile, cost = message.kind, message.parts, self.job.profile, self.job.cost
-        spans = [self.job.period.windows[kind, u, message.micro] for u, _ in parts]
-        window = max(first for first, _ in spans), min(last for _, last in spans)
+        [window] = windows(self.job.period, [message])
         elements = sum(blocks[u][b] for u, b in parts)
         width = width_of(profile, blocks, kind, parts[0])
         payload, wire = elements * width, profile.wire(kind, elements * width)
         seconds = cost.message(kind, elements, len(parts), message.blocking, width)
-        last_ready = [u_b for u_b, (first, _) in zip(parts, spans, strict=True) if first == window[0]]
-        ready = max(parts_of_slot(profile, u, blocks[u])[b] for u, b in last_ready)
         own = {
             "reduces": not kind.is_gather, "scatters": kind.plain is Kind.RS, "is_forward": kind.plain is Kind.AG_F,
             "is_backward": kind.plain is Kind.AG_B, "follows_update": kind.plain is Kind.AG_F and message.micro == 0,
-            "blocking": message.blocking, "first": window[0], "last": window[1], "early": 1.0 if kind.is_gather else ready,
+            "blocking": message.blocking, "first": window[0], "last": window[1],
+            "early": 1.0 if kind.is_gather else part_of_slot(self.job.period, blocks, message, window[0]),
             "lost": cost.lost_s(kind, wire, 0.0), "lost_per_work": cost.lost_s(kind, wire, 1.0) - cost.lost_s(kind, wire, 0.0),
             "staging": staging_bytes(profile, kind, payload, len(parts)),
             "shards": payload // profile.group(kind) if kind.plain is Kind.RS else 0,

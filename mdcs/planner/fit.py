@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 
 from mdcs.plan.ledger import Ledger, needs
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
 from mdcs.plan.widths import by_width

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from mdcs.plan.early import edge, in_order, parts_of_slot
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import choices

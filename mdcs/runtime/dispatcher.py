@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.runtime import norm
 from mdcs.runtime.account import Account, InFlight
 from mdcs.runtime.errors import RunError

@@ -20,7 +20,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from mdcs.plan.ledger import Ledger, MessageBytes
-from mdcs.plan.messages import Message
+from mdcs.plan.message import Message
 from mdcs.runtime.dispatcher import LISTEN_SECONDS, Dispatcher
 from mdcs.runtime.errors import RunError
 

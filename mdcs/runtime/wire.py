@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mdcs.measure.memory import Meter
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, sum_rows

@@ -22,7 +22,7 @@ class Course:
     """What compute and the link do in a period: all that a replay needs of a plan but its bytes."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.costs, self.limits = plan, plan.job.cost.messages(plan), SlotLimits(plan)
+        self.plan, self.costs, self.limits = plan, plan.costs, SlotLimits(plan)
 
 
 class Trace:

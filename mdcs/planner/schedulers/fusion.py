@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
 from mdcs.planner.schedulers.wfbp import in_ready_order, ready_slot

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from mdcs import InfeasibleBudget, Job
 from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind, Link

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 from mdcs.plan.ledger import CATEGORIES, Ledger, SlotLimits, check, most_in_flight, needs, runs, smallest_budget
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.schedulers.fusion import Fusion

@@ -8,7 +8,8 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger, start_bytes
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError

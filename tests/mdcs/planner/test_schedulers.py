@@ -13,7 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mdcs.plan.early import parts_of_slot
-from mdcs.plan.messages import Message, Plan
+from mdcs.plan.message import Message
+from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy, choices

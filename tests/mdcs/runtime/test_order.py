@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import mdcs
-from mdcs.plan.messages import Message
+from mdcs.plan.message import Message
 from mdcs.runtime.communicator import Communicator
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks

@@ -12,7 +12,7 @@ from torch import nn
 
 from mdcs.measure.memory import NullMeter
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Message
+from mdcs.plan.message import Message
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.random_order import RandomOrder

@@ -538,7 +538,7 @@ def test_updates_behind_a_barrier_never_give_compute_time_back() -> None:
     optimizer = replace(profile.optimizer, seconds_per_run=0.5)
     profile = replace(profile, optimizer=optimizer, contention=Contention(compute_per_work=1.0, all_reduce=0.1))
     plan = planned(profile, "dp", Wfbp(), cross_iteration=False)
-    assert [cost.lost for cost in plan.job.cost.messages(plan)] == pytest.approx([0, 0, 0.1 * 3 * 0.5])
+    assert [cost.lost for cost in plan.costs] == pytest.approx([0, 0, 0.1 * 3 * 0.5])
 
 
 def test_a_plan_says_when_its_periods_have_not_become_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ class MdcsEngine:
         self.workload, self.plan, self.prediction = workload, workload.plan, workload.plan.prediction
         self.optimizer = workload.optimizer
         self._done = 0  # steps before this run's first
+        self._over_budget = 0  # steps
         self._parallel = mdcs.parallelize(
             workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,
             loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
@@ -80,7 +81,9 @@ class MdcsEngine:
         return resumed
 
     def records(self, *, flush: bool = False) -> list[Record]:
-        return [Record(self._done + r.step, r.times, r.bytes, r.messages) for r in self._parallel.records(flush=flush)]
+        found = self._parallel.records(flush=flush)
+        self._over_budget += sum(r.over_budget > 0 for r in found)
+        return [Record(self._done + r.step, r.times, r.bytes, r.messages) for r in found]
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]
@@ -95,6 +98,7 @@ class MdcsEngine:
         return {
             "extra_communication_s": self.plan.job.cost.extra_communication_s(dict(sent or {})),
             **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
+            **({"steps_over_budget": self._over_budget} if self.plan.budget is not None else {}),
             "memory": {"predicted": self.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
         }
 

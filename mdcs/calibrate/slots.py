@@ -28,6 +28,7 @@ from mdcs.measure.memory import TOTAL, UNTAGGED, Meter, Reading, current_meter
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
+from mdcs.model.inputs import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import Segment, in_flat_order, parameter_groups
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 from mdcs.profile.algorithms import Collectives
@@ -54,9 +55,9 @@ def measure_profile(
     """The profile of this rank: slots (median seconds, most bytes) of ``iterations`` steps after ``warmup``, update and copies.
 
     ``step`` runs a forward pass and returns the loss; its backward is run here. ``world``, ``link`` and ``collectives`` are those
-    of the job, which is not asked for them; ``about`` is kept as it is. In mixed precision the optimizer updates a copy of
-    the parameters in ``master_dtype``, and gradients are summed in ``grad_dtype`` (None for either: that of the parameters, as it
-    is for parameters that are as wide).
+    of the job, which is not asked for them; ``about`` is kept, with the sizes of the batch. In mixed precision the optimizer
+    updates a copy of the parameters in ``master_dtype``, and gradients are summed in ``grad_dtype`` (None for either: that of the
+    parameters, as it is for parameters that are as wide).
 
     Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
     Raises ValueError for a type that is neither the parameters' nor a wider float than some, and UnsupportedModel when a
@@ -80,7 +81,11 @@ def measure_profile(
     for value in state:  # of a run that goes on: no activations
         with contextlib.suppress(ValueError):  # memory that no meter counts, as that of a file which is mapped
             meter.retag(value, "optimizer")
-    recorder = _recorded(model, units, step, iterations, warmup, state, watch=True)
+    batch = BatchSizes(module for unit in units for module in unit.modules)
+    try:
+        recorder = _recorded(model, units, step, iterations, warmup, state, watch=True)
+    finally:
+        batch.remove()
     groups = parameter_groups(optimizer)
     updated = weight.dtype if master_dtype is None else master_dtype
     wider = {p.dtype for unit in units for _, p in unit.parameters if p.element_size() > updated.itemsize}
@@ -100,7 +105,7 @@ def measure_profile(
         master_bytes=widths.master_bytes,
         collectives=collectives or Collectives(),
         copy_seconds_per_byte=copy_seconds_per_byte(weight),
-        about=about or {},
+        about=(about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}),
         spread={f"slot {i}": spread(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
 
@@ -150,18 +155,22 @@ def _recorded(
         recorder = _Recorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         held = attributes_over_parameters(model)
         hooks, before = Hooks(units, recorder), _weights(units)
+        loss: Tensor | None = None
         try:
             for kept in _passes(meter, iterations, warmup):
                 recorder.begin(kept)
                 try:
-                    step().backward()
+                    loss = step()  # kept until the next step returns, as a loop keeps it
+                    loss.backward()
                 except RuntimeError as e:
                     if not recorder.marks or _CHANGED not in str(e):
                         raise
                     recorder.marks = False
                     recorder.begin(kept)
-                    step().backward()
+                    loss = step()
+                    loss.backward()
                 recorder.check(model)
+            loss = None
             alias = still_held(model, held)  # what forward makes anew in every step is gone
             if alias is not None:
                 raise alias_refused(alias)

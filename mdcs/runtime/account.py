@@ -19,6 +19,7 @@ class Account:
 
     def __init__(self, lock: threading.RLock, cap: int | None, at_rest: dict[str, int]) -> None:
         self.lock, self.cap, self.at_rest = lock, cap, at_rest
+        self.excess = 0  # bytes of activations beyond the profile's, which compute has or is about to take
         self.restart()
         self.reset()
 
@@ -58,6 +59,14 @@ class Account:
     def fits(self, more: int, in_flight: int) -> bool:
         """Whether ``more`` bytes fit beside what is promised and the most that messages take ``in_flight``."""
         return self.cap is None or self.reserved + more + in_flight <= self.cap
+
+    def admits(self, more: int, in_flight: int, once_idle: int) -> bool:
+        """Whether they fit beside :attr:`excess` as well; or without it, where no waiting makes room for it: when all that is in
+        flight is done, ``once_idle`` bytes are held more than now (fewer: negative).
+        """
+        if not self.excess or not self.fits(more, in_flight):
+            return self.fits(more, in_flight)
+        return self.fits(more + self.excess, in_flight) or not self.fits(more + self.excess, once_idle)
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Promise bytes."""

@@ -21,6 +21,7 @@ from mdcs.measure.memory import current_meter
 from mdcs.measure.timeline import Interval
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.hooks import Hooks, ModuleHook
+from mdcs.model.inputs import BatchSizes
 from mdcs.model.optimizers import parameter_groups
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.ledger import Ledger, check
@@ -35,6 +36,7 @@ from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
 from mdcs.runtime.errors import Place, RunError
 from mdcs.runtime.evaluation import Evaluation
+from mdcs.runtime.excess import Excess
 from mdcs.runtime.executor import between, executor_for, with_index
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
@@ -210,9 +212,11 @@ class Parallel:
         self._loss_scale = loss_scale
         # Also when the program ends, or lets go of this, without close(): a thread that waits in C++ then would abort it.
         self._stop_threads = weakref.finalize(self, _stop, self._dispatcher, self._last_words)
+        batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
+        self._excess = Excess(plan, ledger.slots, self.rank, batch)
         self._walker = SlotWalker(
             plan, ledger, self._storages, self._dispatcher, self._updates, self._account, self._executor,
-            self._recorder, self._meter,
+            self._recorder, self._meter, self._excess,
         )  # fmt: skip
         self._gathering = Gathering(self._storages, self._wire, self._account, self._executor, self._place)
         self._state = OptimizerState(self._updates, self._storages, self._gathering, self._groups.exchange)
@@ -227,7 +231,7 @@ class Parallel:
         self._hooks = Hooks(in_flat_order, self._walker)
         before_all = [m for u in units if u.trainable for m in u.modules]  # the slots of frozen units in them, too
         self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward), prepend=True) for m in before_all]
-        self._handles += misuse.refuse_calls(optimizer, self.rank)
+        self._handles += [*batch.handles, *misuse.refuse_calls(optimizer, self.rank)]
         for storage in self._storages:
             if not storage.is_plain:
                 storage.guard.close()
@@ -271,6 +275,9 @@ class Parallel:
             problem = str(alias_refused(alias))
         if problem is not None:
             raise self._place.error(problem)
+        if not self._walker.watches_memory:
+            self._excess.read(self._walker.step, self._meter)
+        self._recorder.over_budget(self._walker.step, *self._excess.end_step(self._walker.step))
         self._recorder.step(self._walker.step, self._executor.stamp())
         self._walker.step += 1
         self._walker.due = False
@@ -296,6 +303,7 @@ class Parallel:
         self._not_lent(call)
         if not self._walker.at_turn:
             raise self._place.error(f"{call} inside an iteration")
+        self._excess.skips = True
         with self._place.during(call):
             problem = misuse.disagreement(self._groups.tell(call, self._walker.step))
         if problem is not None:

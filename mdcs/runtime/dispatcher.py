@@ -123,7 +123,7 @@ class Dispatcher:
                 transient = self._transient[i]
 
                 def fits() -> bool:
-                    return self.account.fits(effect.held + activations, self._pending.most(transient))
+                    return self.account.admits(effect.held + activations, self._pending.most(transient), transient - self._freed)
 
                 if not fits():
                     self.wait(fits, f"bytes for {self.describe(i)}")
@@ -142,14 +142,21 @@ class Dispatcher:
         i = index % self.n
         with self.lock:
             in_flight = self._pending.most(self._transient[i])
-            return self.account.fits(self.ledger.messages[i].held + activations, in_flight)
+            return self.account.fits(self.ledger.messages[i].held + activations + self.account.excess, in_flight)
 
     def _in_prologue(self, index: int) -> bool:
         return index < (self.first_period + 1) * self.n
 
     def admit(self, size: int, what: str) -> None:
         """Wait until ``size`` bytes of compute fit beside all that is held. Call with the lock held."""
-        self.wait(lambda: self.account.fits(size, self._pending.most()), f"bytes for {what}")
+        self.wait(lambda: self.account.admits(size, self._pending.most(), -self._freed), f"bytes for {what}")
+
+    @property
+    def _freed(self) -> int:
+        """What the messages that are issued and not done free of others' bytes, where anybody asks."""
+        if not self.account.excess:
+            return 0
+        return sum(self.ledger.messages[i % self.n].freed for i in range(self.processed, self.issued) if i not in self._skipped)
 
     def wait_for(self, count: int, what: str) -> None:
         """Wait until the first ``count`` messages are done. Call with the lock held."""

@@ -22,7 +22,9 @@ class StepRecord:
     """One iteration, from one ``step()`` to the next: times in seconds.
 
     ``bytes`` on the wire and ``messages`` by kind are those of the period that begins with its backward: what the last
-    iteration before :meth:`Parallel.drain` would have sent in the next forward is not in them.
+    iteration before :meth:`Parallel.drain` would have sent in the next forward is not in them. ``over_budget`` is by how many
+    bytes, at most, a slot's measured peak was above the plan's budget, as it was in ``slots_over_budget`` of them; 0 where all
+    were within, or nothing is measured.
     """
 
     step: int
@@ -30,6 +32,8 @@ class StepRecord:
     bytes: dict[str, int]
     messages: dict[str, int]
     peak: dict[str, int] | None = None
+    over_budget: int = 0
+    slots_over_budget: int = 0
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Recorder:
     _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # the end of each, and before the first
     _sent: dict[int, Counter[str]] = field(default_factory=dict)
     _count: dict[int, Counter[str]] = field(default_factory=dict)
+    _over: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: slots, bytes
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # the iteration it began in, and its stamp
     _under_way: int = 0  # the iteration
 
@@ -88,6 +93,11 @@ class Recorder:
         if len(self._steps) > _UNREAD:
             self._forget()
 
+    def over_budget(self, step: int, slots: int, size: int) -> None:
+        """In the iteration ``step`` so many slots were above the budget, by so many bytes at most."""
+        if slots:
+            self._over[step] = slots, size
+
     def period(self, stamp: Any) -> None:
         """A period of the plan begins here."""
         self._periods.append((self._under_way, stamp))
@@ -96,6 +106,7 @@ class Recorder:
     def _forget(self) -> None:
         """Drop the oldest unread iteration: its stamps, with no interval made of them, so that no step() stalls."""
         _, stamp = self._steps.popleft()
+        self._over.pop(self._steps[0][0], None)
         self.executor.seconds(stamp)  # CUDA's clock is exact only near a stamp that it was last asked for
         # On CUDA a message ends up to an iteration after the one that enqueued it.
         needed = self._steps[0][0] - 1
@@ -141,7 +152,9 @@ class Recorder:
             begin, end = self.executor.seconds(first), self.executor.seconds(last)
             inside = [i for i in self._intervals if i.end > begin and i.start < end]
             sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
-            out.append(StepRecord(step, step_times(inside, begin, end), dict(sent), dict(count)))
+            slots, size = self._over.pop(step, (0, 0))
+            times = step_times(inside, begin, end)
+            out.append(StepRecord(step, times, dict(sent), dict(count), over_budget=size, slots_over_budget=slots))
             self._steps.popleft()
         self._trim()
         return out

@@ -21,6 +21,7 @@ from mdcs.plan.messages import Plan
 from mdcs.runtime.account import Account
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.errors import RunError
+from mdcs.runtime.excess import Excess
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.record import Recorder
 from mdcs.runtime.storage import UnitStorage
@@ -32,11 +33,11 @@ class SlotWalker:
 
     def __init__(
         self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], dispatcher: Dispatcher, updates: Updates,
-        account: Account, executor: Executor, recorder: Recorder, meter: Meter,
+        account: Account, executor: Executor, recorder: Recorder, meter: Meter, excess: Excess,
     ) -> None:  # fmt: skip
         self.plan, self.ledger, self.storages = plan, ledger, storages
         self.dispatcher, self.updates, self.account = dispatcher, updates, account
-        self.executor, self.recorder, self.meter = executor, recorder, meter
+        self.executor, self.recorder, self.meter, self.excess = executor, recorder, meter, excess
         self.period = plan.period
         self.limits = SlotLimits(plan)
         self.step = 1
@@ -200,8 +201,9 @@ class SlotWalker:
                     self.account.book("full_parameters", -size)
                 self.account.release(size for _, size in previous.released)
         with lock:
-            self._window((q - 1) % self.period.length)
+            self._window((q - 1) % self.period.length, has_run)
             self.account.enter(slot.live)
+            self.account.excess = self.excess.arrived(q, self.meter.live() if self._counts_excess else None)
         mark = self.executor.mark()
         n = self.dispatcher.n
         while self.dispatcher.issued < self.periods * n + self.limits.issued[q]:
@@ -229,12 +231,18 @@ class SlotWalker:
             return 0
         return self.dispatcher.issued - self.periods * self.dispatcher.n - self.limits.issued[self.position - 1]
 
-    def _window(self, ended: int) -> None:
+    @property
+    def _counts_excess(self) -> bool:
+        return self.watches_memory and self.account.cap is not None
+
+    def _window(self, ended: int, has_run: bool) -> None:
         """Keep the peaks of the slot that ended: those of the last ``length`` slots are one period."""
         name, predicted = self.period.name(ended), self.account.window()
         reading = self.meter.window() if self.watches_memory else None
         measured = {k: v for k, v in (reading or {}).items() if v is not None}
         self.memory[ended] = SlotMemory(name, predicted, measured or None)
+        if has_run:
+            self.excess.ended(ended, measured)
 
     def _enter(self) -> None:
         """Wait for what the slot at ``position`` needs, then compute."""
@@ -243,6 +251,7 @@ class SlotWalker:
         with lock:
             self.dispatcher.wait_for(self.periods * self.dispatcher.n + self.limits.done[q], f"what slot {name} needs")
             size = sum(b for _, b in slot.gradients)
+            self.account.excess = self.excess.entered(q)
             self.dispatcher.admit(size + slot.peak, f"slot {name}")
             for u, b in slot.gradients:
                 self.storages[u].allocate_gradient()

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="folder of a run, or its plan.json")
     parser.add_argument("--to", type=Path, metavar="FILE", help="what to write; fsdp2.json beside the plan if not given")
+    parser.add_argument("--force", action="store_true", help="write over a file of another plan")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json prints the file and nothing else")
     options = parser.parse_args(arguments)
     path: Path = options.plan / "plan.json" if options.plan.is_dir() else options.plan
@@ -54,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         made = document(Plan.from_json(path.read_text(encoding="utf-8")))
         text = json.dumps(made, indent=1)
+        if not options.force and (other := _other(to, text)) is not None:
+            print(f"--to: {to} is {other}: name another file, or add --force", file=sys.stderr)
+            return 2
         to.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         print(f"plan: cannot be exported: {error}", file=sys.stderr)
@@ -69,6 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(made, console)
     console.print(f"written to {to}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _other(to: Path, text: str) -> str | None:
+    """What a file is that would be lost; None if there is none, or it is the same plan's."""
+    if not to.exists():
+        return None
+    there = to.read_text(encoding="utf-8", errors="replace")
+    try:
+        plan = json.loads(there)["plan"]
+    except (ValueError, KeyError, TypeError):
+        return "no export"
+    return None if plan == json.loads(text)["plan"] else f"the export of another plan ({plan})"
 
 
 def show(made: dict[str, Any], console: Console) -> None:
@@ -89,12 +105,31 @@ def show(made: dict[str, Any], console: Console) -> None:
         units = ", ".join(each["units"]) if each["units"] else "the whole plan"
         console.print(f"- {units}: {each['what']}", markup=False, highlight=False)
     console.print(_predicted(made["predicted"]))
+    if made["budget"] is not None:
+        console.print(_budget(made), markup=False, highlight=False)
     mode = made["megatron_fsdp"]
     nearest = f"data_parallel_sharding_strategy={mode['data_parallel_sharding_strategy']}"
     if mode["num_distributed_optimizer_instances"] > 1:
         nearest += f" num_distributed_optimizer_instances={mode['num_distributed_optimizer_instances']}"
     words = f"Megatron-FSDP: {nearest} is nearest for {mode['share_of_parameters']:.0%} of the parameters. {mode['lost']}"
     console.print(words, markup=False, highlight=False)
+
+
+def _budget(made: dict[str, Any]) -> str:
+    """Whether FSDP2 is predicted to keep the plan's budget, and what would."""
+    budget, peak = made["budget"], made["predicted"]["fsdp2"]["peak_bytes"]
+    words = f"The plan's budget is {budget['bytes'] / MIB:.2f} MiB"
+    words += f", {budget['reserve'] / MIB:.2f} of them in reserve" if budget["reserve"] else ""
+    if budget["fits"]:
+        return f"{words}: these calls are predicted to keep it, but FSDP2 does not enforce it."
+    over = peak + budget["reserve"] - budget["bytes"]
+    words += f": these calls are predicted to be {over / MIB:.2f} MiB above it."
+    other = budget["would_fit"]
+    if other is None:
+        least = budget["least"]["peak_bytes"] / MIB
+        return f"{words} With FSDP2 nothing fits: all units fsdp need {least:.2f} MiB."
+    step = milliseconds(other["step_s"])
+    return f"{words} It would be kept with fsdp for {', '.join(other['units'])}: {other['peak_bytes'] / MIB:.2f} MiB, {step} ms."
 
 
 def _predicted(predicted: dict[str, Any]) -> Table:

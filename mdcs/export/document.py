@@ -8,7 +8,7 @@ from typing import Any
 
 from mdcs.export.groups import Group, groups_of
 from mdcs.export.lost import lost, megatron
-from mdcs.export.predicted import Steps, best_steps
+from mdcs.export.predicted import Steps, best_steps, fitting
 from mdcs.plan.messages import Plan
 
 SCHEMA = 2
@@ -25,6 +25,11 @@ KEYS = {
     "groups.backward_prefetch": "first modules of groups, for set_modules_to_backward_prefetch; empty: leave it",
     "lost": "what the plan does and FSDP2 cannot, with the units; no units: the whole plan",
     "predicted": "seconds of a step and bytes per rank: of the plan run by mdcs, and of these calls run by FSDP2",
+    "budget": "bytes per rank that the plan keeps with mdcs, its reserve included; null: it has none",
+    "budget.fits": "whether these calls are predicted to keep it with FSDP2, which enforces nothing",
+    "budget.would_fit": "units to be fsdp (reshard_after_forward) instead so that it is kept, with that step; null: none needed, "
+    "or too little",
+    "budget.least": "the step with all units fsdp, where not even that keeps it; else null",
     "megatron_fsdp": "the nearest mode of Megatron-FSDP",
 }
 
@@ -44,9 +49,22 @@ def document(plan: Plan) -> dict[str, Any]:
             "mdcs": None if plan.prediction is None else dataclasses.asdict(plan.prediction),
             "fsdp2": dataclasses.asdict(chosen.prediction),
         },
+        "budget": _budget(plan, groups),
         "megatron_fsdp": megatron(plan),
         "keys": KEYS,
     }
+
+
+def _budget(plan: Plan, groups: tuple[Group, ...]) -> dict[str, Any] | None:
+    if plan.budget is None:
+        return None
+    found = fitting(plan, groups)
+    other = None if found is None else {"units": list(found.units), **dataclasses.asdict(found.prediction)}
+    return {
+        "bytes": plan.budget, "reserve": plan.reserve, "fits": found is None,
+        "would_fit": other if found is not None and found.fits else None,
+        "least": other if found is not None and not found.fits else None,
+    }  # fmt: skip
 
 
 def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:

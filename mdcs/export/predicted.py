@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from mdcs.export.groups import Ahead, Group, ahead, in_order
 from mdcs.export.memory import GroupBytes, Walk
 from mdcs.plan.job import Job
+from mdcs.plan.ledger import bytes_beyond_fsdp
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
@@ -34,11 +36,48 @@ def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
         steps(plan, groups, ahead(plan, groups, Kind.AG_F, limit), ahead(plan, groups, Kind.AG_B, limit))
         for limit in range(_FARTHEST + 1)
     ]
-    budget = plan.budget
-    fit = [s for s in made if budget is None or s.prediction.peak_bytes + plan.reserve <= budget]
+    fit = [s for s in made if _is_within(plan, s)]
     if not fit:
         return min(made, key=lambda s: s.prediction.peak_bytes)
     return min(fit, key=lambda s: (round(s.prediction.step_s, 6), s.prediction.peak_bytes))
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What keeps a budget with FSDP2: units that become fsdp (shard units within nodes: hfsdp) and the prediction of a step.
+
+    ``fits`` is False where all of them together do not: then the prediction is theirs.
+    """
+
+    units: tuple[str, ...]
+    prediction: Prediction
+    fits: bool
+
+
+def fitting(plan: Plan, groups: tuple[Group, ...]) -> Fitting | None:
+    """Fewer bytes for FSDP2: the groups that hold most beyond fsdp become fsdp, one after the other, until the plan's budget is
+    kept. None where it is kept as it is, and without a budget.
+    """
+    if plan.budget is None or _is_within(plan, best_steps(plan, groups)):
+        return None
+
+    def beyond(group: Group) -> int:
+        return sum(bytes_beyond_fsdp(plan.profile, u, group.strategy) for u in group.units)
+
+    changed: list[str] = []
+    made = best_steps(plan, groups)
+    for each in sorted((g for g in groups if g.units and not g.strategy.regathers), key=beyond, reverse=True):
+        resharded = Strategy.hfsdp if each.strategy.in_node else Strategy.fsdp
+        groups = tuple(dataclasses.replace(g, strategy=resharded) if g.name == each.name else g for g in groups)
+        changed += [plan.profile.units[u].name for u in each.units]
+        made = best_steps(plan, groups)
+        if _is_within(plan, made):
+            return Fitting(tuple(changed), made.prediction, True)
+    return Fitting(tuple(changed), made.prediction, False)
+
+
+def _is_within(plan: Plan, made: Steps) -> bool:
+    return plan.budget is None or made.prediction.peak_bytes + plan.reserve <= plan.budget
 
 
 def steps(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> Steps:

@@ -1,6 +1,7 @@
 """`export.py` writes a plan as a file for FSDP2 and says what is lost."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from experiments import export
 from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.strategies.uniform import Uniform
-from tests.mdcs.profiles import Job, chain, link
+from tests.mdcs.profiles import ADAM, Job, chain, link
 
 
 @pytest.fixture
@@ -33,6 +34,47 @@ def test_a_run_s_plan_is_written_beside_it_and_shown(folder, capsys):
 def test_json_is_the_file(folder, capsys):
     assert export.main([str(folder / "plan.json"), "--to", str(folder / "there.json"), "--format", "json"]) == 0
     assert capsys.readouterr().out == (folder / "there.json").read_text() + "\n"
+
+
+def test_another_plans_file_is_not_lost(folder, capsys):
+    assert export.main([str(folder)]) == 0 == export.main([str(folder)])  # the same plan's is written again
+    before = (folder / "fsdp2.json").read_text()
+    (folder / "plan.json").write_text(make_plan(Job(chain(64, 64, link=link(0.01))), Uniform("fsdp"), Dear()).to_json())
+    capsys.readouterr()
+    assert export.main([str(folder)]) == 2 and (folder / "fsdp2.json").read_text() == before
+    said = capsys.readouterr().err
+    assert "is the export of another plan" in said and "add --force" in said and said.count("\n") == 1
+    assert export.main([str(folder), "--force"]) == 0 and (folder / "fsdp2.json").read_text() != before
+    (folder / "mine.json").write_text("[1]")
+    assert export.main([str(folder), "--to", str(folder / "mine.json")]) == 2
+    assert "mine.json is no export" in capsys.readouterr().err
+
+
+def test_a_budget_that_fsdp2_does_not_keep_is_said_with_what_would(folder, capsys):
+    """zero1 becomes sdp, whose units FSDP2 holds twice while they are gathered."""
+    profile = chain(*[4000] * 6, optimizer=ADAM, link=link(0.01))
+    roomy = make_plan(Job(profile, reserve=8), Uniform("sdp"), Dear(), budget=10**9)
+    (folder / "plan.json").write_text(roomy.to_json())
+    assert export.main([str(folder)]) == 0
+    file = json.loads((folder / "fsdp2.json").read_text())
+    assert file["budget"] == {"bytes": 10**9, "reserve": 8, "fits": True, "would_fit": None, "least": None}
+    assert "predicted to keep it, but FSDP2 does not enforce it" in " ".join(capsys.readouterr().out.split())
+
+    smallest = file["predicted"]["fsdp2"]["peak_bytes"] + 8
+    found = replace(roomy, budget=smallest - 1)
+    (folder / "plan.json").write_text(found.to_json())
+    assert export.main([str(folder), "--force"]) == 0
+    budget = json.loads((folder / "fsdp2.json").read_text())["budget"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert not budget["fits"] and 0 < len(budget["would_fit"]["units"]) < 6
+    assert budget["would_fit"]["peak_bytes"] + 8 < smallest and budget["least"] is None
+    assert "MiB above it. It would be kept with fsdp for" in said and ", ".join(budget["would_fit"]["units"]) in said
+
+    (folder / "plan.json").write_text(replace(roomy, budget=1000).to_json())
+    assert export.main([str(folder), "--force"]) == 0
+    budget = json.loads((folder / "fsdp2.json").read_text())["budget"]
+    assert not budget["fits"] and budget["would_fit"] is None and set(budget["least"]["units"]) == set("abcdef")
+    assert "With FSDP2 nothing fits: all units fsdp need" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_is_no_plan_is_one_line(folder, capsys):

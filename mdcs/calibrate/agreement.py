@@ -1,19 +1,112 @@
-"""One profile and one plan for all ranks."""
+"""One profile and one plan for all ranks, and one error: what one raises alone, the others hear of and raise, too."""
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
 import statistics
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.link import Link
+from mdcs.runtime.errors import Place, RunError
+from mdcs.runtime.last_words import LastWords
 
 T = TypeVar("T")
+
+_LISTEN = timedelta(seconds=0.5)
+"""How often a rank that waits for the others asks whether one has left."""
+
+
+class _Together:
+    """What all ranks do now, with a group of their own, so that nothing is left in the loop's if one leaves."""
+
+    def __init__(self) -> None:
+        self.doing = "planning"
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo")
+        run = [uuid.uuid4().hex]
+        dist.broadcast_object_list(run, src=0, group=self.group)
+        self.words = LastWords(Place(self.rank), run[0], world, lambda: f"while {self.doing}")
+
+    def error(self, what: str) -> RunError:
+        return RunError(f"rank {self.rank}, while {self.doing}: {what}")
+
+    def end(self) -> None:
+        self.words.end()
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+
+_together: _Together | None = None
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Ranks that measure and plan side by side: what one raises alone the others hear of within a second of waiting for it.
+
+    They raise RunError with that rank's words. A rank that is killed is named. Collective: enter it on every rank; inside of
+    another one it is that one.
+    """
+    global _together
+    if _together is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    all_ranks = _together = _Together()
+    try:
+        yield
+    except RuntimeError as e:
+        explained = str(e) if isinstance(e, RunError) else all_ranks.words.after(str(e))
+        if explained != str(e):  # what came of another rank's leaving
+            raise all_ranks.error(explained) from e
+        all_ranks.words.say(e)
+        raise
+    except BaseException as e:
+        all_ranks.words.say(e)
+        raise
+    finally:
+        _together = None
+        all_ranks.end()
+
+
+def doing(what: str) -> None:
+    """Name what all ranks do from now on, for the words of a rank that leaves: 'measuring the link', say."""
+    if _together is not None:
+        _together.doing = what
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """A barrier; inside of :func:`together` it is one of all ranks, and raises RunError if another rank has left."""
+    if group is not None or _together is None:
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.barrier(group=group)
+        return
+    work = dist.barrier(group=_together.group, async_op=True)
+    assert work is not None
+    while True:
+        try:
+            work.wait(_LISTEN)
+            return
+        except RuntimeError:
+            if work.is_completed():  # the barrier has failed: it is not only late
+                raise
+        if heard := _together.words.heard():
+            raise _together.error(heard)
+
+
+def gathered(value: T) -> list[T]:
+    """Every rank's value, by rank, as soon as the last is there; raises as :func:`meet` does."""
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        meet()
+        dist.all_gather_object(values, value, group=None if _together is None else _together.group)
+    return values
 
 
 def agree(profile: Profile, link: Link | None = None) -> Profile:
@@ -21,11 +114,7 @@ def agree(profile: Profile, link: Link | None = None) -> Profile:
 
     ``link`` takes the place of the profile's own. Collective: call it on every rank; without ranks the profile is its own.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    profiles: list[Any] = [profile]
-    if world > 1:
-        profiles = [None] * world
-        dist.all_gather_object(profiles, profile)
+    profiles = gathered(profile)
     slots = tuple(
         dataclasses.replace(
             versions[0],
@@ -74,7 +163,8 @@ def on_rank_zero(make: Callable[[], T]) -> T:
             made = e
     if dist.is_initialized() and dist.get_world_size() > 1:
         box = [_portable(made) if isinstance(made, Exception) else made]
-        dist.broadcast_object_list(box, src=0)
+        meet()  # rank 0 may be interrupted while it makes it
+        dist.broadcast_object_list(box, src=0, group=None if _together is None else _together.group)
         made = box[0] if made is None else made
     if isinstance(made, Exception):
         raise made

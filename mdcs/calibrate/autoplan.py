@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from mdcs.calibrate.agreement import on_rank_zero
+from mdcs.calibrate.agreement import doing, on_rank_zero, together
 from mdcs.calibrate.autoprofile import autoprofile
 from mdcs.calibrate.trials import candidates, fastest
 from mdcs.model.units import ModelUnit
@@ -50,21 +50,25 @@ def autoplan(
     does not count them, with a warning.
 
     Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
-    rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits.
+    rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits. Where one
+    rank raises alone, or is killed, the others raise RunError with its words.
     """
     planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
-    profile = autoprofile(model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype)
-    if budget is not None and not any(slot.peak for slot in profile.slots):
-        warnings.warn(
-            "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
-            "LD_PRELOAD=$(python -m mdcs.measure.memory)",
-            stacklevel=2,
+    with together():
+        profile = autoprofile(model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype)
+        if budget is not None and not any(slot.peak for slot in profile.slots):
+            warnings.warn(
+                "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
+                "LD_PRELOAD=$(python -m mdcs.measure.memory)",
+                stacklevel=2,
+            )
+        job = Job(profile, micro_steps, cross_iteration, reserve)
+        doing("planning")
+        plans = on_rank_zero(
+            lambda: candidates(make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share), trials)
         )
-    job = Job(profile, micro_steps, cross_iteration, reserve)
-    plans = on_rank_zero(
-        lambda: candidates(make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share), trials)
-    )
-    return fastest(plans, model, units, step, optimizer)[0]
+        doing("trying plans")
+        return fastest(plans, model, units, step, optimizer)[0]

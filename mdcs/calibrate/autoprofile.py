@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.agreement import agree, doing, meet, together
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import MeasuredLink, measure_link
 from mdcs.calibrate.rehearsal import rehearse
@@ -45,21 +45,27 @@ def autoprofile(
     ``emulate`` that of :func:`mdcs.parallelize`. ``computes`` is False where computing only waits, so that messages take none of
     its time.
 
+    What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
     Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` and
     :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
     """
     processes = dist.get_world_size() if dist.is_initialized() else 1
-    link = link or measure_link(units[0].parameters[0][1].device, depth=depth, wanted=collectives)
-    if processes > 1:
-        dist.barrier()  # so that all compute side by side, as in training
-    profile = measure_profile(
-        model, units, step, optimizer, world=emulate.world if emulate else processes, link=link.link,
-        collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype, grad_dtype=grad_dtype,
-    )  # fmt: skip
-    profile = agree(dataclasses.replace(profile, spread=profile.spread | link.spread))
-    profile = measure_interference(profile, model, step, optimizer, emulate=emulate)
-    profile = profile if computes else _undisturbed(profile)
-    return rehearse(profile, model, units, step, optimizer, emulate=emulate)
+    with together():
+        doing("measuring the link")
+        link = link or measure_link(units[0].parameters[0][1].device, depth=depth, wanted=collectives)
+        if processes > 1:
+            meet()  # so that all compute side by side, as in training
+        doing("measuring the model")
+        profile = measure_profile(
+            model, units, step, optimizer, world=emulate.world if emulate else processes, link=link.link,
+            collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype, grad_dtype=grad_dtype,
+        )  # fmt: skip
+        profile = agree(dataclasses.replace(profile, spread=profile.spread | link.spread))
+        doing("measuring computing beside messages")
+        profile = measure_interference(profile, model, step, optimizer, emulate=emulate)
+        profile = profile if computes else _undisturbed(profile)
+        doing("rehearsing plans")
+        return rehearse(profile, model, units, step, optimizer, emulate=emulate)
 
 
 def _undisturbed(profile: Profile) -> Profile:

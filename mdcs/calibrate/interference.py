@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.calibrate.agreement import gathered, meet
 from mdcs.calibrate.clock import machine
 from mdcs.calibrate.regression import line, spread
 from mdcs.calibrate.slots import untouched
@@ -110,7 +110,7 @@ def measure_interference(
             )
         with untouched(model, current_meter(parameters[0].device)):
             for _ in range(1 + rounds):  # sizes take turns, so that what else the machine does falls on all of them alike
-                dist.barrier()
+                meet()
                 if executor.runs_ahead:
                     executor.pause(_HEAD_START_S)
                 begin, end = compute()
@@ -118,12 +118,14 @@ def measure_interference(
                 for each in running:
                     each.measure(alone, compute)
         probes = [each.medians() for each in running]
+    except BaseException as e:
+        for each in running:
+            each.tell(e)
+        raise
     finally:
         for each in running:
             each.close()
-    processes = dist.get_world_size()
-    seen: list[tuple[str, list[Probe]]] = [("", []) for _ in range(processes)]
-    dist.all_gather_object(seen, (machine(), probes))
+    seen = gathered((machine(), probes))
     probes = [_median(versions) for versions in zip(*(theirs for _, theirs in seen), strict=True)]
     shown = {f"step beside messages of {p.size} bytes": spread(p.slowdowns) for p in probes}
     profile = dataclasses.replace(profile, spread=profile.spread | shown)
@@ -195,12 +197,12 @@ class _Running:
 
     def measure(self, step_alone: float, compute: Callable[[], tuple[float, float]]) -> None:
         """One more sample: the messages beside the step, then alone."""
-        dist.barrier()
+        meet()
         self._issue()
         begin, end = compute()
         step_beside = end - begin
         beside = self._finish()
-        dist.barrier()
+        meet()
         processor = time.process_time()
         self._issue()
         self._finish()
@@ -224,6 +226,10 @@ class _Running:
     def close(self) -> None:
         """End it."""
         self.parallel.close(whole=False)
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks hear of an error here."""
+        self.parallel.tell(error)
 
     def _issue(self) -> None:
         self.module().backward()
@@ -258,7 +264,7 @@ class _Ahead:
     def measure(self, step_alone: float, compute: Callable[[], tuple[Any, Any]]) -> None:
         """One more sample: nothing here waits for the device before the step has been launched."""
         executor = self._executor
-        dist.barrier()
+        meet()
         executor.pause(_HEAD_START_S)
         here = executor.mark()
         with executor.communicating():
@@ -287,6 +293,9 @@ class _Ahead:
 
     def close(self) -> None:
         """Do nothing: it holds memory alone."""
+
+    def tell(self, error: BaseException) -> None:
+        """Do nothing: no other rank waits in it."""
 
     def _send(self) -> None:
         for kind, wire in self._wire.items():

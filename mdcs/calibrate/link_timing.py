@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mdcs.calibrate.agreement import meet
 from mdcs.calibrate.clock import Mark, hold_back, machine
 from mdcs.calibrate.regression import Line, below, spread
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives, name_of
@@ -346,7 +347,7 @@ class _Ranks:
         """While messages are sent within nodes of so many ranks."""
         self._groups = Groups(self.group, self.device, _TIMEOUT_S, needs_control=False, per_node=per_node)
         yield
-        dist.barrier(group=self.group)
+        meet(self.group)
         self._groups.destroy()
         self._groups = None
 
@@ -397,7 +398,7 @@ class _Ranks:
         messages = [_Message(timing, size, self) for _ in range(depth) for timing in timings]
         stride = len(messages)  # some algorithms end those in flight all at once
         counted = -(-_messages(size) * len(timings) // stride) * stride
-        dist.barrier(group=self.group)
+        meet(self.group)
         in_flight = deque(message.start() for message in messages[:depth])
         ends, unused = [], [0.0]
         for ended in range(counted + depth):
@@ -417,7 +418,7 @@ class _Ranks:
 
     def _single(self, timing: Timing) -> float:
         message = _Message(timing, _ALONE, self)
-        dist.barrier(group=self.group)
+        meet(self.group)
         hold_back(self.device)
         begin = Mark(self.device)
         message.start().wait()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.calibrate.agreement import gathered
 from mdcs.calibrate.regression import factor, line
 from mdcs.calibrate.slots import slot_seconds
 from mdcs.calibrate.trials import cost_s, periods
@@ -223,9 +224,7 @@ def _rounds(plans: Sequence[Plan]) -> int:
 
 
 def _mean_of_ranks(*own: float) -> list[float]:
-    seen: list[tuple[float, ...]] = [own] * dist.get_world_size()
-    dist.all_gather_object(seen, own)
-    return [statistics.mean(values) for values in zip(*seen, strict=True)]
+    return [statistics.mean(values) for values in zip(*gathered(own), strict=True)]
 
 
 def _with(profile: Profile, **contention: float) -> Profile:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from mdcs.calibrate.agreement import gathered, meet
 from mdcs.calibrate.slots import untouched
 from mdcs.measure.memory import current_meter
 from mdcs.model.units import ModelUnit
@@ -97,9 +97,7 @@ def fastest(
             statistics.median(times.step_s for times in periods(plan, model, units, step, optimizer, PERIODS, emulate=emulate))
             for plan in plans
         ]
-        seen: list[list[float]] = [own] * dist.get_world_size()
-        dist.all_gather_object(seen, own)
-        rounds.append([max(of_ranks) for of_ranks in zip(*seen, strict=True)])
+        rounds.append([max(of_ranks) for of_ranks in zip(*gathered(own), strict=True)])
     measured = [statistics.median(of_rounds) for of_rounds in zip(*rounds, strict=True)]
     trials = tuple(Trial(plan, _predicted(plan), seconds) for plan, seconds in zip(plans, measured, strict=True))
     best = min(trials, key=lambda trial: trial.measured_s).plan
@@ -120,6 +118,7 @@ def periods(
     """The times of ``count`` periods after a warm-up; the model is then as before, without gradients. Collective."""
     weights = {p: p.data for p in model.parameters()}
     records = []
+    meet()
     with untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
         parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
         try:
@@ -129,6 +128,9 @@ def periods(
                 parallel.step()
                 records += parallel.records()
             parallel.drain()
+        except BaseException as e:
+            parallel.tell(e)
+            raise
         finally:
             parallel.undo(weights)
     return [record.times for record in records[_WARMUP:]]

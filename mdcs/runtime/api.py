@@ -161,7 +161,7 @@ class Parallel:
             self._groups.destroy()
             raise
         run = self._groups.exchange(uuid.uuid4().hex)[0] if processes > 1 else None
-        self._last_words = LastWords(self._place, run)
+        self._last_words = LastWords(self._place, run, processes)
         self._place.explain = self._last_words.after
         self._group = group = self._groups.messages
         self._meter, self._executor = current_meter(device), executor_for(device)
@@ -181,6 +181,7 @@ class Parallel:
                 group if processes > 1 else None, self._place,
             )  # fmt: skip
         except BaseException:
+            self._last_words.end()
             self._groups.destroy(failed=True)
             raise
         self._started = True
@@ -646,6 +647,7 @@ class Parallel:
         self._ended = why
         self._stop_threads.detach()
         self._dispatcher.stop()
+        self._last_words.end()
         if self.plan.budget is not None:
             self._executor.limit(None)
         self._hooks.remove()
@@ -654,6 +656,10 @@ class Parallel:
         if self._checkpoints is not None:
             self._checkpoints.leave()
         self._groups.destroy(failed=failed)
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks hear of an error that ends this rank's part, as leaving a ``with`` block does."""
+        self._last_words.say(error)
 
     def undo(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
         """Close, and give the model back the tensors it had before ``parallelize``: nothing of the training is left."""
@@ -685,3 +691,4 @@ def _stop(dispatcher: Dispatcher, last_words: LastWords) -> None:
     """Of a run that nobody has ended."""
     last_words.say_uncaught()
     dispatcher.stop()
+    last_words.end()

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mdcs import InfeasibleBudget, Job
-from mdcs.calibrate.agreement import agree, on_rank_zero
+from mdcs.calibrate.agreement import agree, doing, gathered, on_rank_zero, together
+from mdcs.calibrate.slots import measure_profile
+from mdcs.calibrate.trials import periods
+from mdcs.model.units import ByLeaf, UnsupportedModel, partition
 from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.make import make_plan
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind, Link
+from mdcs.runtime.errors import RunError
 
 from ..profiles import chain
 from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
@@ -116,3 +127,78 @@ def test_a_profile_has_median_times_the_most_bytes_and_the_spread_over_all(two: 
     assert (first.slots[0].live, first.slots[0].peak) == (10, 30)
     assert first.spread == {"slot 0": (0.1, 1.2)}
     assert first.link == Link.uniform(1, 50)
+
+
+# ---- what one rank raises alone
+
+
+def alone(what: str) -> str:
+    """Rank 1 leaves while all measure; then both go on with the loop's own group. What the others heard."""
+    heard = ""
+    try:
+        with together():
+            doing("measuring the model")
+            if dist.get_rank() == 1:
+                if what == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise KeyboardInterrupt if what == "interrupted" else UnsupportedModel("experts.1: gets no gradient")
+            gathered("mine")
+    except (RunError, UnsupportedModel, KeyboardInterrupt) as e:
+        heard = f"{type(e).__name__}: {e}"
+    if what != "killed":
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == 2
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("refused", "UnsupportedModel: experts.1: gets no gradient"), ("interrupted", "KeyboardInterrupt: ")]
+)
+def test_what_one_rank_raises_alone_the_others_hear_and_all_can_go_on(two: Ranks, what: str, said: str) -> None:  # noqa: F811
+    first, second = two.run(alone, what, timeout_s=30)  # no process group gives up in that time
+    assert second == said
+    left = "rank 0, while measuring the model: rank 1 left while measuring the model"
+    assert first == f"RunError: {left}: {said.strip()}"
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    ranks = Ranks(3)  # of their own: one does not survive
+    try:
+        first, second, third = ranks.outcomes(alone, "killed", timeout_s=40)
+    finally:
+        ranks.stop()
+    assert second.exit_code == -signal.SIGKILL
+    for survivor in (first, third):
+        assert survivor.value.startswith("RunError: rank ")
+        assert survivor.value.endswith("(rank 1 is gone without a word: killed, or cut off)")
+
+
+def rehearsed(rank: int) -> None:
+    """One plan runs for a few periods; the forward pass of ``rank`` raises in the third."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    units = partition(model, ByLeaf())
+    optimizer = torch.optim.Adam(model.parameters())
+    calls = itertools.count()
+
+    def step() -> torch.Tensor:
+        if next(calls) == 2 and dist.get_rank() == rank:
+            raise IndexError("no such token")
+        loss: torch.Tensor = model(torch.ones(2, 8)).sum()
+        return loss
+
+    profile = measure_profile(model, units, lambda: model(torch.ones(2, 8)).sum(), optimizer, world=2, link=Link.uniform(1, 50))
+    box = [make_plan(agree(profile), Uniform("fsdp"), Sequential())]
+    dist.broadcast_object_list(box, src=0)
+    with together():
+        doing("rehearsing plans")
+        periods(box[0], model, units, step, optimizer, 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_a_rehearsal_is_heard_in_its_words(two: Ranks, rank: int) -> None:  # noqa: F811
+    outcomes = two.outcomes(rehearsed, rank, timeout_s=40)  # less than a message waits
+    own, other = outcomes[rank], outcomes[1 - rank]
+    assert (own.kind, own.message) == ("IndexError", "no such token")
+    assert other.kind == "RunError" and f"(rank {rank} left the run in step 3: IndexError: no such token)" in other.message

@@ -243,8 +243,8 @@ def test_on_a_gpu_the_step_runs_beside_messages_that_are_in_flight(monkeypatch: 
 
     monkeypatch.setattr(measurement, "executor_for", lambda _: device)
     monkeypatch.setattr(measurement, "Communicator", lambda *_: SimpleNamespace(all_gather=send, reduce_scatter=send))
-    alone = {"barrier": lambda: None, "get_world_size": lambda: 1, "all_gather_object": lambda out, own: out.__setitem__(0, own)}
-    monkeypatch.setattr(measurement, "dist", SimpleNamespace(**alone))
+    monkeypatch.setattr(measurement, "meet", lambda: None)
+    monkeypatch.setattr(measurement, "gathered", lambda own: [own])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = measure_interference(profile, model, step, optimizer, rounds=1)
 

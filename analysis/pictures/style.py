@@ -103,7 +103,7 @@ def predicted_handle() -> Line2D:
 
 
 def repetition_handle() -> Line2D:
-    return Line2D([], [], color="none", marker=".", mfc=INK, mec="none", ms=5, alpha=0.5, label="a run of several")
+    return Line2D([], [], color="none", marker=".", mfc=INK, mec="white", mew=0.5, ms=9, label="a run of several")
 
 
 def draw_steps(axes: Axes, x: Sequence[float], points: pd.DataFrame, look: dict[str, str]) -> None:
@@ -119,7 +119,7 @@ def draw_steps(axes: Axes, x: Sequence[float], points: pd.DataFrame, look: dict[
 def draw_repetitions(axes: Axes, x: Sequence[float], rows: pd.DataFrame, runs: pd.Series) -> None:
     """Each run as a dot, if a point of theirs stands for several (`runs` of each point)."""
     if runs.max() > 1:
-        axes.plot(x, rows["step_s"] * 1e3, ".", c=INK, mec="none", ms=5, alpha=0.5, zorder=5)
+        axes.plot(x, rows["step_s"] * 1e3, ".", c=INK, mec="white", mew=0.5, ms=9, zorder=5)
 
 
 def legend_below(figure: Figure, handles: list[Any], notes: str = "") -> None:

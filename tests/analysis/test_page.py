@@ -113,3 +113,20 @@ def test_a_thousand_runs(page, tmp_path):
     assert page.value(f"document.querySelector('#shown button').click(), {count}") == 1000
     assert page.value("sortBy(2); document.querySelector('#runs-table tbody tr').children[2].textContent") == "dear"
     assert page.errors == []
+
+
+def test_swept_settings_are_columns_and_repetitions_one_point(run_writer):
+    for number, (size, seed) in enumerate([(None, 0), (None, 1), (4.0, 0), (4.0, 1)]):
+        settings = {"scheduler.block_mib": size, "run.seed": seed}
+        run_writer(f"{number}", share=None, settings=settings, times={"step_s": 1 + seed / 10})
+    told = contents(analysis.runs(run_writer.sweep))
+    at = {column["name"]: (index, column["text"]) for index, column in enumerate(told["columns"])}
+    assert [at[name][1] for name in ("block_mib", "seed")] == [True, False]  # null is no number
+    assert [[run[at[name][0]] for name in ("block_mib", "seed")] for run in told["runs"]] == [
+        ["null", 0.0], ["null", 1.0], ["4", 0.0], ["4", 1.0],
+    ]  # fmt: skip
+    [over_budgets] = [each["figure"] for each in told["figures"] if each["title"].startswith("step time over budget")]
+    lines = {trace["name"]: trace["y"] for trace in over_budgets["data"] if trace["name"].startswith("ilp")}
+    measured = {name: y for name, y in lines.items() if not name.endswith("predicted")}
+    steps = analysis.runs(run_writer.sweep)["step_s"] * 1e3
+    assert measured["ilp · memory_aware · block_mib=4"] == [pytest.approx(steps[2:].median())] and len(measured) == 2

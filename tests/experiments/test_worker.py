@@ -384,7 +384,8 @@ def test_a_rank_with_another_plan_is_named(batch):
 
 
 def test_a_plan_for_another_model_is_refused(batch):
-    assert refusal(batch, "other profile") == "ValueError: the plan has 2 units, the model 4"
+    said = refusal(batch, "other profile")
+    assert "is of another model: its unit 0 is embed of 1,000 parameters, the model's is layers.0 of 16,640 parameters" in said
 
 
 def test_a_pattern_that_freezes_nothing_is_refused(batch):

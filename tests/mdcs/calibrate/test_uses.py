@@ -56,7 +56,9 @@ def profile_of(model: nn.Module) -> mdcs.Profile:
 )
 def test_a_unit_is_whole_while_views_of_its_parameter_are_used(view, use, forward, aliased, saved):
     model = Net(view, use)
-    table, *others = profile_of(model).units
+    profile = profile_of(model)
+    table, *others = profile.units
+    assert mdcs.Profile.from_json(profile.to_json()).units == profile.units
     assert (table.forward, table.aliased) == (forward, aliased)
     assert [(u.forward, u.aliased) for u in others] == [((i, i), False) for i in (1, 2, 3)]
     # Backward slots begin with those of third and second. In second's the product has its gradient, and needs the table's values.

@@ -30,6 +30,7 @@ from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
+from mdcs.runtime.gathering import Gathering
 from tests.mdcs.runtime.ranks import Ranks
 
 WIDTH, STEPS = 6, 3
@@ -290,7 +291,9 @@ def with_a_plan(training: Training) -> tuple[list[float], dict[str, Tensor]]:
     units = mdcs.partition(model, mdcs.ByLeaf())
     plan = training.plan(model, units, optimizer)
     losses = []
-    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=15) as parallel:
+    with pytest.MonkeyPatch.context() as patch, mdcs.parallelize(model, optimizer, plan, units, timeout_s=15) as parallel:
+        if training.tight:  # gather unit by unit in evaluations, for which so small a model has room at once
+            patch.setattr(Gathering, "fits", lambda gathering, size: False)
         for step in range(STEPS):
             for micro in range(training.micro_steps):
                 loss = training.loss(model, step, micro)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import statistics
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,13 +29,18 @@ _LISTEN = timedelta(seconds=0.5)
 class _Together:
     """What all ranks do now, with a group of their own, so that nothing is left in the loop's if one leaves."""
 
-    def __init__(self) -> None:
-        self.doing = "planning"
+    def __init__(self, tells: bool) -> None:
+        self.doing, self.tells, self._begin = "planning", tells, time.monotonic()
         self.rank, world = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo")
         run = [uuid.uuid4().hex]
         dist.broadcast_object_list(run, src=0, group=self.group)
         self.words = LastWords(Place(self.rank), run[0], world, lambda: f"while {self.doing}")
+
+    def begin(self, what: str) -> None:
+        self.doing = what
+        if self.tells and self.rank == 0:
+            print(f"mdcs: {what} (after {time.monotonic() - self._begin:.0f} s)", file=sys.stderr, flush=True)
 
     def error(self, what: str) -> RunError:
         return RunError(f"rank {self.rank}, while {self.doing}: {what}")
@@ -48,17 +55,17 @@ _together: _Together | None = None
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def together(*, tells: bool = False) -> Iterator[None]:
     """Ranks that measure and plan side by side: what one raises alone the others hear of within a second of waiting for it.
 
     They raise RunError with that rank's words. A rank that is killed is named. Collective: enter it on every rank; inside of
-    another one it is that one.
+    another one it is that one. ``tells``: rank 0 writes a line to stderr for everything that ranks do (:func:`doing`).
     """
     global _together
     if _together is not None or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    all_ranks = _together = _Together()
+    all_ranks = _together = _Together(tells)
     try:
         yield
     except RuntimeError as e:
@@ -78,7 +85,7 @@ def together() -> Iterator[None]:
 def doing(what: str) -> None:
     """Name what all ranks do from now on, for the words of a rank that leaves: 'measuring the link', say."""
     if _together is not None:
-        _together.doing = what
+        _together.begin(what)
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:

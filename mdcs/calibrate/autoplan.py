@@ -36,6 +36,7 @@ def autoplan(
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     trials: int = 1,
+    progress: bool = True,
 ) -> Plan:
     """A plan for training ``model`` within ``budget`` bytes per rank; collective: call it on every rank.
 
@@ -49,6 +50,8 @@ def autoplan(
     activations are measured in processes that are started with :func:`mdcs.measure.memory.preload_env`; elsewhere a budget
     does not count them, with a warning.
 
+    It takes from seconds to minutes: with ``progress`` rank 0 writes a line to stderr when the link, the model, ... are measured.
+
     Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
     rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits. Where one
     rank raises alone, or is killed, the others raise RunError with its words.
@@ -57,7 +60,7 @@ def autoplan(
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
-    with together():
+    with together(tells=progress):
         profile = autoprofile(model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype)
         if budget is not None and not any(slot.peak for slot in profile.slots):
             warnings.warn(

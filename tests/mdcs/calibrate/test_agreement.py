@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -172,6 +175,18 @@ def test_a_rank_that_is_killed_is_named() -> None:
     for survivor in (first, third):
         assert survivor.value.startswith("RunError: rank ")
         assert survivor.value.endswith("(rank 1 is gone without a word: killed, or cut off)")
+
+
+def told(tells: bool) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as written, together(tells=tells):
+        doing("measuring the link")
+        doing("planning")
+    return re.sub(r"[0-9]+ s", "0 s", written.getvalue())
+
+
+def test_rank_zero_tells_what_is_done_if_that_is_wanted(two: Ranks) -> None:  # noqa: F811
+    assert two.run(told, True) == ["mdcs: measuring the link (after 0 s)\nmdcs: planning (after 0 s)\n", ""]
+    assert two.run(told, False) == ["", ""]
 
 
 def rehearsed(rank: int) -> None:

@@ -13,7 +13,7 @@ from mdcs.calibrate.agreement import agree, doing, meet, together
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import MeasuredLink, measure_link
 from mdcs.calibrate.rehearsal import rehearse
-from mdcs.calibrate.slots import measure_profile
+from mdcs.calibrate.slots import measure_profile, refuse_meta
 from mdcs.model.units import ModelUnit
 from mdcs.profile.contents import Profile
 from mdcs.runtime.emulation import Emulation
@@ -49,6 +49,7 @@ def autoprofile(
     Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` and
     :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
     """
+    refuse_meta(model)  # before the link, whose backend has no such device
     processes = dist.get_world_size() if dist.is_initialized() else 1
     with together():
         doing("measuring the link")

@@ -72,10 +72,9 @@ def measure_profile(
         own = weight.dtype
         if dtype not in (None, own) and (dtype not in (torch.float32, torch.float64) or dtype.itemsize <= own.itemsize):
             raise ValueError(f"{name} must be {own}, or wider and float32 or float64, got {dtype}")
+    refuse_meta(model)
     for unit in units:
-        for parameter, p in unit.parameters:
-            if p.is_meta:
-                raise UnsupportedModel(f"{parameter}: is on the meta device, where nothing can be measured: see mdcs.materialize")
+        for _, p in unit.parameters:
             meter.retag(p.data, "parameters")
     state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
     for value in state:  # of a run that goes on: no activations
@@ -108,6 +107,13 @@ def measure_profile(
         about=(about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}),
         spread={f"slot {i}": spread(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise UnsupportedModel for a parameter or buffer without memory."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise UnsupportedModel(f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize")
 
 
 class _Widths(NamedTuple):

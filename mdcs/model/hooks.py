@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +86,7 @@ class Hooks:
         def hook(module: nn.Module, args: Any) -> None:
             if not self._skip(of.trainable):
                 _refuse_transforms(of)
+                _refuse_compiled_autograd(of)
                 self._end_queued = False  # a backward that raised has not said that it ended
                 self._listener.forward_begin(unit)
             elif self.in_backward:
@@ -203,7 +205,7 @@ class ModuleHook:
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = torch.compiler.disable(hook)
+        self._hook = _not_compiled(hook)
 
     def __call__(self, *arguments: Any) -> None:
         """Call the hook."""
@@ -211,6 +213,32 @@ class ModuleHook:
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+_WHOLE_GRAPHS = (
+    "mdcs sends messages before and after the forward of a unit, which no graph can hold. With fullgraph=True compile what is "
+    'inside of a unit: wrap the compiled module itself, mdcs.ByClass(("OptimizedModule",)), or compile its forward, '
+    "block.forward = torch.compile(block.forward, fullgraph=True). Or leave fullgraph out"
+)
+
+
+def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, of which torch.compile says why it breaks a graph, from torch 2.7 on."""
+    try:
+        disabled: Callable[..., None] = torch.compiler.disable(hook, reason=_WHOLE_GRAPHS)
+    except TypeError:
+        disabled = torch.compiler.disable(hook)
+    return disabled
+
+
+def _refuse_compiled_autograd(unit: ModelUnit) -> None:
+    """Raise UnsupportedModel where backward is compiled, too: it calls hooks when it is traced, and no message is sent then."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and getattr(compiled, "compiled_autograd_enabled", False):
+        raise UnsupportedModel(
+            f"{unit.name}: its backward would be compiled (compiled autograd), and messages have no place in it: run the step "
+            "with torch._dynamo.config.compiled_autograd = False, and without compiled_autograd._enable()"
+        )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

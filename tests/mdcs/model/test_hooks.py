@@ -299,3 +299,64 @@ def test_a_copy_that_a_class_makes_in_its_own_way_drives_nothing() -> None:
     hooks.remove()
     assert log.events == []
     assert len(twin[1]._forward_hooks) == len(model[0]._forward_hooks) == 0
+
+
+# ---- compiled
+
+
+class Graph(nn.Sequential):
+    pass
+
+
+def compiled_blocks(how: str) -> tuple[nn.Module, WrapPolicy]:
+    torch._dynamo.reset()  # it would take another test's graph, without hooks, for a model of the same classes
+    model = nn.Sequential(Graph(linear(), nn.Tanh()), linear())
+    options: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+    if how == "forward":
+        model[0].forward = torch.compile(model[0].forward, **options)
+    elif how == "in place":
+        model[0].compile(**options)
+    else:
+        model[0] = torch.compile(model[0], **options)
+    return model, ByClass(("OptimizedModule" if how == "wrapped around" else "Graph",))
+
+
+@pytest.mark.parametrize("how", ["wrapped around", "forward"])
+def test_a_block_that_is_one_graph(how: str) -> None:
+    model, policy = compiled_blocks(how)
+    log, hooks = hooked(model, policy)
+    model(torch.ones(1, 3)).sum().backward()
+    assert log.take() == "0( ) 1( ) 1* 1+ 0* 0+ end"
+    hooks.remove()
+
+
+@pytest.mark.parametrize("how", ["wrapped inside", "in place"])
+def test_a_graph_that_has_no_place_for_messages_is_refused_with_what_to_do(how: str) -> None:
+    model, policy = compiled_blocks(how)
+    _, hooks = hooked(model, policy)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'mdcs sends messages .*ByClass\(\("OptimizedModule",\)\)'):
+        model(torch.ones(1, 3))
+    hooks.remove()
+
+
+def test_a_step_that_is_compiled() -> None:
+    model = nn.Sequential(linear(), linear())
+    log, hooks = hooked(model)
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+
+    torch.compile(step, backend="eager")(torch.ones(1, 3))
+    assert log.take() == "0( ) 1( ) 1* 1+ 0* 0+ end"
+    hooks.remove()
+
+
+def test_compiled_autograd_is_refused() -> None:
+    model = nn.Sequential(linear(), linear())
+    _, hooks = hooked(model)
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(UnsupportedModel, match="0: its backward would be compiled"),
+    ):
+        model(torch.ones(1, 3))
+    hooks.remove()

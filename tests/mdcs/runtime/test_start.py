@@ -260,6 +260,24 @@ def test_a_model_without_memory_cannot_be_profiled() -> None:
         mdcs.autoplan(model, optimizer_for("adam", model), units, lambda: loss(model, 0, 0))
 
 
+def plan_without_memory(what: str) -> str:
+    model, units = meta()
+    if what == "a buffer":
+        mdcs.materialize(model, units)
+        model.register_buffer("table", torch.ones(2, device="meta"))
+    try:
+        mdcs.autoplan(model, optimizer_for("adam", model), units, lambda: loss(model, 0, 0))
+    except mdcs.UnsupportedModel as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize(("what", "name"), [("all", "words.weight"), ("a buffer", "table")])
+def test_every_rank_says_that_a_model_has_no_memory(two: Ranks, what: str, name: str) -> None:
+    for message in two.run(plan_without_memory, what):
+        assert message == f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize"
+
+
 @pytest.mark.slow
 def test_init_may_be_that_of_a_library() -> None:
     """transformers' models say how a module of theirs begins; modules are given to it that have something of their own."""

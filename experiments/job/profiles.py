@@ -17,7 +17,7 @@ from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.profile.contents import SCHEMA, Profile
 from mdcs.profile.link import Link
 
-_MEASURED = 7
+_MEASURED = 8
 """Raised when equal jobs measure something else than before: the runtime, the links or what is measured have changed."""
 
 

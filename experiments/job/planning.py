@@ -31,7 +31,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
         return mdcs.make_plan(job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share)
     except mdcs.InfeasibleBudget as error:
         key = "budget.over_floor" if config.budget.gib is None else "budget.gib"
-        raise mdcs.InfeasibleBudget(error.budget, error.smallest, f"{key}: {error.what}") from error
+        raise mdcs.InfeasibleBudget(error.budget, error.smallest, f"{key}: {error.what}", error.is_bound) from error
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:

@@ -22,16 +22,19 @@ from mdcs.runtime.last_words import LastWords
 
 T = TypeVar("T")
 
+_BAR = 20
+"""Characters of a progress bar."""
 _LISTEN = timedelta(seconds=0.5)
 """How often a rank that waits for the others asks whether one has left."""
 
 
 class _Together:
-    """What all ranks do now, with a group of their own, so that nothing is left in the loop's if one leaves."""
+    """The phase that all ranks are in, with a group of their own, so that nothing is left in the loop's if one leaves."""
 
     def __init__(self, tells: bool) -> None:
-        self.doing, self.tells, self._begin = "planning", tells, time.monotonic()
+        self.doing, self._begin = "planning", time.monotonic()
         self.rank, world = dist.get_rank(), dist.get_world_size()
+        self.tells, self._has_bar = tells and self.rank == 0, False
         self.group = dist.new_group(backend="gloo")
         run = [uuid.uuid4().hex]
         dist.broadcast_object_list(run, src=0, group=self.group)
@@ -39,13 +42,29 @@ class _Together:
 
     def begin(self, what: str) -> None:
         self.doing = what
-        if self.tells and self.rank == 0:
-            print(f"mdcs: {what} (after {time.monotonic() - self._begin:.0f} s)", file=sys.stderr, flush=True)
+        if self.tells:
+            self._end_bar()
+            print(self._line(), file=sys.stderr, flush=True)
+
+    def advance(self, part: float) -> None:
+        if self.tells and sys.stderr.isatty():
+            full = round(_BAR * part)
+            self._has_bar = True
+            print(f"\r{self._line()} [{'#' * full}{'.' * (_BAR - full)}]", end="", file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        return f"mdcs: {self.doing} (after {time.monotonic() - self._begin:.0f} s)"
+
+    def _end_bar(self) -> None:
+        if self._has_bar:
+            print(file=sys.stderr)
+        self._has_bar = False
 
     def error(self, what: str) -> RunError:
         return RunError(f"rank {self.rank}, while {self.doing}: {what}")
 
     def end(self) -> None:
+        self._end_bar()
         self.words.end()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
@@ -59,7 +78,8 @@ def together(*, tells: bool = False) -> Iterator[None]:
     """Ranks that measure and plan side by side: what one raises alone the others hear of within a second of waiting for it.
 
     They raise RunError with that rank's words. A rank that is killed is named. Collective: enter it on every rank; inside of
-    another one it is that one. ``tells``: rank 0 writes a line to stderr for everything that ranks do (:func:`doing`).
+    another one it is that one. ``tells``: rank 0 writes a line to stderr for every phase (:func:`doing`), with
+    a progress bar on a terminal.
     """
     global _together
     if _together is not None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -86,6 +106,12 @@ def doing(what: str) -> None:
     """Name what all ranks do from now on, for the words of a rank that leaves: 'measuring the link', say."""
     if _together is not None:
         _together.begin(what)
+
+
+def advance(part: float) -> None:
+    """Draw a progress bar for the phase, of which this part (0 to 1) is over, on rank 0's terminal if it tells of phases."""
+    if _together is not None:
+        _together.advance(part)
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:

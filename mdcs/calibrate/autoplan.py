@@ -50,7 +50,8 @@ def autoplan(
     activations are measured in processes that are started with :func:`mdcs.measure.memory.preload_env`; elsewhere a budget
     does not count them, with a warning.
 
-    It takes from seconds to minutes: with ``progress`` rank 0 writes a line to stderr when the link, the model, ... are measured.
+    It takes from seconds to minutes: with ``progress`` rank 0 writes a line to stderr for each phase, with a bar on a terminal. A
+    budget that no plan can keep is refused as soon as that is known (:func:`mdcs.autoprofile`).
 
     Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
     rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits. Where one
@@ -61,7 +62,8 @@ def autoplan(
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
     with together(tells=progress):
-        profile = autoprofile(model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype)
+        room = None if budget is None else budget - reserve
+        profile = autoprofile(model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype, budget=room)
         if budget is not None and not any(slot.peak for slot in profile.slots):
             warnings.warn(
                 "activations are not measured in this process, and count as 0 bytes of the budget: start it with "

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdcs.calibrate.agreement import gathered, meet
+from mdcs.calibrate.agreement import advance, gathered, meet
 from mdcs.calibrate.clock import machine
 from mdcs.calibrate.regression import line, spread
 from mdcs.calibrate.slots import untouched
@@ -109,8 +109,9 @@ def measure_interference(
                 else _Running(profile, optimizer, parameters[0], size, emulate)
             )
         with untouched(model, current_meter(parameters[0].device)):
-            for _ in range(1 + rounds):  # sizes take turns, so that what else the machine does falls on all of them alike
+            for i in range(1 + rounds):  # sizes take turns, so that what else the machine does falls on all of them alike
                 meet()
+                advance(i / (1 + rounds))
                 if executor.runs_ahead:
                     executor.pause(_HEAD_START_S)
                 begin, end = compute()

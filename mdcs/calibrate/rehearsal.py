@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.calibrate.agreement import gathered
+from mdcs.calibrate.agreement import advance, gathered
 from mdcs.calibrate.regression import factor, line
 from mdcs.calibrate.slots import slot_seconds
 from mdcs.calibrate.trials import cost_s, periods
@@ -26,12 +26,15 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile
+from mdcs.profile.link import Kind
 from mdcs.runtime.emulation import Emulation
 from mdcs.simulator.simulate import replay
 
@@ -80,6 +83,7 @@ def rehearse(
     optimizer: torch.optim.Optimizer,
     *,
     emulate: Emulation | None = None,
+    budget: int | None = None,
 ) -> Profile:
     """The profile with its contention fitted to plans that ran for a few periods each, on a CPU.
 
@@ -90,23 +94,35 @@ def rehearse(
     than in the replay, to the number of waits and to the training loop between backward and forward. Rank 0 warns of
     predictions that are more than half off all the same. The model is not changed. Collective: call it on every rank, with
     the same profile, whose ``step`` and ``optimizer`` are those of :func:`mdcs.calibrate.slots.measure_profile`; ``emulate`` is
-    that of :func:`mdcs.parallelize`.
+    that of :func:`mdcs.parallelize`. Plans keep within ``budget`` bytes per rank, if there is one: a strategy that does not fit
+    is replaced by a mix that does. Raises InfeasibleBudget where none does.
     """
     device = units[0].parameters[0][1].device
     if profile.world == 1 or device.type != "cpu":
         return profile
     profile = _with(profile, dispatch_seconds=0.0, compute_per_wait=0.0, turn_seconds=0.0)
-    plans = [make_plan(profile, Uniform(strategy), scheduler) for strategy, scheduler in _REHEARSED]
+    plans = [_rehearsed(profile, strategy, scheduler, budget) for strategy, scheduler in _REHEARSED]
     alone: list[float] = []
     rounds: list[list[Seen]] = []
-    for _ in range(_rounds(plans)):
+    many = _rounds(plans)
+    for i in range(many):
         alone += _mean_of_ranks(slot_seconds(model, units, step))
-        rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
+        rounds.append([])
+        for k, plan in enumerate(plans):
+            advance((i + k / len(plans)) / many)
+            rounds[-1].append(_run(plan, model, units, step, optimizer, emulate))
     profile = _computing(profile, statistics.median(alone))
     profile = fitted(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)])
     if profile.doubted and dist.get_rank() == 0:
         warnings.warn(f"{doubt(profile)}: is the machine busy? measure again", stacklevel=3)
     return profile
+
+
+def _rehearsed(profile: Profile, strategy: str, scheduler: Scheduler, budget: int | None) -> Plan:
+    try:
+        return make_plan(profile, Uniform(strategy), scheduler, budget=budget)
+    except InfeasibleBudget:
+        return make_plan(profile, Greedy(), scheduler, budget=budget)
 
 
 def doubt(profile: Profile) -> str:
@@ -126,7 +142,8 @@ def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pro
     # Of a wait shorter than the noise of computing no rate can be told.
     profile = _with(profile, compute_per_wait=lost / max(sequential[1].waiting, _NOISE * slots) if slots else 0.0)
     profile = _scaled(profile, factor([_losses(profile, *each) for each in (dear, wfbp)], _NOISE * slots))
-    profile = _with(profile, all_reduce=factor([_losses(profile, *all_reduces)], _NOISE * slots))
+    if any(m.kind is Kind.AR for m in all_reduces[0].messages):  # else nothing of it fitted a budget
+        profile = _with(profile, all_reduce=factor([_losses(profile, *all_reduces)], _NOISE * slots))
     profile = _slower(profile, _factor_of_messages(profile, overlapping))
     profile = _waited(profile, plans, seen)
     steps = zip(_NAMES, (_replay(plan, profile).step for plan in plans), (times.step for times in seen), strict=True)

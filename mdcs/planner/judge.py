@@ -18,17 +18,21 @@ from mdcs.sizes import GIB
 
 
 class InfeasibleBudget(ValueError):
-    """What was to be planned does not fit ``budget`` bytes; ``smallest`` is the smallest feasible budget, None if none is."""
+    """What was to be planned does not fit ``budget`` bytes; ``smallest`` is the smallest feasible budget, None if none is.
 
-    def __init__(self, budget: int, smallest: int | None, what: str) -> None:
+    ``is_bound``: the model has not been measured, and ``smallest`` is what no plan needs less than.
+    """
+
+    def __init__(self, budget: int, smallest: int | None, what: str, is_bound: bool = False) -> None:
         feasible = "no budget is enough"
         if smallest is not None:
-            feasible = f"the smallest feasible budget is {smallest} bytes ({math.ceil(smallest / GIB * 1e4) / 1e4:g} GiB)"
+            feasible = "every plan needs more than" if is_bound else "the smallest feasible budget is"
+            feasible += f" {smallest} bytes ({math.ceil(smallest / GIB * 1e4) / 1e4:g} GiB)"
         super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
-        self.budget, self.smallest, self.what = budget, smallest, what
+        self.budget, self.smallest, self.what, self.is_bound = budget, smallest, what, is_bound
 
-    def __reduce__(self) -> tuple[type, tuple[int, int | None, str]]:  # rank 0's goes to all ranks
-        return type(self), (self.budget, self.smallest, self.what)
+    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool]]:  # rank 0's goes to all ranks
+        return type(self), (self.budget, self.smallest, self.what, self.is_bound)
 
 
 @dataclass(frozen=True)

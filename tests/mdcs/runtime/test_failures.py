@@ -233,7 +233,7 @@ def misuse(what: str) -> None:
             with torch.no_grad():
                 made.loss(made.model, batch)
         elif what == "grad inside evaluate":
-            with parallel.evaluate():
+            with parallel.evaluate(), torch.enable_grad():
                 made.loss(made.model, batch)
         elif what == "forward after close":
             step(made, parallel, 0)

@@ -1,4 +1,4 @@
-"""Instruments: tensor `memory` of one process, and `timeline`, what ran when.
+"""Instruments: `memory` meters the tensor bytes of one process, `timeline` holds intervals of work on one clock.
 
-Imports `mdcs.plan` for its categories of memory and its words for time; knows neither ranks nor planners.
+Imports `mdcs.plan` for memory categories and step times; knows neither ranks nor planners.
 """

@@ -1,11 +1,11 @@
-"""Tensor bytes of this process by category: live, at their peaks, and per window (one slot, say).
+"""Tensor bytes of this process by category: live, at their peaks, and per window (a slot, for example).
 
-On CPU a small C library (`shim.c`), preloaded into the process, counts the bytes requested from torch's
-allocator: exactly, across threads, including storages resized in place. Whether a process is measured is
-therefore decided when it starts: start it with `preload_env(os.environ)`, then call `current_meter` in it.
+On CPU a small C library (`shim.c`), preloaded into the process, counts the bytes requested from torch's allocator.
+The count is exact, covers all threads, and includes storages resized in place. A process can be measured only if it
+was started with the shim: start it with `preload_env(os.environ)`, then call `current_meter` in it.
 
-Known buffers are labelled by category, at allocation (`Meter.tag`) or afterwards (`Meter.retag`). Everything
-unlabelled is "activations": activations, workspace, the batch.
+Known buffers are labelled by category, at allocation (`Meter.tag`) or afterwards (`Meter.retag`). All other bytes
+count as "activations": activations, workspace, the batch.
 
 `python -m mdcs.measure.memory` prints the library's path, for LD_PRELOAD.
 """
@@ -39,87 +39,88 @@ UNTAGGED = "activations"
 TOTAL = "total"
 
 Reading = Mapping[str, int | None]
-"""Bytes per category and of the "total"; None for what this kind of meter cannot tell."""
+"""Bytes by category and in "total"; None for a number that this kind of meter cannot know."""
 
 _SOURCE = Path(__file__).with_name("shim.c")
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 _LIBRARIES = ("-ldl",)  # part of libc since glibc 2.34, a library of its own before
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHIM_TAGS = 16
-_BACKEND_THREADS = b"pt_gloo_runloop"  # where gloo's native collectives copy, to buffers of their own
+_BACKEND_THREADS = b"pt_gloo_runloop"  # gloo's native collectives allocate their copies in these threads
 _TAGGED = [name for name in CATEGORIES if name != UNTAGGED]
 _TAGS = {UNTAGGED: 0} | {name: tag for tag, name in enumerate(_TAGGED, start=1)}
 assert len(_TAGS) <= _SHIM_TAGS, "the shim counts 16 tags"
 
 
 class Meter(Protocol):
-    """Counts tensor bytes of this process. Readings are None where nothing is measured.
+    """Count the tensor bytes of this process. Readings are None where nothing is measured.
 
-    ``disturbs``: a reading takes so long that it shows in the time of a slot.
+    ``disturbs``: whether a reading takes long enough to show in the time of a slot.
     """
 
     disturbs: bool
 
     def tag(self, category: str) -> AbstractContextManager[object]:
-        """Labels what this thread allocates inside the `with` block; nests. KeyError: no such category."""
+        """Label the allocations of this thread inside the `with` block; nests. Raises KeyError for an unknown category.
+        """
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Moves the tensor's whole storage to another category; returns its bytes (0 if nothing is measured).
+        """Move the tensor's whole storage to another category; return its bytes (0 if nothing is measured).
 
         Raises ValueError for a storage that did not come from the measured allocator.
         """
 
     def live(self) -> Reading | None:
-        """Bytes allocated now."""
+        """Return the bytes allocated now."""
 
     def peaks(self) -> Reading | None:
-        """The highest bytes since `reset`: each category at its own peak, and the total at its own."""
+        """Return the highest bytes since `reset`: each category at its own peak, and the total at its own."""
 
     def at_peak(self) -> Reading | None:
-        """The bytes of each category at the instant of the total's peak: they add up to the total."""
+        """Return the bytes of each category at the instant of the total's peak: they add up to the total."""
 
     def window(self) -> Reading | None:
-        """Like `peaks`, since the previous call of `window`; independent of `reset`."""
+        """Return the peaks (as `peaks`) since the previous call of `window`; independent of `reset`."""
 
     def reset(self) -> None:
-        """Peaks start again from what is live now."""
+        """Restart the peaks of `peaks` at the bytes that are live now."""
 
 
 class NullMeter:
-    """Measures nothing: a CPU process without the shim."""
+    """Meter of a CPU process without the shim: it measures nothing."""
 
     disturbs = False
 
     def tag(self, category: str) -> AbstractContextManager[object]:
-        """A context that changes nothing."""
+        """Return a context that changes nothing."""
         return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """0: nothing is counted."""
+        """Return 0: nothing is counted."""
         return 0
 
     def live(self) -> None:
-        """None: nothing is counted."""
+        """Return None: nothing is counted."""
         return None
 
     def peaks(self) -> None:
-        """None: nothing is counted."""
+        """Return None: nothing is counted."""
         return None
 
     def at_peak(self) -> None:
-        """None: nothing is counted."""
+        """Return None: nothing is counted."""
         return None
 
     def window(self) -> None:
-        """None: nothing is counted."""
+        """Return None: nothing is counted."""
         return None
 
     def reset(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class ShimMeter:
-    """Reads the preloaded shim: byte-exact for CPU tensors, in every thread.
+    """Read the preloaded shim: byte-exact for CPU tensors, in every thread.
 
     All instances in a process read the same counters. Raises RuntimeError if the shim is not preloaded.
     """
@@ -131,7 +132,7 @@ class ShimMeter:
             raise RuntimeError(
                 "the memory shim is not preloaded: start the process with preload_env(os.environ)"
             )
-        # PyDLL keeps the interpreter lock: a call takes nanoseconds, releasing the lock would cost more.
+        # PyDLL keeps the GIL during a call: a call takes nanoseconds, and releasing the GIL would cost more.
         shim = ctypes.PyDLL(None)
         self._set_tag = _function(shim, "mdcs_set_tag", ctypes.c_int, ctypes.c_int)
         self._retag = _function(shim, "mdcs_retag", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
@@ -146,11 +147,12 @@ class ShimMeter:
         tag_threads(_BACKEND_THREADS, _TAGS["staging"])
 
     def tag(self, category: str) -> AbstractContextManager[object]:
-        """Labels what this thread allocates inside the `with` block; nests. KeyError: no such category."""
+        """Label the allocations of this thread inside the `with` block; nests. Raises KeyError for an unknown category.
+        """
         return _Tagged(self._set_tag, _TAGS[category])
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Moves the tensor's whole storage to another category; returns its bytes, 0 for an empty one.
+        """Move the tensor's whole storage to another category; return its bytes, 0 for an empty one.
 
         Raises ValueError for a storage that did not come from torch's CPU allocator, KeyError for an unknown category.
         """
@@ -166,34 +168,35 @@ class ShimMeter:
         return moved
 
     def live(self) -> dict[str, int]:
-        """Bytes allocated now, by category and in total."""
+        """Return the bytes allocated now, by category and in total."""
         return {name: self._live(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_live()}
 
     def peaks(self) -> dict[str, int]:
-        """The highest bytes since `reset`: each category at its own peak, and the total at its own."""
+        """Return the highest bytes since `reset`: each category at its own peak, and the total at its own."""
         return {name: self._peak(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_peak()}
 
     def at_peak(self) -> dict[str, int]:
-        """The bytes of each category at the instant of the total's peak; they add up to the total."""
+        """Return the bytes of each category at the instant of the total's peak; they add up to the total."""
         out = (ctypes.c_int64 * _SHIM_TAGS)()
         self._snapshot(out)
         return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: sum(out)}
 
     def window(self) -> dict[str, int]:
-        """Like `peaks`, since the previous call of `window`; independent of `reset`."""
+        """Return the peaks (as `peaks`) since the previous call of `window`; independent of `reset`."""
         out = (ctypes.c_int64 * (_SHIM_TAGS + 1))()
         self._window(out)
         return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: out[_SHIM_TAGS]}
 
     def reset(self) -> None:
-        """Peaks start again from what is live now."""
+        """Restart the peaks of `peaks` at the bytes that are live now."""
         self._reset_peaks()
 
 
 class CudaMeter:
-    """The caching allocator's requested bytes of one CUDA device: totals only, no categories.
+    """Read the bytes requested from the caching allocator of one CUDA device: totals only, no categories.
 
-    torch keeps one peak per device, which a meter restarts whenever it reads it: what one reads all others of the device keep.
+    torch keeps one peak per device, and a reading restarts it. All meters of the device therefore share each reading:
+    every meter folds the peak into its own.
     """
 
     disturbs = True  # torch builds, sorts and returns some 200 numbers
@@ -209,40 +212,40 @@ class CudaMeter:
         self._meters.add(self)
 
     def tag(self, category: str) -> AbstractContextManager[object]:
-        """A context that changes nothing: there are no categories."""
+        """Return a context that changes nothing: there are no categories."""
         return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """0: there are no categories."""
+        """Return 0: there are no categories."""
         return 0
 
     def live(self) -> Reading:
-        """The total requested now (bytes)."""
+        """Return the total requested now (bytes)."""
         return _only_total(self._requested("current"))
 
     def peaks(self) -> Reading:
-        """The highest total since `reset` (bytes)."""
+        """Return the highest total since `reset` (bytes)."""
         self._collect()
         return _only_total(self._peak)
 
     def at_peak(self) -> Reading:
-        """That of `peaks`: only the total is known."""
+        """Return the same reading as `peaks`: only the total is known."""
         return self.peaks()
 
     def window(self) -> Reading:
-        """The highest total since the previous call of `window` (bytes)."""
+        """Return the highest total since the previous call of `window` (bytes)."""
         self._collect()
         highest, self._window_peak = self._window_peak, 0
         return _only_total(highest)
 
     def reset(self) -> None:
-        """The peak starts again from what is live now; that of `window` goes on."""
+        """Restart the peak of `peaks` at the bytes that are live now; `window` keeps its own peak."""
         self._collect()
         self._peak = 0
 
     def _collect(self) -> None:
-        # torch keeps one peak: fold it into those of all meters, of the run and of the window, and restart it. It restarts
-        # at what is live, so a fold always brings both up to at least that.
+        # torch keeps one peak per device. Fold it into the run's peak and the window's peak of every meter, then restart
+        # it. torch restarts its peak at the live bytes, so after a fold both peaks are at least the live bytes.
         highest = self._requested("peak")
         for meter in self._meters:
             if meter._device == self._device:
@@ -255,7 +258,7 @@ class CudaMeter:
 
 
 def current_meter(device: torch.device | str) -> Meter:
-    """The meter of what this process holds on `device`: CUDA's own, the shim's if it is preloaded, or one of nothing."""
+    """Return the meter for `device`: CUDA's own, the shim's if it is preloaded, else one that measures nothing."""
     import torch
 
     device = torch.device(device)
@@ -265,12 +268,12 @@ def current_meter(device: torch.device | str) -> Meter:
 
 
 def preloaded() -> bool:
-    """Whether this process was started with the shim."""
+    """Return whether this process was started with the shim."""
     return hasattr(ctypes.CDLL(None), "mdcs_set_tag")
 
 
 def preload_env(env: Mapping[str, str]) -> dict[str, str]:
-    """A copy of `env` in which a started process is measured: LD_PRELOAD extended by the shim.
+    """Return a copy of `env` in which a started process is measured: LD_PRELOAD is extended by the shim.
 
     Raises RuntimeError as `build` does, and for a cache path that LD_PRELOAD cannot express.
     """
@@ -284,10 +287,11 @@ def preload_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def build() -> Path:
-    """Compiles the shim with $CC, cc, gcc or clang, once per source and machine; returns the shared library.
+    """Compile the shim with $CC, cc, gcc or clang, once per source and machine; return the path of the shared library.
 
-    One that another user may have written is made anew. Safe when several processes build at once. Raises RuntimeError off
-    Linux, without a compiler, when compiling fails, or when the folder for it is another user's.
+    A library that another user could have written is compiled again. Several processes may build at the same time.
+    Raises RuntimeError off Linux, without a compiler, when compilation fails, or when another user owns the cache
+    folder.
     """
     if sys.platform != "linux":
         raise RuntimeError("memory on CPU is measured on Linux only: set the memory measurement off")
@@ -333,7 +337,7 @@ def _compiler() -> list[str]:
 
 
 class _Tagged:
-    """`with` block of one tag; made per use, so that it nests and is safe in any thread."""
+    """`with` block of one tag; a new one per use, so that it nests and is safe in any thread."""
 
     __slots__ = ("_previous", "_set_tag", "_tag")
 

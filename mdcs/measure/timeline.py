@@ -1,8 +1,8 @@
-"""Timelines: what ran when, on one clock, and the step times that follow from it.
+"""Timelines: intervals of compute, messages and updates on one clock, and the step times that follow from them.
 
 A timeline holds the intervals of one recorded period per rank. The runtime writes one from measurement
-(`timeline.json`), the simulator writes one from prediction (`predicted_timeline.json`, rank `PREDICTED_RANK`);
-both have the same format, so that they can be drawn, compared and opened in Perfetto by the same code.
+(`timeline.json`), the simulator writes one from prediction (`predicted_timeline.json`, rank `PREDICTED_RANK`).
+Both have the same format, so the same code draws them, compares them and opens them in Perfetto.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ Span = tuple[float, float]
 class Interval:
     """One piece of work on one rank: a slot, a message or an update.
 
-    `start` and `end` are seconds on the rank's clock, `bytes` what a message moves (0 for the other lanes),
-    `kind` is F or B (compute), that of a message, or update.
+    - `start`, `end`: seconds on the rank's clock.
+    - `bytes`: payload that a message moves (0 in the other lanes).
+    - `kind`: F or B (compute), the message's kind, or update.
 
     Raises ValueError for an unknown lane, a time that is not finite, an end before its start, negative bytes.
     """
@@ -57,7 +58,7 @@ class Interval:
 
     @property
     def duration_s(self) -> float:
-        """end - start, in seconds."""
+        """Duration in seconds: end - start."""
         return self.end - self.start
 
 
@@ -65,7 +66,7 @@ class Interval:
 
 
 def union(intervals: Iterable[Interval | Span]) -> tuple[Span, ...]:
-    """The disjoint spans covered by `intervals`, in order. Touching spans are merged, empty ones dropped."""
+    """Return the disjoint spans covered by `intervals`, in order. Touching spans are merged, empty ones dropped."""
     merged: list[Span] = []
     reached = -math.inf
     for span in sorted([(i.start, i.end) if isinstance(i, Interval) else i for i in intervals]):
@@ -81,17 +82,17 @@ def union(intervals: Iterable[Interval | Span]) -> tuple[Span, ...]:
 
 
 def length(intervals: Iterable[Interval | Span]) -> float:
-    """Seconds covered by `intervals`; a moment covered twice counts once."""
+    """Return the seconds covered by `intervals`; a moment covered twice counts once."""
     return math.fsum(end - start for start, end in union(intervals))
 
 
 def intersection(a: Iterable[Interval | Span], b: Iterable[Interval | Span]) -> tuple[Span, ...]:
-    """The disjoint spans covered by both `a` and `b`."""
+    """Return the disjoint spans covered by both `a` and `b`."""
     return overlaps(union(a), union(b))
 
 
 def overlaps(left: Sequence[Span], right: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans covered by two results of :func:`union`; disjoint, too."""
+    """Return the disjoint spans covered by both `left` and `right`, which are results of :func:`union`."""
     common: list[Span] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -106,8 +107,10 @@ def overlaps(left: Sequence[Span], right: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def sublanes(intervals: Sequence[Interval]) -> tuple[int, ...]:
-    """For each interval the lowest row in which it overlaps nothing before it: messages in flight together
-    get different rows. Rows start at 0; the order of the result is the order of `intervals`."""
+    """Return one row per interval, in the order of `intervals`, so that no two intervals of a row overlap.
+
+    Each interval gets the lowest free row (from 0): messages in flight together get different rows.
+    """
     row_ends: list[float] = []
     rows = [0] * len(intervals)
     for index in sorted(range(len(intervals)), key=lambda i: (intervals[i].start, intervals[i].end)):
@@ -122,7 +125,7 @@ def sublanes(intervals: Sequence[Interval]) -> tuple[int, ...]:
 
 
 def times_of(step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -> StepTimes:
-    """The times of a step of ``step_s`` seconds in which compute and messages ran in these spans."""
+    """Return the times of a step of ``step_s`` seconds whose compute and messages ran in these spans."""
     computing, sending = union(compute), union(messages)
     both = overlaps(computing, sending)
     compute_s, communication_s, overlap_s = (math.fsum([end - start for start, end in s]) for s in (computing, sending, both))
@@ -130,7 +133,7 @@ def times_of(step_s: float, compute: Iterable[Span], messages: Iterable[Span]) -
 
 
 def step_times(intervals: Iterable[Interval], begin: float, end: float) -> StepTimes:
-    """Measure the step from `begin` to `end` (seconds); what lies outside of it belongs to its neighbours.
+    """Measure the step from `begin` to `end` (seconds); work outside of it belongs to the neighbouring steps.
 
     Raises ValueError when the step ends before it begins.
     """
@@ -154,20 +157,20 @@ class RankTimeline:
     intervals: tuple[Interval, ...]
 
     def lane(self, lane: Lane) -> tuple[Interval, ...]:
-        """The intervals of one lane, by start."""
+        """Return the intervals of one lane, by start."""
         return tuple(sorted((i for i in self.intervals if i.lane == lane), key=lambda i: (i.start, i.end)))
 
     @property
     def label(self) -> str:
-        """What people read: "predicted", or "rank 0"."""
+        """Label for pictures and tables: "predicted", or "rank 0"."""
         return "predicted" if self.rank == PREDICTED_RANK else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """Bytes by category in one slot, per rank, each at its highest; `measured` is None where not measured.
+    """Peak bytes by category in one slot, per rank; `measured` is None where nothing was measured.
 
-    A key `total` is the highest sum in the slot: at most the sum of the categories, which need not peak together.
+    The key `total` is the highest sum in the slot: at most the sum of the categories, which need not peak together.
     """
 
     slot: str
@@ -179,7 +182,12 @@ class SlotMemory:
 class Timeline:
     """One period: the intervals of every rank and the memory of every slot.
 
-    Times are seconds from the start of the first backward slot. `slots` are the slots' names in order.
+    - `period_s`: length of the period in seconds.
+    - `slots`: names of the slots, in order.
+    - `ranks`: intervals of each rank, in seconds from the start of the first backward slot.
+    - `memory`: one entry per slot; may be empty.
+
+    Raises ValueError for another schema, a period that is negative or not finite, and a rank named twice.
     """
 
     period_s: float
@@ -198,14 +206,14 @@ class Timeline:
             raise ValueError(f"timeline names a rank twice: {ranks}")
 
     def times_of(self, rank: int) -> StepTimes:
-        """Step times of one rank over the period. Raises KeyError for a rank that is not in the timeline."""
+        """Return the step times of one rank over the period. Raises KeyError for a rank that is not in the timeline."""
         for entry in self.ranks:
             if entry.rank == rank:
                 return step_times(entry.intervals, 0.0, self.period_s)
         raise KeyError(f"rank {rank} is not in the timeline, which has {[r.rank for r in self.ranks]}")
 
     def to_json(self) -> str:
-        """The text of timeline.json."""
+        """Return the text of timeline.json."""
         return json.dumps(
             {
                 "schema": self.schema,
@@ -256,10 +264,10 @@ _THREADS_PER_LANE = 100
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The timeline in the trace event format of Chrome and Perfetto (https://ui.perfetto.dev opens it).
+    """Return the timeline in the trace event format of Chrome and Perfetto (https://ui.perfetto.dev opens it).
 
-    One process per rank; threads compute, messages and updates; complete ("X") events in microseconds; memory as
-    counter ("C") events of the first rank. Messages in flight together get threads "messages 2", "messages 3" …,
+    One process per rank, with threads for compute, messages and updates: complete ("X") events in microseconds. Memory
+    is counter ("C") events of the first rank. Messages in flight together get threads "messages 2", "messages 3" …,
     because complete events of one thread must nest.
     """
     events: list[dict[str, Any]] = []
@@ -295,7 +303,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _process(rank: int) -> int:
-    """Process ids start at 1 (the prediction): trace viewers give process 0 a meaning of their own."""
+    """Return the process id of a rank. Ids start at 1 (the prediction): trace viewers treat process 0 differently."""
     return rank - PREDICTED_RANK + 1
 
 
@@ -322,8 +330,11 @@ def _memory_counters(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def memory_times(timeline: Timeline) -> tuple[float, ...]:
-    """When each entry of `timeline.memory` begins, in seconds: with the first rank's compute interval of that
-    position, or of that name; evenly spread over the period if the two lists do not match."""
+    """Return the start of each entry of `timeline.memory`, in seconds.
+
+    Entries are matched to the first rank's compute intervals by position if there are as many, else by name. If neither
+    works, the entries are spread evenly over the period.
+    """
     count = len(timeline.memory)
     compute = timeline.ranks[0].lane("compute") if timeline.ranks else ()
     if len(compute) == count:

@@ -1,4 +1,6 @@
-"""The file that a plan becomes: how to call fully_shard, what is lost, what a step is predicted to take and hold."""
+"""The JSON file of an exported plan: calls of fully_shard, features that FSDP2 lacks, predicted time and memory of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ KEYS = {
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """Plain containers for JSON, with all that :func:`mdcs.export.fsdp2.apply_plan` needs."""
+    """Return plain containers for JSON, with everything that :func:`mdcs.export.fsdp2.apply_plan` needs."""
     groups = groups_of(plan)
     chosen = best_steps(plan, groups)
     return {
@@ -82,6 +84,6 @@ def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:
 
 
 def named(group: Mapping[str, Any]) -> str:
-    """A group of the file in words, for messages."""
+    """Return a group of the file in words, for messages."""
     units = group["units"]
     return f"unit {', '.join(units)}" if units else "the whole model"

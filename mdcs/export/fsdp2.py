@@ -1,4 +1,4 @@
-"""A plan applied to a model by torch's fully_shard (FSDP2), and what a loop with groups on several meshes does by hand."""
+"""A plan applied to a model by torch's fully_shard (FSDP2), and the loop's work for groups on several meshes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from mdcs.plan.messages import Plan
 
 
 def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
-    """Call fully_shard on ``model`` as a plan, or the file made of it, says; returns the model. Collective.
+    """Call fully_shard on ``model`` as a plan, or its exported file, says; return the model. Collective.
 
-    ``mesh`` has all ranks, by default in one dimension; those of a node follow each other. Units that are replicated, in whole or
-    across nodes, get meshes of (replicas, shards) of the same ranks. ``options`` (``mp_policy``, ``offload_policy``) are handed
-    to every fully_shard. Make the optimizer afterwards, of :func:`parameter_groups`. Raises ValueError, naming the unit, for a
-    model that the plan is not for, before anything is changed, for a mesh of another size, and for a file of another schema.
+    - ``mesh``: all ranks, by default in one dimension; the ranks of a node are neighbours. Units that are replicated,
+      in whole or across nodes, get meshes of (replicas, shards) of the same ranks.
+    - ``options`` (``mp_policy``, ``offload_policy``): passed to every fully_shard call.
+
+    Make the optimizer afterwards, of :func:`parameter_groups`. Raises ValueError, before anything is changed: for a
+    model that the plan does not fit (names the unit), for a mesh of another size, and for a file of another schema.
     """
     from_file: Mapping[str, Any] = document(plan) if isinstance(plan, Plan) else plan
     if from_file["schema"] != SCHEMA:
@@ -44,13 +46,13 @@ def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMes
             module.set_modules_to_forward_prefetch([made[name] for name in ahead])
         if ahead := group["backward_prefetch"]:
             module.set_modules_to_backward_prefetch([made[name] for name in ahead])
-    if mesh.device_type == "cpu":  # it has no stream: else every gather is waited for where it is issued
+    if mesh.device_type == "cpu":  # no streams on CPU: without async_op the host waits for every gather where it is issued
         made[""]._set_unshard_async_op(True)
     return model
 
 
 def _meshes(mesh: DeviceMesh, shapes: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], DeviceMesh]:
-    """By shape, of the ranks of ``mesh``, which may be one of them. Collective."""
+    """Return a mesh by shape, of the ranks of ``mesh``; ``mesh`` itself where its shape is one of them. Collective."""
     names = ("replicate", "shard")
     return {
         shape: mesh
@@ -61,7 +63,7 @@ def _meshes(mesh: DeviceMesh, shapes: Iterable[tuple[int, ...]]) -> dict[tuple[i
 
 
 def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups, if they are those of the model. Raises ValueError as :func:`apply_plan`."""
+    """Return the file's groups if they fit the model. Raises ValueError as :func:`apply_plan`."""
     modules = dict(model.named_modules(remove_duplicate=False))
     names: dict[nn.Parameter, str] = {}
     for name, p in model.named_parameters():
@@ -83,12 +85,15 @@ def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Trainable parameters for an optimizer, those of one mesh together: its fused and foreach updates take no others."""
+    """Return the trainable parameters as parameter groups for an optimizer, one group per mesh.
+
+    Fused and foreach updates accept only parameters of one mesh in a group.
+    """
     return [{"params": members} for members in _by_mesh(p for p in model.parameters() if p.requires_grad)]
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """What torch.nn.utils.clip_grad_norm_ does with plain parameters, of parameters on several meshes; returns their 2-norm."""
+    """Clip gradients as torch.nn.utils.clip_grad_norm_ does, for parameters on several meshes; return their 2-norm."""
     meshes = _by_mesh(p for p in parameters if p.grad is not None)
     norms = [get_total_norm([p.grad for p in members if p.grad is not None]) for members in meshes]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]

@@ -1,6 +1,7 @@
-"""What fully_shard is called with: modules that are gathered and reduced together, and what each gathers ahead.
+"""Arguments of the fully_shard calls: modules that are gathered and reduced together, and the prefetches of each group.
 
-A unit becomes a group of its own. Units that share a module, and neighbours whose every message the plan fuses, become one.
+A unit becomes a group of its own. Units that share a module, and neighbours whose every message the plan fuses,
+become one group.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
 Span = tuple[int, int]
-"""First and last slot, in the forward or the backward slots of a micro-step."""
+"""(first, last) slot, counted in the forward or in the backward slots of a micro-step."""
 
 FROZEN = "[frozen]"
 
 
 @dataclass(frozen=True)
 class Group:
-    """One call of fully_shard. ``modules`` are names, "" the model itself; ``units`` indices, none if it only holds others.
+    """One call of fully_shard.
 
-    ``forward`` and ``backward`` are the slots for which FSDP2 counts it as in use: those of what lies inside, too.
+    - ``modules``: names; "" is the model itself.
+    - ``units``: indices; empty for a group that only contains other groups.
+    - ``forward``, ``backward``: the slots in which FSDP2 counts the group as in use, slots of modules inside it
+      included.
     """
 
     modules: tuple[str, ...]
@@ -34,43 +38,46 @@ class Group:
 
     @property
     def name(self) -> str:
-        """That of its first module; the model's is ""."""
+        """Name of its first module; "" for the model."""
         return self.modules[0]
 
     @property
     def replicated(self) -> bool:
-        """On a mesh whose shards are whole: its gradients are all-reduced."""
+        """Whether each rank keeps the whole group: its mesh has one shard, and its gradients are all-reduced."""
         return self.strategy is Strategy.dp
 
     @property
     def reshard_after_forward(self) -> bool:
-        """A replicated one gives up its second copy, which costs no message."""
+        """Argument of fully_shard. A replicated group frees its second copy, which costs no message."""
         return self.strategy.regathers or self.replicated
 
     def mesh(self, profile: Profile) -> tuple[int, ...]:
-        """Shape of its mesh: all ranks, or (replicas, shards) where a shard is on several of them."""
+        """Return the shape of its mesh: [ranks], or [replicas, shards] where several ranks keep the same shard."""
         shards = self.strategy.parts(profile)
         return (shards,) if shards == profile.world and not self.replicated else (profile.world // shards, shards)
 
 
 Ahead = dict[str, tuple[str, ...]]
-"""Name of a group -> those that it gathers before it computes."""
+"""Name of a group -> names of the groups that it prefetches before it computes."""
 
 
 def effective(strategy: Strategy) -> Strategy:
-    """What FSDP2 does of a strategy: it keeps no whole parameters beside shards of their state, so zero1 becomes sdp."""
+    """Return the strategy that FSDP2 runs instead: zero1 becomes sdp, because FSDP2 cannot keep whole parameters at
+    rest.
+    """
     return Strategy.sdp if strategy is Strategy.zero1 else strategy
 
 
 def modules_of(plan: Plan, unit: int) -> tuple[str, ...]:
-    """Names of the modules that a unit is made of, as :func:`mdcs.partition` has named it."""
+    """Return the names of a unit's modules, taken from the name that :func:`mdcs.partition` gave the unit."""
     names = [u.name.removesuffix(FROZEN) for u in plan.profile.units]
     inside = any(name.startswith("model.") for name in names)  # then "model" is a module of that name
     return tuple("" if part == "model" and not inside else part for part in names[unit].split("+"))
 
 
 def groups_of(plan: Plan) -> tuple[Group, ...]:
-    """In the order in which fully_shard must be called: inner modules first, the model itself last."""
+    """Return the groups in the order in which fully_shard must be called: inner modules first, the model itself last.
+    """
     members: list[set[int]] = []
     of: dict[str, set[int]] = {}
     for u in range(len(plan.profile.units)):
@@ -118,7 +125,7 @@ def _span(spans: Iterable[Span]) -> Span:
 
 
 def fused_with(plan: Plan) -> dict[tuple[Kind, int], set[int]]:
-    """Of each kind and unit, the units that are in some message with it."""
+    """Return, by (kind, unit), the units that share some message of this kind with the unit (itself included)."""
     out: dict[tuple[Kind, int], set[int]] = {}
     for m in plan.messages:
         units = {u for u, _ in m.parts}
@@ -128,7 +135,7 @@ def fused_with(plan: Plan) -> dict[tuple[Kind, int], set[int]]:
 
 
 def _fused(plan: Plan, members: list[set[int]]) -> list[set[int]]:
-    """With those joined that are used one after the other and have all messages in common."""
+    """Join neighbours that have all messages in common."""
     together = fused_with(plan)
     ordered = sorted(members, key=lambda m: _group(plan, sorted(m)).forward)
     out: list[set[int]] = []
@@ -151,7 +158,11 @@ def _one_group(plan: Plan, before: set[int], after: set[int], together: dict[tup
 
 
 def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str, int]:
-    """For how many groups before its own the plan gathers a group (``AG_F`` or ``AG_B``), by its first message; 0: at its own."""
+    """Return by how many groups the plan gathers each group ahead of its use (``AG_F`` or ``AG_B``); 0: at its own
+    slot.
+
+    The first message of the group counts. Replicated groups, and groups without a gather, are left out.
+    """
     start = plan.period.forward_start(0) + (0 if kind is Kind.AG_F else plan.profile.forward_slots)
     order = in_order(groups, kind)
     firsts = [start + _first(g, kind) for g in order]
@@ -166,7 +177,9 @@ def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str
 
 
 def in_order(groups: tuple[Group, ...], kind: Kind) -> list[Group]:
-    """Those that FSDP2 gathers for forward, or backward, as it comes to them: outer ones before what they contain."""
+    """Return the groups that FSDP2 gathers in forward (``AG_F``) or backward, in order of use; outer groups before
+    inner ones.
+    """
     used = [g for g in reversed(groups) if kind is Kind.AG_F or g.backward is not None]
     return sorted(used, key=lambda g: _first(g, kind))
 
@@ -178,8 +191,10 @@ def _first(group: Group, kind: Kind) -> int:
 
 
 def ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind, limit: int) -> Ahead:
-    """The lists for ``set_modules_to_forward_prefetch`` (``AG_F``) or ``…_backward_prefetch``: as far ahead as the plan gathers,
-    and ``limit`` groups at most; for backward at least one, which is what FSDP2 does by itself.
+    """Return the lists for ``set_modules_to_forward_prefetch`` (``AG_F``) or ``…_backward_prefetch`` (``AG_B``).
+
+    Each group is prefetched as far ahead as the plan gathers it, at most ``limit`` groups; in backward at least one,
+    which is the default of FSDP2.
     """
     order = in_order(groups, kind)
     far = planned_ahead(plan, groups, kind)

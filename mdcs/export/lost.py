@@ -1,4 +1,4 @@
-"""What of a plan FSDP2, or Megatron-FSDP, cannot do, in sentences."""
+"""Features of a plan that FSDP2 or Megatron-FSDP lacks, as sentences."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MEGATRON = {
 
 @dataclass(frozen=True)
 class Lost:
-    """What is lost, of which units; none: of the whole plan."""
+    """A sentence that says what is lost, and the names of the units that lose it; no units: the whole plan."""
 
     what: str
     units: tuple[str, ...] = ()
 
 
 def lost(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> list[Lost]:
-    """Sentences, each once, with the units that it is true of, in the plan's order."""
+    """Return the sentences, each once, with the names of its units in the plan's order."""
     found: dict[str, list[int]] = {}
     for unit, what in itertools.chain(_of_units(plan, groups), _gathered_later(plan, groups, forward, backward)):
         found.setdefault(what, []).append(unit)
@@ -97,7 +97,7 @@ def _gathered_later(
 
 
 def megatron(plan: Plan) -> dict[str, object]:
-    """The nearest of Megatron-FSDP's modes, which are one for all units, and what is other in it."""
+    """Return the nearest mode of Megatron-FSDP (one mode for all units), and how the plan differs from it."""
     size: Counter[tuple[str, bool]] = Counter()
     for layout, strategy in zip(plan.profile.layouts, plan.strategies, strict=True):
         size[_MEGATRON[strategy], strategy.in_node] += layout.param_bytes

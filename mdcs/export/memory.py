@@ -1,16 +1,17 @@
-"""What FSDP2 holds in an iteration, in bytes per rank: a walk over its slots, as its hooks allocate and free.
+"""Bytes per rank that FSDP2 holds in an iteration: a walk over the slots that allocates and frees as its hooks do.
 
-By torch 2.13's ``torch.distributed.fsdp._fully_shard``; a group's buffers, with P elements on N ranks:
+Follows ``torch.distributed.fsdp._fully_shard`` of torch 2.13. Buffers of a group:
 
-* at rest its shards (of the world, or of a node) and, from their reduction until ``zero_grad``, their gradients; all of them if
-  it is replicated;
-* gathering: a message's buffer beside what it is copied to; in forward the buffer is freed when the next group's has come, or,
-  where gathers are waited for on the host (CPU), at once. A replicated group has a second copy while it is in use;
-* reducing: gradients are copied into a message's buffer and freed; the buffer goes when the next group reduces. gloo reduces
-  a copy of it, from which shards are taken.
+* At rest: its shards (of the world, or of a node). From their reduction until ``zero_grad`` also the shards'
+  gradients. A replicated group holds both whole.
+* Gather: the message's buffer and the parameters that it is copied to. In forward the buffer is freed when the next
+  group's gather has arrived; where the host waits for gathers (CPU), at once. A replicated group has a second copy
+  while it is in use.
+* Reduction: gradients are copied into the message's buffer and freed; the buffer is freed when the next group
+  reduces. gloo reduces a copy of the buffer, and the shards are taken from this copy.
 
-Which bytes are held follows from the order of the host's calls alone, not from timing, but for one: gloo's copy is freed by a
-thread of its own, which on busy cores comes to it after the next slot has begun. It counts until the next message is issued.
+The bytes follow from the order of the host's calls, not from timing, with one exception: a thread frees gloo's copy,
+and on busy cores it does so after the next slot has begun. The walk counts the copy until the next message is issued.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ from mdcs.profile.link import Kind
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """Of one group: into how many parts it is divided; its shards, its parameters whole, their optimizer's state and an update's
-    temporaries; the gradients that autograd makes, the message that they are copied to, and what is left of it.
+    """Bytes of one group on one rank.
+
+    - ``parts``: number of shards (not bytes).
+    - ``shards``: this rank's shard of what is updated.
+    - ``full``: whole parameters.
+    - ``optimizer``: optimizer state.
+    - ``scratch``: temporaries of an update.
+    - ``gradients``: gradients that autograd makes.
+    - ``reduced``: message buffer that the gradients are copied to.
+    - ``kept``: this rank's shard of the gradients after the reduction.
     """
 
     parts: int
@@ -42,7 +51,7 @@ class GroupBytes:
 
     @classmethod
     def of(cls, group: Group, job: Job) -> GroupBytes:
-        """From the units' layouts; torch pads every parameter by itself, which a plan does not know."""
+        """Compute from the units' layouts. torch pads every parameter by itself; a plan does not know this padding."""
         profile, opt = job.profile, job.profile.optimizer
         parts = group.strategy.parts(profile)
         sizes = dict.fromkeys(("shards", "full", "optimizer", "scratch", "gradients", "reduced", "kept"), 0)
@@ -63,7 +72,7 @@ class GroupBytes:
 
 
 class Walk:
-    """One iteration of a job in steady state; ``peak`` has bytes by category, each at its own peak, and the "total"."""
+    """One iteration of a job in steady state; ``peak`` has the peak bytes of each category and of the "total"."""
 
     def __init__(self, job: Job, groups: tuple[Group, ...], forward: Ahead, backward: Ahead, collectives: Collectives) -> None:
         self._profile, self._groups, self._collectives = job.profile, groups, collectives
@@ -73,9 +82,9 @@ class Walk:
         self._live = dict.fromkeys(CATEGORIES, 0)
         self.peak = dict.fromkeys((*CATEGORIES, "total"), 0)
         self._whole: set[str] = set()
-        self._gathered: dict[str, int] = {}  # bytes of messages that nobody has waited for yet
-        self._deferred = self._reduced = 0  # bytes of the last message that was gathered, reduced
-        self._lingering = 0  # of the copy that the backend has reduced
+        self._gathered: dict[str, int] = {}  # bytes of gathers that are issued and not yet waited for
+        self._deferred = self._reduced = 0  # bytes of the last gather's buffer, and of the last reduction's
+        self._lingering = 0  # bytes of the copy that gloo reduces, until the walk counts it as freed
         for size in self._bytes.values():
             self._hold("parameters", size.shards)
             self._hold("optimizer", size.optimizer)
@@ -121,7 +130,7 @@ class Walk:
                     if first:
                         made += self._bytes[g.name].gradients
                         self._hold("gradients", self._bytes[g.name].gradients)
-            # A profile's peak has each gradient as a temporary, which FSDP2 keeps as the gradient.
+            # A profile's peak counts each gradient as a temporary. FSDP2 keeps it, and the walk counts it as "gradients".
             self._computing(max(slot.live, after[q], slot.peak - made))
             self._computing(after[q])
             for g in reversed(order):
@@ -129,7 +138,7 @@ class Walk:
                     self._free(g.name)
                     if last:
                         self._reduce(g)
-        for name in list(self._whole):  # those that no gradient has come by
+        for name in list(self._whole):  # groups whose backward hooks did not run
             self._free(name)
         self._hold("staging", -self._reduced)
         self._reduced = 0
@@ -160,7 +169,7 @@ class Walk:
             self._hold("staging", -message)
 
     def _copied(self, message: int, parts: int) -> int:
-        """What the backend's own algorithm holds beside a gather, for as long as nobody has waited for it."""
+        """Return the bytes of the backend's own buffer for a gather, held until the host waits for the gather."""
         return self._collectives.buffer(Kind.AG_F, message, parts)
 
     def _undefer(self) -> None:

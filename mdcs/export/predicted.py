@@ -1,4 +1,4 @@
-"""What a step of FSDP2 is predicted to take and hold, and how far ahead it should gather."""
+"""Predicted time and memory of a step of FSDP2, and how far ahead FSDP2 should prefetch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
 
-_FARTHEST = 4  # groups ahead
+_FARTHEST = 4  # groups of prefetch
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What each group gathers ahead, and what a step then takes and holds."""
+    """The prefetch lists of all groups, and the predicted step with them."""
 
     forward: Ahead
     backward: Ahead
@@ -31,7 +31,11 @@ class Steps:
 
 
 def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
-    """The fastest within the plan's budget of those that gather no further ahead than the plan; if none fits, the smallest."""
+    """Return the fastest step within the plan's budget among the prefetch limits; if none fits, the one with the lowest
+    peak.
+
+    No group is prefetched further ahead than in the plan (in backward at least by one group, FSDP2's default).
+    """
     made = [
         steps(plan, groups, ahead(plan, groups, Kind.AG_F, limit), ahead(plan, groups, Kind.AG_B, limit))
         for limit in range(_FARTHEST + 1)
@@ -44,9 +48,10 @@ def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What keeps a budget with FSDP2: units that become fsdp (shard units within nodes: hfsdp) and the prediction of a step.
+    """Units to reshard after forward so that FSDP2 keeps the budget, and the predicted step with them.
 
-    ``fits`` is False where all of them together do not: then the prediction is theirs.
+    - ``units``: names of the units that become fsdp (hfsdp where they are sharded within nodes).
+    - ``fits``: False if the budget is exceeded even with all of them; then ``prediction`` is for all of them.
     """
 
     units: tuple[str, ...]
@@ -55,8 +60,9 @@ class Fitting:
 
 
 def fitting(plan: Plan, groups: tuple[Group, ...]) -> Fitting | None:
-    """Fewer bytes for FSDP2: the groups that hold most beyond fsdp become fsdp, one after the other, until the plan's budget is
-    kept. None where it is kept as it is, and without a budget.
+    """Return the units that must become fsdp for the plan's budget; None if it is kept already, or if there is none.
+
+    The groups that hold most bytes beyond fsdp change first, one after the other, until the budget is kept.
     """
     if plan.budget is None or _is_within(plan, best_steps(plan, groups)):
         return None
@@ -81,7 +87,7 @@ def _is_within(plan: Plan, made: Steps) -> bool:
 
 
 def steps(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> Steps:
-    """Its step time is the replay of :func:`as_run`, its memory that of a :class:`~mdcs.export.memory.Walk`."""
+    """Predict a step: its time by a replay of :func:`as_run`, its memory by a :class:`~mdcs.export.memory.Walk`."""
     run = as_run(plan, groups, forward, backward)
     times = replay(run).times
     peak = Walk(plan.job, groups, forward, backward, run.profile.collectives).peak
@@ -92,8 +98,10 @@ def steps(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead
 
 
 def as_run(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> Plan:
-    """The plan that FSDP2 follows: a group's units in one message, gathered where it is listed, reduced when its backward has
-    ended, all updated behind a barrier. On CPUs a reduction is waited for at once.
+    """Return the plan that FSDP2 follows.
+
+    A group's units are one message: gathered where the prefetch lists say, reduced when the group's backward has ended.
+    All updates come after a barrier. With gloo compute waits for a reduction at once.
     """
     backend = plan.profile.collectives.backend
     native = Collectives("native", "native", "native", backend)
@@ -123,7 +131,7 @@ def as_run(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahea
 
 
 def _gatherers(groups: tuple[Group, ...], kind: Kind, lists: Ahead) -> dict[str, Group]:
-    """Name of a group -> the one that gathers it, if it is another."""
+    """Return name of a group -> the group that prefetches it, where there is one."""
     named = {g.name: g for g in in_order(groups, kind)}
     return {target: named[by] for by, targets in lists.items() for target in targets}
 
@@ -141,7 +149,8 @@ def _reduced_at(mix: Mix, group: Group) -> int:
 
 
 def _with_copies(plan: Plan, groups: tuple[Group, ...]) -> Profile:
-    """The profile with what FSDP2 copies in the slots where it does: out of what was gathered, and into what is reduced."""
+    """Return the profile with FSDP2's copies added to its slots: out of gathered buffers, and into reduction buffers.
+    """
     profile, per_byte = plan.profile, plan.profile.copy_seconds_per_byte
     slots = list(profile.slots)
 

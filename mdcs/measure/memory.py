@@ -244,8 +244,8 @@ class CudaMeter:
         self._peak = 0
 
     def _collect(self) -> None:
-        # torch keeps one peak per device. Fold it into the run's peak and the window's peak of every meter, then restart
-        # it. torch restarts its peak at the live bytes, so after a fold both peaks are at least the live bytes.
+        # torch keeps one peak per device. Fold it into the run's peak and the window's peak of every meter, then
+        # restart it. torch restarts its peak at the live bytes, so after a fold both peaks are at least the live bytes.
         highest = self._requested("peak")
         for meter in self._meters:
             if meter._device == self._device:

@@ -1,6 +1,4 @@
-"""The JSON file of an exported plan: calls of fully_shard, features that FSDP2 lacks, predicted time and memory of a
-step.
-"""
+"""The JSON file of an exported plan: calls of fully_shard, features that FSDP2 lacks, the predicted step."""
 
 from __future__ import annotations
 

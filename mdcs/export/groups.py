@@ -62,8 +62,8 @@ Ahead = dict[str, tuple[str, ...]]
 
 
 def effective(strategy: Strategy) -> Strategy:
-    """Return the strategy that FSDP2 runs instead: zero1 becomes sdp, because FSDP2 cannot keep whole parameters at
-    rest.
+    """Return the strategy that FSDP2 runs: zero1 becomes sdp, for FSDP2 keeps no whole parameters at rest beside
+    shards.
     """
     return Strategy.sdp if strategy is Strategy.zero1 else strategy
 
@@ -76,8 +76,7 @@ def modules_of(plan: Plan, unit: int) -> tuple[str, ...]:
 
 
 def groups_of(plan: Plan) -> tuple[Group, ...]:
-    """Return the groups in the order in which fully_shard must be called: inner modules first, the model itself last.
-    """
+    """Return the groups in the order in which fully_shard must be called: inner modules first, the model last."""
     members: list[set[int]] = []
     of: dict[str, set[int]] = {}
     for u in range(len(plan.profile.units)):
@@ -158,10 +157,10 @@ def _one_group(plan: Plan, before: set[int], after: set[int], together: dict[tup
 
 
 def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str, int]:
-    """Return by how many groups the plan gathers each group ahead of its use (``AG_F`` or ``AG_B``); 0: at its own
-    slot.
+    """Return by how many groups the plan gathers each group ahead of its use; 0: at its own slot.
 
-    The first message of the group counts. Replicated groups, and groups without a gather, are left out.
+    ``kind`` is ``AG_F`` or ``AG_B``. The first message of the group counts. Replicated groups, and groups without a
+    gather, are left out.
     """
     start = plan.period.forward_start(0) + (0 if kind is Kind.AG_F else plan.profile.forward_slots)
     order = in_order(groups, kind)
@@ -177,8 +176,9 @@ def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str
 
 
 def in_order(groups: tuple[Group, ...], kind: Kind) -> list[Group]:
-    """Return the groups that FSDP2 gathers in forward (``AG_F``) or backward, in order of use; outer groups before
-    inner ones.
+    """Return the groups that FSDP2 gathers, in order of use; outer groups before the groups inside them.
+
+    ``kind`` is ``AG_F`` for forward, another gather for backward.
     """
     used = [g for g in reversed(groups) if kind is Kind.AG_F or g.backward is not None]
     return sorted(used, key=lambda g: _first(g, kind))

@@ -130,7 +130,7 @@ class Walk:
                     if first:
                         made += self._bytes[g.name].gradients
                         self._hold("gradients", self._bytes[g.name].gradients)
-            # A profile's peak counts each gradient as a temporary. FSDP2 keeps it, and the walk counts it as "gradients".
+            # A profile's peak counts each gradient as a temporary. FSDP2 keeps it: it is in "gradients" here.
             self._computing(max(slot.live, after[q], slot.peak - made))
             self._computing(after[q])
             for g in reversed(order):

@@ -31,8 +31,7 @@ class Steps:
 
 
 def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
-    """Return the fastest step within the plan's budget among the prefetch limits; if none fits, the one with the lowest
-    peak.
+    """Return the fastest step within the plan's budget among the prefetch limits; if none fits, the smallest peak.
 
     No group is prefetched further ahead than in the plan (in backward at least by one group, FSDP2's default).
     """
@@ -149,8 +148,7 @@ def _reduced_at(mix: Mix, group: Group) -> int:
 
 
 def _with_copies(plan: Plan, groups: tuple[Group, ...]) -> Profile:
-    """Return the profile with FSDP2's copies added to its slots: out of gathered buffers, and into reduction buffers.
-    """
+    """Return the profile with FSDP2's copies added to its slots: out of gathers, and into reductions."""
     profile, per_byte = plan.profile, plan.profile.copy_seconds_per_byte
     slots = list(profile.slots)
 

@@ -1,6 +1,7 @@
-"""Folders of checkpoints: ``ROOT/step-00000100`` counts once it has that name, which it gets last, with its manifest inside.
+"""Checkpoint folders: ``ROOT/step-00000100`` is complete once it has this name; it is renamed to it last.
 
-The manifest has the size and the SHA-256 of every file. What is being written or deleted has another name.
+The manifest inside has the size and the SHA-256 of every file. A folder that is being written or deleted has another
+name.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ _PARTIAL = ".partial"
 _NAME = re.compile(r"step-(\d+)")
 
 Sums = dict[str, list[Any]]
-"""By file: its size in bytes and its SHA-256."""
+"""By file name: [size in bytes, SHA-256]."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: names the folder, and the file or parameter."""
+    """A checkpoint that cannot be used: the message names the folder, and the file or parameter."""
 
 
 def name_of(step: int) -> str:
-    """Of the folder of a step."""
+    """Return the name of the folder of a step."""
     return f"step-{step:08}"
 
 
 def is_name(text: str) -> bool:
-    """Whether a folder of this name is that of one step."""
+    """Return whether this is the name of one step's folder."""
     return _NAME.fullmatch(text) is not None
 
 
 def partial(root: Path, step: int) -> Path:
-    """The folder in which a step is written before it counts."""
+    """Return the folder in which a step is written before it is complete."""
     return root / (name_of(step) + _PARTIAL)
 
 
 def begin(root: Path, step: int) -> Path:
-    """Make that folder, empty; what others have left half-written or half-deleted goes."""
+    """Make the partial folder of a step, empty; delete folders that others left half-written or half-deleted."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f"step-*{_PARTIAL}"):
         shutil.rmtree(left)
@@ -53,14 +54,14 @@ def begin(root: Path, step: int) -> Path:
 
 
 def sums(files: Iterable[Path]) -> Sums:
-    """Of files that are written."""
+    """Return size and SHA-256 of files that are written."""
     return {file.name: [file.stat().st_size, _sha256(file)] for file in files}
 
 
 def finish(root: Path, step: int, files: Sums, **about: Any) -> Path:
-    """Write the manifest, and let the folder count. One of this step that was there before goes.
+    """Write the manifest, then rename the folder so that it counts as complete. Replaces an older folder of this step.
 
-    Raises CheckpointError for a file that some rank has written elsewhere.
+    Raises CheckpointError for a file that some rank wrote to another file system.
     """
     writing, made = partial(root, step), root / name_of(step)
     for name, (size, _) in files.items():
@@ -81,19 +82,22 @@ def finish(root: Path, step: int, files: Sums, **about: Any) -> Path:
 
 
 def keep_last(root: Path, count: int) -> None:
-    """Delete all but the newest that count."""
+    """Delete all complete folders but the newest ``count``."""
     for folder in found(root)[count:]:
         _delete(folder)
 
 
 def found(root: Path) -> list[Path]:
-    """The folders that count, the newest first."""
+    """Return the complete folders, the newest first."""
     steps = {int(match[1]): path for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name))}
     return [steps[step] for step in sorted(steps, reverse=True)]
 
 
 def problem(folder: Path, rank: int = 0, world: int = 1) -> str | None:
-    """Why a folder cannot be used, with the file's name, as far as one of the ranks that share the work can tell."""
+    """Return why a folder cannot be used, with the file's name; None if this rank finds nothing wrong.
+
+    The ``world`` ranks share the files: each checks the size and the SHA-256 of every ``world``-th file.
+    """
     try:
         manifest = read(folder)
         for file, (size, sha256) in [*manifest["files"].items()][rank::world]:
@@ -112,7 +116,7 @@ def problem(folder: Path, rank: int = 0, world: int = 1) -> str | None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest. Raises CheckpointError for one that is not there, or not whole."""
+    """Return the manifest. Raises CheckpointError if it is missing, damaged, or of another schema."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         whole = manifest.pop("sha256") == _sha256_of(manifest)
@@ -129,7 +133,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _delete(folder: Path) -> None:
-    """At once for whoever looks for folders that count."""
+    """Rename first, so that the folder stops counting as complete before its files go."""
     gone = folder.with_name(f"{folder.name}.deleted{_PARTIAL}")
     folder.rename(gone)
     shutil.rmtree(gone)
@@ -148,7 +152,7 @@ def _sha256_of(manifest: dict[str, Any]) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Names in a folder survive a crash of the machine once it is synced."""
+    """Sync the folder: its new names then survive a crash of the machine."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

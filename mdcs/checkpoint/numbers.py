@@ -1,4 +1,4 @@
-"""What a checkpoint has beside tensors of the model: plain values in files of their own, random numbers among them."""
+"""The rest of a checkpoint besides the model's tensors: plain values in files of their own, and random states."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 RUN = "run.pt"
-"""The file of what all ranks have in common."""
+"""Name of the file with the values that all ranks have in common."""
 
 
 def save(file: Path, value: Any, what: str) -> None:
-    """Raises ValueError, with ``what`` it was, for what :func:`load` could not read again."""
+    """Write a value with ``torch.save``. Raises ValueError, naming ``what`` it is, for a value that :func:`load` would
+    refuse.
+    """
     data = io.BytesIO()
     try:
         torch.save(value, data)
@@ -28,12 +30,12 @@ def save(file: Path, value: Any, what: str) -> None:
 
 
 def load(file: Path) -> Any:
-    """What was saved, on the host; nothing is called that a file names."""
+    """Return a saved value, on the host. Runs no code that the file names (``weights_only``)."""
     return torch.load(file, weights_only=True, map_location="cpu")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of torch, of a CUDA device, of Python and of numpy."""
+    """Return the random state of torch, of a CUDA device, of Python and of numpy."""
     name, words, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -44,7 +46,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(saved: dict[str, Any], device: torch.device) -> None:
-    """Go on with the random numbers from there."""
+    """Restore the random state that :func:`random_state` returned."""
     torch.set_rng_state(saved["torch"])
     if device.type == "cuda" and saved["device"] is not None:
         torch.cuda.set_rng_state(saved["device"], device)

@@ -1,7 +1,7 @@
 """Tensors of which a rank has pieces, written and read by torch.distributed.checkpoint (DCP).
 
-A piece is a run of elements, in the order of the plain tensor, at its true offset and without padding. DCP knows boxes of a
-tensor's own shape, and a run is a few of them: so any program reads the whole tensor under its plain name.
+A piece is a run of elements, in the order of the plain tensor, at its true offset and without padding. DCP knows
+only boxes of a tensor's own shape. A run is a few boxes, so any program can read the whole tensor under its plain name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-# As torch's own converters do: the public functions of torch 2.6 cannot be told to ask no other ranks.
+# Private, as in torch's own converters: the public functions of torch 2.6 always communicate with other ranks.
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
@@ -41,7 +41,8 @@ Shape = tuple[int, ...]
 
 
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Offsets and sizes of the boxes, in order, that are elements ``start`` to ``stop`` of a tensor in row-major order."""
+    """Yield (offsets, sizes) of the boxes, in order, that cover elements ``start`` to ``stop`` of a row-major tensor.
+    """
     if not shape:
         yield (), ()
         return
@@ -61,14 +62,14 @@ def _row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape,
 
 
 class Pieces:
-    """What this rank has of a tensor, as DCP asks for it: the views that it reads from, or into."""
+    """This rank's pieces of a tensor, as views that DCP reads from or writes into."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = torch.Size(shape), dtype
         self._boxes: list[tuple[ChunkStorageMetadata, Tensor]] = []
 
     def add(self, start: int, values: Tensor) -> None:
-        """Flat values of the elements from ``start`` on."""
+        """Add the elements from ``start`` on; ``values`` is flat."""
         at = 0
         for offsets, sizes in boxes(self.shape, start, start + values.numel()):
             n = math.prod(sizes)
@@ -77,18 +78,18 @@ class Pieces:
             at += n
 
     def staged(self) -> Pieces:
-        """The same, copied to the host."""
+        """Return a copy on the host."""
         copy = Pieces(self.shape, self.dtype)
         copy._boxes = [(box, values.to("cpu", copy=True)) for box, values in self._boxes]
         return copy
 
     @property
     def bytes(self) -> int:
-        """Of all pieces together."""
+        """Bytes of all pieces together."""
         return sum(values.numel() * values.element_size() for _, values in self._boxes)
 
     def size(self) -> torch.Size:
-        """That of the whole tensor, which DCP compares."""
+        """Return the shape of the whole tensor, which DCP compares."""
         return self.shape
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -110,11 +111,12 @@ class Pieces:
 
 
 Tree = dict[str, Any]
-"""Nested mappings; their leaves are tensors and Pieces. Names of levels joined by dots are names in DCP."""
+"""Nested mappings whose leaves are tensors and Pieces. The names of the levels, joined by dots, are the names in DCP.
+"""
 
 
 def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Paths and leaves."""
+    """Yield (path, leaf) of a tree."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, (*path, name))
@@ -123,7 +125,7 @@ def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def planted(found: Iterable[tuple[tuple[str, ...], Any]]) -> Tree:
-    """The tree of paths and leaves."""
+    """Return the tree of these (path, leaf) pairs; the inverse of :func:`leaves`."""
     tree: Tree = {}
     for path, leaf in found:
         at = tree
@@ -141,7 +143,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Tree, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner({}, metadata, is_coordinator)  # it would drop what is no tensor
+        super().set_up_planner({}, metadata, is_coordinator)  # given the state dict, it would drop Pieces
         self.state_dict = {".".join(path): leaf for path, leaf in leaves(state_dict)}
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -150,9 +152,9 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def save(folder: Path, tree: Tree, group: dist.ProcessGroup | None) -> None:
-    """Write every rank's tree; all ranks of the group (None: there is this one) must call it.
+    """Write every rank's tree. Collective over the group (None: this process alone).
 
-    Raises RanksFailed on all of them.
+    Raises RanksFailed on all ranks.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     with _told():
@@ -160,13 +162,13 @@ def save(folder: Path, tree: Tree, group: dist.ProcessGroup | None) -> None:
 
 
 def load(folder: Path, tree: Tree) -> None:
-    """Read into what the tree has, on this rank alone. Raises RanksFailed that names what the checkpoint does not have."""
+    """Read into the tensors and Pieces of the tree, on this rank alone. Raises RanksFailed, naming what is missing."""
     with _told():
         _load_state_dict(tree, _Reader(folder), no_dist=True, planner=_LoadPlanner())
 
 
 class RanksFailed(RuntimeError):
-    """``problems``, by rank."""
+    """Problems by rank, in ``problems``."""
 
     def __init__(self, problems: dict[int, str]) -> None:
         super().__init__("; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
@@ -175,7 +177,7 @@ class RanksFailed(RuntimeError):
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """DCP's own exception is no Exception, and tells traces."""
+    """Turn DCP's exception into RanksFailed: DCP's is no subclass of Exception, and its text has tracebacks."""
     try:
         yield
     except CheckpointException as error:
@@ -183,14 +185,14 @@ def _told() -> Iterator[None]:
 
 
 def whole(folder: Path) -> Tree:
-    """Everything that was saved, as plain tensors on the host."""
+    """Return everything that was saved, as plain tensors on the host."""
     tree = planted((path, torch.empty(t.size, dtype=t.properties.dtype)) for path, t in described(folder).items())
     load(folder, tree)
     return tree
 
 
 def described(folder: Path) -> Mapping[tuple[str, ...], TensorStorageMetadata]:
-    """Shape and type of everything that was saved, by its path in the tree."""
+    """Return shape and type of everything that was saved, by its path in the tree."""
     metadata = _Reader(folder).read_metadata()
     tensors = metadata.state_dict_metadata.items()
     return {metadata.planner_data[name]: t for name, t in tensors if isinstance(t, TensorStorageMetadata)}
@@ -206,7 +208,7 @@ class _Reader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """DCP's metadata is a pickle: names of its own records and of torch's types are all that it may call."""
+    """Reads DCP's metadata, a pickle, and lets it name only DCP's records and torch's types."""
 
     def find_class(self, module: str, name: str) -> Any:
         records = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")

@@ -1,4 +1,4 @@
-"""Checkpoints without ranks: whole, for plain PyTorch and for Hugging Face's libraries."""
+"""Checkpoints without ranks: read whole, for plain PyTorch and for Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from mdcs.checkpoint.numbers import RUN
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint on the host: ``model`` and ``optimizer``, as ``load_state_dict`` of plain ones take them, and ``step``.
+    """Return a checkpoint on the host: ``model`` and ``optimizer`` for a plain ``load_state_dict``, and ``step``.
 
-    ``path`` is that of a step, or the root, of which the newest that is whole is read, with a warning for every newer one.
-    ``torch.save`` writes what comes back, and ``weights_only`` reads it. Raises CheckpointError where none is whole.
+    ``path`` is a step's folder, or the root: then the newest usable checkpoint is read, with a warning for every newer
+    one. ``torch.save`` can write the result, and ``weights_only`` can read it back. Raises CheckpointError if no
+    checkpoint is usable.
     """
     chosen = _choose(Path(path))
     run = numbers.load(chosen / RUN)
@@ -32,10 +33,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 class Pretrained(Protocol):
-    """A model of transformers, as far as it matters here."""
+    """The part of a transformers model that :func:`export_pretrained` uses."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By plain name."""
+        """Return its tensors by plain name."""
         ...
 
     def save_pretrained(self, save_directory: str, *, state_dict: dict[str, Tensor]) -> object:
@@ -44,10 +45,10 @@ class Pretrained(Protocol):
 
 
 def export_pretrained(path: str | Path, model: Pretrained, to: str | Path, *, prefix: str = "") -> None:
-    """Write a checkpoint in Hugging Face's layout, for ``from_pretrained``, in the precision that ``model`` has.
+    """Write a checkpoint in Hugging Face's layout, for ``from_pretrained``, in the precision of ``model``.
 
-    ``model`` has the configuration; its weights are left alone. It is named ``prefix`` (such as "model.") in the one that was
-    trained. Raises CheckpointError, by name, for a parameter that the checkpoint lacks.
+    ``model`` gives the configuration; its weights do not change. ``prefix`` (such as "model.") is the name of ``model``
+    inside the model that was trained. Raises CheckpointError, by name, for a parameter that the checkpoint lacks.
     """
     saved, weights = read_checkpoint(path)["model"], {}
     for name, value in model.state_dict().items():

@@ -1,4 +1,4 @@
 """A live model: its units, the hooks that turn its passes into slots, and facts about its optimizer.
 
-The one part below the runtime that needs torch. Imports nothing else of mdcs.
+The only package below the runtime that needs torch, besides `mdcs.checkpoint`. Imports nothing else of mdcs.
 """

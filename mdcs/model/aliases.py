@@ -1,7 +1,7 @@
-"""Memory that a model holds under two names, of which a plan could move only one.
+"""Memory that a model holds under two names: a plan can move only one of them.
 
-A run gives parameters memory of their own. A second parameter, a buffer or an attribute over the same memory would then
-keep the first values, in silence. Overlaps are found by address, not by type.
+A run gives parameters memory of their own. A second parameter, a buffer or an attribute over the same memory would
+silently keep the first values. Overlaps are found by address, not by type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_MOST_OBJECTS = 100_000  # that are looked at: a module may hold a data set
+_MOST_OBJECTS = 100_000  # objects visited at most: a module may hold a data set
 _OPAQUE = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType, types.FrameType,
 )  # fmt: skip
@@ -27,7 +27,7 @@ _REGISTERED = {"_parameters", "_buffers", "_modules"}
 class Alias(NamedTuple):
     """A tensor that the model holds at ``path``, and the name of the parameter whose memory it shares.
 
-    The reference is weak, so that nothing here keeps memory that the model lets go.
+    The reference is weak: an Alias must not keep memory alive that the model has released.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Alias(NamedTuple):
 
 
 class _Region(NamedTuple):
-    """The bytes [begin, end) from a tensor's first element to its last, in one space of addresses."""
+    """The bytes [begin, end) from a tensor's first element to its last, in one address space."""
 
     space: Any
     begin: int
@@ -46,7 +46,9 @@ class _Region(NamedTuple):
 
 
 def shared_parameters(model: nn.Module) -> tuple[str, str, bool] | None:
-    """Two names of parameters that share memory, the later one first, and whether they share all; None if none do."""
+    """Return the names of two parameters that share memory (the later first) and whether they share all; None if none
+    do.
+    """
     active: list[_Region] = []
     found: list[tuple[str, str, bool]] = []
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
@@ -61,7 +63,7 @@ def shared_parameters(model: nn.Module) -> tuple[str, str, bool] | None:
 
 
 def folded_parameter(model: nn.Module) -> str | None:
-    """The name of a parameter of which several elements are the same memory, as ``expand`` makes them."""
+    """Return the name of a parameter several elements of which are the same memory (``expand`` makes such); or None."""
     for region in _regions(model.named_parameters()):
         if region.tensor.numel() * region.tensor.element_size() > region.end - region.begin:
             return region.name
@@ -69,24 +71,26 @@ def folded_parameter(model: nn.Module) -> str | None:
 
 
 def buffer_over_parameter(model: nn.Module) -> Alias | None:
-    """A buffer that shares memory with a parameter."""
+    """Return a buffer that shares memory with a parameter, or None."""
     found = _over(model, ((name, b) for name, b in model.named_buffers() if b.layout is torch.strided))
     return found[0] if found else None
 
 
 def attributes_over_parameters(model: nn.Module) -> list[Alias]:
-    """Tensors over a parameter's memory that modules hold in attributes, containers, objects and closures."""
+    """Return the tensors over a parameter's memory that modules hold in attributes, containers, objects and closures.
+    """
     return _over(model, _held(model))
 
 
 def still_held(model: nn.Module, found: Sequence[Alias]) -> Alias | None:
-    """The first of what was found that the model holds yet: its forward has not put another tensor in its place."""
+    """Return the first alias of ``found`` whose tensor the model still holds; None if forward has replaced all of them.
+    """
     now = {id(tensor) for _, tensor in _held(model)} if found else set()
     return next((alias for alias in found if alias.tensor() is not None and id(alias.tensor()) in now), None)
 
 
 def _over(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[Alias]:
-    """In the order of ``tensors``."""
+    """Return those of ``tensors`` that overlap a parameter, in the order of ``tensors``."""
     own = {id(p) for p in model.parameters()}
     regions = _regions(model.named_parameters())
     begins = [(str(r.space), r.begin) for r in regions]
@@ -104,7 +108,7 @@ def _over(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[Alias
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that modules hold outside of their parameters and buffers, with the attribute that leads to them."""
+    """Yield the tensors that modules hold outside of parameters and buffers, with the attribute that leads to each."""
     modules = dict(model.named_modules())
     registered = {id(m) for m in modules.values()}
     seen: set[int] = set()
@@ -117,7 +121,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         path, value = queue.popleft()
         if isinstance(value, _OPAQUE) or id(value) in seen or id(value) in registered:
             continue
-        if type(value).__module__.partition(".")[0] == "mdcs":  # a run's own, whose buffers parameters are views of
+        if type(value).__module__.partition(".")[0] == "mdcs":  # objects of a run: its flat buffers lie under the parameters by design
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
@@ -127,23 +131,24 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _inside(value: Any) -> Sequence[Any]:
-    """What an object refers to; of a function what it closes over, not the globals of its module."""
+    """Return the objects that an object refers to. For a function: its closure and defaults, not its module's globals.
+    """
     if isinstance(value, types.FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
     return gc.get_referents(value)
 
 
 def _regions(named: Iterable[tuple[str, Tensor]]) -> list[_Region]:
-    """In the order of their addresses, those that have memory; what stands for memory on the meta device included."""
+    """Return the regions of the tensors that have memory, by address; on the meta device by storage and offset."""
     out = []
-    with torch._C.DisableTorchFunctionSubclass():  # parameters that a run has closed tell where they are, too
+    with torch._C.DisableTorchFunctionSubclass():  # closed parameters would refuse these calls
         for name, tensor in named:
             try:
                 storage = tensor.untyped_storage()
                 if not tensor.numel() or not storage.nbytes():
                     continue
                 size, span = tensor.element_size(), _span(tensor)
-            except (RuntimeError, NotImplementedError):  # tensors around tensors, without strides or without memory
+            except (RuntimeError, NotImplementedError):  # wrapper subclasses, tensors without strides or without memory
                 continue
             if tensor.is_meta:
                 space, begin = ("meta", storage._cdata), tensor.storage_offset() * size
@@ -154,19 +159,19 @@ def _regions(named: Iterable[tuple[str, Tensor]]) -> list[_Region]:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last in memory."""
+    """Return the number of elements from the first to the last in memory, gaps included."""
     return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _same(a: _Region, b: _Region) -> bool:
-    """Whether every element of one is that of the other at the same place."""
+    """Return whether both regions are the same elements in the same places."""
     with torch._C.DisableTorchFunctionSubclass():
         alike = [(r.begin, r.tensor.dtype, r.tensor.shape, r.tensor.stride()) for r in (a, b)]
     return alike[0] == alike[1]
 
 
 def _overlap(a: _Region, b: _Region) -> bool:
-    """Whether regions that meet have an element in common: the halves of a matrix, left and right, have none."""
+    """Return whether two regions that intersect share an element: the left and right halves of a matrix share none."""
     with torch._C.DisableTorchFunctionSubclass():
         if all(_span(r.tensor) == r.tensor.numel() for r in (a, b)) or a.tensor.element_size() != b.tensor.element_size():
             return True

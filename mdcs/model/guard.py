@@ -1,7 +1,7 @@
-"""Parameters that say no: while the values of some are not there, whatever would read or change them raises.
+"""Guarded parameters: while their values are not in memory, a read or a change of a parameter raises.
 
-A closed parameter is the same object of another class, whose ``__torch_function__`` sees every use of it from Python. So
-nothing is intercepted while it is open, autograd's own work never is, and opening or closing one takes 0.1 µs.
+A closed parameter is the same object with another class, whose ``__torch_function__`` sees every use from Python. An
+open parameter therefore costs nothing, autograd's own work is never intercepted, and opening or closing takes 0.1 µs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 GRADIENT, THAW = ".grad", "requires_grad_"
 
 Refuse = Callable[[str, str], Exception | None]
-"""From a parameter's name and what was tried with it (a torch function's name, GRADIENT or THAW), what to raise; None: let it."""
+"""(parameter's name, use) -> the exception to raise, or None to allow the use.
+
+The use is a torch function's name, GRADIENT or THAW.
+"""
 
 
-_TENSOR: Any = Tensor  # its attributes are descriptors, which its annotations do not say
+_TENSOR: Any = Tensor  # typed Any: its attributes are descriptors, and its annotations do not say so
 
 
 def _getters(*names: str) -> set[Any]:
@@ -44,7 +47,7 @@ _LIKE = {
     *(getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
     *(getattr(Tensor, f"new_{name}") for name in ("empty", "empty_strided", "full", "ones", "tensor", "zeros")),
 }
-"""Make a tensor of the first argument's shape, type or device, whose values they do not read."""
+"""Functions that take shape, type or device from their first argument and do not read its values."""
 _NAMES = {
     _TENSOR.data.__get__: ".data", _TENSOR.data.__set__: ".data", _TENSOR.grad.__get__: GRADIENT,
     _TENSOR.grad.__set__: GRADIENT, _TENSOR.grad.__delete__: GRADIENT,
@@ -53,16 +56,16 @@ _NAMES = {
 
 
 class Closed:
-    """The class of closed parameters, with their own one; ``guard`` is that of all of them.
+    """Base class of closed parameters, mixed with the parameter's own class; ``guard`` is the guard of all of them.
 
-    It is a weak reference: a class is garbage of the kind that is collected late, and must not keep parameters until then.
+    The reference is weak: a class is garbage that is collected late, and must not keep parameters alive until then.
     """
 
     guard: weakref.ref[Guard]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let metadata through, refuse everything else."""
+        """Allow reads of metadata, refuse everything else."""
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _HARMLESS:
                 what: str = _NAMES.get(func) or getattr(func, "__name__", "") or str(func)
@@ -101,7 +104,7 @@ def _closed(values: Iterable[Any]) -> Iterator[Closed]:
 
 
 class Guard:
-    """Opens and closes ``parameters``, which are open at first. ``refuse`` says what using a closed one raises."""
+    """Opens and closes ``parameters`` together; they start open. ``refuse`` chooses the error of a use while closed."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], refuse: Refuse) -> None:
         self._refuse, self.is_open = refuse, True
@@ -111,25 +114,25 @@ class Guard:
         return type(f"Closed{own.__name__}", (Closed, own), {"guard": weakref.ref(self)})
 
     def open(self) -> None:
-        """Let the parameters be used by all."""
+        """Allow every use of the parameters."""
         if not self.is_open:
             self.is_open = True
             for _, p, own, _ in self._parameters:
                 p.__class__ = own
 
     def close(self) -> None:
-        """Refuse every use of the parameters, autograd's excepted."""
+        """Refuse every use of the parameters except autograd's."""
         if self.is_open:
             self.is_open = False
             for _, p, _, closed in self._parameters:
                 p.__class__ = closed
 
     def name_of(self, parameter: Any) -> str:
-        """Of one of its parameters."""
+        """Return the name of one of its parameters."""
         return next(name for name, p, _, _ in self._parameters if p is parameter)
 
     def refuse(self, parameter: Any, what: str) -> None:
-        """Raise what a use of the closed ``parameter`` comes to."""
+        """Raise the error for this use of the closed ``parameter``, unless the use is allowed."""
         error = self._refuse(self.name_of(parameter), what)
         if error is not None:
             raise error

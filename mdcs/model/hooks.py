@@ -1,7 +1,7 @@
-"""Turns module and gradient hooks into slots: what the profiler measures and the runtime schedules.
+"""Module and gradient hooks that turn passes into slots, which the profiler measures and the runtime schedules.
 
-A slot begins when the forward of a unit's module begins, or when the gradient of its output is ready. The
-order is that of execution, so modules called twice, tied parameters and nested units need no special case.
+A slot begins when the forward of a unit's module begins, or when the gradient of its output is ready. Slots follow the
+order of execution, so modules called twice, tied parameters and nested units need no special case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mdcs.model.units import ModelUnit, UnsupportedModel
 
 
 class Listener(Protocol):
-    """Is told, in order, what happens. Units are indices into the list that the hooks were made for."""
+    """Receives the events of a pass, in order. Units are indices into the list that the hooks were made for."""
 
     def forward_begin(self, unit: int) -> None:
         """A forward slot of the unit begins: its parameters are used from now on."""
@@ -33,22 +33,22 @@ class Listener(Protocol):
         """A module of the unit returned: the forward slot goes on until the next one begins."""
 
     def backward_begin(self, unit: int) -> None:
-        """A backward slot of the unit begins: the gradient of an output of its is there."""
+        """A backward slot of the unit begins: the gradient of one of its outputs is ready."""
 
     def recomputed(self, unit: int) -> None:
-        """The unit's forward runs again inside backward (activation checkpointing): it uses the parameters now."""
+        """The unit's forward runs again inside backward (activation checkpointing) and uses the parameters now."""
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
-        """The unit's parameter ``index`` has its gradient of this pass in ``parameter.grad``."""
+        """The gradient of this pass for the unit's parameter ``index`` is in ``parameter.grad``."""
 
     def backward_end(self) -> None:
-        """The backward pass is over: no gradient comes any more."""
+        """The backward pass is over: no more gradients follow."""
 
 
 class Hooks:
-    """Installed hooks, which tell ``listener``; :meth:`remove` takes them off.
+    """Installed hooks that call ``listener``; :meth:`remove` removes them.
 
-    Only forward passes with gradients enabled make slots, and those of frozen units, which often run without.
+    Forward passes make slots only while gradients are enabled, except those of frozen units, which often run without.
     """
 
     def __init__(self, units: Sequence[ModelUnit], listener: Listener) -> None:
@@ -58,7 +58,7 @@ class Hooks:
         for u, unit in enumerate(units):
             for module in unit.modules:
                 self._handles.append(PlainCopies(module))
-                # Ahead of hooks that others have put there: those may read parameters, as weight_norm's does.
+                # prepend: hooks of others may read parameters, as weight_norm's does.
                 before, after = self._before(u, unit), self._after(u, unit.trainable)
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
                 self._handles.append(module.register_forward_hook(ModuleHook(after)))
@@ -67,7 +67,7 @@ class Hooks:
                     self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i, name)))
 
     def remove(self) -> None:
-        """Take all hooks off; the listener hears nothing more."""
+        """Remove all hooks; the listener is not called any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -79,7 +79,7 @@ class Hooks:
         return inside
 
     def _skip(self, trainable: bool) -> bool:
-        # A forward inside backward is activation checkpointing: its slot is the backward slot it runs in.
+        # A forward inside backward is activation checkpointing: it belongs to the backward slot in which it runs.
         return self.in_backward or trainable and not torch.is_grad_enabled()
 
     def _before(self, unit: int, of: ModelUnit) -> Any:
@@ -87,7 +87,7 @@ class Hooks:
             if not self._skip(of.trainable):
                 _refuse_transforms(of)
                 _refuse_compiled_autograd(of)
-                self._end_queued = False  # a backward that raised has not said that it ended
+                self._end_queued = False  # a backward that raised did not run its callback
                 self._listener.forward_begin(unit)
             elif self.in_backward:
                 self._listener.recomputed(unit)
@@ -98,7 +98,7 @@ class Hooks:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._skip(trainable):
                 return
-            seen: set[int] = set()  # backward passes: an output of several tensors begins one slot in each
+            seen: set[int] = set()  # backward passes seen: an output of several tensors begins one slot in each pass
             self_ref = weakref.ref(self)
 
             def begin(grad: Tensor) -> None:
@@ -111,7 +111,7 @@ class Hooks:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(begin)
-                    # A view that is changed in place is made anew from its base, and its own hook is lost.
+                    # Autograd rebuilds a view that is changed in place from its base; the view's own hook is lost.
                     if tensor._base is not None and tensor._base.grad_fn is not None:
                         tensor._base.register_hook(begin)
             self._listener.forward_end(unit)
@@ -138,7 +138,9 @@ class Hooks:
 
 
 def _refuse_transforms(unit: ModelUnit) -> None:
-    """Raise UnsupportedModel inside of torch.func: its gradients pass the hooks by, and it lets no message be received."""
+    """Raise UnsupportedModel inside of torch.func: its gradients bypass the hooks, and no message can be received
+    there.
+    """
     if torch._C._functorch.peek_interpreter_stack() is None:
         return
     names = [str(level.key()).rpartition(".")[2].lower() for level in torch._C._functorch.get_interpreter_stack() or ()]
@@ -150,10 +152,11 @@ def _refuse_transforms(unit: ModelUnit) -> None:
 
 
 class PlainCopies:
-    """Lets copies and pickles of a module be without the hooks of a run: for a process that has not this package, too.
+    """Keeps the run's hooks out of copies and pickles of a module, so that a process without this package can load
+    them.
 
-    ``copy.deepcopy`` and ``pickle`` ask an object, before its class, for ``__reduce_ex__``: this is the module's. Its reference
-    to the module is weak, so that a model that is let go is freed at once.
+    ``copy.deepcopy`` and ``pickle`` look for ``__reduce_ex__`` on the object before its class; this object takes that
+    place. Its reference to the module is weak, so that a released model is freed at once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -167,7 +170,7 @@ class PlainCopies:
             del vars(module)[_REDUCE]
 
     def __call__(self, protocol: Any) -> Any:
-        """What pickle makes the copy of."""
+        """Return the pickle reduction of the module, without the run's hooks."""
         module = self._module()
         if module is None:
             raise pickle.PicklingError("this module's class has copied it in its own way while a plan ran: copy it after close()")
@@ -179,7 +182,7 @@ class PlainCopies:
 
 
     def __deepcopy__(self, memo: Any) -> PlainCopies:
-        twin = copy.copy(self)  # of a class that copies all attributes: it must not stand for the first module
+        twin = copy.copy(self)  # for classes that deep-copy all attributes: the copy must not reduce to the first module
         twin._module = _gone
         return twin
 
@@ -200,8 +203,8 @@ def _without_hooks(value: Any) -> Any:
 class ModuleHook:
     """A hook that torch.compile leaves out of what it compiles.
 
-    Where a module's class copies it in a way of its own, past :class:`PlainCopies`, the copy has a hook of Python's that does
-    nothing.
+    Some classes copy their modules without :class:`PlainCopies`. The hook in such a copy pickles as a function of the
+    standard library that does nothing.
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
@@ -223,7 +226,7 @@ _WHOLE_GRAPHS = (
 
 
 def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, of which torch.compile says why it breaks a graph, from torch 2.7 on."""
+    """Return the hook excluded from torch.compile, with the reason for the graph break (torch 2.7 and later)."""
     try:
         disabled: Callable[..., None] = torch.compiler.disable(hook, reason=_WHOLE_GRAPHS)
     except TypeError:
@@ -232,7 +235,7 @@ def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_compiled_autograd(unit: ModelUnit) -> None:
-    """Raise UnsupportedModel where backward is compiled, too: it calls hooks when it is traced, and no message is sent then."""
+    """Raise UnsupportedModel under compiled autograd: it calls hooks while tracing, when no message can be sent."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and getattr(compiled, "compiled_autograd_enabled", False):
         raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""The sizes of a batch, as the first module of a step is called with it: they tell a larger batch from the profiled one."""
+"""The sizes of a batch, read from the first module call of a step: they tell a larger batch from the profiled one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ INPUTS = "inputs"
 """Key of a profile's ``about``: sizes of the profiled batch, in words."""
 
 Sizes = tuple[int, ...]
-"""Of a tensor, by dimension."""
+"""Shape of a tensor."""
 
 
 class BatchSizes:
-    """Listens to modules; :attr:`sizes` are those of the largest first tensor that the first of them was called with."""
+    """Listens to modules; :attr:`sizes` is the shape of the step's input, None before the first call.
+
+    The input is the first tensor among the arguments of the first module that runs; of several calls of this module,
+    the largest input counts.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.restart()
         self.handles = [m.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True) for m in modules]
 
     def restart(self) -> None:
-        """Forget what was seen: a step begins."""
+        """Forget the sizes: a new step begins."""
         self.sizes: Sizes | None = None
         self._first: nn.Module | None = None
 
     def remove(self) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
@@ -44,11 +48,11 @@ class BatchSizes:
 
 
 def in_words(sizes: Sizes) -> str:
-    """``8 x 32``."""
+    """Return the sizes as text: ``8 x 32``."""
     return " x ".join(map(str, sizes))
 
 
 def from_words(words: str) -> Sizes | None:
-    """Inverse of :func:`in_words`; None for other words."""
+    """Return the sizes of a text of :func:`in_words`; None for other texts."""
     parts = words.split(" x ")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None

@@ -12,12 +12,12 @@ from mdcs.model.units import ModelUnit, UnsupportedModel
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
-    """Parameter -> index of its group in ``optimizer.param_groups``."""
+    """Return parameter -> index of its group in ``optimizer.param_groups``."""
     return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 class Segment(NamedTuple):
-    """Neighbours in a unit's flat order, of one type and one of the optimizer's groups (frozen ones: 0)."""
+    """Neighbours in a unit's flat order with one type and one parameter group (0 for frozen parameters)."""
 
     numel: int
     dtype: torch.dtype
@@ -27,11 +27,11 @@ class Segment(NamedTuple):
 def in_flat_order(
     unit: ModelUnit, groups: dict[nn.Parameter, int]
 ) -> tuple[list[tuple[str, nn.Parameter]], tuple[Segment, ...]]:
-    """The unit's (name, parameter) pairs in flat order, those of one type together and of them those of one group, and the
-    segments that they make.
+    """Return the unit's (name, parameter) pairs in flat order, and the segments that they form.
 
-    Types are in the order of the unit's parameters, what is frozen in the order of registration. Raises UnsupportedModel for a
-    trainable parameter that the optimizer does not have.
+    Parameters are sorted by type, then by parameter group. Types keep the order of the unit's parameters; frozen
+    parameters keep the order of registration. Raises UnsupportedModel for a trainable parameter that the optimizer does
+    not have.
     """
     types = list(dict.fromkeys(p.dtype for _, p in unit.parameters))
     keyed = []
@@ -47,18 +47,19 @@ def in_flat_order(
 
 
 def same_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.optim.Optimizer:
-    """A new optimizer of the same class, with the options of one of its groups, for another parameter."""
+    """Return a new optimizer of the same class for another parameter, with the options of one of its groups."""
     options = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
     made: torch.optim.Optimizer = type(optimizer)([{**options, "params": [parameter]}])  # type: ignore[call-arg]  # has defaults
     return made
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
-    """State tensors, fixed state bytes and, where nothing is measured, scratch tensors per run.
+    """Return (state tensors, fixed state bytes, scratch tensors) per run; scratch is an estimate for unmeasured
+    updates.
 
-    Tensors are copies of the run that is updated: for SGD its momentum; for Adam and AdamW two moments, a third with
-    amsgrad, and 4 bytes of step counter. Fused updates need no scratch. Raises UnsupportedModel for an optimizer that
-    cannot run on shards.
+    A state or scratch tensor is as large as the run that is updated. SGD has one state tensor with momentum. Adam and
+    AdamW have two moments, a third with amsgrad, and 4 bytes of step counter. Fused updates need no scratch. Raises
+    UnsupportedModel for an optimizer that cannot run on shards.
     """
     algorithm = type(optimizer)
     if algorithm not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):

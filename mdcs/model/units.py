@@ -1,8 +1,8 @@
-"""Units of a live model: which parameters are sharded, gathered, reduced and updated together.
+"""Units of a live model: sets of parameters that are sharded, gathered, reduced and updated together.
 
-A wrap policy names the modules that become units; what they leave over is one unit per module that owns
-parameters directly. Parameters shared between modules (tied weights) form a unit of their own whose uses are the
-forwards of all modules that own them. Frozen parameters are split off: they are gathered, never reduced.
+A wrap policy names the modules that become units. Parameters outside of them form one unit per module that owns
+parameters directly. Parameters shared between modules (tied weights) form a unit of their own, whose uses are the
+forwards of all owners. Frozen parameters are split off: they are gathered, never reduced.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnit:
-    """A unit of a live model, whose parameters are all trainable or all frozen, and on one device.
+    """A unit of a live model: all its parameters are trainable or all frozen, and all are on one device.
 
-    ``modules`` are those whose forward uses the parameters; ``parameters`` are (name in the model, parameter) pairs.
+    - ``modules``: modules whose forward uses the parameters.
+    - ``parameters``: (name in the model, parameter) pairs.
     """
 
     name: str
@@ -43,9 +44,9 @@ class ModelUnit:
 
 
 class WrapPolicy(Protocol):
-    """Which modules become units."""
+    """Chooses the modules that become units."""
     def roots(self, model: nn.Module) -> set[str]:
-        """Names of the modules that become units; where they nest, the innermost owns its parameters."""
+        """Return the names of these modules; where they nest, the innermost owns its parameters."""
         ...
 
 
@@ -56,7 +57,7 @@ class ByClass:
     classes: tuple[str, ...]
 
     def roots(self, model: nn.Module) -> set[str]:
-        """Names of the instances in ``model``. Raises UnsupportedModel if there is none."""
+        """Return the names of the instances in ``model``. Raises UnsupportedModel if there is none."""
         found = {name for name, m in model.named_modules() if type(m).__name__ in self.classes}
         if not found:
             raise UnsupportedModel(f"no module of class {' or '.join(self.classes)} in {type(model).__name__}")
@@ -74,10 +75,13 @@ class BySize:
             raise ModuleNotFoundError("mdcs.BySize needs fairscale: pip install 'mdcs[wrap]'", name="fairscale")
 
     def roots(self, model: nn.Module) -> set[str]:
-        """Names of the modules that auto_wrap would wrap. Raises UnsupportedModel for a module registered twice, if it cannot."""
+        """Return the names of the modules that auto_wrap would wrap.
+
+        Raises UnsupportedModel for a module registered twice that auto_wrap cannot wrap.
+        """
         from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
 
-        # auto_wrap works in place: let it mark a copy whose parameters take no memory.
+        # auto_wrap works in place: run it on a copy whose parameters take no memory.
         meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
         marked: nn.Module = copy.deepcopy(model, meta)
 
@@ -103,7 +107,7 @@ class BySize:
 
 
 def _shared_module(model: nn.Module) -> str | None:
-    """The first module that is registered a second time."""
+    """Return the second name of the first module that is registered twice."""
     seen: set[nn.Module] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if module in seen:
@@ -119,7 +123,7 @@ class _Marker(nn.Module):
 
 
 def _inside_marker(root: nn.Module, path: Sequence[str]) -> bool:
-    """Whether the last step of ``path`` goes from a marker to the module it marks."""
+    """Return whether the last step of ``path`` goes from a marker to the module it marks."""
     parent = root
     for step in path[:-1]:
         if step:
@@ -132,17 +136,17 @@ class ByLeaf:
     """Every module that owns parameters directly."""
 
     def roots(self, model: nn.Module) -> set[str]:
-        """No names: what no root contains is a unit per module."""
+        """Return no names: every module that no root contains becomes a unit of its own."""
         return set()
 
 
 def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
-    """Units in the order in which the model registers their first module; every parameter with elements is in one of them.
+    """Return the units, in the order in which the model registers their first module.
 
-    A parameter without elements stays as it is, in no unit: there is nothing of it to train or to send.
-    Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, with sparse gradients), for a
-    unit on several devices, for several types of one width, for parameters and buffers that share memory, and for a model
-    without a trainable parameter.
+    Every parameter with elements is in one unit. A parameter without elements is in none: there is nothing to train or
+    to send. Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, with sparse
+    gradients), a unit on several devices, several types of one width, parameters and buffers that share memory, and a
+    model without a trainable parameter.
     """
     roots = policy.roots(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -187,7 +191,7 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
 
 
 def _root_of(module: str, roots: Iterable[str]) -> str:
-    """The innermost unit root that contains the module, or the module itself."""
+    """Return the innermost unit root that contains the module, or the module itself."""
     parts = module.split(".") if module else []
     for end in range(len(parts), -1, -1):
         name = ".".join(parts[:end])
@@ -197,7 +201,10 @@ def _root_of(module: str, roots: Iterable[str]) -> str:
 
 
 def _caller_of(module: str, modules: dict[str, nn.Module]) -> str:
-    """The module whose forward uses the parameters of this one: its own, unless it is a list or dictionary of them."""
+    """Return the module whose forward uses the parameters of ``module``.
+
+    This is the module itself, except for lists and dictionaries of parameters: then the module around them.
+    """
     if isinstance(modules[module], (nn.ParameterList, nn.ParameterDict)):
         while module and isinstance(modules[module], (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)):
             module = module.rpartition(".")[0]
@@ -217,7 +224,8 @@ def _refuse(name: str, p: nn.Parameter) -> None:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise UnsupportedModel for two parameters, or a buffer and a parameter, that share memory: a run moves each on its own."""
+    """Raise UnsupportedModel if two parameters, or a buffer and a parameter, share memory: a run moves each one alone.
+    """
     folded = folded_parameter(model)
     if folded is not None:
         raise UnsupportedModel(
@@ -241,7 +249,9 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def alias_refused(alias: Alias, what: str = "") -> UnsupportedModel:
-    """The error for a tensor over a parameter's memory: the parameter gets other memory, and the tensor would not follow."""
+    """Return the error for a tensor over a parameter's memory: a run moves the parameter, and the tensor would not
+    follow.
+    """
     return UnsupportedModel(
         f"{what}{alias.path}: shares memory with the parameter {alias.parameter}, which has other memory while a plan runs: "
         "use the parameter itself in forward, or keep a copy (clone())"
@@ -255,7 +265,7 @@ def _same_device(unit: str, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _one_type_per_width(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Types are told apart by the bytes of an element."""
+    """Raise UnsupportedModel for two types of one width: sections are distinguished by bytes per element."""
     seen: dict[int, tuple[str, torch.dtype]] = {}
     for name, p in parameters:
         other, dtype = seen.setdefault(p.dtype.itemsize, (name, p.dtype))

@@ -121,7 +121,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         path, value = queue.popleft()
         if isinstance(value, _OPAQUE) or id(value) in seen or id(value) in registered:
             continue
-        if type(value).__module__.partition(".")[0] == "mdcs":  # objects of a run: its flat buffers lie under the parameters by design
+        if type(value).__module__.partition(".")[0] == "mdcs":  # a run's own objects hold the flat buffers under the parameters
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):

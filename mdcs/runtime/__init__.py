@@ -1,9 +1,13 @@
 """The runtime executes a plan on real ranks. It imports plans, never planners.
 
-``api`` is the public seam; ``walker`` goes through the slots, ``dispatcher`` puts the messages on the ``wire``, a
-``communicator`` carries them in process ``groups``, ``storage`` holds parameters and gradients, ``updates`` runs the optimizer
-on shards, ``account`` is the byte account behind admission. CPU and CUDA differ in ``executor``, and in that a
-``stream_dispatcher`` only enqueues. Between iterations ``gathering`` makes units whole, for ``evaluation`` and for ``state``
-dicts; ``checkpointing`` writes and reads them in parts. ``refusals`` and ``misuse`` are what is not let happen, before step 1
-and after.
+- ``api``: the public interface.
+- ``walker``: follows the slots with the training thread.
+- ``dispatcher``, ``stream_dispatcher``: start and finish messages, with threads on CPU, by enqueuing on CUDA.
+- ``wire``, ``communicator``, ``groups``: pack a message, run its collective, own the process groups.
+- ``storage``, ``updates``: flat buffers of a unit, the optimizer on shards.
+- ``account``: byte account behind admission.
+- ``executor``: all device code (CPU, CUDA).
+- ``gathering``, ``evaluation``, ``state``: whole units between iterations, for evaluation and state dicts.
+- ``checkpointing``: writes and reads a run's shards.
+- ``refusals``, ``misuse``: checks before step 1, and during the loop.
 """

@@ -1,4 +1,4 @@
-"""``parallelize``: a model, its optimizer and a plan in; what a training loop needs out."""
+"""``parallelize``: takes a model, its optimizer and a plan; returns the interface of the training loop."""
 
 from __future__ import annotations
 
@@ -73,29 +73,33 @@ def parallelize(
     init: Initialise | None = None,
     device: torch.device | str = "cpu",
 ) -> Parallel:
-    """Train ``model`` as ``plan`` says, in the loop that you have.
+    """Train ``model`` as ``plan`` says, in your own loop.
 
-    Call it on every rank after ``init_process_group``, with the same plan (its hash is checked) and the ``units`` the
-    plan was made for. Parameters are broadcast from rank 0. ``optimizer`` (SGD, Adam or AdamW) keeps its options
-    and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. The messages have
-    a process group of their own, so the loop may use ``group`` for its collectives. Then::
+    Call it on every rank after ``init_process_group``, with the same plan (its hash is checked) and the ``units`` that
+    the plan was made for. Parameters are broadcast from rank 0. ``optimizer`` (SGD, Adam or AdamW) keeps its options
+    and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. Messages have a
+    process group of their own, so the loop may use ``group`` for its collectives. Then::
 
         for batch in loader:
             loss = model(**batch).loss
             loss.backward()
             parallel.step()          # after plan.micro_steps backward passes
 
-    ``clip_norm`` clips the global gradient norm; it is a barrier, so the plan must have cross_iteration off.
-    ``loss_scale`` is for float16, and a barrier, too: call ``parallel.scaled(loss).backward()`` then.
-    ``broadcast_buffers``: True gives rank 0's buffers to all ranks after every step, as DDP does; False leaves each rank its
-    own; None gives rank 0's to all when training pauses, and refuses a model whose forward changes others than BatchNorm's.
-    What the model has on the meta device is made on ``device``, unit by unit, and initialised by ``init``, which is given a
-    module for its own parameters and buffers; None: by the module's ``reset_parameters()``.
-    Where the plan's profile has masters, they start as the model's parameters, and stay in ``sharded_state_dict()``.
-    ``timeout_s`` bounds every wait. With ``emulate`` this one process is a rank of the plan's world, on its emulated link
-    (:mod:`mdcs.runtime.emulation`). Raises PlanError (ranks with another plan are named), ValueError for a plan
-    that does not fit the model or a parameter that would not be trained, and RunError, naming rank, step and message, when
-    something fails later. What a loop may do with model and optimizer meanwhile is in docs/loops.md.
+    - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
+    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call ``parallel.scaled(loss).backward()`` then.
+    - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
+      own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
+      BatchNorm's.
+    - ``timeout_s``: bounds every wait (seconds).
+    - ``emulate``: this one process is a rank of the plan's world, on its emulated link (:mod:`mdcs.runtime.emulation`).
+    - ``init``: initialises a module's own parameters and buffers if they are on the meta device; None: the module's
+      ``reset_parameters()``.
+    - ``device``: where parameters and buffers from the meta device are made, unit by unit.
+
+    Masters, where the plan's profile has them, start as the model's parameters and are part of
+    ``sharded_state_dict()``. docs/loops.md says what a loop may do with model and optimizer during the run. Raises
+    PlanError (it names ranks with another plan), ValueError for a plan that does not fit the model and for a parameter
+    that would not be trained, and RunError, naming rank, step and message, for later failures.
     """
     return Parallel(
         model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers, init,
@@ -104,18 +108,18 @@ def parallelize(
 
 
 def resume(parallel: Parallel, path: str | Path) -> Resumed | None:
-    """Go on where :meth:`Parallel.checkpoint` was called, on any number of ranks and with any plan; call it on every rank.
+    """Resume from a checkpoint of :meth:`Parallel.checkpoint`, on any number of ranks and with any plan. Collective.
 
-    ``path`` is the root that ``checkpoint`` was given, of which the newest that is whole is taken, with a warning for every newer
-    one, or the folder of a step. Returns the step, and what the loop gave as extra; None where there is no checkpoint yet.
-    At the number of ranks that wrote it, with the same plan, training goes on bit for bit. Raises CheckpointError where none is
-    whole, or the one is of another model or optimizer, by name.
+    ``path`` is the root passed to ``checkpoint``, or the folder of a step. From a root the newest usable checkpoint is
+    read, with a warning for every newer one. Returns the step and the loop's extra; None where there is no checkpoint
+    yet. With the same number of ranks and the same plan training continues bit for bit. Raises CheckpointError, by
+    name, if no checkpoint is usable or if it belongs to another model or optimizer.
     """
     return parallel._resume(Path(path))
 
 
 class Parallel:
-    """A model in training. ``plan`` is what runs; :meth:`close` (or leaving a ``with`` block) ends it."""
+    """A model in training. ``plan`` is the running plan; :meth:`close` (or leaving a ``with`` block) ends the run."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit],
@@ -167,9 +171,9 @@ class Parallel:
         self._meter, self._executor = current_meter(device), executor_for(device)
         ledger = Ledger(plan, self.rank)
         self._aliases = attributes_over_parameters(model)
-        self._ended: str | None = None  # why there are no whole parameters any more
+        self._ended: str | None = None  # why parameters are not whole after the end of the run
         self._started = False
-        own = weakref.ref(self)  # that a closed model does not keep this
+        own = weakref.ref(self)  # weak: the closed parameters of a model must not keep this object alive
 
         def refuse(name: str, what: str) -> RunError | None:
             parallel = own()
@@ -211,7 +215,7 @@ class Parallel:
             loss_scale=loss_scale, timeout_s=timeout_s, last_words=self._last_words,
         )  # fmt: skip
         self._loss_scale = loss_scale
-        # Also when the program ends, or lets go of this, without close(): a thread that waits in C++ then would abort it.
+        # Runs without close(), too: a thread that still waits in C++ would abort the process when it exits.
         self._stop_threads = weakref.finalize(self, _stop, self._dispatcher, self._last_words)
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self._excess = Excess(plan, ledger.slots, self.rank, batch)
@@ -222,7 +226,7 @@ class Parallel:
         self._gathering = Gathering(self._storages, self._wire, self._account, self._executor, self._place)
         self._state = OptimizerState(self._updates, self._storages, self._gathering, self._groups.exchange)
         self._state.load(optimizer.state)
-        optimizer.state.clear()  # it is on shards from now on
+        optimizer.state.clear()  # the state is on shards from now on
         self._checkpoints: Checkpoints | None = None
         self._resumed_after = 0
         self._evaluation = Evaluation(
@@ -230,7 +234,7 @@ class Parallel:
         )
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self._walker)
-        before_all = [m for u in units if u.trainable for m in u.modules]  # the slots of frozen units in them, too
+        before_all = [m for u in units if u.trainable for m in u.modules]  # their forwards include the slots of frozen units
         self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward), prepend=True) for m in before_all]
         self._handles += [*batch.handles, *misuse.refuse_calls(optimizer, self.rank)]
         for storage in self._storages:
@@ -246,21 +250,21 @@ class Parallel:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if error is None:
             self.close()
-        else:  # what the other ranks do is not known
+        else:  # the state of the other ranks is unknown
             self._last_words.say(error)
             self._end(f"rank {self.rank} left the run with {type(error).__name__}", failed=True)
 
     # -- training -----------------------------------------------------------------------------------------------
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to call ``backward`` on; itself where there is no ``loss_scale``."""
+        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
         return loss if self._loss_scale is None else loss * self._loss_scale.value
 
     def step(self) -> None:
-        """End an iteration. Updates need not be done: they are before their unit is used again.
+        """End an iteration. Updates may still be in flight: each is done before its unit is used again.
 
-        After fewer than ``plan.micro_steps`` passes gradients are those of the passes that there were, on every rank.
-        Raises RunError where there was none, and for changes of which the updates have not known.
+        After fewer than ``plan.micro_steps`` passes the gradients of these passes are used, on every rank. Raises
+        RunError if there was no pass, and for changes by the loop that the updates did not see.
         """
         self._dispatcher.check()
         self._not_lent("step()")
@@ -285,21 +289,22 @@ class Parallel:
         self._dispatcher.end_step()
         self._dispatcher.step = self._place.step = self._walker.step
         if self._buffers.option:
-            # On a device that runs ahead they go with the messages, in their order; else threads have those in flight.
+            # Where the host runs ahead, the broadcasts go in the messages' group, in stream order. On CPU threads have
+            # messages in flight in that group, so the broadcasts need another one.
             group = self._group if self._executor.runs_ahead else self._groups.talk
             with between(self._executor):
                 self._buffers.broadcast(self._groups, group, self._place)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedules look for
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules check this flag
 
     def drain(self) -> None:
-        """Finish all that is in flight and every update: before evaluation, state dicts and exit.
+        """Finish all messages in flight and every update: before evaluation, state dicts and exit.
 
         Parameters of dp units can then be read, and changed alike on all ranks, until the next forward pass.
         """
         self._drain("drain()")
 
     def _drain(self, call: str) -> None:
-        """For this ``call`` of the loop, which all ranks make now, in the same step."""
+        """Drain for this ``call`` of the loop, which all ranks make now, in the same step."""
         self._dispatcher.check()
         self._not_lent(call)
         if not self._walker.at_turn:
@@ -316,7 +321,7 @@ class Parallel:
 
     @torch.inference_mode(False)
     def _finish(self, period: int) -> None:
-        """All messages issued, and the updates of a period."""
+        """Finish all issued messages and the updates of a period."""
         self._dispatcher.finish_iteration(period * self._dispatcher.n)
         if self._buffers.option is not False:
             with between(self._executor):
@@ -324,10 +329,10 @@ class Parallel:
 
     @torch.inference_mode(False)
     def abandon(self) -> None:
-        """Give up the iteration under way, on every rank, as if its batches had not been: what to do about an exception.
+        """Give up the current iteration on every rank, as if its batches did not exist: the response to an exception.
 
-        The ranks may have come to different places of a forward pass. Raises RunError where updates of the iteration have
-        begun already, which without ``plan.cross_iteration`` is not before its backward has ended.
+        The ranks may be at different places of a forward pass. Raises RunError if updates of the iteration have begun;
+        without ``plan.cross_iteration`` none begins before backward has ended.
         """
         self._dispatcher.check()
         self._not_lent("abandon()")
@@ -345,10 +350,10 @@ class Parallel:
         self._walker.restart()
 
     def evaluate(self) -> AbstractContextManager[None]:
-        """Forward passes without gradients (``torch.no_grad()``), on as many batches as each rank has; :meth:`drain` included.
+        """Run forward passes without gradients (``torch.no_grad()``), any number per rank; :meth:`drain` included.
 
-        Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward;
-        then a rank waits at the end for those that have more batches.
+        Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward.
+        In the second case a rank waits at the end for the ranks that have more batches.
         """
         return self._lend("evaluate()", self._evaluate)
 
@@ -377,11 +382,12 @@ class Parallel:
     def full_parameters(
         self, *, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
     ) -> AbstractContextManager[None]:
-        """Whole parameters in the model, on every rank or on rank 0, on its device or on the ``cpu``; :meth:`drain` included.
+        """Hold whole parameters in the model, on every rank or on rank 0, on its device or on the ``cpu``; drains
+        first.
 
-        With ``writeback`` what rank 0 changes in them is every rank's afterwards; else, and if the block raises, changes
-        are lost. Beside the shards a device holds the whole model meanwhile, unless it is on the ``cpu``; what a rank
-        keeps whole anyway is copied. Call it on every rank.
+        With ``writeback`` rank 0's changes reach every rank; without it, and if the block raises, changes are lost.
+        Unless on the ``cpu``, the device holds the whole model besides the shards. Parameters that a rank keeps whole
+        anyway are copied. Collective.
         """
         self._needs_ranks("full_parameters()")
         return self._lend(
@@ -401,10 +407,11 @@ class Parallel:
 
     @torch.inference_mode(False)
     def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
-        """The whole model's state dict for the plain model, on every rank or on rank 0 (else empty); :meth:`drain` included.
+        """Return the whole model's state dict for the plain model, on every rank or on rank 0 (else empty); drains
+        first.
 
-        It is gathered unit by unit; with ``cpu``, and where the budget has no room for more, the device holds no more than a unit
-        of it, and it is on the CPU. Call it on every rank.
+        Units are gathered one by one. With ``cpu``, and where the budget has no room for the result, the result is on
+        the CPU and the device holds no more than one whole unit. Collective.
         """
         self._needs_ranks("state_dict()")
         self._drain("state_dict()")
@@ -416,7 +423,7 @@ class Parallel:
 
     @torch.inference_mode(False)
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part; :func:`mdcs.merge_shards` of all ranks' gives the plain model's state dict."""
+        """Return this rank's part; :func:`mdcs.merge_shards` of all ranks' parts gives the plain model's state dict."""
         self._needs_ranks("sharded_state_dict()")
         self._drain("sharded_state_dict()")
         return state.sharded_state(self.model, self._storages)
@@ -434,9 +441,10 @@ class Parallel:
     @torch.no_grad()
     @torch.inference_mode(False)
     def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
-        """What ``optimizer.state_dict()`` is in a plain loop, on every rank or on rank 0 (else empty); :meth:`drain` included.
+        """Return the ``optimizer.state_dict()`` of a plain loop, on every rank or on rank 0 (else empty); drains first.
 
-        It is gathered unit by unit, and with ``cpu`` kept there. Masters' state is in their precision. Call it on every rank.
+        Units are gathered one by one, and kept on the CPU with ``cpu``. State of masters has their precision.
+        Collective.
         """
         self._needs_ranks("optimizer_state_dict()")
         self._drain("optimizer_state_dict()")
@@ -447,10 +455,10 @@ class Parallel:
     @torch.no_grad()
     @torch.inference_mode(False)
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load what ``optimizer.state_dict()`` was in a plain loop, or :meth:`optimizer_state_dict` (the same on every rank).
+        """Load a plain loop's ``optimizer.state_dict()``, or :meth:`optimizer_state_dict` (the same on every rank).
 
-        Options, such as the rate, are taken from it as well. Raises ValueError for that of another optimizer, and for parameters
-        that a plan updates together and that were not.
+        Options, such as the learning rate, are loaded too. Raises ValueError for the state of another optimizer, and
+        where parameters that the plan updates together have different histories.
         """
         self._drain("load_optimizer_state_dict()")
         found = optimizer_state.unpacked(self.optimizer, saved)
@@ -461,19 +469,22 @@ class Parallel:
 
     @property
     def steps(self) -> int:
-        """Iterations done, those before a checkpoint that was resumed included."""
+        """Iterations done, including those before a resumed checkpoint."""
         return self._resumed_after + self._walker.step - 1
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def checkpoint(self, root: str | Path, *, extra: Any = None, keep: int | None = None, wait: bool = True) -> Saving:
-        """Write ``root/step-N`` for :func:`mdcs.resume`, on every rank, into a folder that all see; :meth:`drain` included.
+        """Write ``root/step-N`` for :func:`mdcs.resume` into a folder that all ranks see. Collective; drains first.
 
-        ``extra``, of numbers, texts, containers and tensors, comes back from ``resume``: a schedule's state, the place in the
-        data. All but the last ``keep`` (None: all) are deleted when it counts. Without ``wait`` this rank's part is copied to the
-        host, and written while training goes on, one at a time; where the plan's budget has no room for the copy on a CPU, it is
-        written first. Raises RunError, on every rank and naming the one, for what cannot be written, at the latest in the next
-        call or :meth:`close`; the checkpoints before stay as they are.
+        - ``extra``: numbers, texts, containers and tensors that ``resume`` returns (a schedule's state, the place in
+          the data).
+        - ``keep``: delete all but the last ``keep`` checkpoints once this one is complete; None keeps all.
+        - ``wait``: False copies this rank's part to the host and writes it while training goes on, one checkpoint at a
+          time. If the budget has no room for the copy on a CPU, the part is written before this returns.
+
+        Raises RunError on every rank, naming the rank that could not write; without ``wait`` in the next call or in
+        :meth:`close` at the latest. Earlier checkpoints stay as they are.
         """
         self._needs_ranks("checkpoint()")
         if keep is not None and keep < 1:
@@ -487,7 +498,7 @@ class Parallel:
 
     def _checkpointing(self) -> Checkpoints:
         if self._checkpoints is None:
-            from mdcs.runtime.checkpointing import Checkpoints  # torch's part of it takes most of a second to import
+            from mdcs.runtime.checkpointing import Checkpoints  # late: importing DCP takes most of a second
 
             self._checkpoints = Checkpoints(
                 self.model, self.optimizer, self._storages, self._state, self._buffers, self._loss_scale, self._groups,
@@ -508,7 +519,7 @@ class Parallel:
     # -- what happened ------------------------------------------------------------------------------------------
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
-        """Finished iterations not given before; the last one only with ``flush``, after :meth:`drain`."""
+        """Return the finished iterations not returned before; the last one only with ``flush``, after :meth:`drain`."""
         return self._recorder.finished(self._walker.step - (1 if flush else 2), flush)
 
     @property
@@ -520,9 +531,10 @@ class Parallel:
             return float(self._recorder.norm)
 
     def watch_gradients(self, *units: str) -> None:
-        """Keep what units (by name, as in the plan; none: no more) are updated with from now on, at the cost of its bytes.
+        """Keep the gradients that these units (by name) are updated with, from now on; no names: keep none. Costs their
+        bytes.
 
-        Raises ValueError for a unit that the plan does not have, or that is frozen.
+        Raises ValueError for a unit that is frozen or not in the plan.
         """
         named = {s.name: u for u, s in enumerate(self._storages) if s.trainable}
         for name in units:
@@ -532,10 +544,10 @@ class Parallel:
 
     @torch.inference_mode(False)
     def gradients(self, unit: str) -> dict[str, Tensor]:
-        """By parameter, what a unit that is watched was last updated with: averaged over ranks, clipped, not scaled.
+        """Return by parameter the gradient of a watched unit's last update: averaged over ranks, clipped, unscaled,
+        whole.
 
-        Whole, on every rank, each of which must call it; :meth:`drain` included. Raises ValueError for a unit that is not
-        watched, or was not updated since.
+        Collective; drains first. Raises ValueError for a unit that is not watched, or was not updated since.
         """
         self._needs_ranks("gradients()")
         self._drain("gradients()")
@@ -546,32 +558,34 @@ class Parallel:
         raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
-        """(begin, end, intervals) of the last whole period, from first backward slot to first backward slot.
+        """Return (begin, end, intervals) of the last whole period, from first backward slot to first backward slot.
 
         Seconds on the machine's monotonic clock: ranks of one machine can be compared.
         """
         return self._recorder.last_period()
 
     def memory(self) -> dict[str, Any]:
-        """Peak bytes by category since the start or :meth:`reset_memory`: the ledger's as it ran, and the allocator's.
+        """Return peak bytes by category since the start or :meth:`reset_memory`.
 
-        The latter is None where nothing is measured. ``retries`` is how often the process's allocator had to give
-        cached memory back to get some (None on CPU): each stops the device.
+        - ``predicted``: the ledger's, kept during the run.
+        - ``measured``: the allocator's; None where nothing is measured.
+        - ``retries``: how often the allocator had to free cached memory to serve a request (None on CPU). Each stops
+          the device.
         """
         with self._account.lock:
             predicted = dict(self._account.peak)
         return {"predicted": predicted, "measured": self._meter.peaks(), "retries": self._executor.retries()}
 
     def memory_by_slot(self) -> list[Any]:
-        """:class:`mdcs.measure.timeline.SlotMemory` of every slot of a period, as last seen."""
+        """Return the last :class:`mdcs.measure.timeline.SlotMemory` of every slot of a period."""
         return [m for _, m in sorted(self._walker.memory.items())]
 
     def watch_memory(self) -> None:
-        """Measure every slot from now on, for :meth:`memory_by_slot`: on CUDA only when asked for, because it takes time."""
+        """Measure every slot from now on, for :meth:`memory_by_slot`. Off by default on CUDA: a reading takes time."""
         self._walker.watches_memory = True
 
     def reset_memory(self) -> None:
-        """Let :meth:`memory` count peaks from now on."""
+        """Restart the peaks of :meth:`memory`."""
         with self._account.lock:
             self._account.reset()
             self._meter.reset()
@@ -579,12 +593,13 @@ class Parallel:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self, *, whole: bool = True) -> None:
-        """End the run, on every rank: the model is then a plain one, whole on each, for any loop or another plan.
+        """End the run, on every rank: each rank then has the whole plain model, for any loop or another plan.
 
-        An iteration under way is given up. The optimizer has its state, whole as that of a plain loop.
-        Without ``whole``, and where it cannot be (after an error, when a rank does not take part within ``timeout_s``, when
-        updates of an iteration have begun), the optimizer's state is lost, and parameters that are not whole on this rank say so
-        when they are used. Waits for the checkpoint that is being written, and raises RunError, closed, if it could not be.
+        The current iteration is given up. The optimizer gets the whole state of a plain loop. Without ``whole``, the
+        optimizer's state is lost and parameters that are not whole on this rank raise when they are used. The same
+        happens if gathering fails: after an error, when a rank does not take part within ``timeout_s``, or when updates
+        of an iteration have begun. Waits for a checkpoint that is being written; if it fails, raises RunError after
+        closing.
         """
         if self._closed:
             return
@@ -593,7 +608,7 @@ class Parallel:
         try:
             if self._checkpoints is not None:
                 self._checkpoints.finish()
-        except RunError as e:  # what is trained is whole all the same
+        except RunError as e:  # close all the same: the model is not affected
             unwritten = e
         why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
         failed = False
@@ -609,7 +624,7 @@ class Parallel:
     @torch.no_grad()
     @torch.inference_mode(False)
     def _gather_all(self) -> str:
-        """Make all units whole, and the parameters' own. Returns why that cannot be, or nothing."""
+        """Make all units whole, in plain parameters. Return why this failed, or ""."""
         walker = self._walker
         if self._dispatcher.error is not None:
             return str(self._dispatcher.error)
@@ -640,7 +655,9 @@ class Parallel:
         return ""
 
     def _end(self, why: str, *, failed: bool = False) -> None:
-        """Without the other ranks: stop the threads and take the hooks off. ``why`` there are parameters that are not whole."""
+        """Stop the threads and remove the hooks, without the other ranks. ``why``: the reason for parameters that are
+        not whole.
+        """
         if self._closed:
             return
         self._closed = True
@@ -658,11 +675,11 @@ class Parallel:
         self._groups.destroy(failed=failed)
 
     def tell(self, error: BaseException) -> None:
-        """Let the other ranks hear of an error that ends this rank's part, as leaving a ``with`` block does."""
+        """Send the other ranks an error that ends this rank's part, as leaving a ``with`` block does."""
         self._last_words.say(error)
 
     def undo(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
-        """Close, and give the model back the tensors it had before ``parallelize``: nothing of the training is left."""
+        """Close, and restore the tensors that the model had before ``parallelize``: the training leaves no trace."""
         self._end("")
         for storage in self._storages:
             storage.guard.open()
@@ -678,7 +695,7 @@ class Parallel:
             raise self._place.error(f"{what} inside {self._walker.lent}")
 
     def _refuse(self, name: str, what: str) -> RunError | None:
-        """What using a closed parameter raises."""
+        """Return the error for a use of a closed parameter, or None to allow the use."""
         if self._ended is not None:
             return RunError(f"rank {self.rank}: {misuse.left_in_pieces(name, self._ended)}")
         if not self._started:
@@ -688,7 +705,7 @@ class Parallel:
 
 
 def _stop(dispatcher: Dispatcher, last_words: LastWords) -> None:
-    """Of a run that nobody has ended."""
+    """Stop a run that ends without close()."""
     last_words.say_uncaught()
     dispatcher.stop()
     last_words.end()

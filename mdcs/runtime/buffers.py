@@ -1,4 +1,4 @@
-"""The model's buffers: rank 0's are the model's, as with DistributedDataParallel."""
+"""The model's buffers: rank 0's values count, as with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mdcs.runtime.errors import Place
 from mdcs.runtime.groups import Groups
 from mdcs.sizes import MIB
 
-_TOGETHER = MIB  # bytes of buffers that are packed: a message each would cost a model of many small ones its step
+_TOGETHER = MIB  # bytes packed into one broadcast: one message per buffer would dominate the step of a model with many
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -26,8 +26,11 @@ def check_buffers(model: nn.Module) -> None:
 
 
 class Buffers:
-    """``option`` True: rank 0's go to all ranks after every step, as DDP's broadcast_buffers does; False: each rank has its
-    own; None: rank 0's go to all when training pauses, which will do as long as forward does not read what it changes.
+    """Buffers of a model, broadcast from rank 0 as ``option`` says.
+
+    - True: after every step, as DDP's broadcast_buffers does.
+    - False: never; each rank has its own.
+    - None: when training pauses; correct as long as forward does not read buffers that it changes.
     """
 
     def __init__(self, model: nn.Module, option: bool | None) -> None:
@@ -37,9 +40,9 @@ class Buffers:
         self._watch()
 
     def _watch(self) -> None:
-        """Know those that there are by now, and what is in them."""
+        """Register the present buffers, and their present values."""
         self._held = [(f"{name}." if name else "", module._buffers) for name, module in self._model.named_modules()]
-        # Those of BatchNorm and its like are written in training and read in evaluation: no step depends on them.
+        # BatchNorm and the like write their buffers in training and read them in evaluation: no step depends on them.
         self._watched = [
             (f"{name}.{local}" if name else local, module._buffers, local)
             for name, module in self._model.named_modules()
@@ -50,34 +53,38 @@ class Buffers:
         self.note()
 
     def know(self) -> None:
-        """Those that there are now are not made by a training step."""
+        """Register the present buffers by name: a training step did not create them."""
         self._known: set[str] = set()
         self._known = {name for name, _ in self._made()}
 
     def note(self) -> None:
-        """What is in them now is the same on all ranks."""
+        """Register the present values: they are the same on all ranks."""
         self._seen = [_version(held[local]) for _, held, local in self._watched]
 
     def changed(self) -> str | None:
-        """The name of a buffer that has changed since, and that a forward pass may read."""
+        """Return the name of a buffer that changed or appeared since :meth:`note`, and that a forward may read; None if
+        none did.
+        """
         for (name, held, local), seen in zip(self._watched, self._seen, strict=True):
             if local in held and _version(held[local]) != seen:
                 return name
         return next((name for name, _ in self._made()), None)
 
     def _made(self) -> list[tuple[str, Tensor]]:
-        """Those that forward has made since."""
+        """Return the buffers that forward has created since :meth:`know`."""
         return [
             (path + local, b)
-            for path, held in self._held  # at every step, which named_buffers() would be too slow for
+            for path, held in self._held  # runs at every step, where named_buffers() would be too slow
             for local, b in held.items()
             if b is not None and path + local not in self._known
         ]
 
     def adopt(self, groups: Groups, place: Place) -> None:
-        """Rank 0's of those that the first forward has made, to all ranks, as with DDP before its second one.
+        """Broadcast rank 0's values of the buffers that the first forward created, as DDP does before its second
+        forward.
 
-        A rank that has made none does not take part: nothing is sent for models that make none.
+        A rank that created none does not take part: models that create none send nothing. Raises RunError where the
+        ranks' new buffers differ in name, shape or type.
         """
         made = self._made()
         if not made or groups.world == 1:
@@ -96,7 +103,7 @@ class Buffers:
         self._watch()
 
     def broadcast(self, groups: Groups, group: dist.ProcessGroup | None, place: Place) -> None:
-        """Rank 0's to all, over ``group``; every rank must call it. Raises RunError where ranks do not have the same buffers."""
+        """Broadcast rank 0's values over ``group``. Collective. Raises RunError where the ranks' buffers differ."""
         if groups.world == 1:
             return
         with place.during("broadcast of buffers"):
@@ -118,7 +125,7 @@ class Buffers:
         self.know()
 
     def _layout(self) -> int:
-        """The checksum of what there is now: worked out again only if that is something else than before."""
+        """Return the checksum of the present buffers; computed again only if names, shapes or types changed."""
         described = [(name, b.shape, b.dtype) for name, b in self._model.named_buffers()]
         if described != self._described:
             self._described, self._checksum = described, layout(self._model.named_buffers())
@@ -126,23 +133,23 @@ class Buffers:
 
 
 def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """A checksum of names, shapes and types: ranks where it differs cannot send each other these tensors."""
+    """Return a checksum of names, shapes and types: ranks with different checksums cannot exchange these tensors."""
     return zlib.crc32(repr([(name, tuple(t.shape), t.dtype) for name, t in tensors]).encode())
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Rank 0's values to all ranks, in place, whatever the layout in memory."""
+    """Broadcast rank 0's values to all ranks, in place, whatever the memory layout."""
     tensor = unexpanded(tensor)
     if tensor.is_inference():
-        tensor = tensor.clone()  # made in an evaluation, and of no use in training
-    whole = tensor.data.contiguous()  # the tensor itself unless its layout is another one
+        tensor = tensor.clone()  # made in an evaluation: cannot be written here, and training does not read it
+    whole = tensor.data.contiguous()  # the tensor itself if it is contiguous
     dist.broadcast(whole, group_src=0, group=group)
     if whole.data_ptr() != tensor.data_ptr():
         tensor.copy_(whole)
 
 
 def _together(buffers: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
-    """Names and buffers that go in one broadcast each: of one type, in order, as many as have no more than so many bytes."""
+    """Return the (name, buffer) lists that share a broadcast each: one type, in order, at most ``_TOGETHER`` bytes."""
     out: list[list[tuple[str, Tensor]]] = []
     latest: dict[torch.dtype, tuple[list[tuple[str, Tensor]], int]] = {}
     for name, buffer in buffers:
@@ -157,7 +164,7 @@ def _together(buffers: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Ten
 
 
 def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """As :func:`broadcast` of each."""
+    """Broadcast rank 0's values of these buffers in one message."""
     whole = torch.cat([b.clone().reshape(-1) if b.is_inference() else b.data.reshape(-1) for b in buffers])
     dist.broadcast(whole, group_src=0, group=group)
     parts = whole.split([b.numel() for b in buffers])
@@ -166,7 +173,7 @@ def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) 
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
-    """A view of all that an expanded tensor holds, which can be written to where the tensor itself cannot."""
+    """Return a view of the memory of an expanded tensor: the view can be written, the expanded tensor cannot."""
     for dim, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -174,7 +181,7 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 def write(tensor: Tensor, value: Tensor) -> None:
-    """Copy values of the same shape into a buffer, in place, be it expanded or not."""
+    """Copy values of the same shape into a buffer, in place, expanded or not."""
     place = unexpanded(tensor)
     place.copy_(value[tuple(slice(n) for n in place.shape)])
 

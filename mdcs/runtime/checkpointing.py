@@ -1,8 +1,11 @@
-"""What a run puts into a checkpoint, and takes from one: every rank its part of each tensor, under the plain model's names.
+"""A run's checkpoints: every rank writes and reads its part of each tensor, under the plain model's names.
 
-``model.NAME`` are parameters, masters where there are some, and buffers; ``optimizer.state.NAME.KEY`` is what the optimizer keeps
-of a parameter. ``run.pt`` has the options of parameter groups and the loss scale; ``rank-R.pt`` a rank's random numbers, and what
-the loop gave. All of it is read with ``weights_only``.
+- ``model.NAME``: parameters (masters where there are some) and buffers.
+- ``optimizer.state.NAME.KEY``: the optimizer's state of a parameter.
+- ``run.pt``: step, world, options of the parameter groups, loss scale.
+- ``rank-R.pt``: a rank's random states, the loop's extra, and buffers where each rank has its own.
+
+All of it is read with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ MODEL, STATE = "model", ("optimizer", "state")
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on: after ``step`` steps, with what this rank's loop gave as ``extra``.
+    """The place where a run resumes: after ``step`` steps, with this rank's ``extra``.
 
-    At another number of ranks than the ``world`` that wrote it, ``extra`` is rank 0's, and random numbers are left as they are.
+    If another number of ranks than ``world`` resumes, ``extra`` is rank 0's, and random states are not restored.
     """
 
     folder: Path
@@ -53,20 +56,20 @@ class Resumed:
 
 @dataclass
 class Saving:
-    """A checkpoint that is being written, or was. ``staged_bytes`` of this rank's memory hold it until it is."""
+    """A checkpoint that is being written, or was. ``staged_bytes``: size of this rank's copy in host memory."""
 
     folder: Path
     step: int
     staged_bytes: int = 0
     blocked_s: float = 0.0
-    """For so long training stood still, once it was drained."""
+    """Seconds for which training stood still, after the drain."""
     written_s: float | None = None
-    """From the call until it counted; None as long as it does not."""
+    """Seconds from the call until the checkpoint was complete; None before."""
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
 
     def wait(self) -> None:
-        """Until it counts. Raises RunError, on every rank, if it could not be written."""
+        """Wait until the checkpoint is complete. Raises RunError, on every rank, if it could not be written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -76,7 +79,7 @@ class Saving:
 
 
 class Checkpoints:
-    """Of a run: one is written at a time."""
+    """Writer and reader of a run's checkpoints; one is written at a time."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, storages: list[UnitStorage], state: OptimizerState,
@@ -91,8 +94,10 @@ class Checkpoints:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def save(self, root: Path, step: int, extra: Any, *, keep: int | None, spare: int | None, wait: bool) -> Saving:
-        """Nothing is in flight. Without ``wait`` it is copied to the host first, if that takes at most ``spare`` bytes
-        (None: whatever it takes).
+        """Write a checkpoint. Collective; nothing may be in flight.
+
+        Without ``wait`` this rank's part is copied to the host, and a thread writes it, if the copy takes at most
+        ``spare`` bytes (None: no limit). Otherwise it is written here.
         """
         begin = time.monotonic()
         self.finish()
@@ -117,13 +122,13 @@ class Checkpoints:
         return saving
 
     def finish(self) -> None:
-        """Wait for the one that is being written. Raises RunError if it could not be."""
+        """Wait for the checkpoint that is being written. Raises RunError if it could not be written."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
 
     def leave(self) -> None:
-        """The run is over for an error: what is being written may yet count, if the others write on."""
+        """Wait a few seconds for the checkpoint that is being written: after an error it may still become complete."""
         if self._last is not None and self._last._thread is not None:
             self._last._thread.join(_LEAVING_S)
 
@@ -157,11 +162,11 @@ class Checkpoints:
             self._stage(step, "deleted older ones", lambda: folder.keep_last(root, keep) if first else None)
 
     def _stage(self, step: int, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Every rank's result. Every rank learns of every rank's problem."""
+        """Do this rank's ``work``; return every rank's result. Raises RunError on every rank if one rank fails."""
         answer, problem = None, ""
         try:
             answer = work()
-        except pieces.RanksFailed as error:  # on all ranks
+        except pieces.RanksFailed as error:  # raised on all ranks, with the problems of all
             problem = error.problems.get(self._rank, "")
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -176,7 +181,7 @@ class Checkpoints:
         return [answer for answer, _ in answers]
 
     def _tree(self) -> Tree:
-        """What this rank writes: of what is whole on every rank its share of each block."""
+        """Return the tensors that this rank writes. Replicas of a block write an equal share each."""
         names, buffers = self._names()
         found = _Leaves()
         for u, storage in enumerate(self._storages):
@@ -203,13 +208,14 @@ class Checkpoints:
         return planted(found.items())
 
     def _share(self, u: int, b: int) -> slice:
-        """Of a block in the unit's flat buffer, what this rank writes."""
+        """Return the slice of a block that this rank writes, in the flat buffer of the block's section."""
         own, (number, replicas) = self._storages[u].own(b), self._storages[u].replica
         n = own.stop - own.start
         return slice(own.start + number * n // replicas, own.start + (number + 1) * n // replicas)
 
     def _names(self) -> tuple[dict[nn.Parameter, list[str]], dict[str, Tensor]]:
-        """The names of each parameter in the plain model's state dict, tied ones with several; and its buffers."""
+        """Return the names of each parameter in the plain state dict (several for tied ones), and the buffers by name.
+        """
         names = {p: [name] for storage in self._storages for name, p in zip(storage.names, storage.parameters, strict=True)}
         buffers = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -220,7 +226,7 @@ class Checkpoints:
         return names, buffers
 
     def _group_names(self) -> list[list[str]]:
-        named = {p: name for name, p in self._model.named_parameters()}  # those without elements, which are in no unit, too
+        named = {p: name for name, p in self._model.named_parameters()}  # includes empty parameters, which no unit has
         named |= {p: name for storage in self._storages for name, p in zip(storage.names, storage.parameters, strict=True)}
         return [[named[p] for p in group["params"]] for group in self._optimizer.param_groups]
 
@@ -233,14 +239,14 @@ class Checkpoints:
         return {"step": step, "world": self._groups.world, "param_groups": groups, "loss_scale": scale}
 
     def _own(self, extra: Any) -> dict[str, Any]:
-        """What only this rank has. Buffers, where each rank has its own."""
+        """Return the values of this rank alone: random states, extra, and buffers where each rank has its own."""
         buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()} if self._buffers.option is False else {}
         return {"random": numbers.random_state(self._device), "extra": extra, "buffers": buffers}
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def resume(self, path: Path) -> Resumed | None:
-        """Nothing is in flight. None where there is no checkpoint."""
+        """Read a checkpoint. Collective; nothing may be in flight. Returns None where there is no checkpoint."""
         self.finish()
         chosen = self._choose(path)
         if chosen is None:
@@ -256,7 +262,7 @@ class Checkpoints:
         return resumed
 
     def _choose(self, path: Path) -> Path | None:
-        """The newest folder of which no rank finds that it is not whole; those that are not are told."""
+        """Return the newest folder in which no rank finds a problem; rank 0 warns of every newer one."""
         is_one = folder.is_name(path.name)
         candidates = self._groups.exchange([path] if is_one else folder.found(path))[0]
         refused = []
@@ -289,14 +295,14 @@ class Checkpoints:
                 if shard is not None:
                     for i, shape, start, piece in _cut(storage, b, storage.own(b).start, shard):
                         rest.of((MODEL, storage.names[i]), shape, shard.dtype).add(start, piece)
-                if storage.is_full:  # also what the plan has gathered already
+                if storage.is_full:  # includes units that the plan has gathered for the next forward
                     for i, shape, start, piece in _cut(storage, b, region.start, whole[region]):
                         full.of((MODEL, storage.names[i]), shape, whole.dtype).add(start, piece)
         for storage in self._storages:
             for name, p in zip(storage.names, storage.parameters, strict=True):
                 rest |= {(*STATE, name, key): value for key, value in kept.get(p, {}).items()}
         pieces.load(chosen, planted(rest.items()))
-        read = {name: value.detach().contiguous() for name, value in buffers.items()}  # an expanded one cannot be read into
+        read = {name: value.detach().contiguous() for name, value in buffers.items()}  # DCP cannot read into an expanded tensor
         full |= {(MODEL, name): value for name, value in read.items()}
         pieces.load(chosen, planted(full.items()))
         for name, value in buffers.items():
@@ -317,7 +323,7 @@ class Checkpoints:
         return Resumed(chosen, run["step"], run["world"], mine["extra"])
 
     def _compare(self, run: dict[str, Any], described: Any) -> None:
-        """Raises ValueError, by name, for a checkpoint of another model or optimizer."""
+        """Raise ValueError, by name, for a checkpoint of another model or optimizer."""
         for storage in self._storages:
             for name, (*_, shape) in zip(storage.names, storage.places, strict=True):
                 saved = described.get(("model", name))
@@ -330,7 +336,10 @@ class Checkpoints:
             raise ValueError(f"the optimizer has groups of {_told(ours)}, there of {_told(theirs)}")
 
     def _read_optimizer(self, chosen: Path, run: dict[str, Any], described: Any) -> None:
-        """Options and step counts, and room for the rest. Raises ValueError for neighbours with different histories."""
+        """Load options and step counts, and allocate the other state.
+
+        Raises ValueError for neighbours with different histories.
+        """
         keys: dict[str, list[str]] = {}
         for *first, name, key in described:
             if tuple(first) == STATE:
@@ -357,7 +366,7 @@ class Checkpoints:
 
 
 class _Leaves(dict[tuple[str, ...], Any]):
-    """By path in the tree; Pieces are made when they are first asked for."""
+    """Leaves by path in the tree; ``of`` makes missing Pieces."""
 
     def of(self, path: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Pieces:
         made: Pieces = self.setdefault(path, Pieces(shape, dtype))
@@ -371,8 +380,10 @@ def _told(groups: list[list[str]]) -> str:
 def _cut(
     storage: UnitStorage, block: int, start: int, values: Tensor, share: slice | None = None
 ) -> Iterator[tuple[int, torch.Size, int, Tensor]]:
-    """Of values that lie from ``start`` on in the flat buffers of the block's section: the parameter, its shape, an offset in it,
-    and what belongs there. Padding is left out.
+    """Yield the parameters' parts of flat values that begin at ``start`` in the flat buffer of the block's section.
+
+    Each is (parameter's index, its shape, offset in it, values). Padding is left out, and so is everything outside
+    ``share``.
     """
     stop = start + values.numel()
     first, last = (start, stop) if share is None else (max(start, share.start), min(stop, share.stop))

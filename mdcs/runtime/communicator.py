@@ -1,8 +1,9 @@
-"""The algorithms of :mod:`mdcs.profile.algorithms` on a process group: each starts at once, and goes on when it is waited for.
+"""The algorithms of :mod:`mdcs.profile.algorithms` on a process group: each starts at once and continues when waited
+for.
 
-An algorithm is a generator: it starts some works and yields them, and is resumed when they are done. Whatever follows
-the first step is sent from point to point under the message's own tag, because ranks may take the further steps of one
-message and the first of the next in any order, which the collectives of a process group would not survive.
+An algorithm is a generator: it starts some works, yields them, and is resumed when they are done. Steps after the first
+are point-to-point sends under the message's own tag. Ranks may interleave the later steps of one message with the first
+step of the next in any order; collectives of a process group would not allow this.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Running:
-    """A collective on its way: its first step has been started, :meth:`wait` goes through the others."""
+    """A collective in flight: its first step has started, :meth:`wait` runs the other steps."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._works = next(steps, [])
 
     def wait(self) -> None:
-        """Raises what the backend raises (RuntimeError) when a peer is gone or a step times out."""
+        """Wait until it is done. Raises the backend's RuntimeError when a peer is gone or a step times out."""
         while self._works:
             for work in self._works:
                 work.wait()
@@ -46,22 +47,22 @@ class Running:
 class Communicator:
     """The collectives of one process group (None: the default one). Every rank must call them in the same order.
 
-    Buffers are flat and of a multiple of ``world`` elements; rank r's part is the r-th of ``world`` equal ones.
-    ``received`` is a buffer of :meth:`Collectives.buffer` elements, for algorithms that are not native. Communicators of one
-    group whose messages are in flight together share ``tags``.
+    Buffers are flat, of a multiple of ``world`` elements; rank r's part is the r-th of ``world`` equal parts.
+    ``received`` is scratch of :meth:`Collectives.buffer` elements, for algorithms that are not native. Communicators of
+    one group whose messages are in flight together share ``tags``.
     """
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, tags: Iterator[int] | None = None) -> None:
         self.collectives, self.group = collectives, group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if collectives.backend == "gloo":
-            # Its own methods: torch.distributed's functions take longer over a small message than gloo itself.
+            # Call the backend directly: torch.distributed's wrappers cost more than gloo needs for a small message.
             self._gloo: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
-        self._others = [(self.rank + k) % self.world for k in range(1, self.world)]  # not all to the same one first
+        self._others = [(self.rank + k) % self.world for k in range(1, self.world)]  # each rank begins with another peer
         self._tags = itertools.count() if tags is None else tags
 
     def all_reduce(self, buffer: Tensor, received: Tensor | None) -> Running:
-        """Sum over ranks, in place."""
+        """Sum ``buffer`` over ranks, in place."""
         if self.collectives.all_reduce == "ring":
             assert received is not None
             return Running(self._ring_all_reduce(buffer, received))
@@ -74,8 +75,10 @@ class Communicator:
         return _one(dist.all_reduce(buffer, group=self.group, async_op=True))
 
     def reduce_scatter(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Running:
-        """``out`` gets the sum over ranks of this rank's part. With all_to_all ``received`` gets the summands, rank by
-        rank. ``buffer`` is spoilt; ``out`` may be this rank's part of it.
+        """Write the sum over ranks of this rank's part to ``out``. Overwrites ``buffer``; ``out`` may be its part of
+        it.
+
+        With all_to_all ``received`` gets the summands, rank by rank, and the caller sums them.
         """
         if self.collectives.reduce_scatter == "ring":
             assert received is not None
@@ -91,7 +94,7 @@ class Communicator:
         return _one(_reduce_scatter(out, buffer, group=self.group, async_op=True))
 
     def all_gather(self, buffer: Tensor) -> Running:
-        """Every rank's part to all, in place."""
+        """Send every rank's part of ``buffer`` to all, in place."""
         parts = buffer.chunk(self.world)
         if self.collectives.all_gather == "ring":
             return Running(self._ring_all_gather(parts, self._tag()))
@@ -102,14 +105,14 @@ class Communicator:
         return _one(_all_gather(buffer, parts[self.rank], group=self.group, async_op=True))
 
     def _all_reduce_and_keep(self, buffer: Tensor, out: Tensor) -> Steps:
-        """gloo's reduce-scatter without its copy, which lives until some time after the end."""
+        """Reduce-scatter by an all-reduce: gloo's own reduce-scatter makes a copy that outlives the call."""
         yield [_work(dist.all_reduce(buffer, group=self.group, async_op=True))]
         out.copy_(buffer.chunk(self.world)[self.rank])
 
     # -- from point to point ------------------------------------------------------------------------------------
 
-    # Receives are asked for before sends: gloo tells a sender that it may start on the connection that its own message is
-    # on, behind that message. The other way round two ranks would send to each other one after the other.
+    # Post receives before sends. gloo announces a posted receive on the same connection as its own data: behind a send
+    # the announcement would wait, and two ranks would send to each other one after the other.
 
     def _ring_all_reduce(self, buffer: Tensor, received: Tensor) -> Steps:
         tag, parts = self._tag(), buffer.chunk(self.world)
@@ -117,7 +120,7 @@ class Communicator:
         yield from self._ring_all_gather(parts, tag)
 
     def _ring_reduce_scatter(self, buffer: Tensor, received: Tensor, out: Tensor, tag: int) -> Steps:
-        """Each part travels once around, from the rank behind its owner to the owner, and collects the summands."""
+        """Send each part once around the ring, from the rank behind its owner to the owner, summing on the way."""
         parts = buffer.chunk(self.world)
         for k in range(1, self.world):
             sent, arriving = parts[(self.rank - k) % self.world], parts[(self.rank - k - 1) % self.world]
@@ -154,7 +157,7 @@ class Communicator:
         ]
 
     def _reduce_broadcast(self, buffer: Tensor, received: Tensor) -> Steps:
-        """Up a binomial tree with rank 0 at its root, and down again."""
+        """Reduce up a binomial tree with rank 0 at its root, then broadcast down."""
         tag, rank = self._tag(), self.rank
         levels = [1 << i for i in range((self.world - 1).bit_length())]
         for d in levels:
@@ -182,9 +185,10 @@ class Communicator:
 
 
 class NodeCommunicator:
-    """The same within a node: ``inside`` has its ranks, ``across`` those of all nodes that have the same shard.
+    """Collectives of strategies that shard within a node: ``inside`` is this node, ``across`` the same shard of all
+    nodes.
 
-    ``received`` is a buffer for both, one after the other (:meth:`Collectives.buffer_by_node`).
+    ``received`` is scratch for both, one after the other (:meth:`Collectives.buffer_by_node`).
     """
 
     def __init__(self, inside: Communicator, across: Communicator) -> None:
@@ -192,11 +196,11 @@ class NodeCommunicator:
         self.levels = inside.world, across.world
 
     def all_gather(self, buffer: Tensor) -> Running:
-        """Every part of the node's ranks to all of them, in place."""
+        """Send the parts of the node's ranks to all of them, in place."""
         return self._inside.all_gather(buffer)
 
     def reduce_scatter(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Running:
-        """``out`` gets the sum over the ranks of all nodes of this rank's part. ``buffer`` is spoilt."""
+        """Write the sum over the ranks of all nodes of this rank's part to ``out``. Overwrites ``buffer``."""
         return Running(self._reduce(buffer, received, out))
 
     def _reduce(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Steps:
@@ -210,7 +214,7 @@ class NodeCommunicator:
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:
-    """Of a matrix, in the order of the rows: the result does not depend on who arrives first."""
+    """Sum ``rows`` [ranks, elements] into ``out``, in row order: the result does not depend on arrival order."""
     first, second, *others = rows
     torch.add(first, second, out=out)
     for row in others:
@@ -222,7 +226,7 @@ def _head(buffer: Tensor | None, elements: int) -> Tensor | None:
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """gloo or nccl, whichever carries the tensors of ``device``; gloo for a single process that has no group."""
+    """Return gloo or nccl, whichever carries tensors of ``device``; gloo for a single process without a group."""
     if not dist.is_initialized():
         return "gloo"
     by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)

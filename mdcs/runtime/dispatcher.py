@@ -1,10 +1,10 @@
-"""Puts the messages on the wire in the plan's order, several in flight, and finishes them in that order.
+"""Sends the messages in the plan's order, with several in flight, and finishes them in that order.
 
-A message starts when its turn has come, compute has issued it, its data is ready and fewer than ``depth`` are in flight.
-Whoever brings the last of these about starts it: the training thread when it issues it, else the *finisher*, a thread that
-waits for the oldest message, unpacks it, runs the updates that it completes and frees its buffers. What takes longer to start
-than to hand over, for it is copied into place and into the socket, the *starter* starts, so that compute goes on meanwhile.
-Threads wake each other only if they wait for what has come about.
+A message starts when its turn has come, compute has issued it, its data is ready, and fewer than ``depth`` messages are
+in flight. The thread that meets the last of these conditions starts the message: the training thread when it issues
+the message, else the *finisher*. The finisher waits for the oldest message, unpacks it, runs the updates that it
+completes, and frees its buffers. A third thread, the *starter*, starts large messages: gloo copies the payload on the
+calling thread, which would block compute. Threads wake each other only if another thread waits for the event.
 
 Every count below is a FIFO index since the start of training: messages ``[0, processed)`` are done, ``[processed,
 started)`` in flight, ``[started, issued)`` waiting for their turn.
@@ -40,15 +40,15 @@ from mdcs.runtime.wire import Transfer, Wire
 from mdcs.sizes import MIB
 
 LISTEN_SECONDS = 0.5
-"""How often one who waits asks whether another rank has left."""
+"""Seconds between checks, while waiting, whether another rank has left."""
 _LARGE_BYTES = MIB // 4
-"""On the wire, from which on the starter starts a message; estimated: at 0.4 ms a MiB that takes about as long as waking it."""
+"""Wire bytes from which on the starter starts a message. Estimated: at 0.4 ms per MiB as long as a wake-up."""
 
 
 class Dispatcher:
-    """The finisher, the starter where messages are large, and what the training thread asks of them.
+    """The finisher thread, the starter thread where messages are large, and the training thread's interface to them.
 
-    ``error`` is what has ended them, if anything has.
+    ``error``: the error that ended the threads, or None.
     """
 
     def __init__(
@@ -77,22 +77,22 @@ class Dispatcher:
         self.lock = account.lock
         self.n = len(plan.messages)
         self.issued = self.started = self.processed = 0
-        self.first_period = 0  # the period whose gathers alone are sent: the prologue
+        self.first_period = 0  # the prologue: a period of which only gathers are sent
         self.step = 1
-        self._periods_ahead = 0  # a period's number less its iteration's
+        self._periods_ahead = 0  # number of a period minus number of its iteration
         self.error: BaseException | None = None
         self._stop = False
         self._skipped: set[int] = set()  # sent ahead of their turn by drain(), or not sent in the prologue
         self._marks: dict[int, Any] = {}
         self._in_flight: deque[tuple[int, Transfer, Any]] = deque()
         self._depth = plan.profile.link.depth
-        self._pending = InFlight(self._depth)  # bytes of messages that are issued and not done
+        self._pending = InFlight(self._depth)  # transient bytes of the messages that are issued and not done
         self._work = threading.Condition(self.lock)  # what the finisher waits for, when it is idle
         self._idle = False
         self._large = threading.Condition(self.lock)  # what the starter waits for
-        self._starting = False  # somebody starts a message, and will start what comes next
-        self._progress = threading.Condition(self.lock)  # what the training thread waits for,
-        self._awaited: Callable[[], bool] | None = None  # when it waits for this
+        self._starting = False  # a thread is starting a message, and will start the next one
+        self._progress = threading.Condition(self.lock)  # the training thread waits on this
+        self._awaited: Callable[[], bool] | None = None  # the condition that it waits for
         self._shards: dict[tuple[int, int], Tensor] = {}  # reduced gradients that wait for the barrier
         self._needs_norm = clip_norm is not None or loss_scale is not None
         wide = any(dtype == torch.float64 for s in storages if s.trainable for dtype in s.gradient_dtypes)
@@ -113,7 +113,7 @@ class Dispatcher:
     # -- called by the training thread --------------------------------------------------------------------------
 
     def issue(self, index: int, activations: int, mark: Any) -> None:
-        """Reserve the message's bytes, waiting for those in flight if need be, and let it start."""
+        """Reserve the message's bytes, waiting for messages in flight if necessary, and let it start."""
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         with self.lock:
@@ -138,7 +138,7 @@ class Dispatcher:
                 self.wait_for(index + 1, self.describe(i))
 
     def has_room(self, index: int, activations: int) -> bool:
-        """Whether the message's bytes fit beside those of compute without waiting for any in flight."""
+        """Return whether the message's bytes fit beside ``activations`` without waiting for messages in flight."""
         i = index % self.n
         with self.lock:
             in_flight = self._pending.most(self._transient[i])
@@ -153,7 +153,7 @@ class Dispatcher:
 
     @property
     def _freed(self) -> int:
-        """What the messages that are issued and not done free of others' bytes, where anybody asks."""
+        """Other buffers' bytes that the issued messages free when done; computed only where there is excess."""
         if not self.account.excess:
             return 0
         return sum(self.ledger.messages[i % self.n].freed for i in range(self.processed, self.issued) if i not in self._skipped)
@@ -163,9 +163,9 @@ class Dispatcher:
         self.wait(lambda: self.processed >= count, what)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready``; raises RunError after ``timeout_s``, when a thread has failed or when another rank has left.
+        """Wait until ``ready``. Call with the lock held exactly once.
 
-        Call with the lock held, once.
+        Raises RunError after ``timeout_s``, when a thread has failed, and when another rank has left.
         """
         deadline = time.monotonic() + self.timeout_s
         while not ready():
@@ -175,7 +175,7 @@ class Dispatcher:
             self._awaited = None
             if in_time:
                 continue
-            self.lock.release()  # asking the store takes a while, or for ever: what is awaited comes about meanwhile
+            self.lock.release()  # the store may answer late or never: let the other threads go on meanwhile
             try:
                 heard = self.last_words.heard()
             finally:
@@ -190,20 +190,21 @@ class Dispatcher:
         self.check()
 
     def check(self) -> None:
-        """Raise what has gone wrong in a thread."""
+        """Raise the error of a thread, if there is one."""
         if self.error is not None:
             raise self.error
 
     def describe(self, i: int) -> str:
-        """Message ``i`` of the plan in words."""
+        """Return message ``i`` of the plan in words."""
         m = self.plan.messages[i]
         parts = ", ".join(f"{self.storages[u].name}[{b}]" for u, b in m.parts)
         return f"message {i} ({m.kind} of {parts})"
 
     def finish_iteration(self, base: int) -> None:
-        """Finish what is issued, then the reductions of the period that starts at ``base`` which are not issued.
+        """Finish the issued messages, then send the reductions of the period that starts at ``base`` which are not yet
+        issued.
 
-        All ranks are at the same slot here and have issued the same messages, so the order stays the same on all.
+        All ranks are at the same slot here and have issued the same messages, so the order is the same on all ranks.
         """
         with self.lock:
             self.wait_for(self.issued, "the messages in flight")
@@ -231,7 +232,7 @@ class Dispatcher:
         self._finish(index, transfer, begin)
 
     def _put_away(self) -> list[int]:
-        """Free what is gathered ahead for the next forward: the plan has no room beside it for reductions at this slot."""
+        """Free the units gathered ahead for the next forward: the plan has no room for reductions beside them here."""
         if self.account.cap is None:
             return []
         units = [u for u, s in enumerate(self.storages) if s.strategy.sharded and s.is_full]
@@ -242,7 +243,7 @@ class Dispatcher:
         return units
 
     def _fetch(self, unit: int) -> None:
-        """Gather a unit again that was put away; its bytes are still reserved."""
+        """Gather a unit freed by :meth:`_put_away` again; its bytes are still reserved."""
         storage = self.storages[unit]
         with self.lock:
             storage.allocate_full()
@@ -254,14 +255,14 @@ class Dispatcher:
             raise RunError(f"rank {self.wire.rank}, step {self.step}: gather of {storage.name}: {e}") from e
 
     def has_begun_updates(self, base: int) -> bool:
-        """Whether messages that update parameters are issued of the period that starts at ``base``."""
+        """Return whether a message that updates parameters is issued in the period that starts at ``base``."""
         issued = range(self.issued - base)
         if not self.plan.cross_iteration:
             return self.last_reduction in issued
         return any(not self.plan.messages[i].kind.is_gather for i in issued)
 
     def restart(self) -> int:
-        """Forget the plan's place, with nothing in flight: the next period is a prologue. Returns its number."""
+        """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
         with self.lock:
             self.first_period = self.issued // self.n + 1
             self._periods_ahead = self.first_period + 1 - self.step
@@ -272,10 +273,11 @@ class Dispatcher:
         return self.first_period
 
     def end_step(self) -> None:
-        """Compute has come to the end of an iteration."""
+        """Compute has reached the end of an iteration: nothing to do with threads."""
 
     def stop(self) -> None:
-        """End the threads with what is issued: if ranks stop at the same slot, none waits in vain for another's messages."""
+        """End the threads after the issued messages. If all ranks stop at the same slot, none waits for a missing peer.
+        """
         with self.lock:
             self._stop = True
             self._wake_all()
@@ -286,7 +288,10 @@ class Dispatcher:
     # -- starting -----------------------------------------------------------------------------------------------
 
     def _start_ready(self, as_starter: bool = False) -> None:
-        """Start what can start now, one at a time and in order, or leave it to the starter. Call without the lock."""
+        """Start the messages that can start now, one at a time and in order; leave large ones to the starter.
+
+        Call without the lock.
+        """
         while True:
             with self.lock:
                 index = None if self._starting else self._next()
@@ -305,7 +310,7 @@ class Dispatcher:
                     self._work.notify()
 
     def _next(self) -> int | None:
-        """The message whose turn it is, once nothing but compute keeps it from starting."""
+        """Return the index of the next message if it can start now, else None."""
         index = self.started
         if index == self.issued or index in self._skipped or self.error is not None:
             return None
@@ -313,7 +318,7 @@ class Dispatcher:
         return index if can_start else None
 
     def _pass_skipped(self) -> None:
-        """They are done when all before them are."""
+        """Count skipped messages as done once all before them are."""
         while self.processed == self.started < self.issued and self.started in self._skipped:
             self._skipped.discard(self.started)
             self.started = self.processed = self.started + 1
@@ -323,7 +328,7 @@ class Dispatcher:
         return -1 if after < 0 or self._in_prologue(index) else index - index % self.n + after
 
     def _behind(self, index: int) -> Any:
-        """The point of compute that the message starts behind."""
+        """Return the mark of the compute stream behind which the message starts."""
         return self._marks.pop(index)
 
     def _start(self, index: int) -> tuple[Transfer, Any]:
@@ -331,7 +336,7 @@ class Dispatcher:
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         try:
             with self.lock:
-                for u, size in effect.full:  # of compute's memory, for compute frees it
+                for u, size in effect.full:  # allocated outside of communicating(): compute's stream owns and frees this memory
                     self.storages[u].allocate_full()
                     self.account.book("full_parameters", size)
                 mark = self._behind(index)
@@ -351,7 +356,7 @@ class Dispatcher:
             raise self.error from e
 
     def _start_large(self) -> None:
-        """The starter."""
+        """Run the starter thread."""
         while True:
             self._start_ready(as_starter=True)
             with self.lock:
@@ -384,7 +389,7 @@ class Dispatcher:
             self._finish_oldest()
 
     def _has_work(self) -> bool:
-        """Wait for a message in flight; False at the end."""
+        """Wait for a message in flight; return False at the end."""
         with self.lock:
             while not self._in_flight:
                 if self._has_ended():
@@ -435,7 +440,7 @@ class Dispatcher:
             raise self._failure(index, e) from e
 
     def _hold(self, index: int, message: Message) -> None:
-        """Let the message take as long as the emulated link does, if there is one."""
+        """Delay the end of the message to that of the emulated link, if there is one."""
         if self.pacer is not None:
             self.pacer.hold(index, message.kind, self.plan.wire(message))
 
@@ -445,14 +450,14 @@ class Dispatcher:
             self.account.book("gradients", -size)
 
     def _release(self, i: int) -> None:
-        """Take back what was promised to bytes that a message frees."""
+        """Release the reserved bytes of the buffers that a message frees."""
         effect = self.ledger.messages[i]
         self.account.release((effect.freed,))
 
     def _update(self, i: int, transfer: Transfer) -> list[Tensor]:
-        """Update the blocks that the message has reduced; in barrier mode all of them, with the last.
+        """Update the blocks that the message has reduced; in barrier mode all blocks, with the last reduction.
 
-        Returns the gradient shards that are done with.
+        Returns the gradient shards that can be freed.
         """
         message, effect = transfer.message, self.ledger.messages[i]
         ready = {part: transfer.shards.get(part) for part in message.parts}
@@ -483,11 +488,12 @@ class Dispatcher:
         return [shard for shard in ready.values() if shard is not None]
 
     def _scale(self, gradients: dict[tuple[int, int], Tensor], work: Tensor) -> tuple[bool, Tensor | None]:
-        """Whether all gradients are finite, and the factor that undoes the loss scale and brings their global norm down to
-        ``clip_norm``, as torch's clip_grad_norm_ does: with the norm in the gradients' precision, but float32 at least.
+        """Return (all gradients are finite, factor on gradients): the factor undoes the loss scale and clips the global
+        norm.
 
-        A part is counted by the first of the ranks that have it (a whole, dp, gradient by rank 0).
-        Only a loss scale needs to be told on the host.
+        Clips as torch's clip_grad_norm_ does, with the norm in the gradients' precision, but at least float32. Of the
+        ranks that have the same part, only the first counts it (rank 0 for a whole dp gradient). The host reads the
+        norm only for a loss scale.
         """
         counted = [g for (u, _), g in gradients.items() if self.storages[u].replica[0] == 0]
         top = norm.largest(counted, work.device)
@@ -510,7 +516,7 @@ class Dispatcher:
             dist.all_reduce(value, how, group=self.control)
 
     def _failure(self, index: int, e: Exception) -> RunError:
-        """The step it names is the one in which the message was issued; compute may be in the next by now."""
+        """Return the error of a message, naming the step that issued it; compute may be in the next one by now."""
         if isinstance(e, RunError):
             return e
         period, i = divmod(index, self.n)

@@ -1,9 +1,9 @@
-"""One process as one rank of many: it computes, holds and schedules as that rank would, and nothing is sent.
+"""One process as one rank of many: it computes, holds and schedules as this rank would, and sends nothing.
 
-Shards, optimizer states and buffers have the sizes that they have on ``world`` ranks, and every message takes the time
-that the emulated link needs for the bytes of ``world`` ranks (:mod:`mdcs.runtime.pacing`). What a message would bring is
-made up: gradients are summed as if every rank had this rank's, and a gather fills the parts of the other ranks with
-copies of its own. So times, overlap and bytes are those of a rank, while losses and weights mean nothing.
+Shards, optimizer states and buffers have the sizes of ``world`` ranks, and every message takes the time that the
+emulated link needs for the bytes of ``world`` ranks (:mod:`mdcs.runtime.pacing`). Received values are made up:
+gradients are summed as if every rank had this rank's, and a gather fills the other ranks' parts with copies of this
+rank's. Times, overlap and bytes are a real rank's; losses and weights mean nothing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Emulation:
 
 
 class EmulatedCommunicator:
-    """In the place of :class:`mdcs.runtime.communicator.Communicator`: writes to memory what its algorithms would write,
-    and holds the buffer that the backend would hold.
+    """Stands in for :class:`mdcs.runtime.communicator.Communicator`: same writes to memory, same backend buffers, no
+    sends.
     """
 
     def __init__(self, collectives: Collectives, emulation: Emulation) -> None:
         self.collectives, self.rank, self.world = collectives, emulation.rank, emulation.world
 
     def all_reduce(self, buffer: Tensor, received: Tensor | None) -> Arriving:
-        """As if every rank had this rank's ``buffer``."""
+        """Sum as if every rank had this rank's ``buffer``."""
         return Arriving(lambda: buffer.mul_(self.world))
 
     def reduce_scatter(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Arriving:
-        """As if every rank had this rank's ``buffer``; ``out`` gets this rank's part of the sum."""
+        """Sum as if every rank had this rank's ``buffer``; ``out`` gets this rank's part."""
         own = buffer.chunk(self.world)[self.rank]
         if self.collectives.sums_afterwards(Kind.RS):
             assert received is not None
@@ -52,7 +52,7 @@ class EmulatedCommunicator:
         return Arriving(lambda: torch.mul(own, self.world, out=out))
 
     def all_gather(self, buffer: Tensor) -> Arriving:
-        """This rank's part in the place of every other."""
+        """Copy this rank's part to the place of every other."""
         parts = buffer.view(self.world, -1)
         own = parts[self.rank]
 
@@ -64,11 +64,11 @@ class EmulatedCommunicator:
 
 
 class Arriving:
-    """A message on its way: it writes what it brings when it is waited for, and holds a buffer until it is dropped."""
+    """A message in flight: it writes its result when waited for, and holds a backend buffer until it is dropped."""
 
     def __init__(self, bring: Callable[[], object], held: Tensor | None = None) -> None:
         self._bring, self._held = bring, held
 
     def wait(self) -> None:
-        """Write it."""
+        """Write the result."""
         self._bring()

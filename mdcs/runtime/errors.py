@@ -1,4 +1,4 @@
-"""What goes wrong while a plan runs."""
+"""Errors while a plan runs, and the rank and step that they name."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 
 class RunError(RuntimeError):
-    """A failure while training: names rank, step, and the parameter, unit or message it happened in."""
+    """A failure while training: names rank, step, and the parameter, unit or message in which it happened."""
 
 
 @dataclass
 class Place:
-    """Where a rank is: what errors begin with."""
+    """Rank and step, with which error messages begin."""
 
     rank: int
     step: int = 1
     explain: Callable[[str], str] = str
-    """Adds what is known of the cause to the message of a collective that has failed."""
+    """Adds the known cause to the message of a collective that failed."""
 
     def error(self, what: str) -> RunError:
-        """The error to raise."""
+        """Return the error to raise."""
         return RunError(f"rank {self.rank}, step {self.step}: {what}")
 
     @contextmanager

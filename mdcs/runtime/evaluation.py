@@ -1,4 +1,4 @@
-"""Forward passes without gradients, between iterations, on as many batches as each rank has."""
+"""Forward passes without gradients, between iterations, with any number of batches per rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NONE = -1  # no unit's number
 
 
 class Evaluation:
-    """Units that are sharded at rest are gathered once if the budget has room for all of them, else for each forward.
+    """Gathers units that are sharded at rest: once if the budget has room for all of them, else for each forward.
 
-    Units whose memory other modules use, too, through views of parameters, are gathered once in any case.
-    In the latter case a rank that has come to its end joins the gathers of those that have not.
+    A unit whose memory other modules use through views is always gathered once. If units are gathered for each forward,
+    a rank that has finished its batches joins the gathers of the other ranks.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Evaluation:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Nothing of the plan may be in flight."""
+        """Gather units for forward passes inside the block. Collective; no message of the plan may be in flight."""
         self._gathering.begin()
         missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
         at_once = self._gathering.fits(missing + self._slot_bytes)
@@ -58,7 +58,7 @@ class Evaluation:
         finally:
             for handle in handles:
                 handle.remove()
-            for u in [*before, *(u for u, uses in in_use.items() if uses > 0)]:  # the latter's forward raised
+            for u in [*before, *(u for u, uses in in_use.items() if uses > 0)]:  # units still in use: their forward raised
                 self._gathering.free(u)
 
     def _before(self, unit: int, in_use: Counter[int]) -> Any:
@@ -79,13 +79,13 @@ class Evaluation:
         return hook
 
     def _join(self) -> None:
-        """Take part in the gathers of other ranks until all have come to their end."""
+        """Take part in the gathers of other ranks until all have finished."""
         while (unit := self._agree(None)) is not None:
             self._gathering.gather(unit)
             self._gathering.free(unit)
 
     def _agree(self, unit: int | None) -> int | None:
-        """The unit that is gathered next, as told by all ranks; None when none needs any."""
+        """Return the unit that all ranks gather next; None when no rank needs one."""
         with self._place.during("evaluate()"):
             wanted = {u for (u,) in self._groups.tell("a forward pass in evaluate()", _NONE if unit is None else unit)} - {_NONE}
         if len(wanted) > 1:

@@ -1,8 +1,8 @@
-"""Activations beyond the profiled ones: a larger batch, or what the loop keeps and the profiled step did not.
+"""Activations beyond the profiled ones: of a larger batch, or kept by the loop and not by the profiled step.
 
-Registered buffers are booked to the byte, activations are the profile's. Where the allocator is read slot by slot, what it has
-beyond them counts in admission: messages in flight end before compute takes the bytes that it will take. Where nothing is in
-flight the slot runs all the same, for its own bytes cannot be held back: then the step is counted, and the first of them said.
+Registered buffers are booked to the byte; activations are the profile's. Where the allocator is read slot by slot, its
+excess counts in admission: messages in flight end before compute takes these bytes. If nothing is in flight the slot
+runs all the same, because its own bytes cannot be delayed. Such a step is counted, and the first one is warned about.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mdcs.plan.ledger import SlotBytes
 from mdcs.plan.messages import Plan
 from mdcs.sizes import MIB
 
-_FADING = 8  # of what a slot had too much, an eighth is forgotten from period to period: one large batch does not count for ever
-_FIRST = 3  # steps whose peak is read where slots are not
-_LEAST = 256  # parts of the budget: less than one of them is no reason to wait, unless the slot has been above the budget
+_FADING = 8  # a slot's excess decays by 1/8 per period, so that one large batch does not count for ever
+_FIRST = 3  # first steps whose peak is read, where slots are not read
+_LEAST = 256  # excess below budget / _LEAST is ignored, unless the slot was above the budget
 
 
 class Excess:
-    """What was seen of a run, slot by slot, and what admission has to add. All in bytes; all 0 where a plan has no budget."""
+    """Excess seen so far, slot by slot, and the bytes that admission adds. All 0 where the plan has no budget."""
 
     def __init__(self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes) -> None:
         self.budget, self._reserve, self._slots, self._rank, self._batch = plan.budget, plan.reserve, slots, rank, batch
@@ -32,22 +32,23 @@ class Excess:
         self._seen = [0] * len(slots)
         self._over: set[int] = set()  # slots that have been above the budget
         self._live = 0
-        self._above: list[tuple[int, int, int]] = []  # of this step: bytes above the budget, slot, its activations; -1: unknown
+        self._above: list[tuple[int, int, int]] = []  # this step's (bytes above budget, slot, its activations); -1: unknown
         self._has_warned = False
-        self.skips = False  # the next reading: what it is of is no training (an evaluation, a state dict)
+        self.skips = False  # skip the next reading: it includes an evaluation or a state dict
 
     def arrived(self, slot: int, live: Mapping[str, int | None] | None) -> int:
-        """Bytes to add to the profile's on arrival at a slot, where so much is live."""
+        """Return the bytes to add to the profile's when compute arrives at a slot; ``live`` is the allocator's reading.
+        """
         activations = (live or {}).get(UNTAGGED)
         self._live = 0 if activations is None else self._beyond(activations, self._slots[slot].live)
         return self._counted(slot, self._live)
 
     def entered(self, slot: int) -> int:
-        """Bytes to add to the profile's peak of a slot."""
+        """Return the bytes to add to the profile's peak of a slot."""
         return self._counted(slot, max(self._live, self._seen[slot]))
 
     def ended(self, slot: int, peaks: Mapping[str, int]) -> None:
-        """The peaks of a slot, as measured."""
+        """Record the measured peaks of a slot."""
         if self.budget is None or self.skips or not peaks:
             self.skips = False
             return
@@ -60,13 +61,14 @@ class Excess:
             self._above.append((above, slot, -1 if activations is None else activations))
 
     def read(self, step: int, meter: Meter) -> None:
-        """At the end of a step whose slots are not read, as reading takes long: its peak, if it is one of the first, or has a
-        larger batch.
+        """Record the peak of a step whose slots are not read: one of the first steps, or one with a larger batch.
+
+        Call at the end of the step.
         """
         if self.budget is None or not (step <= _FIRST or self.is_larger):
             return
         peak = (meter.window() or {}).get(TOTAL)
-        if peak is not None and peak > self.budget and step > 1 and not self.skips:  # before the first window is no training
+        if peak is not None and peak > self.budget and step > 1 and not self.skips:  # the first window began before training
             self._above.append((peak - self.budget, -1, -1))
         self.skips = False
 
@@ -77,7 +79,7 @@ class Excess:
         return sizes is not None and profiled is not None and math.prod(sizes) > math.prod(profiled)
 
     def end_step(self, step: int) -> tuple[int, int]:
-        """(slots of the step that were above the budget, by how many bytes at most). Warns once."""
+        """Return (slots of the step above the budget, most bytes above it). Warns once."""
         above = self._above
         self._above = []
         if above and not self._has_warned:

@@ -1,9 +1,8 @@
-"""All device code: what the runtime needs of a CPU or a CUDA device, behind one interface.
+"""All device code: the runtime's interface to a CPU or a CUDA device.
 
-On a CPU computing is done when a call returns, and messages are when a thread of the host has seen that they are. On
-CUDA the host only enqueues, and runs ahead: messages are on one communication stream, and what must come before what is
-said with events, which streams wait for and the host does not. ``docs/gpu.md`` has the rules by which memory is freed
-there without ``record_stream``.
+On a CPU, compute is done when a call returns, and a message is done when a host thread has waited for it. On CUDA the
+host only enqueues, and runs ahead. Messages are on one communication stream. Events order the two streams: streams
+wait for events, the host does not. ``docs/gpu.md`` has the rules by which memory is freed without ``record_stream``.
 """
 
 from __future__ import annotations
@@ -22,67 +21,68 @@ class Waitable(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> object:
-        """Block the caller, or on CUDA its stream, until it is done."""
+        """Block the caller, or on CUDA its current stream, until the collective is done."""
         ...
 
 
 class Executor(Protocol):
-    """What the runtime needs of a device. ``runs_ahead``: the host only enqueues what the device then does in order."""
+    """Device operations of the runtime. ``runs_ahead``: the host only enqueues, and the device executes in order."""
 
     runs_ahead: bool
 
     def communicating(self) -> AbstractContextManager[Any]:
-        """Run what is inside on the communication stream."""
+        """Return a context that runs its body on the communication stream."""
         ...
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Inside of :meth:`communicating`: run what is inside on the stream that it was entered from."""
+        """Inside of :meth:`communicating`: return a context that runs its body on the stream that it was entered from.
+        """
         ...
 
     def mark(self) -> Any:
-        """The point to which the caller's stream has come."""
+        """Record a point on the caller's stream."""
         ...
 
     def after(self, mark: Any) -> None:
-        """Let what the caller's stream does from now on see all that was done before a point."""
+        """Make later work of the caller's stream wait for a point."""
         ...
 
     def has_come(self, mark: Any) -> bool:
-        """Whether the device has come to a point, or a stamp."""
+        """Return whether the device has reached a point, or a stamp."""
         ...
 
     def wait(self, mark: Any, timeout_s: float) -> bool:
-        """Block the host until the device has come to a point; False if it has not within ``timeout_s``."""
+        """Block the host until the device reaches a point; return False after ``timeout_s`` seconds."""
         ...
 
     def finish(self, works: Sequence[Waitable]) -> None:
-        """Let what the caller's stream does from now on see what collectives bring."""
+        """Make later work of the caller's stream wait for these collectives."""
         ...
 
     def pause(self, seconds: float) -> None:
-        """Let the caller's stream do nothing for so long."""
+        """Keep the caller's stream idle for so many seconds."""
         ...
 
     def stamp(self) -> Any:
-        """Now, on the stream of the caller."""
+        """Record the time on the caller's stream."""
         ...
 
     def seconds(self, stamp: Any) -> float:
-        """A stamp on the rank's clock; may wait for it to have happened."""
+        """Return a stamp in seconds on the rank's clock; may wait until the device reaches it."""
         ...
 
     def limit(self, size: int | None) -> None:
-        """Let the allocator take little more than ``size`` bytes of the device, if it can be limited; None: as before."""
+        """Limit the allocator to little more than ``size`` bytes of the device, if it can be limited; None restores."""
         ...
 
     def retries(self) -> int | None:
-        """How often the allocator had to give cached memory back to get some; None for one that caches none."""
+        """Return how often the allocator freed cached memory to serve a request; None for one without a cache."""
         ...
 
 
 @contextmanager
 def between(executor: Executor) -> Iterator[None]:
-    """Communicate here: what is inside sees what compute has done so far, and compute sees it from now on."""
+    """Communicate in stream order: the body sees all compute so far, and later compute sees the body's results."""
     here = executor.mark()
     with executor.communicating():
         executor.after(here)
@@ -92,7 +92,7 @@ def between(executor: Executor) -> Iterator[None]:
 
 
 class CpuExecutor:
-    """Computing is done when a call returns, and threads communicate beside it."""
+    """CPU: compute is done when a call returns, and threads communicate at the same time."""
 
     runs_ahead = False
 
@@ -100,26 +100,26 @@ class CpuExecutor:
         self._same = nullcontext()
 
     def communicating(self) -> AbstractContextManager[Any]:
-        """There is no stream to enter."""
+        """Return an empty context: there is no stream."""
         return self._same
 
     def computing(self) -> AbstractContextManager[Any]:
-        """There is no stream to enter."""
+        """Return an empty context: there is no stream."""
         return self._same
 
     def mark(self) -> None:
-        """Nothing: compute has come to wherever it is."""
+        """Return None: compute is always at its point."""
         return None
 
     def after(self, mark: None) -> None:
         """Return at once."""
 
     def has_come(self, mark: Any) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def wait(self, mark: None, timeout_s: float) -> bool:
-        """It has come."""
+        """Return True."""
         return True
 
     def finish(self, works: Sequence[Waitable]) -> None:
@@ -128,43 +128,43 @@ class CpuExecutor:
             work.wait()
 
     def pause(self, seconds: float) -> None:
-        """Block the caller for so long."""
+        """Block the caller for so many seconds."""
         time.sleep(seconds)
 
     def stamp(self) -> float:
-        """Seconds of ``time.perf_counter``."""
+        """Return ``time.perf_counter()``."""
         return time.perf_counter()
 
     def seconds(self, stamp: float) -> float:
-        """The stamp itself."""
+        """Return the stamp itself."""
         return stamp
 
     def limit(self, size: int | None) -> None:
         """Do nothing: the allocator has no limit."""
 
     def retries(self) -> None:
-        """None."""
+        """Return None."""
         return None
 
 
 _SEGMENTS = 2 * (2 + 20) << 20
-"""What torch's allocator may have beyond what is asked of it: per stream a segment for small and one for larger tensors."""
+"""Bytes that torch's allocator may cache beyond requests: per stream a segment for small and one for larger tensors."""
 
 _FINE_SECONDS = 10.0
-"""CUDA tells times between events in single precision: to about a microsecond over so long, to a millisecond over hours."""
+"""Span over which event times are exact to about a microsecond (single precision); over hours only to a millisecond."""
 
 _POLL_SECONDS = 20e-6
-"""Between looks at an event, where the host waits after all: CUDA's own wait keeps a core busy, and has no end."""
+"""Seconds between polls of an event: CUDA's own wait keeps a core busy and has no timeout."""
 
 _PATIENCE_SECONDS = 300.0
-"""How long somebody who asks for a time waits for it."""
+"""Seconds for which :meth:`Executor.seconds` waits for a stamp."""
 
 _CYCLES = 20_000_000
-"""Of the kernel by which the length of a cycle is measured: some 10 ms."""
+"""Cycles of the kernel that measures the length of a cycle: some 10 ms."""
 
 
 class CudaExecutor:
-    """One communication stream, and events; see the module. ``cuda`` is torch.cuda, or what stands in for it in tests."""
+    """CUDA: one communication stream, and events. ``cuda`` is torch.cuda, or its stand-in in tests."""
 
     runs_ahead = True
 
@@ -173,14 +173,14 @@ class CudaExecutor:
         self.stream = cuda.Stream(device, priority=-1)
         self._compute = cuda.current_stream(device)
         self._seconds_per_cycle: float | None = None
-        self._share_before: float | None = None  # of the device: what the process could have before this limited it
+        self._share_before: float | None = None  # this process's memory fraction of the device before the first limit
         self._zero = cuda.Event(enable_timing=True)
         self._zero.record(self._compute)
         self._zero.synchronize()
         self._zero_seconds = time.perf_counter()
 
     def communicating(self) -> AbstractContextManager[Any]:
-        """The communication stream."""
+        """Enter the communication stream."""
         current = self._cuda.current_stream(self.device)
         if current != self.stream:
             self._compute = current
@@ -188,26 +188,26 @@ class CudaExecutor:
         return entered
 
     def computing(self) -> AbstractContextManager[Any]:
-        """The stream that :meth:`communicating` was called on."""
+        """Enter the stream from which :meth:`communicating` was called."""
         entered: AbstractContextManager[Any] = self._cuda.stream(self._compute)
         return entered
 
     def mark(self) -> Any:
-        """An event on the stream of the caller."""
+        """Record an event on the caller's stream."""
         event = self._cuda.Event()
         event.record(self._cuda.current_stream(self.device))
         return event
 
     def after(self, mark: Any) -> None:
-        """The caller's stream waits for the event; the host does not."""
+        """Make the caller's stream wait for the event; the host does not wait."""
         self._cuda.current_stream(self.device).wait_event(mark)
 
     def has_come(self, mark: Any) -> bool:
-        """Whether the event has happened."""
+        """Return whether the event has happened."""
         return bool(mark.query())
 
     def wait(self, mark: Any, timeout_s: float) -> bool:
-        """Look at the event again and again."""
+        """Poll the event until it happens or ``timeout_s`` is over."""
         deadline = time.monotonic() + timeout_s
         while not mark.query():
             if time.monotonic() >= deadline:
@@ -216,12 +216,12 @@ class CudaExecutor:
         return True
 
     def finish(self, works: Sequence[Waitable]) -> None:
-        """The caller's stream waits for NCCL's own; over gloo the host does, too."""
+        """Make the caller's stream wait for NCCL's stream; over gloo the host waits, too."""
         for work in works:
             work.wait()
 
     def pause(self, seconds: float) -> None:
-        """A kernel that counts cycles. The first call measures how long one takes, and waits for it."""
+        """Launch a kernel that spins. The first call measures the length of a cycle, and waits for it."""
         if self._seconds_per_cycle is None:
             begin = self.stamp()
             self._cuda._sleep(_CYCLES)
@@ -230,13 +230,13 @@ class CudaExecutor:
         self._cuda._sleep(int(seconds / self._seconds_per_cycle))
 
     def stamp(self) -> Any:
-        """An event with a time, on the stream of the caller."""
+        """Record a timing event on the caller's stream."""
         event = self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self.device))
         return event
 
     def seconds(self, stamp: Any) -> float:
-        """The event's time; waits for it. Raises RunError if it does not come."""
+        """Return the event's time; waits for it. Raises RunError if it does not happen in time."""
         if not self.wait(stamp, _PATIENCE_SECONDS):
             raise RunError(f"{self.device} has not come in {_PATIENCE_SECONDS:g} s to where a time was taken")
         elapsed = self._zero.elapsed_time(stamp) / 1e3
@@ -246,7 +246,7 @@ class CudaExecutor:
         return seconds
 
     def limit(self, size: int | None) -> None:
-        """See :meth:`Executor.limit`."""
+        """Set this process's memory fraction; see :meth:`Executor.limit`."""
         if size is None:
             if self._share_before is not None:
                 self._cuda.set_per_process_memory_fraction(self._share_before, self.device)
@@ -255,18 +255,18 @@ class CudaExecutor:
         if self._share_before is None:
             known = getattr(self._cuda, "get_per_process_memory_fraction", None)  # newer than torch 2.6
             self._share_before = 1.0 if known is None else float(known(self.device))
-        self._cuda.empty_cache()  # what profiling has left there would count
+        self._cuda.empty_cache()  # cached memory of profiling would count
         whole = self._cuda.get_device_properties(self.device).total_memory
         share = min(self._share_before, (size + _SEGMENTS) / whole)
         self._cuda.set_per_process_memory_fraction(share, self.device)
 
     def retries(self) -> int:
-        """Since the process began."""
+        """Return the number of allocation retries since the process began."""
         return int(self._cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """The device that tensors made on ``device`` are on: of "cuda" the current one, as parts of torch.cuda want it by number."""
+    """Return the device with an index: "cuda" becomes the current device, because parts of torch.cuda need a number."""
     device = torch.device(device)
     if str(device) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
@@ -274,7 +274,7 @@ def with_index(device: torch.device | str) -> torch.device:
 
 
 def executor_for(device: torch.device) -> Executor:
-    """Raises ValueError for a device mdcs cannot run on."""
+    """Return the executor of a device. Raises ValueError for a device that mdcs does not support."""
     if device.type == "cpu":
         return CpuExecutor()
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Whole units outside of the plan: for evaluation, state dicts and whoever looks at parameters."""
+"""Whole units outside of the plan's messages: for evaluation, state dicts and readers of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mdcs.runtime.wire import Wire
 
 
 class Gathering:
-    """Gathers units, and frees them. Nothing of the plan may be in flight; every rank must gather the same."""
+    """Gathers and frees units. No message of the plan may be in flight; every rank must gather the same units."""
 
     def __init__(
         self, storages: Sequence[UnitStorage], wire: Wire, account: Account, executor: Executor, place: Place
@@ -25,11 +25,11 @@ class Gathering:
         self._kept: set[int] = set()
 
     def begin(self) -> None:
-        """What the plan has gathered by now stays so: the next forward counts on it."""
+        """Keep the units that the plan has gathered by now: the next forward relies on them."""
         self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
 
     def gather(self, unit: int) -> None:
-        """Make the unit whole and up to date, for all to use."""
+        """Make the unit whole and up to date, and open its parameters."""
         storage = self._storages[unit]
         if storage.strategy.value != "dp":
             with torch.inference_mode(False), torch.no_grad():
@@ -39,7 +39,7 @@ class Gathering:
         storage.guard.open()
 
     def allocate(self, unit: int) -> None:
-        """Room for the whole unit, if there is none."""
+        """Allocate the full parameters of the unit, if they have no memory."""
         storage = self._storages[unit]
         if not storage.is_full:
             with self._account.lock:
@@ -47,7 +47,7 @@ class Gathering:
                 self._account.book("full_parameters", storage.full_bytes)
 
     def free(self, unit: int) -> None:
-        """Give back what :meth:`gather` took; parameters that are not all there is of the unit are closed again."""
+        """Free the memory that :meth:`gather` took; close the parameters unless they are all there is of the unit."""
         storage = self._storages[unit]
         if self.is_transient(unit):
             with self._account.lock:
@@ -57,7 +57,10 @@ class Gathering:
             storage.guard.close()
 
     def by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
-        """What belongs to each of the unit's parameters, whole, from this rank's part of every one of its ``blocks``."""
+        """Return whole tensors by parameter name, gathered from this rank's part of each block.
+
+        ``blocks``: block -> this rank's part, flat [elements of the block / parts].
+        """
         storage = self._storages[unit]
         dtypes = {storage.sections[b]: part.dtype for b, part in blocks.items()}
         wholes = [torch.zeros(n, dtype=dtypes[s], device=storage.device) for s, n in enumerate(storage.layout.sizes)]
@@ -70,10 +73,10 @@ class Gathering:
         return {name: wholes[s][offset : offset + n].view(shape).clone() for name, (s, offset, n, shape) in places}
 
     def is_transient(self, unit: int) -> bool:
-        """Whether :meth:`free` will free the unit."""
+        """Return whether :meth:`free` will free the unit."""
         return self._storages[unit].strategy.sharded and unit not in self._kept
 
     def fits(self, size: int) -> bool:
-        """Whether so many bytes fit beside what is held."""
+        """Return whether ``size`` bytes fit beside the reserved bytes."""
         with self._account.lock:
             return self._account.fits(size, 0)

@@ -1,4 +1,4 @@
-"""The process groups of a run: messages must not meet what else the ranks tell each other, on any rank."""
+"""The process groups of a run: messages must not mix with other communication of the ranks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,28 @@ CALLS = (
     "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
     "optimizer_state_dict()", "resume()", "sharded_state_dict()", "state_dict()", "the broadcast of buffers",
 )  # fmt: skip
-"""What the training threads may tell each other of: calls for all ranks."""
+"""The collective calls of the training threads that :meth:`Groups.tell` can compare."""
 
 _WORDS = 4
 _STEPS_AHEAD = timedelta(seconds=60)
-"""More than the host is ahead of its device."""
+"""Extra timeout: more than the host runs ahead of its device."""
 _ABORT_SECONDS = 3.0
-"""For which the end of a run that has failed waits for a group of NCCL's."""
+"""Seconds for which the end of a failed run waits for the abort of an NCCL group."""
 _LOOP = "gloo_tcp_loop"
-"""The name of the thread that a gloo group has for its connections."""
+"""Name of the thread with which a gloo group serves its connections."""
 
 
 class Groups:
-    """Of the ranks of ``group``: ``messages`` are the plan's, ``control`` the finisher thread's, ``talk`` the training thread's.
+    """New process groups of the ranks of ``group``; all None where there is one process.
 
-    Each is a new group, whose collectives give up after ``timeout_s``. On NCCL what control says is on the device, between
-    messages, and so in their group. None for all where there is one process. ``needs_control``: there is something to say.
-    With ``per_node`` ranks to a node messages have two groups more: ``node``, this rank's, and ``across``, the ranks of all nodes
-    that have its place in theirs.
+    - ``messages``: the plan's messages.
+    - ``control``: the finisher thread's collectives, if ``needs_control``. On NCCL it is ``messages``: the collectives
+      are on the device, between messages.
+    - ``talk``: the training thread's collectives, on gloo.
+    - ``node``, ``across``: with ``per_node`` ranks per node, this rank's node, and the ranks with its place in all
+      nodes.
+
+    Collectives time out after ``timeout_s``.
     """
 
     def __init__(
@@ -51,8 +55,8 @@ class Groups:
             return
         timeout = timedelta(seconds=timeout_s)
         backend = backend_of(group, device)
-        # NCCL's watchdog counts from when a message is enqueued, some steps ahead, and ends the process: the error that names the
-        # step comes first.
+        # NCCL's watchdog counts from the enqueue, some steps ahead of the device, and kills the process. With more time
+        # for it, our own error, which names the step, comes first.
         of_messages = timeout + _STEPS_AHEAD if backend == "nccl" else timeout
         if backend == "nccl" and _keeps_buffers_for_streams():
             os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
@@ -72,13 +76,13 @@ class Groups:
             self._connect(device)
 
     def _connect(self, device: torch.device) -> None:
-        """Have NCCL connect its groups now: else their first messages would, for seconds, inside of a forward pass."""
+        """Connect NCCL's groups now: otherwise their first messages would, for seconds, inside of a forward pass."""
         for group in (self.messages, self.node, self.across):
             if group is not None:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _one_of(self, parts: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
-        """The part of the ranks that has this one."""
+        """Make a group of each part of the ranks; return the group of the part that has this rank."""
         ranks = dist.get_process_group_ranks(self._group)
         mine, own = dist.get_rank(self._group), None
         everyone = self.world == dist.get_world_size()  # see _new
@@ -97,23 +101,23 @@ class Groups:
             new = dist.new_group(timeout=timeout, backend=backend)
             self._own.append(new)
         else:
-            # Other ranks do not take part. Such a group is named after its ranks: once destroyed, the next one would
-            # find its addresses in the store and connect to nobody. So it is left.
+            # Other ranks do not take part. torch names such a group after its ranks: if it were destroyed, the next one
+            # would find its old addresses in the store and connect to nobody. So it is never destroyed.
             ranks = dist.get_process_group_ranks(group)
             new = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         return new
 
     def another(self) -> dist.ProcessGroup | None:
-        """A group more, for a thread of its own; all ranks must call it."""
+        """Return one more group, for a thread of its own. Collective."""
         return None if self.world == 1 else self._new(self._group, self._timeout)
 
     @torch.inference_mode(False)
     def tell(self, call: str, *numbers: int) -> list[tuple[int, ...]]:
-        """Every rank's (at most three) numbers at the same call, by rank; all ranks must make it.
+        """Return every rank's (at most three) numbers for the same call, by rank. Collective.
 
-        Whatever the training threads do together begins so, with as many bytes at every call: ranks that are in different
-        ones hear of it, where collectives that do not match end the process. Raises RuntimeError then, and when a rank is
-        gone or does not come.
+        Every collective of the training threads begins with it, with the same number of bytes. Ranks that make
+        different calls therefore get an error; mismatched collectives would end the process. Raises RuntimeError then,
+        and when a rank is gone or does not call in time.
         """
         if self.world == 1:
             return [numbers]
@@ -121,7 +125,7 @@ class Groups:
         own = [CALLS.index(call), *numbers, *[0] * (_WORDS - 1 - len(numbers))]
         words[dist.get_rank(self.talk)] = torch.tensor(own, device="cpu")
         try:
-            dist.all_reduce(words, group=self.talk)  # a gather would take memory in the backend's threads
+            dist.all_reduce(words, group=self.talk)  # a gather would allocate in the backend's threads
         except RuntimeError as e:
             raise RuntimeError(f"call it on every rank: one did not, or is gone ({e})") from e
         told = [tuple(map(int, w)) for w in words.tolist()]
@@ -131,14 +135,14 @@ class Groups:
         return [w[1 : 1 + len(numbers)] for w in told]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, inside of a call that they have told each other of. Raises RuntimeError as it does."""
+        """Return every rank's value, by rank. Collective, after :meth:`tell`. Raises RuntimeError as it does."""
         answers: list[Any] = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(answers, value, group=self.talk)
         return answers
 
     def destroy(self, *, failed: bool = False) -> None:
-        """Close the groups that were made here, unless the loop has closed all. ``failed``: no other rank need take part."""
+        """Close the groups made here, unless the loop has closed them. ``failed``: do not wait for other ranks."""
         while self._own:
             group = self._own.pop()
             if not dist.is_initialized():
@@ -150,11 +154,11 @@ class Groups:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """Close an NCCL group that has messages in flight, in which other ranks may be missing: to destroy it would wait for them."""
+    """Abort an NCCL group with messages in flight; destroying it would wait for missing ranks."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
     def end() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # there is an error already
+        with contextlib.suppress(RuntimeError, ValueError):  # the run has failed already
             abort(group)
 
     thread = threading.Thread(target=end, name="mdcs-abort", daemon=True)
@@ -164,30 +168,32 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def _loops_that_wait() -> Iterator[None]:
-    """Loops of the gloo groups that are made meanwhile take no core from a thread that runs: see SCHED_BATCH in sched(7).
+    """Set SCHED_BATCH on the event-loop threads of gloo groups made in this block: they do not preempt a running
+    thread.
 
-    A loop passes over a connection that a sender is inside of, and is woken for it at once: with the sender's core taken, and
-    none free, it turns in vain until the scheduler's next tick, for 4 ms.
+    A sender holds its connection while it sends; the event loop is woken for the connection and skips it. If the loop
+    has preempted the sender and no core is free, the loop spins until the next scheduler tick (4 ms). See sched(7).
+    Linux only.
     """
     before = _loops()
     yield
     for thread in _loops() - before:
-        with contextlib.suppress(OSError):  # it is slower then, and that is all
+        with contextlib.suppress(OSError):  # best effort: without it messages are slower
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _loops() -> set[int]:
-    """This process's threads that are gloo's loops, by the kernel's number; none where the kernel tells of none."""
+    """Return the kernel's thread ids of this process's gloo event loops; empty where /proc has none."""
     loops = set()
     for task in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             if (task / "comm").read_text().strip() == _LOOP:
                 loops.add(int(task.name))
     return loops
 
 
 def _keeps_buffers_for_streams() -> bool:
-    """Whether this torch's NCCL group has the allocator keep what it sends until a stream has come by: before 2.8 it did."""
+    """Return whether this torch's NCCL group calls ``record_stream`` on its buffers (before 2.8)."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return (major, minor) < (2, 8)

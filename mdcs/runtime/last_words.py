@@ -1,8 +1,8 @@
-"""Why a rank has left: told to the others, who would else only see that it is gone, or wait for it.
+"""The reason why a rank has left, published to the other ranks, which would otherwise only wait for it or lose it.
 
-By way of the store that the process group was made with, for the rank's own connections end with its part in the run. A rank
-that was killed says nothing: where a collective fails and nothing was said, the ranks are called, and those that do not answer
-are gone.
+Published through the store of the process group, because the rank's own connections end when it leaves. A killed rank
+publishes nothing: where a collective fails without a reason, the ranks are called, and ranks that do not answer are
+gone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from mdcs.runtime.errors import Place
 
 _CHARACTERS = 400
 _KEY, _ROLL, _HERE = "left", "roll", "here"
-_LISTEN_S = 0.25  # how often a rank looks whether it is called
-_ANSWER_S = 2.0  # how long the others are waited for: their threads may have to wait for a core
+_LISTEN_S = 0.25  # seconds between a rank's checks whether it is called
+_ANSWER_S = 2.0  # seconds to wait for answers: the answering threads may have to wait for a core
 _OF_A_PEER = re.compile("gloo|nccl|connection|socket|broken pipe|timed? ?out", re.IGNORECASE)
-"""What backends say when another rank does not take part."""
+"""Words in a backend's error when another rank does not take part."""
 
 
 class LastWords:
-    """Of one run of ``ranks``. ``run`` is a name that only they have; None where there is no other rank to tell.
+    """The failure channel of one run of ``ranks``; a thread answers calls until :meth:`end`.
 
-    ``doing`` says what ranks leave; None: the run, in its step. A thread answers until :meth:`end`.
+    - ``run``: a name that only these ranks have; None where there is no other rank.
+    - ``doing``: says what a rank leaves; None: the run, in its step.
     """
 
     def __init__(self, place: Place, run: str | None, ranks: int, doing: Callable[[], str] | None = None) -> None:
@@ -45,24 +46,25 @@ class LastWords:
             arguments = _own_connection(self._store), self._here(place.rank), self._ended
             self._thread = threading.Thread(target=_answer, args=arguments, name="mdcs-presence", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._ended.set)  # where a run could not begin, nobody ends it
+            weakref.finalize(self, self._ended.set)  # end() is not called if the run could not begin
 
     def say(self, error: BaseException) -> None:
-        """Tell the others that this rank has left with an error, once, unless one has before: its error is what came of that."""
+        """Publish that this rank has left with an error, once; not if another rank left first, which caused this error.
+        """
         if self._store is not None and not self._said and not self.heard():
             words = " ".join(f"{type(error).__name__}: {error}".split())[:_CHARACTERS]
             self._said = True
-            with contextlib.suppress(RuntimeError):  # the store went with its process
+            with contextlib.suppress(RuntimeError):  # the process of the store is gone
                 self._store.set(_KEY, f"rank {self._place.rank} left {self._doing()}: {words}")
 
     def say_uncaught(self) -> None:
-        """The same of what is about to end this process, if anything is."""
+        """Publish the uncaught exception that is about to end this process, if there is one."""
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.say(error)
 
     def heard(self) -> str:
-        """What another rank has left with; empty if none has, or nothing can be heard."""
+        """Return another rank's published reason; "" if there is none, or the store is gone."""
         if self._store is None or self._said:
             return ""
         try:
@@ -71,14 +73,14 @@ class LastWords:
             return ""
 
     def after(self, message: str) -> str:
-        """The message of an error here, and what another rank's leaving has to do with it."""
+        """Return the message of an error here, with the other rank's reason if it has to do with it."""
         heard = self.heard()
         if not heard and not self._said and _OF_A_PEER.search(message):
             heard = self._called()
         return f"{message} ({heard})" if heard and heard not in message else message
 
     def end(self) -> None:
-        """This rank's part is over: it answers no more, and is not taken for gone."""
+        """End this rank's part: it stops answering, and does not count as gone."""
         self._ended.set()
         if self._thread is not None and self._store is not None:
             with contextlib.suppress(RuntimeError):
@@ -87,7 +89,7 @@ class LastWords:
             self._thread = None
 
     def _called(self) -> str:
-        """Which ranks do not answer, said to all; empty if all do."""
+        """Call all ranks; return which do not answer, published to all; "" if all answer."""
         if self._store is None:
             return ""
         try:
@@ -110,8 +112,8 @@ class LastWords:
 
 
 def _answer(store: dist.Store, here: str, ended: threading.Event) -> None:
-    """Until the ranks are called, once."""
-    with contextlib.suppress(RuntimeError):  # the store went with its process
+    """Wait for the call of the ranks, and answer it once."""
+    with contextlib.suppress(RuntimeError):  # the process of the store is gone
         while not ended.wait(_LISTEN_S):
             if store.check([_ROLL]):
                 store.set(here, "")
@@ -119,7 +121,7 @@ def _answer(store: dist.Store, here: str, ended: threading.Event) -> None:
 
 
 def _own_connection(store: dist.Store) -> dist.Store:
-    """A store that answers while another thread waits in the first, if this torch can make one."""
+    """Return a store that answers while another thread waits in the first one, if this torch can make one."""
     try:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # since torch 2.7
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What a training loop may not do, each in a sentence that says what to do instead; docs/loops.md has the list."""
+"""Mistakes of a training loop, each refused in a sentence that says what to do instead; docs/loops.md lists them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _THAWED = "{}: what is trained is fixed while a plan runs: close(), change requi
 def unseen_change(
     optimizer: torch.optim.Optimizer, updates: Updates, storages: Sequence[UnitStorage], buffers: Buffers, world: int
 ) -> str | None:
-    """What a loop has changed in an iteration, and that has had no effect on it."""
+    """Return a sentence about a change by the loop in this iteration that had no effect on it; None if there is none.
+    """
     if len(optimizer.param_groups) != updates.groups:
         return "the optimizer got another parameter group: close(), then partition and plan with it"
     changed = updates.changed_option()
@@ -50,7 +51,10 @@ def unseen_change(
 
 
 def use(name: str, what: str, has_gradients: bool) -> str | None:
-    """Of a closed parameter (see :data:`mdcs.model.guard.Refuse`); ``has_gradients``: after a backward pass, before step()."""
+    """Return why a closed parameter cannot be used so, or None to allow the use (see :data:`mdcs.model.guard.Refuse`).
+
+    ``has_gradients``: a backward pass has run since the last step().
+    """
     if what == GRADIENT:
         if not has_gradients:
             return None
@@ -67,12 +71,12 @@ def use(name: str, what: str, has_gradients: bool) -> str | None:
 
 
 def left_in_pieces(name: str, why: str) -> str:
-    """A parameter that is not whole, of a run that has ended."""
+    """Return the sentence for a parameter that is not whole after the end of the run."""
     return f"{name} is in pieces, parallel is closed and could not gather it ({why}): load a state dict into a plain model"
 
 
 def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
-    """Why ranks at these (step, progress, torn), or (step,), cannot go on, or back to the turn, together."""
+    """Return why ranks at these (step, progress, torn), or (step,), cannot go on together; None if they can."""
     torn = [r for r, (_, *more) in enumerate(answers) if any(more[1:])]
     if torn:
         return f"updates of step {answers[torn[0]][0]} have begun, or failed, on rank {torn[0]}"
@@ -83,7 +87,7 @@ def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
 
 
 def refuse_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
-    """Let calls of the optimizer that would do nothing, or lose something, raise RunError; returns handles to undo that."""
+    """Make optimizer calls that would have no effect, or lose state, raise RunError; return handles to undo this."""
 
     def refusal(what: str) -> Any:
         def hook(*_: Any) -> None:

@@ -1,11 +1,11 @@
-"""The global norm of gradients, which no cut changes: neither strategies, nor blocks, nor the number of ranks.
+"""The global norm of gradients, bit for bit independent of strategies, blocks and the number of ranks.
 
-A sum of floats depends on the order of adding, and so on the plan. Here squares are added as integers, which are exact in any
-order. Relative to the largest element of all ranks a square has 52 bits, in two halves; what it loses is less than 2⁻⁵² of the
-largest square. (torch's norm of float32 rounds every partial sum to 24 bits.)
+A sum of floats depends on the order of addition, and so on the plan. Here squares are added as integers, exact in any
+order. Relative to the largest element of all ranks a square has 52 bits, in two halves; the rounding error is below
+2⁻⁵² of the largest square. (torch's norm of float32 rounds every partial sum to 24 bits.)
 
-The three steps leave the collectives to the caller: the largest element (MAX), the sums (SUM), and the norm, which every rank
-computes from the same numbers. The host waits for no device.
+The caller runs the collectives between three steps: the largest element (MAX), the sums (SUM), and the norm, which
+every rank computes from the same numbers. The host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor
 
 _ELEMENTS = {"cpu": 1 << 14}
 _MANY = 1 << 20
-"""Elements that are squared at once, by device type: what a CPU's cache holds, and few kernels elsewhere."""
+"""Elements squared at once, by device type: a CPU's cache holds them; elsewhere there are few kernels."""
 
 _HALF = 2.0**26
-"""Half of a square. Each sum of halves is exact in float64: of at most 2²⁰ integers below 2²⁷."""
+"""Scale of half a square (26 bits). Each sum of halves is exact in float64: at most 2²⁰ integers below 2²⁷."""
 
 _ROOT = 2.0**13
 _LARGEST = 2.0**1000
-"""Elements beyond this count as infinite: only float64 has them, and no square of them."""
+"""Elements beyond this count as infinite: only float64 has them, and their squares overflow."""
 
 
 def workspace(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Scratch for :func:`squares`: [2, elements] in float64, for no more elements than the longest gradient has."""
+    """Return scratch for :func:`squares`: [2, elements] in float64, no longer than the longest gradient."""
     longest = max((gradient.numel() for gradient in gradients), default=0)
     return torch.empty(2, min(longest, _ELEMENTS.get(device.type, _MANY)), dtype=torch.float64, device=device)
 
 
 def largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """[2] in float64: the largest absolute value (infinite where there is NaN), and 1 if there is NaN.
+    """Return [largest absolute value (infinite where there is NaN), 1 if there is NaN] in float64.
 
-    The MAX over ranks is that of all their gradients.
+    Reduce with MAX over ranks.
     """
     ends = [end.double() for gradient in gradients for end in torch.aminmax(gradient)]
     top = torch.stack(ends).abs().max() if ends else torch.zeros((), dtype=torch.float64, device=device)
@@ -45,9 +45,9 @@ def largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def squares(gradients: Iterable[Tensor], largest: Tensor, work: Tensor) -> Tensor:
-    """[2] in int64: the sums of the upper and the lower halves of the squares, relative to the ``largest`` element.
+    """Return [upper, lower] in int64: sums of the halves of the squares, relative to the ``largest`` element.
 
-    The SUM over ranks is that of all their gradients.
+    Reduce with SUM over ranks.
     """
     factor = _ROOT / _power(largest)
     total = torch.zeros(2, dtype=torch.int64, device=work.device)
@@ -62,7 +62,7 @@ def squares(gradients: Iterable[Tensor], largest: Tensor, work: Tensor) -> Tenso
 
 
 def norm(largest: Tensor, squares: Tensor) -> Tensor:
-    """The 2-norm, in float64; as torch's, infinite or NaN if an element is."""
+    """Return the 2-norm in float64; infinite or NaN if an element is, as torch's."""
     high, low = squares.double()
     found = (high + low / _HALF).sqrt() * (_power(largest) / _ROOT)
     top, has_nan = largest
@@ -70,6 +70,6 @@ def norm(largest: Tensor, squares: Tensor) -> Tensor:
 
 
 def _power(largest: Tensor) -> Tensor:
-    """The least power of two above the largest element: exact, which exp2 need not be."""
+    """Return the least power of two above the largest element; exact, which exp2 need not be."""
     top = largest[0].clamp(1 / _LARGEST, _LARGEST)
     return top / torch.frexp(top).mantissa

@@ -1,6 +1,6 @@
 """The optimizer's state: on shards while a plan runs, whole for a plain loop and for checkpoints.
 
-What the runtime updates together, the parameters of a unit that are in one parameter group, has one count of steps.
+Parameters of a unit that are in one parameter group are updated together and have one step count.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
 
-STEP = "step"  # the one state of a parameter that is a count; the others have its shape
+STEP = "step"  # key of the step count; all other state has the parameter's shape
 State = Mapping[Any, Mapping[str, Any]]
-"""By parameter."""
+"""Parameter -> {key: value}."""
 Together = dict[tuple[int, int], Any]
-"""By unit and parameter group."""
+"""(unit, parameter group) -> (step count, keys of the other state)."""
 
 
 def together(units: Sequence[Sequence[tuple[str, nn.Parameter]]], groups: Mapping[nn.Parameter, int], state: State) -> Together:
-    """The step count of what has state, and its names. Raises ValueError where neighbours' states differ, or shapes do."""
+    """Return step count and keys of the parameters that are updated together and have state.
+
+    Raises ValueError where neighbours' states differ, or a state's shape is not its parameter's.
+    """
     found: Together = {}
     first: dict[tuple[int, int], str] = {}
     for u, parameters in enumerate(units):
@@ -49,7 +52,9 @@ def _told(step: float, names: list[str]) -> str:
 
 
 class OptimizerState:
-    """``exchange`` gives every rank's value (:meth:`mdcs.runtime.groups.Groups.exchange`)."""
+    """Loads and gathers state on shards. ``exchange`` returns every rank's value
+    (:meth:`mdcs.runtime.groups.Groups.exchange`).
+    """
 
     def __init__(
         self, updates: Updates, storages: Sequence[UnitStorage], gathering: Gathering, exchange: Callable[[Any], list[Any]]
@@ -57,10 +62,10 @@ class OptimizerState:
         self._updates, self._storages, self._gathering, self._exchange = updates, storages, gathering, exchange
         self._groups = {p: i for i, group in enumerate(updates.optimizer.param_groups) for p in group["params"]}
         self._trained = {p for storage in storages if storage.trainable for p in storage.parameters}
-        self._kept: dict[Any, dict[str, Any]] = {}  # of parameters that are frozen now
+        self._kept: dict[Any, dict[str, Any]] = {}  # state of parameters that are frozen now
 
     def load(self, state: State) -> None:
-        """Take this rank's part of whole state, which :func:`together` has accepted; what there was before is forgotten."""
+        """Load this rank's part of whole state, which :func:`together` has checked; replaces the state on shards."""
         self._kept = {p: dict(own) for p, own in state.items() if p not in self._trained}
         for u, storage in enumerate(self._storages):
             if not storage.trainable:
@@ -73,7 +78,7 @@ class OptimizerState:
     def _load(self, u: int, key: str, state: State) -> None:
         storage = self._storages[u]
         values = {self._groups[p]: state[p][key] for p in storage.parameters if state.get(p, {}).get(key) is not None}
-        wholes: dict[int, Tensor] = {}  # of sections, in the types that the optimizer updates
+        wholes: dict[int, Tensor] = {}  # by section, [elements with padding], in the optimizer's type
         if key != STEP:
             for b, s in enumerate(storage.sections):
                 if s not in wholes:
@@ -90,9 +95,10 @@ class OptimizerState:
                         optimizer.state[p][key] = _count(mine, group, p) if key == STEP else mine.clone()
 
     def whole(self, *, keep: bool, cpu: bool, release: bool = False) -> dict[nn.Parameter, dict[str, Any]]:
-        """By parameter, as it is on shards, on the ranks that ``keep`` it; every rank must call it. Nothing is in flight.
+        """Return whole state by parameter, in the shards' precision, on ranks that ``keep`` it. Collective; nothing in
+        flight.
 
-        Gathered one state of one unit at a time. ``release``: the shards are freed as that is done.
+        Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered.
         """
         found = {p: {key: _kept(value, cpu) for key, value in own.items()} for p, own in self._kept.items()} if keep else {}
         here = self.started()
@@ -118,14 +124,14 @@ class OptimizerState:
     # -- for checkpoints, which write and read what is on shards
 
     def started(self) -> Together:
-        """What has state: its step count and, by name, the types of its other state; every rank must call it."""
+        """Return step count and keys of all state, of all ranks. Collective."""
         here: Together = {}
         for ranks in self._exchange(self._local()):
             here |= ranks
         return here
 
     def parts(self) -> Iterator[tuple[int, int, slice, str, Tensor]]:
-        """Unit, block, place in this rank's part of it, name and values of all that is on this rank's shards, but step counts."""
+        """Yield (unit, block, place in this rank's part, key, values) of this rank's state, without step counts."""
         for u, storage in enumerate(self._storages):
             for b in range(len(storage.blocks) if storage.trainable else 0):
                 for optimizer, group, part in self._runs(u, b):
@@ -135,11 +141,11 @@ class OptimizerState:
 
     @property
     def kept(self) -> State:
-        """That of parameters that are frozen, whole."""
+        """Whole state of frozen parameters."""
         return self._kept
 
     def begin(self, wanted: Together, kept: State) -> None:
-        """Make room on shards for the state named in ``wanted``, with its step counts; what there was before is forgotten."""
+        """Allocate zeros on shards for the keys in ``wanted``, with its step counts; replaces the state on shards."""
         self._kept = {p: dict(own) for p, own in kept.items()}
         for u, storage in enumerate(self._storages):
             for optimizer, _ in self._blocks(u):
@@ -156,7 +162,7 @@ class OptimizerState:
                                 optimizer.state[p][key] = torch.zeros_like(p)
 
     def _local(self) -> Together:
-        """Of this rank's runs: their step, on the CPU, and the names of their other states."""
+        """Return step count (on the CPU) and keys of this rank's state."""
         out: Together = {}
         for u, storage in enumerate(self._storages):
             for b in range(len(storage.blocks) if storage.trainable else 0):
@@ -168,7 +174,9 @@ class OptimizerState:
         return out
 
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
-        """What this rank has of one state of a unit, by block, in the type of what is updated; zeros where there is none."""
+        """Return this rank's part of one state of a unit, by block: flat, in the type that is updated, zeros where
+        there is none.
+        """
         storage, parts = self._storages[u], {}
         for b in range(len(storage.blocks)):
             parts[b] = torch.zeros_like(storage.at_rest(b))
@@ -182,7 +190,7 @@ class OptimizerState:
         return [self._updates.blocks[u, b] for b in range(len(self._storages[u].blocks)) if (u, b) in self._updates.blocks]
 
     def _runs(self, u: int, b: int) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], slice]]:
-        """The optimizer, its parameter group and the place of every run of a block."""
+        """Yield (optimizer, parameter group, place in this rank's part) of every run of a block."""
         if (u, b) in self._updates.blocks:
             optimizer, parts = self._updates.blocks[u, b]
             for group, part in zip(optimizer.param_groups, parts, strict=True):
@@ -190,7 +198,7 @@ class OptimizerState:
 
 
 def _count(step: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
-    """A step count as torch's optimizers keep it: on the host, unless a kernel is to read it."""
+    """Return a step count as torch's optimizers keep it: on the host, unless a kernel reads it."""
     device = p.device if group.get("capturable") or group.get("fused") else "cpu"
     return torch.as_tensor(step, dtype=None if isinstance(step, Tensor) else torch.float32).to(device, copy=True)
 
@@ -205,12 +213,12 @@ def _kept(value: Any, cpu: bool) -> Any:
 
 
 def for_parameters(state: State) -> dict[Tensor, dict[str, Any]]:
-    """State as a plain loop's optimizer needs it: in the parameters' own precision."""
+    """Return state for a plain loop's optimizer: in the parameters' own precision."""
     return {p: {key: v if key == STEP else v.to(p.dtype) for key, v in own.items()} for p, own in state.items()}
 
 
 def packed(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` would be with that state."""
+    """Return ``optimizer.state_dict()`` as it would be with this state."""
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -220,7 +228,8 @@ def packed(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
 
 
 def unpacked(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
-    """By parameter, the state in what ``state_dict()`` of such an optimizer was. Raises ValueError for that of another one."""
+    """Return the state of an ``optimizer.state_dict()`` by parameter. Raises ValueError for one of another optimizer.
+    """
     groups, theirs = optimizer.param_groups, saved["param_groups"]
     sizes, saved_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in theirs]
     if sizes != saved_sizes:
@@ -234,6 +243,6 @@ def unpacked(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Stat
 
 
 def take_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Rates and other options, as ``load_state_dict()`` does."""
+    """Load learning rate and other options, as ``load_state_dict()`` does."""
     for group, their in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in their.items() if key not in ("params", "param_names")})

@@ -1,9 +1,9 @@
-"""An emulated link: real collectives whose end is held back to what a link of the model would give.
+"""An emulated link: real collectives, whose end is delayed to the end that a link of the model would give.
 
-The ranks share one machine and so one clock. Each writes when it started a message into shared memory; when the
-real collective has ended, every rank has started it, and all compute the same end from the same formula that
-the simulator uses (:meth:`mdcs.profile.link.Link.end`). In an emulated world (:mod:`mdcs.runtime.emulation`) there is one rank
-to wait for, and nothing to share.
+The ranks share one machine and so one clock. Each rank writes to shared memory when it starts a message. When the real
+collective has ended, every rank has started it, and all ranks compute the same end with the simulator's formula
+(:meth:`mdcs.profile.link.Link.end`). An emulated world (:mod:`mdcs.runtime.emulation`) has one rank to wait for, and
+shares nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _ENTRY = struct.Struct("<qd")
 
 
 class Pacer:
-    """``path`` names a file that all ranks map; rank 0 has created it with :meth:`create`. None: a world of this process."""
+    """Delays messages to the emulated link's times. ``path``: file from :meth:`create`, mapped by all ranks, or None.
+    """
 
     @staticmethod
     def create(path: Path, world: int) -> None:
@@ -43,12 +44,12 @@ class Pacer:
         self._last_end = -inf
 
     def started(self, sequence: int) -> None:
-        """This rank starts message number ``sequence`` now."""
+        """Note that this rank starts message number ``sequence`` now."""
         where = (self.rank * _RING + sequence % _RING) * _ENTRY.size
         _ENTRY.pack_into(self._memory, where, sequence, time.monotonic())
 
     def hold(self, sequence: int, kind: Kind, wire: int) -> None:
-        """Block until the emulated link has carried the message; its real collective has ended."""
+        """Block until the emulated link has carried the message. Its real collective must have ended."""
         starts = []
         for r in range(self.world):
             seen, when = _ENTRY.unpack_from(self._memory, (r * _RING + sequence % _RING) * _ENTRY.size)
@@ -61,7 +62,8 @@ class Pacer:
 
 
 def pacer_for(plan: Plan, rank: int, group: dist.ProcessGroup | None, processes: int) -> Pacer | None:
-    """The pacer of a plan's emulated link, shared by the ranks of ``group``; None for a real one. Every rank must call it."""
+    """Return the pacer of a plan's emulated link, shared by the ranks of ``group``; None for a real link. Collective.
+    """
     if not plan.profile.link.emulated or plan.world == 1:
         return None
     if processes == 1:
@@ -76,7 +78,7 @@ def pacer_for(plan: Plan, rank: int, group: dist.ProcessGroup | None, processes:
         dist.broadcast_object_list(name, group_src=0, group=group)
         pacer = Pacer(Path(name[0]), rank, plan.world, plan.profile.link)
         dist.barrier(group=group)
-    finally:  # once all have mapped it, or one never will
+    finally:  # all ranks have mapped it, or one has failed
         if rank == 0 and name[0] is not None:
             Path(name[0]).unlink()
     return pacer

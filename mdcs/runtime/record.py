@@ -1,4 +1,4 @@
-"""What a run did: intervals of compute, messages and updates on one clock, and per-step records made of them."""
+"""Records of a run: intervals of compute, messages and updates on one clock, and a record per step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.runtime.executor import Executor
 
-_UNREAD = 128  # iterations remembered for :meth:`Recorder.finished`; a loop that never asks must not fill memory
+_UNREAD = 128  # iterations kept for :meth:`Recorder.finished`: bounds the memory of a loop that never reads
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One iteration, from one ``step()`` to the next: times in seconds.
+    """One iteration, from one ``step()`` to the next.
 
-    ``bytes`` on the wire and ``messages`` by kind are those of the period that begins with its backward: what the last
-    iteration before :meth:`Parallel.drain` would have sent in the next forward is not in them. ``over_budget`` is by how many
-    bytes, at most, a slot's measured peak was above the plan's budget, as it was in ``slots_over_budget`` of them; 0 where all
-    were within, or nothing is measured.
+    - ``times``: seconds.
+    - ``bytes``, ``messages``: wire bytes and number of messages, by kind, of the period that begins with its backward.
+      :meth:`Parallel.drain` cuts the last period short: its gathers for the next forward are not included.
+    - ``over_budget``: most bytes by which a slot's measured peak exceeded the budget; 0 if none did, or nothing is
+      measured.
+    - ``slots_over_budget``: number of slots that exceeded it.
     """
 
     step: int
@@ -38,37 +40,37 @@ class StepRecord:
 
 @dataclass
 class Recorder:
-    """Collects what threads report, as stamps, and makes seconds and :class:`StepRecord` of it when asked."""
+    """Collects stamps from the threads; converts them to seconds and :class:`StepRecord` when read."""
 
     plan: Plan
     executor: Executor
     norm: Tensor | None = None
     _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[Interval] = field(default_factory=list)
-    _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # the end of each, and before the first
+    _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # the end of each iteration, and the begin of the first
     _sent: dict[int, Counter[str]] = field(default_factory=dict)
     _count: dict[int, Counter[str]] = field(default_factory=dict)
     _over: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: slots, bytes
-    _periods: list[tuple[int, Any]] = field(default_factory=list)  # the iteration it began in, and its stamp
-    _under_way: int = 0  # the iteration
+    _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
+    _under_way: int = 0  # number of the current iteration
 
-    # Threads append to a deque without a lock. What is behind a number is looked up when somebody asks.
+    # Threads append to a deque without a lock: only indices and stamps. Names are looked up when somebody reads.
 
     def compute(self, slot: int, begin: Any, end: Any) -> None:
-        """Compute was in a slot of the period from ``begin`` to ``end`` (stamps)."""
+        """Record that compute was in a slot of the period from ``begin`` to ``end`` (stamps)."""
         self._raw.append((self._under_way, "compute", slot, begin, end, 0))
 
     def message(self, index: int, period: int, begin: Any, end: Any) -> None:
-        """The plan's message of this ``index`` was on the wire; ``period`` is which it belongs to; 0 is the prologue."""
+        """Record that message ``index`` of the plan was on the wire, in period number ``period`` (0: the prologue)."""
         self._raw.append((self._under_way, "message", index, begin, end, period))
 
     def update(self, index: int, begin: Any, end: Any) -> None:
-        """The updates that a message completed ran from ``begin`` to ``end``."""
+        """Record that the updates completed by a message ran from ``begin`` to ``end``."""
         self._raw.append((self._under_way, "update", index, begin, end, 0))
 
     @cached_property
     def _messages(self) -> list[tuple[str, str, int]]:
-        """Kind, units and wire bytes of the plan's messages."""
+        """(kind, units, wire bytes) of the plan's messages."""
         names = [unit.name for unit in self.plan.profile.units]
         return [
             (str(m.kind), "+".join(dict.fromkeys(names[u] for u, _ in m.parts)), self.plan.wire(m)) for m in self.plan.messages
@@ -87,27 +89,27 @@ class Recorder:
         return Interval("update", f"update:{units}", "update", units, a, b, 0)
 
     def step(self, step: int, stamp: Any) -> None:
-        """The iteration ``step`` ends here."""
+        """Record the end of the iteration ``step``."""
         self._steps.append((step, stamp))
         self._under_way = step + 1
         if len(self._steps) > _UNREAD:
             self._forget()
 
     def over_budget(self, step: int, slots: int, size: int) -> None:
-        """In the iteration ``step`` so many slots were above the budget, by so many bytes at most."""
+        """Record that ``slots`` slots of the iteration exceeded the budget, by at most ``size`` bytes."""
         if slots:
             self._over[step] = slots, size
 
     def period(self, stamp: Any) -> None:
-        """A period of the plan begins here."""
+        """Record the begin of a period of the plan."""
         self._periods.append((self._under_way, stamp))
         del self._periods[:-3]
 
     def _forget(self) -> None:
-        """Drop the oldest unread iteration: its stamps, with no interval made of them, so that no step() stalls."""
+        """Drop the oldest unread iteration. Its stamps are not converted, so that no step() stalls."""
         _, stamp = self._steps.popleft()
         self._over.pop(self._steps[0][0], None)
-        self.executor.seconds(stamp)  # CUDA's clock is exact only near a stamp that it was last asked for
+        self.executor.seconds(stamp)  # moves the reference of CUDA's event times, which are exact only near it
         # On CUDA a message ends up to an iteration after the one that enqueued it.
         needed = self._steps[0][0] - 1
         while self._raw and self._raw[0][0] < needed:
@@ -119,11 +121,12 @@ class Recorder:
             (_, begun), (oldest, ended) = self._periods[0], self._steps[0]
             keep_from = min(self.executor.seconds(begun), self.executor.seconds(ended))
             self._intervals = [i for i in self._intervals if i.end > keep_from]
-            for old in [k for k in self._sent if k <= oldest]:  # of iterations that were never asked for
+            for old in [k for k in self._sent if k <= oldest]:  # of iterations that were never read
                 del self._sent[old], self._count[old]
 
     def _resolve(self, upto: int | None = None) -> None:
-        """Stamps to seconds. Of iterations after ``upto`` what has been enqueued, and has perhaps not been done, is left."""
+        """Convert stamps to intervals; leave those of iterations after ``upto`` that the device may not have reached.
+        """
         later = []
         for _ in range(len(self._raw)):
             raw = iteration, lane, index, begin, end, period = self._raw.popleft()
@@ -138,9 +141,9 @@ class Recorder:
         self._raw.extendleft(reversed(later))
 
     def finished(self, upto: int, is_last: bool = False) -> list[StepRecord]:
-        """Records of the iterations that ended with step ``upto`` or before; each is given once.
+        """Return records of the iterations up to step ``upto``; each is returned once.
 
-        On a device that the host runs ahead of, those whose end it has not come to are given later.
+        Where the host runs ahead, iterations whose end the device has not reached are returned later.
         """
         if self.executor.runs_ahead and not is_last:
             under_way = [iteration for iteration, *_, end, _ in self._raw if not self.executor.has_come(end)]
@@ -160,12 +163,12 @@ class Recorder:
         return out
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
-        """(begin, end, intervals) of the last whole period, on the rank's clock; all zero before there is one."""
+        """Return (begin, end, intervals) of the last whole period, on the rank's clock; zeros before there is one."""
         if len(self._periods) < 2:
             return 0.0, 0.0, []
         (iteration, first), (_, last) = self._periods[-2:]
         begin, end = self.executor.seconds(first), self.executor.seconds(last)
-        # Older ones are left as stamps: the records of a loop that asks only for this may never be asked for.
+        # Convert only recent stamps: a loop that calls only this would never drop the other intervals.
         recent = [self._interval(raw[1], *raw[2:5]) for raw in self._raw.copy() if raw[0] >= iteration - 1]
         return begin, end, [
             Interval(i.lane, i.name, i.kind, i.unit, max(i.start, begin), min(i.end, end), i.bytes)

@@ -1,4 +1,4 @@
-"""What is refused before step 1: a plan that is for other processes, another job or another model, or not the others' plan."""
+"""Checks before step 1: of the plan against processes, job and model, and of the ranks against each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mdcs.runtime.scaling import LossScale
 
 
 def fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None) -> None:
-    """An emulated world is one process, whatever its backend is; else there is a process for every rank."""
+    """Raise PlanError unless there is a process of the plan's backend per rank, or one process for an emulated world.
+    """
     if emulate is not None:
         if processes != 1:
             raise PlanError(f"an emulated world is one process, the process group has {processes}")
@@ -40,7 +41,7 @@ def fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation 
 def fits_job(
     plan: Plan, clip_norm: float | None, loss_scale: LossScale | None, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Raise PlanError or ValueError where clipping, scaling or the optimizer is not what the plan was made for."""
+    """Raise PlanError or ValueError if clipping, loss scale or optimizer are not those that the plan was made for."""
     for given, what in ((clip_norm, "clipping the global norm"), (loss_scale, "a dynamic loss scale")):
         if given is not None and plan.cross_iteration:
             raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
@@ -63,7 +64,7 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
     held = {p for unit in units for _, p in unit.parameters}
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in enumerate(trained):
-        if p.requires_grad and p not in held and p.numel():  # without elements there is nothing to train
+        if p.requires_grad and p not in held and p.numel():  # a parameter without elements needs no training
             name = names.get(p) or f"parameter {number} of the optimizer, of shape {tuple(p.shape)}"
             raise UnsupportedModel(
                 f"{name}: is in the optimizer and in no unit, so it would never be trained: partition the model that holds it"
@@ -79,11 +80,11 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
             raise UnsupportedModel(
                 f"{name}: has a hook for its accumulated gradient, which the runtime takes: remove it, or parallelize() once"
             )
-    refuse_shared_memory(model)  # once more: it may have been tied since
+    refuse_shared_memory(model)  # again: the model may have changed since partition()
 
 
 def keeps_order(model: nn.Module, backend: str) -> None:
-    """Raise UnsupportedModel for a module whose forward has collectives that could meet the plan's messages."""
+    """Raise UnsupportedModel for a module whose forward has collectives that could mix with the plan's messages."""
     for name, module in model.named_modules():
         if backend == "nccl" and isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedModel(
@@ -94,9 +95,11 @@ def keeps_order(model: nn.Module, backend: str) -> None:
 def same_plan(
     plan: Plan, problem: ValueError | None, layout: int, state: Any, rank: int, processes: int, control: dist.ProcessGroup | None
 ) -> None:
-    """Raise this rank's problem, or name the ranks that have one, another plan, a model of another layout or other state.
+    """Raise this rank's problem, or an error that names ranks with a problem, another plan, model layout or optimizer
+    state.
 
-    ``layout`` is that of parameters and buffers (:func:`mdcs.runtime.buffers.layout`), ``state`` the optimizer's.
+    ``layout``: checksum of parameters and buffers (:func:`mdcs.runtime.buffers.layout`). ``state``: the optimizer's,
+    from :func:`mdcs.runtime.optimizer_state.together`. Collective.
     """
     if problem is not None and processes == 1:
         raise problem
@@ -133,8 +136,9 @@ def same_plan(
 def match(
     plan: Plan, units: list[ModelUnit], groups: dict[nn.Parameter, int]
 ) -> tuple[list[list[tuple[str, nn.Parameter]]], list[list[int]]]:
-    """For every unit its parameters in flat order, and the optimizer's groups of its segments. Raises ValueError where plan and
-    model differ.
+    """Return, for every unit, its (name, parameter) pairs in flat order, and the optimizer's group of each segment.
+
+    Raises ValueError where plan and model differ.
     """
     if len(units) != len(plan.profile.units):
         raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}")

@@ -1,7 +1,7 @@
-"""Dynamic loss scaling, for gradients in a format whose small numbers are lost: float16.
+"""Dynamic loss scaling for float16, which would lose small gradients.
 
-As torch.amp.GradScaler: the scale is halved, and the update left out, when any gradient of any rank overflows, and doubled
-after many updates that did not (Micikevicius et al., "Mixed Precision Training", 2018).
+As torch.amp.GradScaler: if any gradient of any rank overflows, the scale is halved and the update skipped; after many
+updates without overflow it is doubled (Micikevicius et al., "Mixed Precision Training", 2018).
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScale:
-    """``value`` is the factor on the loss now; it doubles after ``growth_interval`` updates in a row without overflow."""
+    """``value``: factor on the loss; it doubles after ``growth_interval`` updates in a row without overflow.
+
+    ``skipped``: number of updates left out. Raises ValueError for a scale that is not positive and finite, and for an
+    interval below 1.
+    """
 
     value: float = 2.0**16
     growth_interval: int = 2000
@@ -25,7 +29,7 @@ class LossScale:
             raise ValueError(f"growth_interval must be >= 1, got {self.growth_interval}")
 
     def update(self, is_finite: bool) -> None:
-        """After the gradients of an iteration are known."""
+        """Adapt the scale to an iteration whose gradients are finite, or not."""
         self._good = self._good + 1 if is_finite else 0
         if not is_finite:
             self.skipped += 1

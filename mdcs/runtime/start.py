@@ -1,8 +1,8 @@
-"""How a run takes a model over: unit by unit, so that beside what stays no more than a unit is ever whole.
+"""The start of a run: it takes the model over unit by unit, so that at most one more unit is whole at a time.
 
-What is on the meta device gets memory then, and the values that its modules' own initialisation gives it: on every rank, so
-that their random states stay alike, and then rank 0's are everybody's. Units that one module has parameters in (tied ones,
-frozen ones) are taken over together, for the module initialises all of them.
+Parameters on the meta device get memory then, and values from their modules' own initialisation. Every rank
+initialises, so that random states stay alike; then rank 0's values are broadcast. Units with parameters of one module
+(tied ones, frozen ones) are taken over together, because the module initialises all of them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mdcs.runtime.errors import Place
 from mdcs.runtime.storage import UnitStorage, leave_meta
 
 Initialise = Callable[[nn.Module], object]
-"""Gives a module's own parameters and buffers, not those of its children, their first values."""
+"""Initialises a module's own parameters and buffers, not those of its children."""
 
-_LEFT = 0x5A  # in every byte of a buffer that has memory and no values yet; parameters are full of NaN
+_LEFT = 0x5A  # every byte of a buffer that is not initialised yet; parameters are filled with NaN
 
 
 class Initialisation:
-    """Of what a model has on the meta device, by ``init`` or, if it is None, by its modules' ``reset_parameters()``.
+    """Initialises what a model has on the meta device, with ``init`` or, if it is None, ``reset_parameters()``.
 
-    ``together`` has the indices of ``units``, in the order in which they are initialised, those in one list at once. Raises
+    ``together``: lists of indices into ``units``, in the order of initialisation; a list is initialised at once. Raises
     UnsupportedModel for a module that has something on the meta device and no initialisation.
     """
 
@@ -55,7 +55,9 @@ class Initialisation:
         self.together = [[u for u, f in enumerate(first) if f == leader] for leader in sorted(set(first))]
 
     def units(self, members: Sequence[int]) -> bool:
-        """Initialise units of one list of ``together``, whose parameters have memory by now. Returns whether there is any to."""
+        """Initialise the units of one list of ``together``, whose parameters have memory. Return whether there was any
+        work.
+        """
         return self._run(self._modules.get(members[0], ()))
 
     def the_rest(self) -> None:
@@ -70,7 +72,7 @@ class Initialisation:
                     module._buffers[local] = real = torch.empty_like(buffer, device=self._device)
                     real.reshape(-1).view(torch.uint8).fill_(_LEFT)
             for p in module._parameters.values():
-                if p is not None and p.is_meta and not p.numel():  # no unit has it
+                if p is not None and p.is_meta and not p.numel():  # such a parameter is in no unit
                     leave_meta(p, torch.empty_like(p, device=self._device))
             if self._init is None:
                 module.reset_parameters()  # type: ignore[operator]
@@ -90,8 +92,10 @@ def take_over(
     model: nn.Module, initialisation: Initialisation, make: Callable[[int], UnitStorage],
     group: dist.ProcessGroup | None, place: Place,
 ) -> list[UnitStorage]:
-    """The units' storages, settled; :func:`mdcs.plan.ledger.start_bytes` has what this holds. A ``group`` of ranks gets rank
-    0's values. Raises UnsupportedModel for what the initialisation of its module has left out.
+    """Return the units' storages, settled; :func:`mdcs.plan.ledger.start_bytes` has the bytes held meanwhile.
+
+    With a ``group`` rank 0's values are broadcast. Raises UnsupportedModel for parameters or buffers that the
+    initialisation of their module does not set.
     """
     found: dict[int, UnitStorage] = {}
     for members in initialisation.together:
@@ -103,7 +107,7 @@ def take_over(
                     broadcast(flat, group)
             storage.settle()
             if is_new:
-                storage.guard.close()  # to initialisations of others
+                storage.guard.close()  # initialisations of other modules must not use it
         found |= made
     initialisation.the_rest()
     for storage in found.values():
@@ -117,10 +121,10 @@ def take_over(
 def materialize(
     model: nn.Module, units: Sequence[ModelUnit], *, device: torch.device | str = "cpu", init: Initialise | None = None
 ) -> None:
-    """Make whole, on ``device``, what is on the meta device, with the values that :func:`mdcs.parallelize` would give it from
-    this state of the random generators: for a profile, say.
+    """Initialise on ``device`` what the model has on the meta device, for a profile, for example.
 
-    ``init`` initialises a module; None: its ``reset_parameters()`` does. Raises UnsupportedModel as parallelize does.
+    The values are those that :func:`mdcs.parallelize` would give from this state of the random generators. ``init``
+    initialises a module; None: its ``reset_parameters()``. Raises UnsupportedModel as parallelize does.
     """
     initialisation = Initialisation(model, units, init, torch.device(device))
     for members in initialisation.together:
@@ -138,7 +142,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_left(tensor: Tensor, is_buffer: bool) -> bool:
-    """Whether its first element has not been written; all of it would take as much memory again to look at."""
+    """Return whether the first element is not written; a look at all would need as much memory again."""
     first = tensor.detach().reshape(-1)[:1]
     if not is_buffer:
         return bool(first.isnan().any())

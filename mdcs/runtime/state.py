@@ -1,4 +1,4 @@
-"""State dicts of a sharded model: whole, for the plain model, or one part per rank that merge into it."""
+"""State dicts of a sharded model: whole, for the plain model, or one part per rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _owners(storages: list[UnitStorage]) -> dict[nn.Parameter, tuple[int, int]]:
 def full_state(
     model: nn.Module, storages: list[UnitStorage], gathering: Gathering, *, keep: bool, cpu: bool
 ) -> dict[str, Tensor]:
-    """Gathers unit by unit, so that no more than one is whole beside the result, which ranks that do not ``keep`` it lack."""
+    """Return the whole state dict on ranks that ``keep`` it, else {}. Gathers one unit at a time."""
     values: dict[nn.Parameter, Tensor] = {}
     gathering.begin()
     for u, storage in enumerate(storages):
@@ -43,11 +43,11 @@ def _copy(tensor: Tensor, cpu: bool) -> Tensor:
 def full_parameters(
     storages: list[UnitStorage], gathering: Gathering, *, keep: bool, cpu: bool, writeback: Callable[[UnitStorage], None] | None
 ) -> Iterator[None]:
-    """Whole parameters on the ranks that ``keep`` them. What is changed in them is given to ``writeback``, or lost."""
+    """Hold whole parameters on the ranks that ``keep`` them. Without ``writeback`` changes are lost."""
     gathering.begin()
     device = storages[0].device
     target = torch.device("cpu") if cpu else device
-    moved: set[int] = set()  # whose parameters are copies
+    moved: set[int] = set()  # units whose parameters are copies
     try:
         for u, storage in enumerate(storages):
             gathering.gather(u)
@@ -76,8 +76,8 @@ def full_parameters(
 
 
 def sharded_state(model: nn.Module, storages: list[UnitStorage]) -> dict[str, Any]:
-    """Plain tensors and numbers only, so that ``torch.save`` and ``weights_only`` loading work."""
-    owners: dict[nn.Parameter, list[int]] = {}  # their section, and their place in it
+    """Return this rank's part: plain tensors and numbers only, for ``torch.save`` and ``weights_only`` loading."""
+    owners: dict[nn.Parameter, list[int]] = {}  # [section, place in it]
     sections: list[dict[str, Any]] = []
     for storage in storages:
         for s in range(len(storage.fulls)):
@@ -105,7 +105,7 @@ def sharded_state(model: nn.Module, storages: list[UnitStorage]) -> dict[str, An
 
 
 def merge_shards(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """The plain model's state dict from all ranks' :meth:`Parallel.sharded_state_dict`, in any order.
+    """Return the plain model's state dict from all ranks' :meth:`Parallel.sharded_state_dict`, in any order.
 
     Raises ValueError when a rank is missing or the parts are of different jobs.
     """
@@ -120,7 +120,7 @@ def merge_shards(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     for s, section in enumerate(first["sections"]):
         blocks = []
         for b in range(len(section["blocks"])):
-            among = section.get("ranks", 1 if section.get("replicated") else world)  # older parts say whether they are whole
+            among = section.get("ranks", 1 if section.get("replicated") else world)  # parts of older versions have no "ranks"
             blocks.append(torch.cat([ranks[r]["sections"][s]["parts"][b] for r in range(among)]))
         flats.append(torch.cat(blocks))
     out = dict(first["buffers"])
@@ -131,7 +131,7 @@ def merge_shards(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Tensor]) -> None:
-    """Raises KeyError for a missing name, ValueError for a shape that differs."""
+    """Load a plain model's state dict. Raises KeyError for a missing name, ValueError for a shape that differs."""
     owners = _owners(storages)
     named = model.state_dict(keep_vars=True)
     missing = [name for name in named if name not in full]
@@ -145,7 +145,7 @@ def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Ten
             u, i = owners[v]
             by_unit.setdefault(u, []).append((i, name))
         else:
-            with torch.no_grad():  # a parameter without elements is in no unit
+            with torch.no_grad():  # buffers, and parameters without elements, are in no unit
                 write(v, full[name])
     for u, members in by_unit.items():
         storage = storages[u]
@@ -153,7 +153,7 @@ def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Ten
         if not was_full:
             storage.allocate_full()
         with torch.no_grad():
-            # Not by way of the parameters: masters may have more digits.
+            # Not through the parameters: masters may be more precise.
             wholes = [f if m is None else f.to(m.dtype) for f, m in zip(storage.fulls, storage.shards, strict=True)]
             storage.zero_padding(wholes)
             for i, name in members:

@@ -1,9 +1,9 @@
-"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Released storage is really freed.
+"""The flat buffers of one unit: full parameters, the shard at rest, gradients. Freed buffers free their storage.
 
-Each section of the unit has its own: the elements of a buffer are of one type. Parameters are views of the full one
-(``p.data = view``), which stay valid for autograd when the storage is resized to nothing and back. The order of elements is
-that of the model; rank r, of the world or of a node, owns the r-th part of every *block*, so that a block is contiguous on the
-wire and a shard is the concatenation of its parts.
+Each section of the unit has its own buffers, of one dtype. Parameters are views of the full buffer (``p.data = view``);
+the views stay valid for autograd while the storage is resized to nothing and back. Elements are in the model's order.
+Rank r, of the world or of a node, owns the r-th part of every *block*: a block is contiguous on the wire, and a shard
+is the concatenation of its parts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from mdcs.plan.widths import sections_of
 
 
 class UnitStorage:
-    """``fulls``, ``shards`` and ``gradients`` have a flat tensor per section; all live on one device.
+    """Flat tensors per section: ``fulls`` [elements with padding], ``shards`` [elements / parts], ``gradients`` as
+    ``fulls``.
 
-    At first the unit is whole, its parameters views of it with the values they had; those on the meta device get memory on
-    ``device``, full of NaN. :meth:`settle` then leaves of it what the strategy keeps at rest.
+    All are on one device. At first the unit is whole and its parameters are views with their values; parameters from
+    the meta device get memory on ``device``, filled with NaN. :meth:`settle` then keeps only what the strategy keeps at
+    rest.
     """
 
     def __init__(
@@ -36,9 +38,9 @@ class UnitStorage:
         self.is_aliased = plan.profile.units[unit].aliased
         self.strategy = plan.strategies[unit]
         self.layout, self.blocks = plan.profile.layouts[unit], plan.blocks[unit]
-        self.sections = sections_of(self.layout, self.blocks)  # of the blocks
+        self.sections = sections_of(self.layout, self.blocks)  # by block
         begins = (0, *self.layout.ends)
-        self.offsets = [o - begins[s] for o, s in zip(plan.offsets[unit], self.sections, strict=True)]  # in their sections
+        self.offsets = [o - begins[s] for o, s in zip(plan.offsets[unit], self.sections, strict=True)]  # in the section
         first = self.parameters[0]
         self.device = device if device is not None and first.is_meta else first.device
         self.places: list[tuple[int, int, int, torch.Size]] = []  # section, offset in it, length, shape
@@ -66,7 +68,7 @@ class UnitStorage:
         self.guard = Guard(parameters, refuse)
 
     def settle(self) -> None:
-        """Keep what the strategy keeps between steps."""
+        """Keep the buffers that the strategy keeps between steps: make shards, free full parameters."""
         for s, section in enumerate(self.layout.sections):
             if self.strategy.sharded or section.master_bytes:
                 size = self.layout.sizes[s] // self.parts
@@ -81,21 +83,23 @@ class UnitStorage:
 
     @property
     def parts(self) -> int:
-        """Into how many parts updates are divided; the ranks that have the same one are replicas."""
+        """Number of parts among which updates are divided; ranks with the same part are replicas."""
         return self.strategy.parts(self.plan.profile)
 
     @property
     def replica(self) -> tuple[int, int]:
-        """The number of this rank among those that have the same part, and how many these are."""
+        """(number of this rank among the replicas of its part, number of replicas)."""
         return self.rank // self.parts, self.plan.world // self.parts
 
     @property
     def is_plain(self) -> bool:
-        """Whether the parameters, between updates, are all there is of the unit: it can be read and changed through them."""
+        """Whether the parameters are all there is of the unit between updates: it can be read and changed through them.
+        """
         return not self.strategy.sharded and all(shard is None for shard in self.shards)
 
     def detached(self) -> str | None:
-        """The name of a parameter that was given other memory than the runtime's, as ``model.half()`` does."""
+        """Return the name of a parameter that left the flat buffer, as after ``model.half()``; None if there is none.
+        """
         for name, p, (section, offset, _, _) in zip(self.names, self.parameters, self.places, strict=True):
             full = self.fulls[section]
             if p.data_ptr() != full.data_ptr() + offset * full.element_size():
@@ -103,47 +107,47 @@ class UnitStorage:
         return None
 
     def region(self, block: int) -> slice:
-        """A block in the flat buffers of its section."""
+        """Return the slice of a block in the flat buffers of its section."""
         return slice(self.offsets[block], self.offsets[block] + self.blocks[block])
 
     def own(self, block: int) -> slice:
-        """What this rank updates of a block, there."""
+        """Return the slice of the block's part that this rank updates, in the flat buffers of its section."""
         size = self.blocks[block] // self.parts
         start = self.offsets[block] + self.rank % self.parts * size
         return slice(start, start + size)
 
     def in_shard(self, block: int) -> slice:
-        """The same part in the shard."""
+        """Return the slice of the block's part in this rank's shard."""
         return slice(self.offsets[block] // self.parts, (self.offsets[block] + self.blocks[block]) // self.parts)
 
     def full(self, block: int) -> Tensor:
-        """The full parameters of the block's section."""
+        """Return the full parameters of the block's section (flat)."""
         return self.fulls[self.sections[block]]
 
     def shard(self, block: int) -> Tensor | None:
-        """This rank's part of a block, if it is kept apart from the full parameters."""
+        """Return this rank's part of a block in the shard; None if the full parameters hold it."""
         shard = self.shards[self.sections[block]]
         return None if shard is None else shard[self.in_shard(block)]
 
     def at_rest(self, block: int) -> Tensor:
-        """The parameters of a block that this rank updates."""
+        """Return the part of a block that this rank updates: of the shard, or of the full parameters."""
         shard = self.shard(block)
         return self.full(block)[self.own(block)] if shard is None else shard
 
     def allocate_full(self) -> None:
-        """Take memory for the full parameters; what is in it is not defined."""
+        """Allocate the full parameters; their values are undefined."""
         with self.meter.tag("full_parameters"):
             for full in self.fulls:
                 full.untyped_storage().resize_(full.numel() * full.element_size())
 
     def free_full(self) -> None:
-        """Give the memory of the full parameters back."""
+        """Free the memory of the full parameters."""
         for full in self.fulls:
             full.untyped_storage().resize_(0)
 
     @property
     def full_bytes(self) -> int:
-        """Of the full parameters, with padding."""
+        """Bytes of the full parameters, with padding."""
         return self.layout.param_bytes
 
     @property
@@ -152,20 +156,20 @@ class UnitStorage:
         return self.fulls[0].untyped_storage().nbytes() > 0
 
     def place_own(self, block: int) -> None:
-        """Put what this rank has updated of a block where compute, or the gather, expects it."""
+        """Copy this rank's updated part of a block into the full parameters, for the gather or for compute."""
         shard = self.shard(block)
         if shard is not None:
             self.full(block)[self.own(block)].copy_(shard)
 
     def reshard(self, wholes: list[Tensor]) -> None:
-        """Take the shards from all of the unit's elements, by section."""
+        """Copy this rank's parts into the shards, from whole flat tensors by section."""
         for b, section in enumerate(self.sections):
             shard = self.shard(b)
             if shard is not None:
                 shard.copy_(wholes[section][self.own(b)])
 
     def adopt(self) -> None:
-        """Take from the full buffers what was changed there. Where masters have more digits, what was not changed keeps them."""
+        """Update the shards from changed full parameters. Masters keep their precision where nothing changed."""
         for b in range(len(self.blocks)):
             mine = self.shard(b)
             if mine is not None:
@@ -173,13 +177,13 @@ class UnitStorage:
                 mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
 
     def move(self, device: torch.device) -> None:
-        """Give the parameters memory of their own, with what they hold."""
+        """Give the parameters memory of their own on ``device``, with their values."""
         with self.meter.tag("parameters"):
             for p in self.parameters:
                 p.data = p.detach().to(device, copy=True)
 
     def move_back(self, keep_changes: bool) -> None:
-        """Make the parameters views of the full buffers again, and put there what they hold if ``keep_changes``."""
+        """Make the parameters views of the full buffers again; copy their values there if ``keep_changes``."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for p, (section, offset, n, shape) in zip(self.parameters, self.places, strict=True):
                 view = self.fulls[section][offset : offset + n].view(shape)
@@ -190,12 +194,12 @@ class UnitStorage:
                 self.zero_padding(self.fulls)
 
     def zero_padding(self, flats: list[Tensor]) -> None:
-        """Of flat tensors by section."""
+        """Zero the padding of flat tensors by section."""
         for flat, section in zip(flats, self.layout.sections, strict=True):
             flat[section.numel :].zero_()
 
     def let_go(self) -> None:
-        """Make the parameters plain ones that have memory of their own. They must be whole."""
+        """Make the parameters plain ones with memory of their own. They must be whole."""
         self.guard.open()
         self.move(self.device)
         for p in self.parameters:
@@ -205,11 +209,11 @@ class UnitStorage:
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def gradient(self, block: int) -> Tensor:
-        """The full gradient of the block's section."""
+        """Return the full gradient of the block's section (flat)."""
         return self.gradients[self.sections[block]]
 
     def allocate_gradient(self) -> None:
-        """Take memory for the full gradient."""
+        """Allocate the full gradient; only the padding is set, to zero."""
         with self.meter.tag("gradients"):
             self.gradients = [
                 torch.empty(size, dtype=dtype, device=self.device)
@@ -218,14 +222,14 @@ class UnitStorage:
         self.zero_padding(self.gradients)
 
     def free_gradient(self) -> None:
-        """Give the memory of the full gradient back."""
-        # Now, and not when the last reference goes: a backend's thread may hold one a little longer.
+        """Free the memory of the full gradient."""
+        # Resize instead of dropping references: a backend's thread may hold one a little longer.
         for gradient in self.gradients:
             gradient.untyped_storage().resize_(0)
         self.gradients = []
 
     def forget(self) -> None:
-        """Free the gradients, and what is gathered: the parts at rest are left."""
+        """Free gradients and gathered parameters; only the parts at rest stay."""
         if self.strategy.sharded:
             self.free_full()
         self.free_gradient()
@@ -254,12 +258,15 @@ class UnitStorage:
 
 
 def dtype_of(width: int, like: torch.dtype) -> torch.dtype:
-    """That of parameters if it has their width in bytes (or 0), else the IEEE one of this width."""
+    """Return ``like`` if it has this width in bytes (or 0), else the IEEE type of this width."""
     return like if width in (0, like.itemsize) else {2: torch.float16, 4: torch.float32, 8: torch.float64}[width]
 
 
 def leave_meta(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give it these values on their device: it stays the object that optimizers hold, with what else it has been given."""
+    """Give a parameter these values on their device.
+
+    It stays the same object, which optimizers hold, with its attributes.
+    """
     real = nn.Parameter(values.new_empty(0), parameter.requires_grad)
     vars(real).update(vars(parameter))
     torch.utils.swap_tensors(parameter, real)

@@ -1,14 +1,17 @@
-"""Messages on a device that does in order what the host enqueues: no thread, and nothing that the host waits for.
+"""The dispatcher of a device that executes in order what the host enqueues: no threads, and no waits on the host.
 
-The training thread enqueues a message when it issues it, from packing to the updates that it completes, on the communication
-stream, behind the point that compute has come to. What needs a message waits for its end on the device. So the device does
-what the dispatcher of threads does, in the same order; the host has gone on.
+When the training thread issues a message, it enqueues all of the message on the communication stream, from packing to
+the updates that it completes, behind compute's present point. Work that needs the message waits for its end on the
+device. The device's order is therefore that of the threaded dispatcher, while the host has moved on.
 
-Memory is the allocator's, which knows the host's order only. A message's own buffers are of the communication stream's
-memory and freed as soon as all is enqueued: what is put there next comes behind them. Gathered parameters and gradients are
-of compute's memory, beside activations. Parameters are freed at the end of the slot that used them, for the message that
-puts others there starts behind it. A gradient is still to be sent when the host has enqueued that: it is freed when compute
-has been told to wait for the message, which is when a slot needs the message, or the bytes.
+Lifetimes (the allocator sees only the host's order):
+
+- A message's own buffers: memory of the communication stream, freed as soon as the message is enqueued. The next
+  buffer there is used on the same stream, so later.
+- Gathered parameters: memory of the compute stream, freed at the end of the slot that used them. The next gather into
+  this memory starts behind an event recorded after the free.
+- Full gradients: memory of the compute stream. The communication stream still reads them after the enqueue. They are
+  freed once compute waits for the message's end on the device: when a slot needs the message, or its bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from mdcs.runtime.dispatcher import LISTEN_SECONDS, Dispatcher
 from mdcs.runtime.errors import RunError
 
 _STEPS_AHEAD = 2
-"""Iterations whose end the host may have enqueued and the device not come to."""
+"""Iterations that the host may be ahead of the device."""
 
 Gradients = tuple[tuple[int, int], ...]
-"""Units, and the bytes of their gradients."""
+"""(unit, bytes of its gradients) pairs."""
 
 
 class _Sent(NamedTuple):
-    """A message that compute has not been told to wait for: where it ends, and whose gradients are free then."""
+    """An enqueued message that compute does not wait for yet: number, end, gradients to free after the wait."""
 
     number: int
     end: Any
@@ -40,30 +43,32 @@ class _Sent(NamedTuple):
 
 
 def bytes_apart(ledger: Ledger) -> int:
-    """The most that a plan's messages have of the communication stream's memory, which compute cannot have meanwhile."""
+    """Return the most bytes that a plan's messages hold in the communication stream's memory, apart from compute's."""
     return sum(e.shards_held for e in ledger.messages) + max((_own(e) for e in ledger.messages), default=0)
 
 
 def _own(effect: MessageBytes) -> int:
-    """Of a message, and of no other after it. Beside its gradients: they are freed later here, not before the update."""
+    """Return the bytes that a message holds alone, until it ends. Its gradients are not included: they are freed later.
+    """
     return effect.shards - effect.shards_held + max(effect.staging, effect.scratch)
 
 
 class StreamDispatcher(Dispatcher):
-    """See the module. Bytes are promised and taken back in the host's order."""
+    """Dispatcher by streams and events; see the module. Bytes are reserved and released in the host's order."""
 
     def _begin(self) -> None:
         self._sent: deque[_Sent | None] = deque()  # None: skipped
-        self._gradients: Gradients = ()  # of the message that is being enqueued
-        self._is_tight = False  # there is no room to keep them
-        self._ends: deque[Any] = deque()  # of iterations
+        self._gradients: Gradients = ()  # freed by the message that is being enqueued
+        self._is_tight = False  # no room to keep the gradients until compute waits
+        self._ends: deque[Any] = deque()  # marks of the ends of iterations
         self._own = [_own(e) for e in self.ledger.messages]
-        # Without a budget, what the plan was predicted to take: nobody else would ever make compute wait for a gradient.
+        # Without a budget: the predicted peak. Without any limit compute would wait only where a slot needs a message,
+        # and gradients would pile up.
         predicted = self.plan.prediction
         self._wanted = self.account.cap if predicted is None or self.account.cap is not None else predicted.peak_bytes
 
     def issue(self, index: int, activations: int, mark: Any) -> None:
-        """Enqueue the message; compute waits for others on the device, if that makes room for it."""
+        """Enqueue the message; compute waits on the device for earlier messages, if this makes room."""
         i = index % self.n
         message, effect = self.plan.messages[i], self.ledger.messages[i]
         if self._in_prologue(index) and not self.plan.in_prologue(message) or index in self._skipped:
@@ -80,24 +85,24 @@ class StreamDispatcher(Dispatcher):
             self.wait_for(index + 1, self.describe(i))
 
     def has_room(self, index: int, activations: int) -> bool:
-        """Whether the message's bytes fit without compute waiting for others on the device."""
+        """Return whether the message's bytes fit without a wait of compute on the device."""
         i = index % self.n
         return self._fits(self.ledger.messages[i].held + activations + self._own[i])
 
     def admit(self, size: int, what: str) -> None:
-        """Let compute wait for messages until ``size`` bytes fit. Raises RunError if they do not when all are done."""
+        """Make compute wait for messages until ``size`` bytes fit. Raises RunError if they do not fit after all."""
         if not self._make_room(size):
             self._insist(size, f"bytes for {what}")
 
     def wait_for(self, count: int, what: str) -> None:
-        """Let compute wait for the first ``count`` messages."""
+        """Make compute wait for the first ``count`` messages."""
         while self.processed < count:
             self._let_compute_wait()
 
     def end_step(self) -> None:
-        """Wait, if it must be, for the end of an iteration some before.
+        """Wait on the host for the end of an iteration ``_STEPS_AHEAD`` before, if necessary.
 
-        Raises RunError when it does not come in ``timeout_s``, and when another rank has left meanwhile.
+        Raises RunError when it does not come within ``timeout_s``, and when another rank has left.
         """
         self.check()
         self._ends.append(self.executor.mark())
@@ -114,8 +119,8 @@ class StreamDispatcher(Dispatcher):
                 )
 
     def stop(self) -> None:
-        """Wait a little for what is in flight: its memory may be given away after this."""
-        with contextlib.suppress(RuntimeError):  # of a device that has failed
+        """Wait up to 5 s for the messages in flight: their memory may be reused after this."""
+        with contextlib.suppress(RuntimeError):  # the device may have failed
             with self.executor.communicating():
                 end = self.executor.mark()
             self.executor.wait(end, 5.0)
@@ -133,7 +138,7 @@ class StreamDispatcher(Dispatcher):
             raise RunError(f"rank {self.wire.rank}, step {self.step}: {what} do not fit, and nothing is left to wait for")
 
     def _let_compute_wait(self) -> None:
-        """For the oldest message that it has not waited for, whose gradients are free then."""
+        """Make compute wait for the oldest message that it does not wait for yet; then free the message's gradients."""
         sent = self._sent.popleft()
         if sent is not None:
             self.executor.after(sent.end)
@@ -153,10 +158,10 @@ class StreamDispatcher(Dispatcher):
         self._is_tight = False
         self._enqueue(index, mark)
         self._let_compute_wait()
-        self.processed -= 1  # its turn is yet to come
+        self.processed -= 1  # processed moves on when its turn comes: the message is in _skipped
 
     def _behind(self, index: int) -> Any:
-        """Where compute is by now: it may have been told to wait for what had the memory that the message was given."""
+        """Return a mark of compute now: since the issue, compute may have waited for the last user of this memory."""
         del self._marks[index]
         return self.executor.mark()
 
@@ -170,7 +175,7 @@ class StreamDispatcher(Dispatcher):
             self._gradients += gradients
 
     def _release(self, i: int) -> None:
-        """When compute waits for the message."""
+        """Do nothing: bytes are released when compute waits for the message."""
 
     def _hold(self, index: int, message: Message) -> None:
         if self.pacer is not None:

@@ -3,9 +3,9 @@
 A block's run (:func:`mdcs.plan.ledger.runs`) is a view of the rank's parameters with one parameter group's options.
 Elementwise optimizers give the same bits on any cut.
 
-An instance's first step makes its state. What Adam and AdamW do after that is torch's function of their names, called
-here without the instance, which costs more than the update of a small block. A fused one, which has no scratch, updates
-all blocks of a message at once, and is called as the kernel that it is.
+The first step of an instance makes its state. Later updates of Adam and AdamW call torch's functional ``adam`` and
+``adamw`` directly: the instance's overhead costs more than the update of a small block. A fused update needs no
+scratch; it runs on all blocks of a message at once, by its kernel.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from mdcs.runtime.storage import UnitStorage
 
 _OF_KERNEL = ("weight_decay", "eps", "amsgrad", "maximize")
 _OF_FUNCTION = ("foreach", "capturable", "differentiable", "fused")
-"""Options of Adam and AdamW that their fused kernel takes by the same names, and those that only their function does."""
+"""Options that the fused kernels take by the same names (_OF_KERNEL), and options of the functions only (_OF_FUNCTION).
+"""
 _WITH_FUNCTION = (torch.optim.Adam, torch.optim.AdamW)
 _FUNCTIONS: dict[bool, Callable[..., object]] = {False: adam, True: adamw}
 _KERNELS: dict[bool, Callable[..., object]] = {False: torch._fused_adam_, True: torch._fused_adamw_}
-"""By whether weight decay is decoupled. A kernel leaves counting steps to its caller."""
+"""Functions and kernels by whether weight decay is decoupled. A kernel leaves the step count to its caller."""
 
 Part = tuple[int, int]
-"""A unit, and a block of it."""
+"""(unit, block)."""
 
 
 class _Run(NamedTuple):
-    """One that has state, and this update's gradient of it."""
+    """A run that has state, and its gradient in this update (flat, as long as the run)."""
 
     group: int
     parameter: Tensor
@@ -48,7 +49,7 @@ class _Run(NamedTuple):
 
 
 class Updates:
-    """``group_of[unit]`` maps a unit's segments to the optimizer's parameter groups."""
+    """Updates the blocks of all units. ``group_of[unit]``: the optimizer's parameter group of each segment."""
 
     def __init__(
         self, plan: Plan, storages: list[UnitStorage], optimizer: torch.optim.Optimizer,
@@ -58,7 +59,7 @@ class Updates:
         self.blocks: dict[Part, tuple[torch.optim.Optimizer, list[slice]]] = {}
         self._has_function = type(optimizer) in _WITH_FUNCTION
         self._tagged: set[Part] = set()  # blocks whose state is counted as the optimizer's
-        self.kept: dict[int, dict[int, Tensor]] = {}  # of units that are watched: what their blocks were last updated with
+        self.kept: dict[int, dict[int, Tensor]] = {}  # watched unit -> {block: gradient of its last update}
         for u, storage in enumerate(storages):
             if not storage.trainable:
                 continue
@@ -77,7 +78,7 @@ class Updates:
         self.snapshot()
 
     def _options(self, index: int) -> dict[str, Any]:
-        """Of a parameter group; tensors are copied, for schedules change them in place."""
+        """Return the options of a parameter group; tensors are copied, because schedules change them in place."""
         group = self.optimizer.param_groups[index]
         return {
             k: v.detach().clone() if isinstance(v, Tensor) else v
@@ -88,11 +89,11 @@ class Updates:
     def snapshot(self) -> None:
         """Fix learning rate and other options for the updates of this iteration (schedules change them later)."""
         self._now = [self._options(i) for i in range(len(self.optimizer.param_groups))]
-        # A tensor's version tells of changes without waiting for its device.
+        # A tensor's version counter shows changes without a wait for its device.
         self._versions = [_versions(group) for group in self.optimizer.param_groups]
 
     def changed_option(self) -> tuple[int, str] | None:
-        """A parameter group, and the option that has changed in it since the snapshot."""
+        """Return (parameter group, name) of an option that changed since the snapshot; None if none did."""
         for i, (now, versions) in enumerate(zip(self._now, self._versions, strict=True)):
             group = self.optimizer.param_groups[i]
             if versions != _versions(group):
@@ -103,9 +104,10 @@ class Updates:
         return None
 
     def step(self, gradients: Mapping[Part, Tensor], scale: float | Tensor | None = None) -> None:
-        """Update blocks with ``scale`` (None: 1) times this rank's reduced gradients of them, flat, as long as its parts.
+        """Update blocks with their reduced gradients times ``scale`` (None: 1).
 
-        Gradients are scaled in place, unless the optimizer updates a copy in another precision.
+        ``gradients``: (unit, block) -> this rank's part, flat [elements of the part]. They are scaled in place, unless
+        the optimizer updates a copy in another precision.
         """
         with _nothing_compiles(), self.meter.tag("update_scratch"):
             together: list[_Run] = []
@@ -114,7 +116,7 @@ class Updates:
                     continue
                 optimizer, places = self.blocks[part]
                 like = optimizer.param_groups[0]["params"][0]
-                whole = gradient.dtype == like.dtype  # no copy that would have to go before the next one is made
+                whole = gradient.dtype == like.dtype  # else a converted copy: update at once, so that one copy exists at a time
                 gradient = gradient if whole else gradient.to(like.dtype)
                 if scale is not None:
                     gradient.mul_(scale)
@@ -133,17 +135,17 @@ class Updates:
             if together:
                 self._apply(together)
         for unit, block in gradients:
-            if self.storages[unit].strategy is Strategy.dp:  # of the others their gather does it
+            if self.storages[unit].strategy is Strategy.dp:  # of other units the gather places it
                 self.storages[unit].place_own(block)
 
     def _apply(self, runs: Sequence[_Run]) -> None:
-        """The optimizer's function, once per parameter group and type."""
+        """Call the optimizer's function once per parameter group and type."""
         for index, dtype in dict.fromkeys((run.group, run.parameter.dtype) for run in runs):
             own = [run for run in runs if run.group == index and run.parameter.dtype == dtype]
             _call(type(self.optimizer), self._now[index], own)
 
     def _whole_step(self, part: Part, gradient: Tensor) -> None:
-        """The step of the block's optimizer: the first makes its state."""
+        """Run the step of the block's own optimizer, which makes its state."""
         optimizer, slices = self.blocks[part]
         for group, place in zip(optimizer.param_groups, slices, strict=True):
             group.update(self._now[group["mdcs_group"]])
@@ -160,7 +162,10 @@ class Updates:
 
 
 def later_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """What takes the place of ``optimizer.step()`` once its one parameter has state and a gradient: what is to be timed."""
+    """Return a call that updates as the runtime does after the first step, for timing.
+
+    ``optimizer`` has one parameter, with state and a gradient.
+    """
     (group,) = optimizer.param_groups
     (p,) = group["params"]
     if type(optimizer) not in _WITH_FUNCTION:
@@ -169,7 +174,7 @@ def later_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 
 def _call(algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], runs: Sequence[_Run]) -> None:
-    """The function of Adam or AdamW, or its kernel, on runs of one parameter group and type."""
+    """Call the function of Adam or AdamW, or its kernel, on runs of one parameter group and type."""
     tensors = (
         [run.parameter for run in runs],
         [run.gradient for run in runs],
@@ -182,7 +187,7 @@ def _call(algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], ru
     named = {"lr": options["lr"], "beta1": options["betas"][0], "beta2": options["betas"][1]}
     functions = _FUNCTIONS
     if options["fused"] and not any(isinstance(rate, Tensor) for rate in named.values()):
-        # What the function comes to: its checks and its sorting of tensors take longer than a small block.
+        # The function would end in this kernel; its checks and grouping of tensors cost more than a small block.
         functions = _KERNELS
         torch._foreach_add_(steps, 1)
     else:
@@ -191,7 +196,7 @@ def _call(algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], ru
 
 
 def _nothing_compiles() -> contextlib.AbstractContextManager[Any]:
-    """While a model is compiled in one thread, torch's optimizers round otherwise in all of them: its flag is the process's."""
+    """Hold off torch.compile: its process-wide flag makes torch's optimizers round differently in all threads."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return contextlib.nullcontext() if compiler is None else compiler.compile_lock
 

@@ -1,9 +1,9 @@
-"""Walks the slots of the plan with the training thread: what happens at every slot boundary.
+"""Follows the slots of the plan with the training thread: the work at every slot boundary.
 
-Arriving at a slot ends the one before it (its gathered buffers are freed) and issues the messages of
-the slot; entering it waits for what it needs and for its bytes. Between backward and the next forward (the turn)
-compute has arrived at the first forward slot but not entered it. Reductions at the head of a slot's messages are issued
-before that, inside of the slot before, once their gradients are there (:mod:`mdcs.plan.early`).
+Arriving at a slot ends the one before it (its gathered buffers are freed) and issues the messages of the slot. Entering
+it waits for the messages that it needs and for its bytes. Between backward and the next forward (the turn) compute has
+arrived at the first forward slot but not entered it. Reductions at the head of a slot's messages are issued earlier,
+inside of the slot before, once their gradients are ready (:mod:`mdcs.plan.early`).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class SlotWalker:
         self.step = 1
         self.periods = 0  # periods begun; the first is the prologue
         self.due = False  # the last micro-step's backward has begun, and step() has not ended the iteration
-        self.watches_memory = not executor.runs_ahead  # asking CUDA's allocator takes longer than enqueuing a layer
-        self.lent: str | None = None  # what the parameters are for just now, if not for training
+        self.watches_memory = not executor.runs_ahead  # a reading of CUDA's allocator takes longer than enqueuing a layer
+        self.lent: str | None = None  # call of the loop that uses the parameters now, besides training
         self.position = self.period.turn  # the slot to enter next
         self.arrived = False
-        self.memory: dict[int, SlotMemory] = {}  # the last seen of every slot: the ledger's and the allocator's
+        self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
         self._entered: Any = None  # stamp of the slot under way
         self._gradients: list[set[int]] = [set() for _ in storages]
         self._scale = 1.0 / plan.world
@@ -55,7 +55,8 @@ class SlotWalker:
         self._early = self._leaving_early()
 
     def _uses(self) -> tuple[list[list[UnitStorage]], list[list[UnitStorage]]]:
-        """For each slot the units whose parameters are good for use from its begin on, and until its end."""
+        """Return for each slot the units whose parameters become usable at its begin, and those that stop at its end.
+        """
         period = self.period
         opens: list[list[UnitStorage]] = [[] for _ in range(period.length)]
         closes: list[list[UnitStorage]] = [[] for _ in range(period.length)]
@@ -67,12 +68,12 @@ class SlotWalker:
                 if storage.strategy.regathers and backward is not None:
                     closes[last % period.length].append(storage)
                     opens[backward[0] % period.length].append(storage)
-                if storage.strategy.sharded or storage.trainable:  # whose gradients the runtime holds from here on
+                if storage.strategy.sharded or storage.trainable:  # trainable: the runtime holds its gradients from here on
                     closes[period.last_use(u, micro) % period.length].append(storage)
         return opens, closes
 
     def _leaving_early(self) -> dict[int, list[dict[int, range]]]:
-        """By slot, of the messages at its head that may leave before it: the parameters, by unit, whose gradients they carry."""
+        """Return by slot, for each message that may leave before it: unit -> parameters whose gradients it carries."""
         out: dict[int, list[dict[int, range]]] = {}
         for message, part in zip(self.plan.messages, self.plan.early, strict=True):
             if part < 1:
@@ -92,23 +93,23 @@ class SlotWalker:
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def forward_begin(self, unit: int) -> None:
-        """Enter a forward slot, unless it is that of a frozen unit in an evaluation."""
+        """Enter a forward slot, unless it is a frozen unit's in an evaluation."""
         if self.lent is None or torch.is_grad_enabled():
             self._slot(unit, "F")
 
     def forward_end(self, unit: int) -> None:
-        """Nothing: buffers are freed at the end of the slot."""
+        """Do nothing: buffers are freed at the end of the slot."""
 
     def backward_begin(self, unit: int) -> None:
         """Enter a backward slot."""
         self._slot(unit, "B")
 
     def recomputed(self, unit: int) -> None:
-        """Activation checkpointing runs the unit's forward again."""
+        """Check that activation checkpointing recomputes the unit where the profile saw it."""
         self._in_backward_of(unit, self.storages[unit].name, "computed again")
 
     def _in_backward_of(self, unit: int, name: str, what: str) -> None:
-        """Raise RunError unless compute is in the backward slots that the profile saw."""
+        """Raise RunError unless compute is in a backward slot in which the profile saw the unit."""
         span = self.period.backward(unit, self.period.slots[self.position - 1].micro)
         length = self.period.length
         if span is None or not span[0] % length < self.position <= span[1] % length + 1:
@@ -175,7 +176,7 @@ class SlotWalker:
         self._enter()
 
     def _arrive(self) -> None:
-        """Compute has come to the boundary before ``position``."""
+        """Arrive at the boundary before ``position``: end the slot before it, issue messages."""
         q, lock = self.position, self.account.lock
         stamp = self.executor.stamp()
         if self._entered is not None:
@@ -211,7 +212,7 @@ class SlotWalker:
         self.arrived = True
 
     def _send_early(self) -> None:
-        """Issue what may leave before the slot ends, has all its gradients and fits."""
+        """Issue the messages that may leave before the slot ends, have all their gradients, and fit."""
         dispatcher, live = self.dispatcher, self.ledger.slots[self.position - 1].peak
         for carried in self._early[self.position][self._sent_early :]:
             if not all(self._gradients[u].issuperset(own) for u, own in carried.items()):
@@ -220,13 +221,13 @@ class SlotWalker:
                 return
             for storage, own in ((self.storages[u], own) for u, own in carried.items()):
                 for i in own if not storage.strategy.sharded else ():
-                    # It is updated in place. Autograd refuses to use it after this, as it would what the model has detached.
+                    # The update is in place: a new version lets autograd raise if it still needs the old values.
                     torch.autograd.graph.increment_version(storage.parameters[i])
             dispatcher.issue(dispatcher.issued, live, self.executor.mark())
 
     @property
     def _sent_early(self) -> int:
-        """Messages of the slot to come that have been issued before compute arrives there."""
+        """Number of the next slot's messages issued before compute arrives there."""
         if self.arrived or self._entered is None or self.position not in self._early:
             return 0
         return self.dispatcher.issued - self.periods * self.dispatcher.n - self.limits.issued[self.position - 1]
@@ -236,7 +237,7 @@ class SlotWalker:
         return self.watches_memory and self.account.cap is not None
 
     def _window(self, ended: int, has_run: bool) -> None:
-        """Keep the peaks of the slot that ended: those of the last ``length`` slots are one period."""
+        """Keep the peaks of the slot that ended; those of the last ``length`` slots are one period."""
         name, predicted = self.period.name(ended), self.account.window()
         reading = self.meter.window() if self.watches_memory else None
         measured = {k: v for k, v in (reading or {}).items() if v is not None}
@@ -245,7 +246,7 @@ class SlotWalker:
             self.excess.ended(ended, measured)
 
     def _enter(self) -> None:
-        """Wait for what the slot at ``position`` needs, then compute."""
+        """Wait for the messages and bytes that the slot at ``position`` needs, then let compute go on."""
         q, lock, slot = self.position, self.account.lock, self.ledger.slots[self.position]
         name = self.period.name(q)
         with lock:
@@ -259,7 +260,7 @@ class SlotWalker:
             self.account.reserve(b for _, b in slot.gradients)
             self.account.enter(slot.peak)
         for storage in self._opens[q]:
-            if storage.guard.is_open:  # the loop could reach it
+            if storage.guard.is_open:  # open between its slots: the loop could have changed it
                 detached = storage.detached()
                 if detached is not None:
                     raise self._error(
@@ -274,33 +275,34 @@ class SlotWalker:
 
     @property
     def progress(self) -> int:
-        """How often compute has arrived at a slot of the iteration under way, or entered one."""
+        """Number of arrivals at slots and entries of slots in the current iteration."""
         q, turn, length = self.position, self.period.turn, self.period.length
         return 2 * (length if self.due and q == turn else (q - turn) % length) + self.arrived
 
     @property
     def committed(self) -> int:
-        """The :attr:`progress` that every rank must come to: messages of a slot that one has issued are sent by all."""
+        """The :attr:`progress` that every rank must reach: messages of a slot that one rank has issued, all send."""
         return self.progress + (self._sent_early > 0)
 
     @property
     def is_torn(self) -> bool:
-        """Whether updates of the iteration under way may have begun."""
+        """Whether updates of the current iteration may have begun."""
         return self.due and self.dispatcher.has_begun_updates(self.periods * self.dispatcher.n)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients of the iteration under way are there, of a backward pass that has begun."""
+        """Whether a backward pass of the current iteration has begun."""
         return self.due or (self.position - self.period.turn) % self.period.length > self.plan.profile.forward_slots
 
     @property
     def after_micro_step(self) -> bool:
-        """Whether some of the iteration's micro-steps have ended, and the next has not begun."""
+        """Whether a micro-step of the iteration has ended, and the next has not begun."""
         starts = {self.period.forward_start(micro) for micro in range(1, self.period.micro_steps)}
         return self._entered is None and self.position in starts
 
     def walk(self, progress: int) -> None:
-        """Go on to this :attr:`progress` without computing: messages are sent as ever, and gradients are what they are."""
+        """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are.
+        """
         while self.progress < progress:
             if self.arrived:
                 self._enter()
@@ -308,7 +310,8 @@ class SlotWalker:
                 self._arrive()
 
     def leave_forward(self) -> None:
-        """Go on to the end of the forward pass that compute has left: another rank may still be in it, and wait for messages."""
+        """Go on to the end of the forward pass that compute has left: another rank may be in it and wait for messages.
+        """
         slots = self.period.slots
         while self._entered is not None and slots[self.position - 1].phase == slots[self.position].phase == "F":
             self.walk(self.progress + 2)
@@ -321,9 +324,9 @@ class SlotWalker:
         self.walk(2 * self.period.length + 1)
 
     def restart(self) -> None:
-        """Give up the iteration under way: back to the turn, as before step 1. No messages may be in flight.
+        """Give up the current iteration: back to the turn, as before step 1. No messages may be in flight.
 
-        What the updates have made of the parameters stays.
+        Updates already made stay.
         """
         with self.account.lock:
             for storage in self.storages:

@@ -1,8 +1,8 @@
 """One message on the wire: pack, launch the collective, unpack. A message of one block is not packed.
 
-Every buffer is seen as a matrix with a row for each of the ranks among which it is divided, a block's and that of a packed
-(fused) message, whose columns are those of its blocks in order. So one collective serves all of them, and packing and unpacking
-are one call each.
+A block, and the buffer of a packed (fused) message, is viewed as a matrix [ranks of its group, elements per rank]. The
+columns of a packed message are those of its blocks in order. One collective therefore serves both, and packing and
+unpacking are one call each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from mdcs.runtime.storage import UnitStorage
 
 
 class _Sizes(NamedTuple):
-    """In elements: of a message, of what each of its blocks has in a row, and of the algorithm's own buffer."""
+    """Element counts of a message.
+
+    - ``whole``: payload, padding included.
+    - ``columns``: elements per rank of each part.
+    - ``buffer``: scratch of the algorithm.
+    """
 
     whole: int
     columns: list[int]
@@ -35,9 +40,12 @@ class _Sizes(NamedTuple):
 
 @dataclass
 class Transfer:
-    """Buffers and works of a message in flight. ``shards`` are the reduced gradients, per part: pieces of ``reduced``.
+    """Buffers and works of a message in flight.
 
-    ``sent`` is the packed message, if it is packed, ``received`` the algorithm's own buffer, if it has one.
+    - ``sent``: the packed message [whole], if it is packed.
+    - ``received``: scratch of the algorithm, if it has any.
+    - ``reduced``: this rank's reduced gradients [sum of columns], of a reduce-scatter.
+    - ``shards``: (unit, block) -> its piece of ``reduced``.
     """
 
     message: Message
@@ -48,7 +56,7 @@ class Transfer:
     works: list[Waitable] = field(default_factory=list)
 
     def free_staging(self) -> None:
-        """Give the memory of packed and received bytes back."""
+        """Free the memory of ``sent`` and ``received``."""
         for buffer in (self.sent, self.received):
             if buffer is not None:
                 buffer.untyped_storage().resize_(0)
@@ -57,11 +65,12 @@ class Transfer:
 
 Connected = Communicator | NodeCommunicator | EmulatedCommunicator
 Connect = Callable[[Collectives, bool], Connected]
-"""From the algorithms, and whether within a node."""
+"""(algorithms, within a node) -> communicator."""
 
 
 class Wire:
-    """``connect`` makes what runs collectives, if there is more than one rank: over the world, and within nodes as needed."""
+    """Packs and sends messages. ``connect`` makes the communicators: of the world, and of nodes if the plan needs them.
+    """
 
     def __init__(self, plan: Plan, storages: list[UnitStorage], connect: Connect, meter: Meter) -> None:
         self.plan, self.storages, self.meter = plan, storages, meter
@@ -71,12 +80,12 @@ class Wire:
         self._known_sizes: dict[Message, _Sizes] = {}
         levels = sorted({False, *(k.in_node for k in plan.strategies)}) if self.world > 1 else []
         self._communicators = {in_node: connect(self.collectives, in_node) for in_node in levels}
-        # What is gathered outside of the plan has no buffer reserved, and the default algorithm needs none.
+        # Gathers outside of the plan have no scratch reserved; the default algorithm needs none.
         default = Collectives.default(self.collectives.backend)
         self._outside = {in_node: connect(default, in_node) for in_node in levels}
 
     def allocate(self, message: Message) -> Transfer:
-        """Staging and gradient shards."""
+        """Allocate staging and gradient shards of a message."""
         transfer, sizes = Transfer(message), self._sizes(message)
         unit, block = message.parts[0]  # the others are of its type
         first = self.storages[unit]
@@ -125,7 +134,7 @@ class Wire:
             torch.cat(own, out=rows[self.rank % len(rows)])
         else:
             torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=self._rows(buffer, message))
-        with self.meter.tag("staging"):  # a backend may copy
+        with self.meter.tag("staging"):  # the backend may allocate a copy
             if message.kind.is_gather:
                 work = communicator.all_gather(buffer)
             elif transfer.reduced is not None:
@@ -136,7 +145,7 @@ class Wire:
         transfer.works = [work]
 
     def land(self, transfer: Transfer) -> None:
-        """Unpack or sum what has arrived; the staging buffers are then done with."""
+        """Unpack, or sum, what has arrived; the staging buffers can then be freed."""
         message, reduced = transfer.message, transfer.reduced
         transfer.works = []
         if reduced is not None:
@@ -151,14 +160,18 @@ class Wire:
             torch._foreach_copy_(blocks, columns)
 
     def gather_now(self, unit: int) -> list[Waitable]:
-        """Gather a whole unit in place, outside the plan; its full buffer must be allocated."""
+        """Start to gather a whole unit in place, outside the plan; return the works. Its full buffers must be
+        allocated.
+        """
         storage = self.storages[unit]
         for b in range(len(storage.blocks)):
             storage.place_own(b)
         return self.gather_flat(unit, storage.fulls)
 
     def gather_flat(self, unit: int, flats: list[Tensor]) -> list[Waitable]:
-        """Gather what is laid out as the unit is, by section, and of which every rank has its parts."""
+        """Start to gather flat tensors by section, laid out as the unit; return the works. Every rank has its own
+        parts.
+        """
         storage = self.storages[unit]
         outside = self._outside.get(storage.strategy.in_node)
         if outside is None:
@@ -166,12 +179,12 @@ class Wire:
         return [outside.all_gather(flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
 
     def _blocks(self, message: Message) -> list[Tensor]:
-        """The message's parts of the flat parameters or gradients."""
+        """Return the message's blocks, as slices of the flat parameters or gradients."""
         storages = self.storages
         if message.kind.is_gather:
             return [storages[u].full(b)[storages[u].region(b)] for u, b in message.parts]
         return [storages[u].gradient(b)[storages[u].region(b)] for u, b in message.parts]
 
     def _rows(self, buffer: Tensor, message: Message) -> Tensor:
-        """As a matrix with a row for each of the ranks among which the message is divided."""
+        """Return ``buffer`` as a matrix [ranks of the message's group, elements per rank]."""
         return buffer.view(self.plan.profile.group(message.kind), -1)

@@ -1,6 +1,12 @@
-"""Profiles measured on real ranks: `slots`, updates (`update_timing`) and link (`link_timing`), then `interference` and the
-`rehearsal` of a few plans. `agreement` makes one of all ranks' profiles; `autoplan` is the short way. `regression` and
-`clock` are what they are made with.
+"""Profiles measured on real ranks.
 
-The top of mdcs: imports planners and the runtime, and nothing in mdcs imports it.
+- ``slots``, ``uses``, ``update_timing``: slots, uses of parameters' memory, and updates of the model.
+- ``link_timing``: the link.
+- ``interference``, then ``rehearsal`` of a few plans: the contention of compute and messages.
+- ``agreement``: one profile of all ranks.
+- ``autoplan``: all of this in one call.
+- ``trials``: the fastest of some plans, by running them.
+- ``regression``, ``clock``: fits and timing.
+
+The top of mdcs: imports planners and the runtime; nothing in mdcs imports it.
 """

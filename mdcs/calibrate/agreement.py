@@ -1,4 +1,4 @@
-"""One profile and one plan for all ranks, and one error: what one raises alone, the others hear of and raise, too."""
+"""One profile, one plan and one error for all ranks: an error on one rank is raised on the others, too."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ T = TypeVar("T")
 _BAR = 20
 """Characters of a progress bar."""
 _LISTEN = timedelta(seconds=0.5)
-"""How often a rank that waits for the others asks whether one has left."""
+"""Time between a waiting rank's checks whether another rank has left."""
 
 
 class _Together:
-    """The phase that all ranks are in, with a group of their own, so that nothing is left in the loop's if one leaves."""
+    """The current phase of all ranks, with a group of their own: a failed rank leaves nothing in the loop's group."""
 
     def __init__(self, tells: bool) -> None:
         self.doing, self._begin = "planning", time.monotonic()
@@ -75,11 +75,11 @@ _together: _Together | None = None
 
 @contextmanager
 def together(*, tells: bool = False) -> Iterator[None]:
-    """Ranks that measure and plan side by side: what one raises alone the others hear of within a second of waiting for it.
+    """Context for ranks that measure and plan together: an error on one rank is raised on all. Collective.
 
-    They raise RunError with that rank's words. A rank that is killed is named. Collective: enter it on every rank; inside of
-    another one it is that one. ``tells``: rank 0 writes a line to stderr for every phase (:func:`doing`), with
-    a progress bar on a terminal.
+    The other ranks raise RunError with the error's text within a second, once they wait for the failed rank. A killed
+    rank is named. A nested context has no effect. ``tells``: rank 0 writes a line to stderr for every phase
+    (:func:`doing`), with a progress bar on a terminal.
     """
     global _together
     if _together is not None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -90,7 +90,7 @@ def together(*, tells: bool = False) -> Iterator[None]:
         yield
     except RuntimeError as e:
         explained = str(e) if isinstance(e, RunError) else all_ranks.words.after(str(e))
-        if explained != str(e):  # what came of another rank's leaving
+        if explained != str(e):  # another rank's leaving caused this error
             raise all_ranks.error(explained) from e
         all_ranks.words.say(e)
         raise
@@ -103,19 +103,19 @@ def together(*, tells: bool = False) -> Iterator[None]:
 
 
 def doing(what: str) -> None:
-    """Name what all ranks do from now on, for the words of a rank that leaves: 'measuring the link', say."""
+    """Name the present phase of all ranks, such as 'measuring the link', for errors and progress lines."""
     if _together is not None:
         _together.begin(what)
 
 
 def advance(part: float) -> None:
-    """Draw a progress bar for the phase, of which this part (0 to 1) is over, on rank 0's terminal if it tells of phases."""
+    """Draw rank 0's progress bar of the phase; ``part``: the fraction done (0 to 1)."""
     if _together is not None:
         _together.advance(part)
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
-    """A barrier; inside of :func:`together` it is one of all ranks, and raises RunError if another rank has left."""
+    """Barrier. Inside of :func:`together` it spans all ranks, and raises RunError if another rank has left."""
     if group is not None or _together is None:
         if dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.barrier(group=group)
@@ -127,14 +127,14 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
             work.wait(_LISTEN)
             return
         except RuntimeError:
-            if work.is_completed():  # the barrier has failed: it is not only late
+            if work.is_completed():  # the barrier has failed, and is not just late
                 raise
         if heard := _together.words.heard():
             raise _together.error(heard)
 
 
 def gathered(value: T) -> list[T]:
-    """Every rank's value, by rank, as soon as the last is there; raises as :func:`meet` does."""
+    """Return every rank's value, by rank. Collective; raises as :func:`meet` does."""
     values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(values) > 1:
         meet()
@@ -143,9 +143,10 @@ def gathered(value: T) -> list[T]:
 
 
 def agree(profile: Profile, link: Link | None = None) -> Profile:
-    """One profile from those of all ranks: the median rank's times with the spread over all, the largest bytes, all uses.
+    """Return one profile of all ranks' profiles. Collective.
 
-    ``link`` takes the place of the profile's own. Collective: call it on every rank; without ranks the profile is its own.
+    It has the median rank's times, the spread over all ranks, the largest bytes, and all uses. ``link`` replaces the
+    profile's own. Without ranks the profile is returned.
     """
     profiles = gathered(profile)
     slots = tuple(
@@ -166,7 +167,7 @@ def agree(profile: Profile, link: Link | None = None) -> Profile:
 
 
 def _joined(versions: Sequence[Unit]) -> Unit:
-    """The unit as the first rank has it, in use from the first slot to the last in which it is so on any rank."""
+    """Return the first rank's unit, in use from the first to the last slot in which any rank uses it."""
     first = versions[0]
     backward = [u.backward for u in versions if u.backward is not None]
     return dataclasses.replace(
@@ -183,20 +184,19 @@ def _span(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def on_rank_zero(make: Callable[[], T]) -> T:
-    """What rank 0 makes, plans for instance, on every rank. Raises what ``make`` raises, on every rank, too.
+    """Call ``make`` on rank 0; return its result on every rank, or raise its error on every rank. Collective.
 
-    Collective: call it on every rank; ``make`` is called on rank 0 only. An error that cannot be sent is a RuntimeError of
-    its text on the other ranks.
+    An error that cannot be pickled is a RuntimeError of the same text on the other ranks.
     """
     made: Any = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             made = make()
-        except Exception as e:  # whatever it is, the others wait for it
+        except Exception as e:  # any error: the other ranks wait for a result
             made = e
     if dist.is_initialized() and dist.get_world_size() > 1:
         box = [_portable(made) if isinstance(made, Exception) else made]
-        meet()  # rank 0 may be interrupted while it makes it
+        meet()  # rank 0 may leave during make()
         dist.broadcast_object_list(box, src=0, group=None if _together is None else _together.group)
         made = box[0] if made is None else made
     if isinstance(made, Exception):
@@ -205,9 +205,9 @@ def on_rank_zero(make: Callable[[], T]) -> T:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error itself if pickle brings back one of the same text, else that text."""
+    """Return the error if a pickled copy has the same type and text, else a RuntimeError of its text."""
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # an error's class may do anything when it is pickled or made again
+    except Exception:  # an error's class may fail in any way when it is pickled or unpickled
         copy = None
     return error if type(copy) is type(error) and str(copy) == str(error) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The one clock of what is timed here, and whose it is. Nothing is timed by waiting for CUDA, which runs behind its process."""
+"""Timing by one clock per machine. Nothing is timed by waiting for CUDA, which runs behind its process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 _HELD_BACK = 40_000_000
-"""Cycles of a kernel that does nothing, some 20 ms: more than it takes to launch what is timed."""
+"""Cycles of an empty kernel, some 20 ms: longer than the launches of the work that is timed."""
 
 
 def machine() -> str:
-    """Names the machine whose clock and cores this process shares, containers and network namespaces of one alike (Linux)."""
+    """Return a name of the machine, equal for all processes that share its clock and cores, in containers too (Linux).
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -22,7 +23,7 @@ def machine() -> str:
 
 
 class Mark:
-    """A moment that nothing waits for: when ``device`` has done what its current stream was given so far."""
+    """A point on the device's current stream, without a wait: reached when the work enqueued so far is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -31,7 +32,7 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def until(self, later: Mark) -> float:
-        """Seconds until another one, once that is reached."""
+        """Return the seconds until a later mark; waits until that mark is reached."""
         if self._event is None or later._event is None:
             return later._seconds - self._seconds
         later._event.synchronize()
@@ -39,14 +40,14 @@ class Mark:
 
 
 def hold_back(device: torch.device) -> None:
-    """Let a CUDA device do nothing for a while: it has what is launched meanwhile ready when it goes on, as in a step."""
+    """Keep a CUDA device idle for a while: work launched meanwhile is queued when it goes on, as in a step."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda._sleep(_HELD_BACK)
 
 
 def back_to_back(device: torch.device, work: Callable[[], object], times: int) -> float:
-    """Seconds of ``work`` on a device that does it so many times in a row; on CUDA neither launching nor waiting is in them."""
+    """Return seconds per call of ``work``, run ``times`` times in a row; on CUDA without launches and waits."""
     hold_back(device)
     begin = Mark(device)
     for _ in range(times):

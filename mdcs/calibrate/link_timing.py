@@ -1,21 +1,22 @@
-"""Measure the link: trains of messages by every algorithm, sent as the runtime sends them, and single messages beside them.
+"""Measure the link: trains of messages by every algorithm, sent as the runtime sends them, and single messages.
 
-A train is a row of messages of one size, a few in flight, each with buffers that are allocated when it starts, and summed and
-freed when it has ended (:mod:`mdcs.runtime.communicator`). Between the ends of two messages, with as many in flight beside both,
-lie gap + β · bytes for each: neither the latency shows there, nor what a link lets through after a pause. A train's time is the
-median over its pairs of ends, for a rank that shares its cores may come late to see one. Algorithms take turns, so that what else
-the machine does falls on all of them alike.
+A train is a sequence of messages of one size, a few in flight. A message's buffers are allocated when it starts, and
+summed and freed when it ends (:mod:`mdcs.runtime.communicator`). Between the ends of two messages with equally many in
+flight behind both, each message takes gap + β · bytes. This includes neither the latency nor the burst that a link lets
+through after a pause. A train's time is the median over its pairs of ends, because a rank that shares its cores may see
+an end late. Algorithms take turns, so that disturbances of the machine affect all of them alike.
 
-All algorithms send trains of two sizes once. Those that are near the fastest at either send more of the size that saturates
-the link, and such messages one by one, for a plan has both: an algorithm whose ranks send to each other in turns fills the link
-with two messages in flight and half of it with one. The fastest is the one with the least sum of both medians.
-
-Operations share the link, and what is fastest among its own kind may be slow beside another: two algorithms that send over
-different connections took 10 to 25 % longer in turns than apart (docs/results.md).
-So trains in which the operations take turns decide between the fastest of each and one algorithm for all. The chosen ones then
-send all sizes: gap and β are the highest line below the medians of every size, since what else the machine does adds to
-them, and most to those of short trains; the latency is the least of small single messages. How many messages should be in flight
-is measured, if asked for, with trains of blocks: as few as are nearly as fast as any number.
+1. All algorithms send trains of two sizes once.
+2. Algorithms near the fastest at either size send trains of the size that saturates the link, and single messages of
+   this size, because a plan has both. An algorithm whose ranks send to each other in turns fills the link with two
+   messages in flight, and half of it with one. The fastest has the least sum of both medians.
+3. Operations share the link, and the fastest algorithm of one operation may be slow beside those of the others: two
+   algorithms that send over different connections took 10 to 25 % longer in turns than apart (docs/results.md). Trains
+   in which the operations take turns therefore decide between the fastest of each and one algorithm for all.
+4. The chosen algorithms send all sizes. Gap and β are the highest line below the medians of every size, because
+   disturbances only add time, and most to short trains. The latency is the least of small single messages.
+5. The number of messages in flight is measured, if requested, with trains of blocks: the smallest number that is nearly
+   as fast as any.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ from mdcs.runtime.communicator import Communicator, NodeCommunicator, Running, b
 from mdcs.runtime.groups import Groups
 from mdcs.sizes import MIB
 
-_SIZES = MIB // 4, MIB, 4 * MIB  # payload bytes of the messages of trains; larger ones leave a CPU's caches, and are slower
+_SIZES = MIB // 4, MIB, 4 * MIB  # payload bytes of the messages of trains; larger ones exceed a CPU's caches, and are slower
 _LARGER = 16 * MIB, 64 * MIB  # on CUDA
 _LONG = 1.5  # seconds: a train that would take more is not sent
-_MESSAGES, _TRAIN = (6, 12), 6 * MIB  # so many in a train, as they make about so many bytes
-_TURNS, _OF_CHOSEN = 3, 5  # how often each train is sent: while algorithms are compared, and by those that were chosen
-_NEAR = 1.3  # times as slow as the fastest: may be the fastest in another turn
-_ALONE, _REPEATS = MIB // 256, 15  # payload bytes of a single message: so few that they take next to no time
+_MESSAGES, _TRAIN = (6, 12), 6 * MIB  # fewest and most in a train; about so many bytes
+_TURNS, _OF_CHOSEN = 3, 5  # repetitions of each train: to compare algorithms, and of the chosen ones
+_NEAR = 1.3  # up to so many times slower than the fastest: may be the fastest in another turn
+_ALONE, _REPEATS = MIB // 256, 15  # payload bytes of a single message, negligible on the link; repetitions
 _SATURATED = 0.97
 _TIMEOUT_S = 60.0
 _DEPTHS, _NEARLY = (1, 2, 4), 1.05
 
 
 class MeasuredLink(NamedTuple):
-    """The link, the algorithms it was measured with, and how much that varied.
+    """The link, the chosen algorithms, and the variation of the measurement.
 
-    ``spread`` has the 10th and 90th percentile of α and gap (seconds) and 1/β (bytes sent per second) by operation, and of the
-    bytes sent per second with so many messages in flight, if that was measured.
+    ``spread``: 10th and 90th percentile of α and gap (seconds) and 1/β (bytes sent per second) by operation, and, if
+    measured, of the bytes sent per second by number of messages in flight.
     """
 
     link: Link
@@ -78,26 +79,26 @@ class Timing:
 
     @property
     def kind(self) -> Kind:
-        """Of a message that it carries."""
+        """Kind of its messages."""
         return Kind(f"{KIND[self.operation]}_N") if self.in_node else KIND[self.operation]
 
     @property
     def name(self) -> str:
-        """That of the operation, and whether it is within nodes."""
+        """Name of the operation; it says if it is within nodes."""
         return name_of(self.kind)
 
     @property
     def algorithm(self) -> str:
-        """The name of the algorithm."""
+        """Name of the algorithm."""
         return self.collectives.of(self.kind)
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Medians over the turns."""
+        """Medians over the turns, by payload bytes."""
         return {size: statistics.median(samples) for size, samples in self.samples.items()}
 
     def turn(self, number: int) -> Timing:
-        """What one turn showed."""
+        """Return the samples of one turn."""
         return replace(self, samples={size: [samples[number]] for size, samples in self.samples.items()})
 
 
@@ -109,15 +110,15 @@ def measure_link(
     wanted: Mapping[str, str] | None = None,
     per_node: int | None = None,
 ) -> MeasuredLink:
-    """The algorithm of each operation, and the link's α, gap and β with them.
+    """Return the algorithm of each operation, and the link's α, gap and β with them. Collective.
 
-    ``depth`` is how many messages are in flight; None: measured. On NCCL there is one, whatever is asked for.
+    - ``depth``: messages in flight; None: measured. On NCCL it is always 1.
+    - ``wanted``: algorithms by operation. Of the other operations all algorithms are measured and the fastest is chosen
+      (on a GPU over gloo: the default, because gloo supports little else there).
+    - ``per_node``: ranks per host, neighbours in rank order; None: by :func:`ranks_per_node`. With several such hosts
+      the chosen algorithms are measured within them, too.
 
-    ``wanted`` names algorithms by operation; of the other operations all are measured and the fastest is taken (on a
-    GPU over gloo: the default, as gloo sends little else from there). Collective: call it on every rank. A world of one
-    has a link that takes no time. ``per_node`` ranks share a host, one after the other (None: as :func:`ranks_per_node` finds):
-    if there are several such hosts, the algorithms that were chosen are measured within them, too.
-    Raises ValueError for an algorithm that the backend does not have.
+    The link of a world of one takes no time. Raises ValueError for an algorithm that the backend does not have.
     """
     backend, wanted = backend_of(group, device), wanted or {}
     chosen = replace(Collectives.default(backend), **wanted)
@@ -135,7 +136,7 @@ def measure_link(
     ranks.trains(timings, _SIZES[:2], in_flight, 1)
     near = [t for t in timings if _is_near(t, timings)]
     sizes = [*_SIZES[:2], *_larger(near, device)]
-    nearest = _nearest(sizes[1:], _block(_lines(near)))  # the shortest trains are the most disturbed
+    nearest = _nearest(sizes[1:], _block(_lines(near)))  # the shortest trains vary most
     one_by_one = [replace(t, samples={}) for t in near]
     ranks.trains(near, [nearest], in_flight)
     ranks.trains(one_by_one, [nearest], 1)
@@ -179,9 +180,9 @@ def measure_link(
 
 
 def ranks_per_node(group: dist.ProcessGroup | None = None) -> int:
-    """How many ranks share a host, one after the other, where there are several on each of several hosts; else 0.
+    """Return the ranks per host if several hosts have equally many (more than 1), in rank order; else 0. Collective.
 
-    For all ranks what torchrun has told them counts (LOCAL_WORLD_SIZE), else which machine they are on. Collective.
+    LOCAL_WORLD_SIZE of torchrun counts if all ranks have the same value; otherwise the machines of the ranks.
     """
     world = dist.get_world_size(group)
     told = os.environ.get("LOCAL_WORLD_SIZE") if world == dist.get_world_size() else None
@@ -197,7 +198,7 @@ def ranks_per_node(group: dist.ProcessGroup | None = None) -> int:
 
 
 def _sent(collectives: Collectives, kind: Kind, world: int, per_node: int) -> int:
-    """Bytes sent for a MiB."""
+    """Return the bytes that a rank sends for a payload of 1 MiB."""
     if kind.in_node:
         return collectives.sent_by_node(kind, MIB, per_node, world // per_node)
     return collectives.sent(kind, MIB, world)
@@ -212,9 +213,9 @@ def measure_trains(
     depth: int = 2,
     turns: int = _TURNS,
 ) -> list[Timing]:
-    """Trains of the ``candidates`` (algorithms by operation) for every size (payload bytes), ``depth`` messages in flight.
+    """Return trains of the ``candidates`` for every size, with ``depth`` messages in flight. Collective.
 
-    Collective: call it on every rank.
+    ``candidates``: algorithms by operation. ``sizes``: payload bytes.
     """
     ranks = _Ranks(device, group)
     timings = ranks.timings(candidates)
@@ -230,17 +231,14 @@ def measure_turns(
     group: dist.ProcessGroup | None = None,
     depth: int = 2,
 ) -> list[list[float]]:
-    """Seconds per message, by team and size, of trains in which all-reduces, reduce-scatters and all-gathers take turns.
-
-    Collective: call it on every rank.
-    """
+    """Return seconds per message, by team and size, of trains in which the three operations take turns. Collective."""
     ranks = _Ranks(device, group)
     timings = [[Timing(operation, team) for operation in KIND] for team in teams]
     return [list(seconds) for seconds in zip(*(ranks.together(timings, size, depth) for size in sizes), strict=True)]
 
 
 def _depth(ranks: _Ranks, timings: Sequence[Timing], size: int) -> tuple[int, dict[str, tuple[float, float]]]:
-    """How many messages of ``size`` bytes should be in flight; how many bytes are sent per second with how many of them."""
+    """Return the best number of messages of ``size`` bytes in flight, and the bytes sent per second for each number."""
     trains = {depth: [replace(t, samples={}) for t in timings] for depth in _DEPTHS}
     for turn in range(_TURNS):
         for depth, own in trains.items():
@@ -255,20 +253,21 @@ def _depth(ranks: _Ranks, timings: Sequence[Timing], size: int) -> tuple[int, di
 
 
 def _larger(timings: Iterable[Timing], device: torch.device) -> list[int]:
-    """The sizes beyond the first two of which a train is not too long."""
+    """Return the sizes beyond the first two whose train takes less than ``_LONG`` seconds."""
     most = max(t.seconds[_SIZES[1]] / _SIZES[1] for t in timings)
     sizes = (*_SIZES[2:], *_LARGER) if device.type == "cuda" else _SIZES[2:]
     return [size for size in sizes if most * size * _messages(size) <= _LONG]
 
 
 def _is_near(timing: Timing, timings: Iterable[Timing]) -> bool:
-    """Whether it is nearly as fast as the fastest of its operation at any size: a train may have been disturbed."""
+    """Return whether the algorithm is nearly the fastest of its operation at any size: a train may have been disturbed.
+    """
     others = [t for t in timings if t.operation == timing.operation]
     return any(s <= _NEAR * min(t.seconds[size] for t in others) for size, s in timing.seconds.items())
 
 
 def _fastest(timings: Sequence[Timing], one_by_one: Sequence[Timing], size: int) -> list[Timing]:
-    """One of each operation, of ``timings``: by several messages in flight and by one, as plans have both."""
+    """Return the fastest of each operation, by the sum of both medians: several messages in flight, and one."""
     best: dict[str, tuple[float, Timing]] = {}
     for t, alone in zip(timings, one_by_one, strict=True):
         seconds = t.seconds[size] + alone.seconds[size]
@@ -278,7 +277,7 @@ def _fastest(timings: Sequence[Timing], one_by_one: Sequence[Timing], size: int)
 
 
 def _teams(timings: Iterable[Timing], fastest: Sequence[Timing]) -> list[list[Timing]]:
-    """One of each operation: the fastest, and of each algorithm that several have, this one wherever it is among ``timings``."""
+    """Return teams of one algorithm per operation: the fastest ones, and each shared algorithm where available."""
     own = {(t.operation, t.algorithm): t for t in timings}
     shared = [name for name, count in Counter(name for _, name in own).items() if count > 1]
     teams = [list(fastest)]
@@ -292,7 +291,10 @@ def _teams(timings: Iterable[Timing], fastest: Sequence[Timing]) -> list[list[Ti
 def _fastest_team(
     teams: Sequence[list[Timing]], together: Sequence[float], apart: Mapping[tuple[str, str], float]
 ) -> list[Timing]:
-    """By seconds a message with several in flight, ``together``, and with one, by operation and algorithm."""
+    """Return the team with the least seconds per message, ``together`` plus the mean of ``apart``.
+
+    ``together``: by team, in turns with several messages in flight. ``apart``: by (operation, algorithm), with one.
+    """
     seconds = [
         beside + statistics.mean(apart[t.operation, t.algorithm] for t in team)
         for team, beside in zip(teams, together, strict=True)
@@ -305,7 +307,7 @@ def _nearest(sizes: Iterable[int], block: int) -> int:
 
 
 def _lines(timings: Iterable[Timing]) -> dict[str, Line]:
-    """By operation: seconds = gap + slope · payload bytes, below the medians of each size."""
+    """Return by operation: seconds = gap + slope · payload bytes, the highest line below the medians of each size."""
     samples: dict[str, dict[int, list[float]]] = {}
     for t in timings:
         for size, seconds in t.samples.items():
@@ -317,34 +319,34 @@ def _lines(timings: Iterable[Timing]) -> dict[str, Line]:
 
 
 def _block(lines: Mapping[str, Line]) -> int:
-    """Payload bytes with which the link has 97 % of its rate: the gap is 3 % of the whole."""
+    """Return the payload bytes with which the link has 97 % of its rate: the gap is 3 % of the time."""
     blocks = [gap / slope * _SATURATED / (1 - _SATURATED) for gap, slope in lines.values() if slope]
     return max(1, int(max(blocks, default=0)))
 
 
 def _shallowest(rates: Mapping[int, Sequence[float]]) -> int:
-    """As few messages in flight as are nearly as fast as any number."""
+    """Return the smallest number of messages in flight that is nearly as fast as any."""
     medians = {depth: statistics.median(samples) for depth, samples in rates.items()}
     return min(depth for depth, rate in medians.items() if rate * _NEARLY >= max(medians.values()))
 
 
 def _messages(size: int) -> int:
-    """Of a train, beside those that come before and behind them."""
+    """Return the number of counted messages in a train."""
     return min(max(_TRAIN // size, _MESSAGES[0]), _MESSAGES[1])
 
 
 class _Ranks:
-    """What sends, on all ranks of a group at once. What it returns is the same on all."""
+    """Sends trains on all ranks of a group at once; results are the same on all ranks."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.device, self.group, self.world = device, group, dist.get_world_size(group)
-        self._groups: Groups | None = None  # with those of nodes
-        # One counter for all: ranks may take the further steps of messages that are in flight together in any order.
+        self._groups: Groups | None = None  # groups of nodes, inside of of_nodes()
+        # One counter for all: ranks may run the later steps of messages in flight in any order, so tags must differ.
         self._tags = itertools.count()
 
     @contextmanager
     def of_nodes(self, per_node: int) -> Iterator[None]:
-        """While messages are sent within nodes of so many ranks."""
+        """Send messages within nodes of so many ranks, inside of the block."""
         self._groups = Groups(self.group, self.device, _TIMEOUT_S, needs_control=False, per_node=per_node)
         yield
         meet(self.group)
@@ -352,7 +354,7 @@ class _Ranks:
         self._groups = None
 
     def communicator(self, timing: Timing) -> Communicator | NodeCommunicator:
-        """What carries its messages."""
+        """Return the communicator of its messages."""
         if self._groups is None:
             return Communicator(timing.collectives, self.group, self._tags)
         groups = self._groups.node, self._groups.across
@@ -360,7 +362,7 @@ class _Ranks:
         return NodeCommunicator(node, across)
 
     def timings(self, candidates: Mapping[str, Iterable[str]]) -> list[Timing]:
-        """Of the ``candidates``, algorithms by operation, before anything is sent."""
+        """Return an empty Timing per candidate (algorithms by operation)."""
         default = Collectives.default(backend_of(self.group, self.device))
         pairs = ((operation, name) for operation, names in candidates.items() for name in names)
         return [Timing(operation, replace(default, **{operation: name})) for operation, name in pairs]
@@ -373,30 +375,30 @@ class _Ranks:
                     t.samples.setdefault(size, []).append(seconds)
 
     def together(self, teams: Sequence[Sequence[Timing]], size: int, depth: int) -> list[float]:
-        """Seconds per message of trains in which those of a team take turns: medians."""
+        """Return median seconds per message, by team, of trains in which the team's operations take turns."""
         turns = [self._mean([self._train(team, size, depth) for team in teams]) for _ in range(_TURNS)]
         return [statistics.median(column) for column in zip(*turns, strict=True)]
 
     def alone(self, timings: Sequence[Timing]) -> dict[str, list[float]]:
-        """Seconds of single small messages, by operation."""
+        """Return seconds of single small messages, by operation."""
         samples = [self._mean([self._single(t) for t in timings]) for _ in range(1 + _REPEATS)]
         columns = zip(*samples[1:], strict=True)  # the first warms up
         return {t.name: list(column) for t, column in zip(timings, columns, strict=True)}
 
     def _mean(self, seconds: list[float]) -> list[float]:
-        """Of the ranks."""
+        """Return the means over the ranks."""
         found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, group=self.group)
         mean: list[float] = (found / self.world).tolist()
         return mean
 
     def _train(self, timings: Sequence[Timing], size: int, depth: int) -> float:
-        """Seconds per message: the median over pairs of those that end with as many in flight behind them.
+        """Return seconds per message: the median over pairs of ends with equally many messages in flight behind them.
 
-        Messages of several timings take turns, and between a pair are as many of each.
+        Messages of several timings take turns; between the ends of a pair there are equally many of each.
         """
         messages = [_Message(timing, size, self) for _ in range(depth) for timing in timings]
-        stride = len(messages)  # some algorithms end those in flight all at once
+        stride = len(messages)  # some algorithms end all messages in flight at once
         counted = -(-_messages(size) * len(timings) // stride) * stride
         meet(self.group)
         in_flight = deque(message.start() for message in messages[:depth])
@@ -406,7 +408,7 @@ class _Ranks:
             ends.append(Mark(self.device))
             message = messages[ended % stride]
             message.land()
-            # If nothing was on its way meanwhile: a sum is no time on the link.
+            # A sum while nothing is in flight is not link time.
             unused.append(unused[-1] + (0.0 if in_flight or not message.sums else ends[-1].until(Mark(self.device))))
             if ended < counted:
                 in_flight.append(messages[(ended + depth) % stride].start())
@@ -426,7 +428,7 @@ class _Ranks:
 
 
 class _Message:
-    """One message, to be sent again and again; what else it needs is allocated each time."""
+    """One message, sent again and again; its other buffers are allocated each time."""
 
     def __init__(self, timing: Timing, size: int, ranks: _Ranks) -> None:
         self.collectives, self.kind = timing.collectives, timing.kind
@@ -451,7 +453,7 @@ class _Message:
         return self.communicator.reduce_scatter(self.buffer, self.received, self.out)
 
     def land(self) -> None:
-        """Sum what the collective has left to sum, and free."""
+        """Sum what the collective leaves to sum, and free."""
         if self.sums:
             assert self.received is not None
             torch.sum(self.received.view(self.world, -1), dim=0, out=self.out)

@@ -1,4 +1,4 @@
-"""Buffers as they were before steps that are only measured."""
+"""Restore a model's buffers after steps that are only measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 class _Before(NamedTuple):
-    """A module's buffers, which of them are not saved, and its plain attributes."""
+    """A module's buffers, the names of its non-persistent ones, and its other attributes."""
 
     module: nn.Module
     buffers: dict[str, Tensor | None]
@@ -22,7 +22,7 @@ class _Before(NamedTuple):
 
 
 class BuffersBefore:
-    """The buffers that a model has now, with copies of their values; :meth:`put_back` gives them back to it."""
+    """The present buffers of a model, with copies of their values; :meth:`put_back` restores them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [
@@ -36,9 +36,10 @@ class BuffersBefore:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Take away buffers that forward has made, give back those that it has replaced, and all their values.
+        """Remove buffers that forward has made, restore replaced ones, and restore all values.
 
-        A module that has made or replaced a buffer may have noted so, in a length or a flag: it gets its attributes back, too.
+        A module that has made or replaced a buffer may have noted this in an attribute, such as a length or a flag: its
+        attributes are restored, too.
         """
         for before in self._modules:
             module, now = before.module, before.module._buffers
@@ -54,5 +55,5 @@ class BuffersBefore:
             place = unexpanded(buffer)
             if place.shape == value.shape:
                 place.copy_(value)
-            else:  # by way of .data
+            else:  # forward resized it through .data
                 buffer.data = value

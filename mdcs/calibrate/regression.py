@@ -1,4 +1,4 @@
-"""What measured points and samples come to: lines and a factor by least squares, the spread by percentiles."""
+"""Fits of measured points: lines and a factor by least squares, the spread by percentiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 _ROUNDING = 1e-6
-"""Of the largest x: closer than that are equal, for a slope between such points is made of the noise of y."""
+"""Points whose x differ by less than this fraction of the largest x count as equal: their slope would be noise."""
 
 
 class Line(NamedTuple):
@@ -19,9 +19,9 @@ class Line(NamedTuple):
 
 
 def least_squares(points: Sequence[tuple[float, float]], *, relative: bool = False) -> Line:
-    """The line through (x, y) ``points`` with the least sum of squared errors; level if all x are equal, 0 without points.
+    """Return the least-squares line through (x, y) ``points``; level if all x are equal, 0 without points.
 
-    ``relative``: of errors as fractions of y, and of points with y > 0 only. x that differ by rounding alone are equal.
+    ``relative``: minimise errors as fractions of y, over points with y > 0. x that differ by rounding alone are equal.
     """
     x, y, weights = _columns(points, relative)
     if not x.size:
@@ -33,9 +33,9 @@ def least_squares(points: Sequence[tuple[float, float]], *, relative: bool = Fal
 
 
 def line(points: Sequence[tuple[float, float]], *, relative: bool = False) -> Line:
-    """That of :func:`least_squares` with neither intercept nor slope below 0, for x >= 0.
+    """Return the least-squares line with neither intercept nor slope below 0, for x >= 0.
 
-    Non-negative least squares in two variables: where one of the two would be negative, it is 0 and the other is fitted alone.
+    Non-negative least squares in two variables: where one would be negative, it is 0 and the other is fitted alone.
     """
     free = least_squares(points, relative=relative)
     if min(free) >= 0:
@@ -48,10 +48,11 @@ def line(points: Sequence[tuple[float, float]], *, relative: bool = False) -> Li
 
 
 def below(points: Sequence[tuple[float, float]]) -> Line:
-    """The highest line that no point lies below, with neither intercept nor slope below 0: for what disturbances only add to.
+    """Return the highest line with no point below it and neither intercept nor slope below 0.
 
-    It maximises Σ intercept + slope · x, a linear program in two variables, by trying its corners: lines through two points,
-    through one and the origin, level through one. For x and y above 0; (0, 0) without points.
+    For samples to which disturbances only add. Maximises Σ intercept + slope · x, a linear program in two variables, by
+    trying its corners: lines through two points, through one point and the origin, level through one point. For x and y
+    above 0; (0, 0) without points.
     """
     x, y, _ = _columns(points, relative=False)
     if not x.size:
@@ -66,7 +67,8 @@ def below(points: Sequence[tuple[float, float]]) -> Line:
 
 
 def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
-    """What turns modelled into seen losses (seconds): their least squares, drawn to 1 by as much as they are ``noise``.
+    """Return the factor from modelled to seen losses (seconds): least squares, drawn towards 1 by the ``noise``
+    (seconds).
 
     Ridge regression: (Σ modelled · seen + noise²) / (Σ modelled² + noise²); never below 0, and 1 without noise.
     """
@@ -77,13 +79,13 @@ def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """Their 10th and 90th percentile, interpolated."""
+    """Return the 10th and 90th percentile, interpolated."""
     low, high = np.percentile(samples, (10, 90)).tolist()
     return low, high
 
 
 def _columns(points: Sequence[tuple[float, float]], relative: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x, y and what errors are multiplied by."""
+    """Return x, y and the weights of the errors."""
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     if not relative:
         return x, y, np.ones_like(y)

@@ -1,8 +1,8 @@
-"""Measure a profile: slots, spans and activation bytes of the real model on the real device, by running it.
+"""Measure a profile by running the real model on the real device: slots, spans and activation bytes.
 
-The model runs alone (no communication), gradients are taken away as the runtime takes them, so that what is
-left is activations and workspace. All ranks of a machine should measure at the same time: computing
-side by side is what they do in training.
+The model runs alone, without communication. Gradients are taken away as the runtime takes them, so that activations and
+workspace remain. All ranks of a machine should measure at the same time, because they compute at the same time in
+training.
 """
 
 from __future__ import annotations
@@ -52,18 +52,22 @@ def measure_profile(
     grad_dtype: torch.dtype | None = None,
     about: dict[str, str] | None = None,
 ) -> Profile:
-    """The profile of this rank: slots (median seconds, most bytes) of ``iterations`` steps after ``warmup``, update and copies.
+    """Return this rank's profile of ``iterations`` steps after ``warmup``: slots (median seconds, most bytes), updates,
+    copies.
 
-    ``step`` runs a forward pass and returns the loss; its backward is run here. ``world``, ``link`` and ``collectives`` are those
-    of the job, which is not asked for them; ``about`` is kept, with the sizes of the batch. In mixed precision the optimizer
-    updates a copy of the parameters in ``master_dtype``, and gradients are summed in ``grad_dtype`` (None for either: that of the
-    parameters, as it is for parameters that are as wide).
+    - ``step``: runs a forward pass and returns the loss; backward is called here.
+    - ``world``, ``link``, ``collectives``: the job's, stored as given.
+    - ``about``: stored, with the sizes of the batch.
+    - ``master_dtype``: in mixed precision, type of the copy that the optimizer updates; None: the parameters' type.
+    - ``grad_dtype``: type in which gradients are summed; None: the parameters' type.
 
-    Weights are not changed; buffers such as BatchNorm's statistics and the random state are put back.
-    Raises ValueError for a type that is neither the parameters' nor a wider float than some, and UnsupportedModel when a
-    parameter is on the meta device, gets no gradient or is used outside its module's forward, when units run in another order
-    from step to step, when a tensor that shares memory with a parameter is kept from step to step, and for an optimizer that
-    cannot run on shards.
+    Parameters as wide as these types keep their own. Weights are not changed; buffers such as BatchNorm's statistics
+    and the random state are restored.
+
+    Raises ValueError for a type that is neither the parameters' nor a wider float. Raises UnsupportedModel for a
+    parameter on the meta device, without a gradient, or used outside its module's forward; for units that run in
+    another order from step to step; for a tensor over a parameter's memory that is kept from step to step; and for an
+    optimizer that cannot run on shards.
     """
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
@@ -77,8 +81,8 @@ def measure_profile(
         for _, p in unit.parameters:
             meter.retag(p.data, "parameters")
     state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
-    for value in state:  # of a run that goes on: no activations
-        with contextlib.suppress(ValueError):  # memory that no meter counts, as that of a file which is mapped
+    for value in state:  # state of training so far: not activations
+        with contextlib.suppress(ValueError):  # memory that no meter counts, such as a mapped file
             meter.retag(value, "optimizer")
     batch = BatchSizes(module for unit in units for module in unit.modules)
     try:
@@ -117,14 +121,17 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 class _Widths(NamedTuple):
-    """Bytes of an element of the narrowest parameters: in compute, of gradients, of masters (0: none)."""
+    """Bytes per element of the narrowest parameters: in compute, of gradients, of masters (0: none)."""
 
     param_bytes: int
     grad_bytes: int
     master_bytes: int
 
     def sections(self, segments: Sequence[Segment]) -> tuple[Section, ...]:
-        """Those of a unit, none if all of it is as narrow. Wider parameters have neither narrower gradients nor masters."""
+        """Return a unit's sections; () if all of it has the narrowest width.
+
+        Gradients are at least as wide as their parameters. There are masters only where they are wider.
+        """
         sections = []
         for dtype, members in itertools.groupby(segments, key=lambda s: s.dtype):
             width = dtype.itemsize
@@ -136,7 +143,7 @@ class _Widths(NamedTuple):
 def _optimizer_costs(
     optimizer: torch.optim.Optimizer, like: Tensor, others: Iterable[torch.dtype], meter: Meter
 ) -> Optimizer:
-    """Of updates of the type of ``like``, with what is different for other types."""
+    """Return the costs of updates in the type of ``like``, and the fixed scratch of ``others``."""
     costs = optimizer_costs(optimizer, like, meter)
     fixed = [(dtype.itemsize, optimizer_costs(optimizer, like.to(dtype), meter).scratch_fixed) for dtype in others]
     return replace(costs, scratch_fixed_of=tuple(sorted(fixed)))
@@ -145,7 +152,9 @@ def _optimizer_costs(
 def slot_seconds(
     model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int = 2, warmup: int = 1
 ) -> float:
-    """Seconds of all slots of an iteration together, as :func:`measure_profile` would have them now; raises as it does."""
+    """Return the seconds of all slots of an iteration together, as :func:`measure_profile` would have them; raises as
+    it does.
+    """
     return sum(slot.seconds for slot in _recorded(model, units, step, iterations, warmup).slots())
 
 
@@ -156,7 +165,7 @@ def _recorded(
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
     with untouched(model, meter):
-        known = [*(p for unit in units for _, p in unit.parameters), *model.buffers(), *state]  # of buffers the copies
+        known = [*(p for unit in units for _, p in unit.parameters), *model.buffers(), *state]  # buffers: their copies
         guards = [Guard(unit.parameters, _used_outside) for unit in units]
         recorder = _Recorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         held = attributes_over_parameters(model)
@@ -166,7 +175,7 @@ def _recorded(
             for kept in _passes(meter, iterations, warmup):
                 recorder.begin(kept)
                 try:
-                    loss = step()  # kept until the next step returns, as a loop keeps it
+                    loss = step()  # alive until the next step returns, as in a loop
                     loss.backward()
                 except RuntimeError as e:
                     if not recorder.marks or _CHANGED not in str(e):
@@ -177,7 +186,7 @@ def _recorded(
                     loss.backward()
                 recorder.check(model)
             loss = None
-            alias = still_held(model, held)  # what forward makes anew in every step is gone
+            alias = still_held(model, held)  # tensors that forward makes anew in every step are gone
             if alias is not None:
                 raise alias_refused(alias)
             if watch:
@@ -196,7 +205,7 @@ def _recorded(
 
 
 def _watch(recorder: _Recorder, model: nn.Module, step: Callable[[], Tensor]) -> None:
-    """One more step, which is not measured: it tells where the memory of parameters is used, whatever tensor it is through."""
+    """Run one more step, unmeasured, that records where the memory of parameters is used, through any tensor."""
     with Watch(recorder.model_units, recorder.used) as watch:
         recorder.begin(_Kept(False, False))
         step().backward()
@@ -205,14 +214,14 @@ def _watch(recorder: _Recorder, model: nn.Module, step: Callable[[], Tensor]) ->
 
 
 class _Kept(NamedTuple):
-    """What is kept of a pass: seconds, bytes."""
+    """Which measurements of a pass are kept: seconds, bytes."""
 
     seconds: bool
     bytes: bool
 
 
 def _passes(meter: Meter, iterations: int, warmup: int) -> list[_Kept]:
-    """Those that warm up, and the others; where reading bytes takes time, one pass is for them alone."""
+    """Return the passes: warm-up, then measured ones. Where reading bytes takes time, one pass reads only bytes."""
     first = [_Kept(False, False)] * warmup
     if meter.disturbs:
         return [*first, _Kept(False, True), *[_Kept(True, False)] * iterations]
@@ -220,11 +229,11 @@ def _passes(meter: Meter, iterations: int, warmup: int) -> list[_Kept]:
 
 
 _CHANGED = "has been modified by an inplace operation"
-"""What autograd says when backward needs what was there before."""
+"""Autograd's error when backward needs an overwritten value."""
 
 
 def _weights(units: Sequence[ModelUnit]) -> dict[str, tuple[int, str]]:
-    """Where every parameter is, and its norm."""
+    """Return address and norm of every parameter."""
     return {n: (p.data_ptr(), str(torch.linalg.vector_norm(p.detach()).item())) for u in units for n, p in u.parameters}
 
 
@@ -238,8 +247,8 @@ def _used_outside(name: str, what: str) -> UnsupportedModel | None:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
-    """Steps that are only measured: nothing is collected in them, and buffers and the random state are put back."""
-    with meter.tag("parameters"):  # not of a training step: kept out of what is measured as activations
+    """Run steps that are only measured: no garbage collection; buffers and the random state are restored."""
+    with meter.tag("parameters"):  # not part of a step: must not count as activations
         buffers = BuffersBefore(model)
         device = next(model.parameters()).device
         numbers = random_state(device)
@@ -261,18 +270,18 @@ class _Recorder:
     model_units: Sequence[ModelUnit]
     meter: Meter
     device: torch.device
-    guards: Sequence[Guard]  # of the units: a parameter is used in its module's forward, and in backward
-    known: int  # bytes that are no activations all the time
+    guards: Sequence[Guard]  # by unit: parameters are open in their module's forward, and in backward
+    known: int  # bytes held all the time that are not activations
     order: list[tuple[int, str]] = field(default_factory=list)
     spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     seconds: list[list[float]] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
-    marks: bool = True  # weights as changed, as updates do that are made once their gradients are there: a model may object
+    marks: bool = True  # bump weights' versions at their gradients; off if backward objects
     uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # slots in which the memory of parameters is used
     aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
     late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
-    came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradients: slot, seconds since its begin
+    came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradient: (slot, seconds into it)
 
     def begin(self, kept: _Kept) -> None:
         self._kept = kept
@@ -283,9 +292,9 @@ class _Recorder:
         self._times: list[Mark] = []
         self._lives: list[int] = []
         self._peaks: list[int] = []
-        self._highest = 0  # bytes of activations in this slot so far
+        self._highest = 0  # most bytes of activations in this slot so far
         self._gradients: list[Tensor] = []
-        self._arrived: dict[tuple[int, int], tuple[int, Mark]] = {}  # by unit and parameter: in which slot, and when
+        self._arrived: dict[tuple[int, int], tuple[int, Mark]] = {}  # (unit, parameter) -> (slot, time)
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.guards)
         self._ended = False
@@ -301,11 +310,11 @@ class _Recorder:
         self._times.append(Mark(self.device))
 
     def _look(self) -> None:
-        """Note the most bytes of activations since the last look. No gradient has come since: a total has the same ones in it."""
+        """Note the most activation bytes since the last look: no gradient has been added to those held since then."""
         self._highest = max(self._highest, self._untagged(self.meter.window()))
 
     def _untagged(self, reading: Reading | None) -> int:
-        """Bytes of activations. Where only a total is measured: what parameters and gradients leave of it."""
+        """Return the activation bytes. Where only a total is measured: the total without known bytes and gradients."""
         reading = reading or {}
         untagged, total = reading.get(UNTAGGED), reading.get(TOTAL)
         if untagged is not None:
@@ -337,7 +346,7 @@ class _Recorder:
         self._slot(unit, "B")
 
     def recomputed(self, unit: int) -> None:
-        # Its parameters are needed now, before the gradient of its output is there.
+        # Its parameters are needed now, before the gradient of its output is ready.
         self.guards[unit].open()
         index = sum(p == "B" for _, p in self._now) - 1
         if index < 0:
@@ -368,7 +377,7 @@ class _Recorder:
         self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
 
     def used(self, unit: int, index: int) -> None:
-        """The memory of the unit's parameter ``index`` is used now."""
+        """Note that the memory of the unit's parameter ``index`` is used now."""
         if not self._now:
             return
         phase = self._now[-1][1]
@@ -423,7 +432,7 @@ class _Recorder:
             backward = self._span(u, "B")
             assert forward is not None
             if backward is not None and not unit.trainable:
-                # No gradient tells when a frozen unit is done: it may be used until its inner units are.
+                # A frozen unit has no gradient that marks its end: it may be in use until its inner units end.
                 nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
                 ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
                 backward = backward[0], max([backward[1], *ends])
@@ -435,12 +444,15 @@ class _Recorder:
         return tuple(out)
 
     def _span(self, unit: int, phase: str) -> tuple[int, int] | None:
-        """First and last slot in which the unit computes, or its memory is used."""
+        """Return first and last slot in which the unit computes, or its memory is used."""
         slots = [*self.spans.get((unit, phase), ()), *self.uses.get((unit, phase), ())]
         return (min(slots), max(slots)) if slots else None
 
     def _gradients_of(self, unit: int, ordered: list[nn.Parameter]) -> tuple[tuple[int, float], ...]:
-        """How many elements come when of the unit's last backward slot, in flat order; nothing where weights are needed later."""
+        """Return (elements, fraction of the last backward slot at which they are ready) in flat order.
+
+        Empty where the weights are used after their gradients.
+        """
         last = max(slot for i in range(len(ordered)) for slot, _ in self.came[unit, i])
         span = self._span(unit, "B")
         forward_slots = sum(phase == "F" for _, phase in self.order)

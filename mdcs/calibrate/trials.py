@@ -1,6 +1,6 @@
-"""The fastest by trial: a few plans run for some periods each, in turns, and the one that was measured fastest is kept.
+"""Choose the fastest plan by running a few plans for some periods each, in turns.
 
-A prediction is wrong by some percent, and of many plans the best predicted is the one that the model flatters most.
+A prediction is wrong by some percent. Among many plans, the best predicted one is the one that the model flatters most.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCHEDULERS: tuple[Scheduler, ...] = (Priority(), Dear(), MgWfbp(), Wfbp())
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan that was tried: seconds per step as its replay has them, and as the slowest rank has measured them."""
+    """A plan that was run, with predicted and measured (slowest rank) seconds per step."""
 
     plan: Plan
     predicted_s: float
@@ -53,7 +53,8 @@ class Trial:
 
 
 def candidates(plan: Plan, count: int) -> list[Plan]:
-    """``plan`` and the ``count`` - 1 best heuristics' plans for its job and budget, by their replays; fewer if there are fewer.
+    """Return ``plan`` and the ``count`` - 1 best heuristics' plans for its job and budget, by prediction; fewer if
+    there are.
 
     No two have the same strategies and messages.
     """
@@ -68,7 +69,7 @@ def candidates(plan: Plan, count: int) -> list[Plan]:
 
 
 def cost_s(plans: Sequence[Plan], rounds: int = ROUNDS, count: int = PERIODS) -> float:
-    """Seconds that running these plans for ``count`` periods takes, in ``rounds``, as predicted."""
+    """Return the predicted seconds of running these plans for ``count`` periods in ``rounds`` rounds."""
     return rounds * (_WARMUP + count + 1) * sum(map(_predicted, plans))
 
 
@@ -81,13 +82,12 @@ def fastest(
     *,
     emulate: Emulation | None = None,
 ) -> tuple[Plan, tuple[Trial, ...]]:
-    """The plan that ran fastest, which says in its outcome what was tried, and all trials in the order of ``plans``.
+    """Return the plan that ran fastest, and all trials in the order of ``plans``. Collective, with the same plans.
 
-    Plans take turns, so that what slows the machine for a while slows them all. The model, its buffers, the optimizer's state
-    and the random state are as before, gradients are gone. ``step`` runs a forward pass of a micro-step and returns the loss.
-    On a CPU; elsewhere, and for one plan or one rank, nothing is tried, and the first plan is returned.
-
-    Collective: call it on every rank, with the same plans; all return the same.
+    The plan's outcome lists the trials. Plans take turns, so that a disturbance of the machine slows all of them.
+    Model, buffers, optimizer state and random state are restored; gradients are gone. ``step`` runs the forward pass of
+    a micro-step and returns the loss. Only on a CPU: elsewhere, and for one plan or one rank, the first plan is
+    returned without trials.
     """
     if len(plans) < 2 or plans[0].world == 1 or units[0].parameters[0][1].device.type != "cpu":
         return plans[0], ()
@@ -115,14 +115,14 @@ def periods(
     *,
     emulate: Emulation | None = None,
 ) -> list[StepTimes]:
-    """The times of ``count`` periods after a warm-up; the model is then as before, without gradients. Collective."""
+    """Return the times of ``count`` periods after a warm-up. Restores the model, without gradients. Collective."""
     weights = {p: p.data for p in model.parameters()}
     records = []
     meet()
     with untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
         parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
         try:
-            for _ in range(_WARMUP + count + 1):  # the last is cut short
+            for _ in range(_WARMUP + count + 1):  # one more: the last is cut short by drain()
                 for _ in range(plan.micro_steps):
                     (step() / plan.micro_steps).backward()
                 parallel.step()
@@ -138,7 +138,7 @@ def periods(
 
 @contextmanager
 def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Updates inside are no training: they start without state, and leave that of the optimizer as it is."""
+    """Run updates that start without state, then restore the optimizer's state."""
     state, optimizer.state = optimizer.state, defaultdict(dict)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What updating and copying cost: the optimizer's state, scratch and seconds, tried on runs of two lengths."""
+"""Costs of updates and copies: the optimizer's state, scratch and seconds, measured on runs of two lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mdcs.runtime.updates import later_step
 from mdcs.sizes import MIB
 
 _CACHES = 64 * MIB
-"""More than caches hold, of processors per core and of GPUs."""
+"""Bytes: more than the caches of a CPU, or of a GPU, hold."""
 _SHORT, _LONG = 1 << 10, 1 << 20  # elements of the runs that are updated; the copied one is long, too
 _LONG_ON_CUDA = 1 << 23  # with its state more than caches hold
 _COPIED_ON_CUDA = 2 * _CACHES  # bytes
@@ -26,10 +26,11 @@ _REPEATS, _IN_A_ROW = 5, 20
 
 
 def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter) -> Optimizer:
-    """State, scratch and seconds of an update, on the device of ``like`` and of its type: a line through a short and a long run.
+    """Return state, scratch and seconds of an update on the device and type of ``like``: a line through two run
+    lengths.
 
-    Where ``meter`` measures nothing, scratch is what is known of the optimizer. Raises UnsupportedModel for an optimizer that
-    cannot run on shards.
+    Where ``meter`` measures nothing, scratch is the known number for the optimizer. Raises UnsupportedModel for an
+    optimizer that cannot run on shards.
     """
     state, fixed, scratch = optimizer_bytes(optimizer)
     lengths = _SHORT, _LONG_ON_CUDA if like.device.type == "cuda" else _LONG
@@ -48,7 +49,7 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter
 
 @dataclass(frozen=True)
 class _Update:
-    """What an update of a run costs: seconds, and the most bytes it allocates beside the state (None: not measured)."""
+    """Cost of the update of a run: seconds, and the most bytes allocated besides the state (None: not measured)."""
 
     elements: int
     seconds: float
@@ -69,7 +70,7 @@ class _Update:
                 meter.window()
                 before = meter.live()
                 again()
-                trial.step()  # which the runtime takes once, and which may need more
+                trial.step()  # the runtime runs it once per block, and it may need more
                 highest = meter.window()
                 if before is not None and highest is not None:
                     scratch.append((highest["total"] or 0) - (before["total"] or 0))
@@ -78,7 +79,8 @@ class _Update:
 
 
 def copy_seconds_per_byte(like: Tensor) -> float:
-    """Median seconds of a copy from cold caches, by bytes copied, on the device of ``like`` and of its type."""
+    """Return the median seconds of a copy per byte copied, on the device and type of ``like``; on CPU with cold caches.
+    """
     elements = _COPIED_ON_CUDA // like.element_size() if like.device.type == "cuda" else _LONG
     a = torch.zeros(elements, dtype=like.dtype, device=like.device)
     b = torch.zeros_like(a)
@@ -88,10 +90,10 @@ def copy_seconds_per_byte(like: Tensor) -> float:
 
 
 def _timer(like: Tensor) -> Callable[[Callable[[], object]], float]:
-    """What tells the seconds of a call on the device of ``like``.
+    """Return a function that times a call on the device of ``like``, in seconds.
 
-    A CPU's caches forget before it: in a step others pass through them between the parts of a message. A GPU does several in a
-    row, for one alone would be timed with its launch and with the wait for its end.
+    On a CPU the caches are flushed first, because in a step other data passes through them between the parts of a
+    message. On a GPU several calls are timed in a row: one alone would include its launch and the wait for its end.
     """
     device = like.device
     if device.type == "cuda":

@@ -1,7 +1,8 @@
-"""Tensors that share memory with parameters, found by their storage: where a step uses them, and which outlive it.
+"""Tensors that share memory with parameters: where a step uses them, and which of them outlive it.
 
-A view of a parameter may be returned, saved for backward, or kept in any object. It reads the memory of the parameter's unit,
-which a plan frees after the last use that the profile knows. So one step is watched operator by operator.
+A view of a parameter may be returned, saved for backward, or kept in any object. It reads the memory of the parameter's
+unit, and a plan frees this memory after the last use in the profile. So one step is watched operator by operator.
+Tensors are identified by their storage.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ from mdcs.model.aliases import attributes_over_parameters
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 
 Used = Callable[[int, int], None]
-"""Is told the unit, and the index of its parameter, whose memory an operator reads or writes now."""
+"""Called with (unit, index of its parameter) when an operator reads or writes the parameter's memory."""
 
 
 class Watch(TorchDispatchMode):
-    """A step inside of it tells ``used`` of every use of a parameter's memory, forward and backward.
+    """Context that calls ``used`` for every use of a parameter's memory in a step, forward and backward.
 
-    Parameters have new storages meanwhile (on the same memory), as they have when they are sharded later. A tensor that shares
-    memory with a parameter but not its new storage is older than the step. It would not follow the parameter into a shard.
-
+    Parameters have new storages meanwhile (on the same memory), as they will have when sharded. A tensor over a
+    parameter's memory without the new storage is older than the step, and would not follow the parameter into a shard.
     Raises UnsupportedModel when the step uses such a tensor, and in :meth:`check`.
     """
 
@@ -44,7 +44,7 @@ class Watch(TorchDispatchMode):
         self._owners: dict[int, tuple[int, int]] = {}  # by storage
         self._ranges = sorted((*_range(p), name) for _, _, name, p in self._parameters if p.numel())
         self._begins = [begin for begin, _, _ in self._ranges]
-        # Ranges of parameters that share memory nest: nothing that ends after an address begins more than this before it.
+        # A range that ends after an address begins at most this many bytes before it.
         self._longest = max((end - begin for begin, end, _ in self._ranges), default=0)
 
     def __enter__(self) -> Watch:
@@ -60,7 +60,7 @@ class Watch(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Give parameters back the storages that they had."""
+        """Restore the parameters' storages."""
         self._exports.__exit__(*error)
         super().__exit__(*error)
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,9 +69,9 @@ class Watch(TorchDispatchMode):
         self._before.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what an operator is given, unless it makes a view, which reads nothing."""
+        """Check an operator's arguments, unless the operator makes a view, which reads nothing."""
         if any(kind.__torch_dispatch__ != Tensor.__torch_dispatch__ for kind in types):
-            # A tensor around tensors: operators on what is in it come here, too.
+            # A wrapper subclass: operators on its inner tensors come here, too.
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             if not _makes_a_view(func):
@@ -90,7 +90,7 @@ class Watch(TorchDispatchMode):
             )
 
     def _overlapped(self, tensor: Tensor) -> str | None:
-        """The name of a parameter with which it shares memory."""
+        """Return the name of a parameter that shares memory with the tensor, or None."""
         if not _has_memory(tensor) or not tensor.numel():
             return None
         begin, end = _range(tensor)
@@ -99,7 +99,10 @@ class Watch(TorchDispatchMode):
         return next((name for _, ends, name in around if ends > begin), None)
 
     def check(self, model: nn.Module) -> None:
-        """Raise UnsupportedModel for a tensor that shares memory with a parameter and is still there: call it after the step."""
+        """Raise UnsupportedModel for a tensor that shares memory with a parameter and outlives the step.
+
+        Call it after the step.
+        """
         own = {id(p) for _, _, _, p in self._parameters} | {id(data) for data in self._before}
         with torch._C.DisableTorchFunctionSubclass():
             gc.collect()
@@ -115,14 +118,14 @@ class Watch(TorchDispatchMode):
 
 
 class _Exports(TorchFunctionMode):
-    """Refuses to hand the memory of parameters to other libraries: what they do with it is not seen, and it cannot be freed."""
+    """Refuses exports of parameters' memory to other libraries: their uses are not seen, and keep the memory alive."""
 
     def __init__(self, owners: dict[int, tuple[int, int]], names: dict[tuple[int, int], str]) -> None:
         super().__init__()
         self._owners, self._names = owners, names
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at calls of ``numpy()`` and the like."""
+        """Check calls of ``numpy()`` and the like."""
         if func in (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
             with torch._C.DisableTorchFunctionSubclass():
                 owner = self._owners.get(_storage(args[0]))
@@ -135,7 +138,7 @@ class _Exports(TorchFunctionMode):
 
 
 def _makes_a_view(func: Any) -> bool:
-    """Whether an operator only makes another tensor of the same memory."""
+    """Return whether an operator only makes another tensor of the same memory."""
     schema = getattr(func, "_schema", None)
     infos = [a.alias_info for a in schema.arguments if a.alias_info is not None] if schema else []
     return bool(infos) and not any(info.is_write for info in infos)
@@ -146,18 +149,18 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """The identity of its storage; 0 if it has none."""
+    """Return the identity of the tensor's storage; 0 if it has none."""
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors, and those around others
+    except (NotImplementedError, RuntimeError):  # sparse tensors and wrapper subclasses
         return 0
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """First and last (excluded) address of its elements."""
+    """Return first and last (excluded) address of the tensor's elements; (0, 0) for a wrapper subclass."""
     try:
         begin = tensor.data_ptr()
-    except RuntimeError:  # around other tensors
+    except RuntimeError:  # wrapper subclass
         return 0, 0
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (reach + 1) * tensor.element_size()

@@ -1,7 +1,8 @@
-"""Options: dataclass fields that say what they mean and which values they may have.
+"""Options: dataclass fields with a description and allowed values.
 
-A planner, model or engine that can be chosen in a config is a dataclass of such fields. They are declared once: whoever makes
-the object in Python is told of a wrong value (:class:`Checked`), and so is whoever writes it in a config, with the full key::
+A planner, model or engine that a config can choose is a dataclass of such fields. Each field is declared once. A wrong
+value raises
+an error when the object is made in Python (:class:`Checked`), and when a config is read, with the full key::
 
     @dataclass(frozen=True)
     class Fusion(Checked):
@@ -20,11 +21,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LIMITS = ("choices", "above", "at_least", "at_most", "below", "length")
-"""What :func:`option` takes: allowed values; limits of a number, or of each number of a list; the length of a list."""
+"""Limits that :func:`option` takes.
+
+``choices``: the allowed values.
+``above``, ``at_least``, ``at_most``, ``below``: limits of a number, or of each number of a list.
+``length``: the length of a list.
+"""
 
 
 class OptionError(ValueError):
-    """A value that an option may not have. ``option`` is the field's name, ``complaint`` says what it must be."""
+    """A value that an option must not have.
+
+    ``option``: the field's name.
+    ``complaint``: the rule that the value breaks.
+    """
 
     def __init__(self, option: str, complaint: str) -> None:
         super().__init__(f"{option} {complaint}")
@@ -35,9 +45,12 @@ class OptionError(ValueError):
 
 
 def option(default: T, about: str, **limits: Any) -> T:
-    """A dataclass field: ``about`` in a few words, with its unit, and ``limits`` by the names in :data:`LIMITS`.
+    """Return a dataclass field with a description and limits.
 
-    Metadata of other names is kept for whoever declares the class. A default of type list is copied for every object.
+    ``default``: the default value. A list is copied for every object.
+    ``about``: a few words that describe the option, with its unit.
+    ``limits``: limits by the names in :data:`LIMITS`. Other names are kept as metadata for the code that declares the
+        class.
     """
     metadata = {"about": about, **limits}
     made = (
@@ -49,12 +62,12 @@ def option(default: T, about: str, **limits: Any) -> T:
 
 
 def options(of: Any) -> dict[str, dataclasses.Field[Any]]:
-    """The options of a dataclass (or of an object of one) by name: its fields that :func:`option` has made."""
+    """Return the fields of a dataclass (or of an instance) that :func:`option` has made, by name."""
     return {field.name: field for field in dataclasses.fields(of) if "about" in field.metadata}
 
 
 def shown(value: Any) -> str:
-    """A value as it is typed in a config."""
+    """Return a value as one types it in a config."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, (list, tuple)):
@@ -63,7 +76,7 @@ def shown(value: Any) -> str:
 
 
 def check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
-    """Raise OptionError unless ``value`` is within ``limits``; None is, always."""
+    """Raise OptionError unless ``value`` is within ``limits``. None is always accepted."""
     if value is None:
         return
     if "length" in limits and len(value) != limits["length"]:
@@ -77,7 +90,7 @@ def _check_one(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise OptionError(name, f"must be a finite number, got {shown(value)}")
     if "choices" in limits and not any(value is c or (value == c and type(value) is type(c)) for c in limits["choices"]):
         raise OptionError(name, f"must be one of {', '.join(map(shown, limits['choices']))}; got {shown(value)}")
-    # Written as "not inside", so that a value that compares with nothing is outside.
+    # "not value > limit" rather than "value <= limit": NaN fails every comparison, so it is refused.
     if "above" in limits and not value > limits["above"]:
         raise OptionError(name, f"must be > {shown(limits['above'])}, got {shown(value)}")
     if "at_least" in limits and not value >= limits["at_least"]:
@@ -89,7 +102,7 @@ def _check_one(name: str, value: Any, limits: Mapping[str, Any]) -> None:
 
 
 class Checked:
-    """A dataclass whose options are checked when it is made. Raises OptionError."""
+    """A dataclass that checks its options when it is made. Raises OptionError."""
 
     def __post_init__(self) -> None:
         for name, field in options(self).items():

@@ -1,4 +1,4 @@
-"""Sizes in words: inside, everything is in bytes."""
+"""Names for sizes. Every size in mdcs is in bytes."""
 
 MIB = 1 << 20
 GIB = 1 << 30

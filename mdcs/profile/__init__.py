@@ -1,5 +1,10 @@
-"""What is known of a job before planning: units, slots and bytes (`contents`), the `link`, what collective `algorithms` send
-and hold, and profiles that are calculated (`analytic`).
+"""The profile of a job, which planning starts from.
 
-Plain data: imports nothing of mdcs but `mdcs.sizes`, no torch and no Hydra.
+``contents``: units, slots and bytes.
+``layout``: the flat buffers of a unit.
+``link``: latency and bandwidth.
+``algorithms``: bytes that collective algorithms send and hold.
+``analytic``: profiles that are calculated instead of measured.
+
+Plain data. Imports only `mdcs.sizes` of mdcs, no torch and no Hydra.
 """

@@ -1,21 +1,29 @@
-"""Profiles that are calculated: a transformer, a device and a hierarchical network that one does not have.
+"""Analytic profiles: a transformer on a device and a hierarchical network, calculated instead of measured.
 
 **Computing.** A block of width w on T = batch · sequence tokens takes T · (24 w² + 4 · sequence · w) floating-point
-operations forward (its matrices, then attention), twice that backward, and the forward again with checkpointing; the
-output layer takes 2 · T · w · vocab. Divided by the peak rate times the efficiency these are seconds.
+operations in
+forward (its matrices, then attention). Backward takes twice as many, and the forward again with checkpointing. The
+output layer
+takes 2 · T · w · vocab. Seconds are operations / (peak rate · efficiency).
 
 **Activations** in 16 bit (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): T · (34 w + 5 · heads · sequence)
-bytes per block; with checkpointing 2 · T · w are kept and all else lives while its block runs. Logits: 6 · T · vocab.
+bytes per
+block. With checkpointing 2 · T · w bytes are kept per block, and the rest lives only while its block runs. Logits: 6 ·
+T · vocab.
 
-**Network.** n nodes of g devices; a message of S bytes goes around a ring within each node and around one ring across
-nodes per device, one after the other:
+**Network.** n nodes of g devices. A message of S bytes goes around a ring within each node, then around one ring across
+nodes per
+device:
 
 - all-gather and reduce-scatter over the world of n · g: (g-1) α_intra + (n-1) α_inter
-  + S (g-1)/g · β_intra + S (n-1)/(n g) · β_inter; an all-reduce takes both.
-- ``group=node``: parameters are sharded over the g devices of a node, and every node has them all. An all-gather stays
-  inside: (g-1) α_intra + S (g-1)/g · β_intra. A reduction is followed by an all-reduce of each shard across nodes:
-  2 (n-1) α_inter + 2 · S (n-1)/(n g) · β_inter more (hybrid sharding; Zhao et al. 2023, https://arxiv.org/abs/2304.11277).
-  That all-reduce is a reduce-scatter, the update and an all-gather, so the optimizer's state is shared by the nodes.
+  + S (g-1)/g · β_intra + S (n-1)/(n g) · β_inter. An all-reduce takes both.
+- ``group=node``: parameters are sharded over the g devices of a node, and every node has all of them. An all-gather
+  stays
+  within the node: (g-1) α_intra + S (g-1)/g · β_intra. A reduction is followed by an all-reduce of each shard across
+  nodes,
+  which adds 2 (n-1) α_inter + 2 · S (n-1)/(n g) · β_inter (hybrid sharding; Zhao et al. 2023,
+  https://arxiv.org/abs/2304.11277).
+  The all-reduce is a reduce-scatter, the update and an all-gather, so the nodes share the optimizer state.
 
 In the profile of ``group=node`` the world is g, and β is per byte that a rank sends within its node.
 """
@@ -31,14 +39,22 @@ from mdcs.profile.link import Kind, Link
 COLLECTIVES = Collectives.default("nccl")
 
 _SATURATED = 0.97
-_STATE_BYTES = 12  # of Adam with fp32 master weights, per parameter
+_STATE_BYTES = 12  # bytes per parameter: Adam with fp32 master weights
 _WIDTH = 2  # bytes of a parameter and of a gradient
 _UPDATE_TRAFFIC = 2 * _STATE_BYTES + 2 * _WIDTH  # bytes of memory read and written per parameter
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder with tied embeddings; ``batch`` is sequences per device and micro-step, ``sequence`` their length in tokens.
+    """A decoder with tied embeddings.
+
+    ``layers``: number of blocks.
+    ``width``: model width.
+    ``heads``: attention heads.
+    ``sequence``: tokens per sequence.
+    ``vocab``: tokens in the vocabulary.
+    ``batch``: sequences per device and micro-step.
+    ``checkpointing``: whether backward recomputes each block (activation checkpointing).
 
     Raises ValueError for a number that is not positive.
     """
@@ -56,12 +72,12 @@ class Transformer:
 
     @property
     def block_parameters(self) -> int:
-        """Elements of a block: 12 width² of matrices (attention 4, MLP 8), 13 width of biases and norms."""
+        """Elements of a block: 12 width² in matrices (attention 4, MLP 8), 13 width in biases and norms."""
         return 12 * self.width**2 + 13 * self.width
 
     @property
     def embedding_parameters(self) -> int:
-        """Elements of the tokens' and positions' embeddings and the last norm: (vocab + sequence + 2) · width."""
+        """Elements of the token and position embeddings and the last norm: (vocab + sequence + 2) · width."""
         return (self.vocab + self.sequence + 2) * self.width
 
     @property
@@ -72,9 +88,13 @@ class Transformer:
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rate in FLOP/s, the fraction of it that is reached, and the memory's rate in bytes/s.
+    """A compute device.
 
-    Raises ValueError for one that is not positive, or an efficiency above 1.
+    ``peak_flops``: peak rate in FLOP/s.
+    ``efficiency``: fraction of the peak rate that is reached.
+    ``memory_rate``: memory bandwidth in bytes/s.
+
+    Raises ValueError for a number that is not positive, or an efficiency above 1.
     """
 
     peak_flops: float
@@ -87,15 +107,18 @@ class Device:
             raise ValueError(f"efficiency must be <= 1, got {self.efficiency}")
 
     def seconds(self, operations: float) -> float:
-        """Seconds that so many floating-point operations take."""
+        """Return the seconds that this many floating-point operations take."""
         return operations / (self.peak_flops * self.efficiency)
 
 
 @dataclass(frozen=True)
 class Network:
-    """``nodes`` of ``per_node`` devices; α in seconds per hop, β in seconds per byte of one device.
+    """``nodes`` of ``per_node`` devices, with the latency and bandwidth of both levels.
 
-    Raises ValueError for one that is not positive.
+    ``intra_alpha``, ``inter_alpha``: seconds per hop.
+    ``intra_beta``, ``inter_beta``: seconds per byte of one device.
+
+    Raises ValueError for a number that is not positive.
     """
 
     nodes: int
@@ -110,11 +133,14 @@ class Network:
 
     @property
     def world(self) -> int:
-        """Devices of all nodes."""
+        """Number of devices in all nodes."""
         return self.nodes * self.per_node
 
     def link(self, group: str, depth: int = 1) -> Link:
-        """The link of collectives over a sharding group, ``node`` or ``world``, by the formulas above; ``depth`` in flight.
+        """Return the link of collectives over a sharding group, by the formulas above.
+
+        ``group``: ``node`` or ``world``.
+        ``depth``: messages in flight.
 
         Raises ValueError as :meth:`group_size` does.
         """
@@ -126,13 +152,16 @@ class Network:
             gather, scatter = ring, _sum(ring, rings, rings)
         by_kind = {Kind.AR: _sum(gather, scatter), Kind.RS: scatter, Kind.AG_F: gather, Kind.AG_B: gather}
         alpha = tuple(alpha for alpha, _ in by_kind.values())
-        # A link's β is per byte that a rank sends, of a payload that all ranks of the group share.
+        # β above is per byte of payload; β of a Link is per byte that one rank sends.
         beta = tuple(beta * size / max(1, COLLECTIVES.sent(kind, size, size)) for kind, (_, beta) in by_kind.items())
         block = max(alpha / beta for alpha, beta in by_kind.values()) * _SATURATED / (1 - _SATURATED)
         return Link(alpha, beta, depth, int(block) + 1)
 
     def group_size(self, group: str) -> int:
-        """Devices over which parameters are sharded. Raises ValueError for an unknown group or one device."""
+        """Return the number of devices over which parameters are sharded.
+
+        Raises ValueError for an unknown group, and for a group of one device.
+        """
         if group not in ("node", "world"):
             raise ValueError(f"sharding group must be node or world, got {group!r}")
         size = self.per_node if group == "node" else self.world
@@ -144,10 +173,11 @@ class Network:
 def analytic_profile(
     model: Transformer, device: Device, network: Network, *, group: str = "world", depth: int = 1
 ) -> Profile:
-    """The profile of training ``model`` in 16 bit with Adam and fp32 master weights, sharded over ``group``.
+    """Return the profile of training ``model`` in 16 bit with Adam and fp32 master weights, sharded over ``group``.
 
-    Its units are the tied embedding, used by the first and the last slot, and the blocks; seconds and activation bytes are
-    by the formulas above, and nothing contends. Raises ValueError for a group of one device.
+    The units are the tied embedding, which the first and the last slot use, and the blocks. Seconds and activation
+    bytes follow the
+    formulas above, without contention. Raises ValueError for a group of one device.
     """
     last = model.layers + 1
     units = (
@@ -176,8 +206,8 @@ def _slots(model: Transformer, device: Device) -> tuple[Slot, ...]:
     forward = device.seconds(tokens * (24 * width**2 + 4 * model.sequence * width))
     backward = (3 if model.checkpointing else 2) * forward
     head = device.seconds(2 * tokens * width * model.vocab)
-    inside = tokens * (34 * width + 5 * model.heads * model.sequence)  # of a block, while it runs
-    output = 2 * tokens * width  # of the embedding, or of a block
+    inside = tokens * (34 * width + 5 * model.heads * model.sequence)  # bytes of a block while it runs
+    output = 2 * tokens * width  # bytes of the output of the embedding, or of a block
     kept = output if model.checkpointing else inside
     logits = 6 * tokens * model.vocab
     blocks = [(i + 1, output + i * kept) for i in range(model.layers)]  # unit, bytes before its forward
@@ -187,7 +217,7 @@ def _slots(model: Transformer, device: Device) -> tuple[Slot, ...]:
         *(Slot(unit, "F", forward, live, live + inside) for unit, live in blocks),
         Slot(0, "F", head, saved, saved + logits),
         Slot(0, "B", 2 * head, saved + logits, saved + 2 * logits),
-        # Beside what it saved, a block's backward holds the gradients of its output and its input.
+        # The backward of a block also holds the gradients of its output and its input.
         *(Slot(unit, "B", backward, live + kept + output, live + inside + 2 * output) for unit, live in reversed(blocks)),
         Slot(0, "B", 0.0, 2 * output, 2 * output),
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""What is known of a job before planning: its units, slots, optimizer and link.
+"""The profile of a job: its units, slots, optimizer and link.
 
-A :class:`Profile` is measured (``mdcs.calibrate.slots``) or written down by hand (tests, clusters one does
-not have). Planners and the simulator read nothing else.
+A :class:`Profile` is measured (``mdcs.calibrate.slots``) or written by hand (for tests, and for clusters that one does
+not have).
+Planners and the simulator read nothing else.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ SCHEMA = 6
 class Unit:
     """The smallest group of parameters that is sharded, gathered, reduced and updated together.
 
-    ``segments`` are the lengths in elements, in flat order, of the parts that share one type and one optimizer parameter
-    group; they sum to ``numel``. ``sections`` are those of one type; none: all is of the profile's widths. ``forward`` and
-    ``backward`` are the first and the last slot, as indices into the forward and the backward slots of one micro-step, in which
-    the unit's parameters are used; ``backward`` is None when no gradient flows through the unit. ``gradients`` tells when they
-    come: (elements, part of the last backward slot that is over then) of its parameters in flat order; none: at the slot's end.
-    ``aliased``: forward uses its memory outside of its modules, through a tensor that shares it.
-    Raises ValueError for an empty segment, for sections that are not made of whole segments, for a trainable unit without
-    ``backward``, and for gradients of other elements or outside their slot.
+    ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one type and one optimizer
+        parameter group. The lengths sum to ``numel``.
+    ``sections``: consecutive parts of one type. Empty: all elements have the profile's widths.
+    ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
+    ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no gradient
+        flows through the unit.
+    ``gradients``: (elements, fraction) of each parameter in flat order. The gradient is ready when this fraction of the
+        last backward slot is over. Empty: all gradients are ready at the end of the slot.
+    ``aliased``: forward reads the unit's memory outside of its modules, through a tensor that shares the memory.
+
+    Raises ValueError for an empty segment, for sections that are not made of whole segments, for a trainable unit
+    without
+    ``backward``, and for ``gradients`` with other elements or with a fraction outside 0..1.
     """
 
     name: str
@@ -60,7 +66,7 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all its parameters, without padding."""
+        """Elements of all parameters, without padding."""
         return sum(self.segments)
 
 
@@ -68,8 +74,12 @@ class Unit:
 class Slot:
     """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
 
-    ``live`` is what activations, workspace and everything else that is no registered buffer hold when the slot
-    begins; ``peak`` the most they hold during it, what the next slot begins with included (bytes). ``unit`` is an index.
+    ``unit``: index of the unit.
+    ``seconds``: compute time.
+    ``live``: bytes at the start of the slot. They count activations, workspace and everything else that is not a
+        registered buffer.
+    ``peak``: the most such bytes during the slot. They include the bytes that the next slot begins with.
+
     Raises ValueError for another phase, and for a negative number.
     """
 
@@ -90,10 +100,14 @@ class Slot:
 class Optimizer:
     """Bytes and time of an update.
 
-    A *run* is a contiguous piece of a shard with one parameter group: one tensor for the optimizer.
-    State is ``state_tensors`` copies of the run (a fraction where others share it) plus ``state_fixed`` bytes (Adam:
-    its step counter); scratch is ``scratch_tensors`` copies of the largest run (non-fused Adam: 2) plus
-    ``scratch_fixed`` bytes, of elements of other widths what ``scratch_fixed_of`` has for them in (width, bytes) pairs.
+    A *run* is a contiguous piece of a shard with one parameter group. The optimizer sees a run as one tensor.
+
+    ``state_tensors``: optimizer state, in copies of the run. A fraction: several ranks share the state.
+    ``state_fixed``: further bytes of state per run (Adam: its step counter).
+    ``scratch_tensors``: temporary memory of an update, in copies of the largest run (non-fused Adam: 2).
+    ``seconds_per_element``, ``seconds_per_run``: update time.
+    ``scratch_fixed``: further bytes of temporary memory.
+    ``scratch_fixed_of``: (width, bytes) pairs that replace ``scratch_fixed`` for elements of that width in bytes.
     """
 
     name: str = "sgd"
@@ -106,7 +120,7 @@ class Optimizer:
     scratch_fixed_of: tuple[tuple[int, int], ...] = ()
 
     def scratch(self, elements: int, width: int) -> int:
-        """Bytes that the update of a run takes beside the state."""
+        """Return the temporary bytes that the update of a run needs, in addition to the state."""
         return self.scratch_tensors * width * elements + dict(self.scratch_fixed_of).get(width, self.scratch_fixed)
 
 
@@ -115,16 +129,21 @@ _LARGEST_BLOCK = 16 * MIB
 
 @dataclass(frozen=True)
 class Contention:
-    """What communicating costs where the cores that compute also copy bytes and run the dispatcher.
+    """The cost of communication where compute, copies and the dispatcher share the same cores.
 
-    Computing takes longer by ``compute_per_message`` seconds for every message that is done beside it, by
-    ``compute_per_byte`` for every byte it sends, and by ``compute_per_work`` of the seconds of copying, summing and
-    updating that it brings; if it all-reduces, ``all_reduce`` times as much. A message beside computing keeps the link
-    for at least ``message_seconds`` + ``seconds_per_byte`` · wire bytes, whereas the link's gap and β are what it takes
-    while nothing computes: of the two the longer counts, never their sum. Compute that waits for a message goes on
-    ``dispatch_seconds`` after it is done, and then takes longer by ``compute_per_wait`` of the time it has waited: its
-    caches are cold, its core has slept. Between backward and the next forward the training loop itself takes
-    ``turn_seconds``. Raises ValueError for a negative number.
+    ``compute_per_message`` (s): compute time lost per message that completes while computing.
+    ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.
+    ``compute_per_work`` (fraction): compute time lost per second of copying, summing and updating that the message
+        causes.
+    ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
+        gap and β are measured while nothing computes. The longer of the two counts, never their sum.
+    ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
+    ``compute_per_wait`` (fraction): compute after a wait takes longer by this fraction of the wait, because caches are
+        cold and the core has slept.
+    ``turn_seconds`` (s): time of the training loop between backward and the next forward.
+    ``all_reduce`` (factor): the lost compute time of an all-reduce is multiplied by this.
+
+    Raises ValueError for a negative number.
     """
 
     compute_per_message: float = 0.0
@@ -144,28 +163,31 @@ class Contention:
 
 
 def is_far_off(predicted_s: float, measured_s: float) -> bool:
-    """Whether a prediction is off from what was measured by more than half of it."""
+    """Whether a prediction differs from the measurement by more than half of the measurement."""
     return abs(predicted_s - measured_s) > measured_s / 2
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of (model, batch, device, world).
+    """Measurements of one (model, batch, device, world).
 
-    ``slots`` are those of one micro-step in executed order: all forward slots, then all backward slots.
-    ``collectives`` are the algorithms that the link was measured with, and that carry the messages.
-    ``param_bytes`` and ``grad_bytes`` are the widths of an element in compute and on the wire. ``master_bytes`` is that of the
-    copy which the optimizer updates, in mixed precision; 0: it updates the parameters themselves. Units with ``sections`` have
-    widths of their own.
-    ``interference`` is how much slower computing is while a message is in flight (0.2 = 20 %), ``contention`` what
-    messages cost by their number and bytes.
-    ``copy_seconds_per_byte`` is the price of packing a fused message and of summing a reduce-scatter.
-    ``about`` says what was measured (model, device, versions): free text for people and for file names. ``spread``
-    has the 10th and the 90th percentile of what was measured several times, by name. ``rehearsed`` has the seconds per step,
-    predicted with this profile and measured, of the plans that it was fitted to; ``doubted`` those that are far apart.
+    ``slots``: slots of one micro-step in executed order: all forward slots, then all backward slots.
+    ``collectives``: the algorithms that carry the messages. The link was measured with them.
+    ``param_bytes``, ``grad_bytes``: bytes of an element in compute and on the wire. Units with ``sections`` have their
+        own widths.
+    ``master_bytes``: bytes of an element of the copy that the optimizer updates in mixed precision. 0: the optimizer
+        updates the parameters themselves.
+    ``interference``: slowdown of compute while a message is in flight (0.2 = 20 %).
+    ``contention``: cost of messages by their number and bytes.
+    ``copy_seconds_per_byte``: cost of packing a fused message and of summing a reduce-scatter.
+    ``about``: free text for people and for file names: model, device, versions.
+    ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
+    ``rehearsed``: (predicted, measured) seconds per step of the plans that the profile was fitted to, by name.
+        ``doubted`` selects the plans whose two numbers are far apart.
 
-    Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot that
-    there is not.
+    Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot
+    that does not
+    exist.
     """
 
     units: tuple[Unit, ...]
@@ -206,32 +228,32 @@ class Profile:
 
     @cached_property
     def forward_slots(self) -> int:
-        """Forward slots of a micro-step."""
+        """Number of forward slots in a micro-step."""
         return sum(s.phase == "F" for s in self.slots)
 
     @cached_property
     def backward_slots(self) -> int:
-        """Backward slots of a micro-step."""
+        """Number of backward slots in a micro-step."""
         return len(self.slots) - self.forward_slots
 
     @cached_property
     def doubted(self) -> dict[str, tuple[float, float]]:
-        """Those of ``rehearsed`` that are predicted more than half off: predictions with this profile are in doubt."""
+        """Entries of ``rehearsed`` whose prediction is off by more than half. They put all predictions in doubt."""
         return {name: seconds for name, seconds in self.rehearsed.items() if is_far_off(*seconds)}
 
     @cached_property
     def is_mixed(self) -> bool:
-        """Whether some units have widths of their own."""
+        """Whether some units have their own element widths."""
         return any(unit.sections for unit in self.units)
 
     @cached_property
     def tells_gradients(self) -> bool:
-        """Whether it is known of some unit when its gradients come."""
+        """Whether some unit says when its gradients are ready."""
         return any(unit.gradients for unit in self.units)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """Where each unit's elements lie, and their widths; what is frozen has no masters."""
+        """The layout of each unit's flat buffer: sections and their widths. Frozen units have no masters."""
         out = []
         for unit in self.units:
             sections = unit.sections or (Section(unit.numel, self.param_bytes, self.grad_bytes, self.master_bytes),)
@@ -242,36 +264,42 @@ class Profile:
 
     @cached_property
     def block(self) -> int:
-        """Payload bytes into which units are partitioned unless told otherwise: they saturate the link, and what a message
-        costs whatever its size, beside computing, is at most a tenth of it.
+        """Default partition size of units, in payload bytes.
+
+        The size saturates the link. It also keeps the fixed cost of a message while computing to at most a tenth of its
+        total, up to a limit
+        of 16 MiB.
         """
         each = max(self.contention.message_seconds, self.contention.compute_per_message)
         per_byte = max(self.link.beta) * (self.world - 1) / self.world
         return max(self.link.block, int(min(9 * each / per_byte, _LARGEST_BLOCK)) if per_byte else 0)
 
     def wire(self, kind: Kind, size: int) -> int:
-        """Bytes that one rank sends for a message whose whole payload is ``size`` bytes."""
+        """Return the bytes that one rank sends. ``size``: bytes of the message's whole payload."""
         if kind.in_node:
             return self.collectives.sent_by_node(kind, size, self.per_node, self.world // self.per_node)
         return self.collectives.sent(kind, size, self.world)
 
     def buffer(self, kind: Kind, size: int) -> int:
-        """Bytes (or elements, for a ``size`` in elements) that the algorithm of such a message needs beside it, on every rank."""
+        """Return the bytes of the algorithm's own buffer on every rank, in addition to the message.
+
+        The result is in elements if ``size`` is in elements.
+        """
         if kind.in_node:
             return self.collectives.buffer_by_node(kind, size, self.per_node, self.world // self.per_node)
         return self.collectives.buffer(kind, size, self.world)
 
     @property
     def per_node(self) -> int:
-        """Ranks of a node, where there are several nodes of several ranks; else 0."""
+        """Ranks of a node. 0 unless there are several nodes of several ranks."""
         return self.link.per_node
 
     def group(self, kind: Kind) -> int:
-        """Among how many ranks messages of this kind are divided: the world, or those of a node."""
+        """Return the number of ranks that share a message of this kind: the world, or the ranks of a node."""
         return self.per_node if kind.in_node else self.world
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as plain containers; ``per_node``, ``gradients``, ``aliased`` only where they say something."""
+        """Return every field as plain containers. Empty ``per_node``, ``gradients`` and ``aliased`` are left out."""
         data = dataclasses.asdict(self)
         if not self.per_node:
             del data["link"]["per_node"]
@@ -283,14 +311,14 @@ class Profile:
         return data
 
     def to_json(self) -> str:
-        """The text of profile.json: every field, with the schema."""
+        """Return the text of profile.json: every field, with the schema."""
         return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Profile:
-        """Inverse of :meth:`to_dict`; raises ValueError on an unknown schema or a missing field."""
+        """Return the profile of :meth:`to_dict`. Raises ValueError for an unknown schema or a missing field."""
         try:
-            _check_schema(data["schema"])  # before a field that another schema does not have is missed
+            _check_schema(data["schema"])  # first: another schema may lack fields that are read below
             return cls(
                 units=tuple(
                     Unit(
@@ -328,7 +356,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Inverse of :meth:`to_json`; raises ValueError for a text that is no profile of this schema."""
+        """Return the profile of :meth:`to_json`. Raises ValueError for text that is not a profile of this schema."""
         return cls.from_dict(json.loads(text))
 
 

@@ -1,4 +1,4 @@
-"""Where a unit's elements lie in its flat buffers: sections of one type each, padded so that the ranks can divide them."""
+"""Layout of a unit's flat buffer: sections of one type each, padded so that the ranks can divide them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from functools import cached_property
 
 
 def pad(numel: int, world: int) -> int:
-    """Elements of a flat buffer that ``world`` ranks can divide."""
+    """Return ``numel`` rounded up to a multiple of ``world`` (elements)."""
     return -(-numel // world) * world
 
 
 @dataclass(frozen=True)
 class Section:
-    """Consecutive elements of a unit that are of one type, without padding, and the bytes of one of them.
+    """Consecutive elements of a unit that have one type, without padding.
 
-    ``param_bytes`` are those of a parameter in compute, ``grad_bytes`` of a gradient on the wire and in shards,
-    ``master_bytes`` of the copy that the optimizer updates; 0: it updates the parameter itself. Raises ValueError for numbers
-    out of range.
+    ``numel``: elements.
+    ``param_bytes``: bytes of a parameter element in compute.
+    ``grad_bytes``: bytes of a gradient element on the wire and in shards.
+    ``master_bytes``: bytes of an element of the copy that the optimizer updates. 0: the optimizer updates the parameter
+        itself.
+
+    Raises ValueError for numbers out of range.
     """
 
     numel: int
@@ -34,17 +38,17 @@ class Section:
 
     @property
     def updated_bytes(self) -> int:
-        """Of an element of what the optimizer updates."""
+        """Bytes of an element of the copy that the optimizer updates."""
         return self.master_bytes or self.param_bytes
 
     def width(self, is_gather: bool) -> int:
-        """Bytes of an element on the wire: parameters are gathered, gradients reduced."""
+        """Return the bytes of an element on the wire: parameters are gathered, gradients are reduced."""
         return self.param_bytes if is_gather else self.grad_bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sections of a unit, one after the other, each padded at its end for ``world`` ranks."""
+    """The sections of a unit, one after the other. Each is padded at its end to a multiple of ``world``."""
 
     sections: tuple[Section, ...]
     world: int
@@ -56,30 +60,33 @@ class Layout:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where each section ends, in elements from the first section's begin."""
+        """End of each section, in elements from the start of the flat buffer."""
         return tuple(itertools.accumulate(self.sizes))
 
     @cached_property
     def elements(self) -> int:
-        """Of all sections, padding included."""
+        """Elements of all sections, padding included."""
         return self.ends[-1]
 
     @cached_property
     def param_bytes(self) -> int:
-        """Of the full parameters, padding included."""
+        """Bytes of the full parameters, padding included."""
         return sum(size * s.param_bytes for s, size in zip(self.sections, self.sizes, strict=True))
 
     @cached_property
     def grad_bytes(self) -> int:
-        """Of the full gradient, padding included."""
+        """Bytes of the full gradient, padding included."""
         return sum(size * s.grad_bytes for s, size in zip(self.sections, self.sizes, strict=True))
 
     def index(self, element: int) -> int:
-        """The section in which an element lies."""
+        """Return the index of the section that contains an element."""
         return bisect.bisect_right(self.ends, element)
 
     def segment_ends(self, segments: Sequence[int]) -> tuple[int, ...]:
-        """Where segments end that are so many elements long: padding belongs to the last one of its section."""
+        """Return where each segment ends in the flat buffer (elements), given the lengths of the segments.
+
+        Padding belongs to the last segment of its section.
+        """
         out, shift, counted = [], 0, 0
         sections = iter(zip(itertools.accumulate(s.numel for s in self.sections), self.ends, strict=True))
         last, end = next(sections)

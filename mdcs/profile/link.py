@@ -1,11 +1,15 @@
-"""The link, by LogGP: latency α, gap per message g and gap per byte β of each kind, several messages in flight in FIFO order.
+"""The LogGP model of the link: latency α, gap per message g and time per byte β of each kind.
 
-The same model is replayed by the simulator in virtual time and, for an emulated link, imposed on real
-collectives in wall-clock time (``mdcs.runtime.pacing``), so the two cannot drift apart.
+The simulator replays this model in virtual time. For an emulated link, ``mdcs.runtime.pacing`` imposes the same model
+on real
+collectives in wall-clock time, so the two cannot drift apart.
 
-Messages start in FIFO order, at most ``depth`` in flight. Their latencies overlap, their bytes do not: the link
-serves bytes one message after the other and pauses between two, so message i ends at max(start_i + α, end_{i-1} + g) +
-β · bytes_i (Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 this is NCCL's one at a time.
+Messages start in FIFO order, at most ``depth`` in flight. Their latencies overlap, their bytes do not. The link serves
+the bytes of
+one message after the other and pauses between two messages. Message i ends at
+max(start_i + α, end_{i-1} + g) + β · bytes_i (Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 messages
+run one at a
+time, as on NCCL.
 """
 
 from __future__ import annotations
@@ -18,8 +22,11 @@ from mdcs.sizes import MIB
 
 
 class Kind(str, Enum):
-    """The collective kinds. ``is_gather``: it gathers parameters; ``in_node``: its shards are of the ranks of a node;
-    ``plain``: the kind that does the same over the world.
+    """The collective kinds.
+
+    ``is_gather``: the kind gathers parameters.
+    ``in_node``: the shards belong to the ranks of one node.
+    ``plain``: the same kind over the world.
     """
 
     AR = "AR"  # all-reduce (dp)
@@ -30,7 +37,7 @@ class Kind(str, Enum):
     AG_F_N = "AG_F_N"  # all-gather within the node before forward (hsdp, hfsdp)
     AG_B_N = "AG_B_N"  # all-gather within the node before backward (hfsdp)
 
-    __hash__ = str.__hash__  # Enum's own is ten times slower, and planners look kinds up all the time
+    __hash__ = str.__hash__  # ten times faster than Enum's own; planners look kinds up very often
     plain: Kind
 
     def __init__(self, value: str) -> None:
@@ -44,22 +51,30 @@ for _kind in Kind:
     _kind.plain = Kind(_kind.value.removesuffix("_N"))
 
 REDUCTION = {Kind.AG_F: Kind.RS, Kind.AG_F_N: Kind.RS_N}
-"""A gather before forward -> the reduction whose update it brings."""
+"""Gather before forward -> the reduction whose update it distributes."""
 GATHER = {reduction: gather for gather, reduction in REDUCTION.items()}
-"""The inverse."""
+"""Reduction -> the gather that distributes its update."""
 
 _LEVELS = tuple(kind for kind in Kind if not kind.in_node), tuple(Kind)
 
 
 @dataclass(frozen=True)
 class Link:
-    """α (seconds of a message that is alone), β (seconds per wire byte) and gap (seconds between two messages in flight) per
-    kind, and the in-flight ``depth``.
+    """Latency, bandwidth and gap of each kind, and the number of messages in flight.
 
-    ``alpha``, ``beta`` and ``gap`` are in the order of :class:`Kind`: AR, RS, AG_F, AG_B and, on two levels, those within
-    nodes. ``block`` is the smallest message (payload bytes) that saturates the link: partition size and schedule granularity.
-    ``emulated``: messages are held back until the link would have carried them. ``per_node`` consecutive ranks share a host,
-    where there are several such hosts and the link has two levels; else 0. Raises ValueError for a value out of range.
+    ``alpha`` (s): latency of a message that is alone on the link.
+    ``beta`` (s/byte): seconds per wire byte.
+    ``depth``: messages in flight.
+    ``block``: the smallest message (payload bytes) that saturates the link. It is the partition size and the schedule
+        granularity.
+    ``emulated``: messages are held back until the modelled link would have carried them.
+    ``gap`` (s): pause between two messages in flight.
+    ``per_node``: consecutive ranks that share a host, if the link has two levels (several hosts with several ranks
+        each). Otherwise 0.
+
+    ``alpha``, ``beta`` and ``gap`` follow the order of :class:`Kind`: AR, RS, AG_F, AG_B, and with two levels the kinds
+    within nodes.
+    Raises ValueError for a value out of range.
     """
 
     alpha: tuple[float, ...]
@@ -82,46 +97,54 @@ class Link:
 
     @classmethod
     def uniform(cls, rate_gbit: float, latency_us: float, depth: int = 2, emulated: bool = False) -> Link:
-        """A link of one rate (10⁹ bits per second) and latency, without gaps; an all-reduce, two phases, pays the latency twice.
+        """Return a link with one rate (10⁹ bits per second) and one latency (microseconds) for all kinds, without gaps.
 
-        Raises ValueError for a rate that is not positive, a latency below 0 and a depth below 1.
+        An all-reduce has two phases and pays the latency twice. Raises ValueError for a rate that is not positive, a
+        latency below 0 and a
+        depth below 1.
         """
         if not rate_gbit > 0:
             raise ValueError(f"rate_gbit must be > 0, got {rate_gbit}")
         if latency_us < 0:
             raise ValueError(f"latency_us must be >= 0, got {latency_us}")
         a, b = latency_us * 1e-6, 8 / (rate_gbit * 1e9)
-        # 97 % of peak bandwidth: α <= 3 % of the whole, hence β·block = 0.97/0.03·α.
+        # 97 % of peak bandwidth: α <= 3 % of the total time, hence β·block = 0.97/0.03·α.
         block = max(MIB // 4, int(a / b * 0.97 / 0.03))
         return cls((2 * a, a, a, a), (b, b, b, b), depth, block, emulated)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Link:
-        """Inverse of ``dataclasses.asdict``; KeyError for a missing field, ValueError for a value out of range."""
+        """Return the link of ``dataclasses.asdict``.
+
+        Raises KeyError for a missing field, ValueError for a value out of range.
+        """
         a, b, g = tuple(data["alpha"]), tuple(data["beta"]), tuple(data["gap"])
         return cls(a, b, data["depth"], data["block"], data["emulated"], g, data.get("per_node", 0))
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Those it has costs of: within nodes, too, where it has two levels."""
+        """The kinds that the link has costs for. With two levels they include the kinds within nodes."""
         return _LEVELS[self.per_node > 0]
 
     def alpha_of(self, kind: Kind) -> float:
-        """Latency in seconds of a message of this kind that is alone."""
+        """Return the latency (seconds) of a message of this kind that is alone on the link."""
         return self.alpha[_ORDER[kind]]
 
     def beta_of(self, kind: Kind) -> float:
-        """Seconds per byte that the rank sends, for messages of this kind."""
+        """Return the seconds per byte that the rank sends, for messages of this kind."""
         return self.beta[_ORDER[kind]]
 
     def gap_of(self, kind: Kind) -> float:
-        """Seconds between the end of a message and the bytes of one of this kind that was in flight beside it."""
+        """Return the pause (seconds) before the bytes of a message of this kind, after the end of the previous message.
+        """
         return self.gap[_ORDER[kind]]
 
     def end(self, kind: Kind, wire: int, start: float, previous_end: float) -> float:
-        """When a message of ``wire`` bytes that starts at ``start`` ends, after one that ends at ``previous_end`` (seconds).
+        """Return when a message of ``wire`` bytes ends, in seconds.
 
-        max(start + α, previous_end + gap) + β · wire; ``previous_end`` is -inf for the first of all.
+        max(start + α, previous_end + gap) + β · wire. ``start``: when the message starts. ``previous_end``: when the
+        previous message ends,
+        -inf for the first message.
         """
         return max(start + self.alpha_of(kind), previous_end + self.gap_of(kind)) + self.beta_of(kind) * wire
 

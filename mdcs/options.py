@@ -1,8 +1,8 @@
 """Options: dataclass fields with a description and allowed values.
 
 A planner, model or engine that a config can choose is a dataclass of such fields. Each field is declared once. A wrong
-value raises
-an error when the object is made in Python (:class:`Checked`), and when a config is read, with the full key::
+value raises an error when the object is made in Python (:class:`Checked`), and when a config is read, with the full
+key::
 
     @dataclass(frozen=True)
     class Fusion(Checked):

@@ -1,5 +1,9 @@
-"""The plan: strategies and messages of one period, what makes them valid, what they hold (`ledger`) and take (`cost`), and the
-words for where a step's time goes (`times`).
+"""The plan of one period: a strategy per unit, and messages.
 
-Imports `mdcs.profile` alone; everything else of mdcs may import it.
+``validity``: rules that a plan keeps.
+``ledger``: bytes of slots and messages.
+``cost``: seconds of messages and updates.
+``times``: names for the parts of a step's time.
+
+Imports `mdcs.profile` only. Everything else of mdcs may import it.
 """

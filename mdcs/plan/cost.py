@@ -1,12 +1,14 @@
-"""The cost model: what messages, their sums and their updates take, in seconds. Beside the ledger, which has the bytes.
+"""The cost model: seconds of messages, sums and updates. The ledger is its counterpart for bytes.
 
-A message of B wire bytes takes α + β·B on the link if it is alone, and keeps it for gap + β·B if others are in flight
-(:mod:`mdcs.profile.link`); beside computing for at least what was measured there, which has the gap in it
-(:class:`mdcs.profile.contents.Contention`). Then follow, on its rank, what it is copied and summed by
-(packing and unpacking of a fused message: two passes over its payload; a sum of what an all-to-all has brought: one) and, after a
-reduction, the update of its elements: all of them after an all-reduce, this rank's part after a reduce-scatter.
+A message of B wire bytes that is alone on the link takes α + β·B. With other messages in flight it occupies the link
+for gap + β·B (:mod:`mdcs.profile.link`). While something computes it occupies the link at least as long as measured
+there, gap included (:class:`mdcs.profile.contents.Contention`). Two costs on the rank follow:
 
-Simulator, planners, bounds and calibration read seconds from here and nowhere else.
+- copies and sums: packing and unpacking a fused message takes two passes over its payload; the sum after an all-to-all
+  takes one.
+- the update after a reduction: all elements after an all-reduce, the rank's part after a reduce-scatter.
+
+The simulator, planners, bounds and calibration read seconds only from this module.
 """
 
 from __future__ import annotations
@@ -19,9 +21,15 @@ from mdcs.profile.link import Kind
 
 
 class Cost(NamedTuple):
-    """Seconds of a message: latency, gap and bytes on the link, then summing and unpacking, then the update.
+    """Seconds of a message, in the order in which they are spent.
 
-    ``idle`` is ``transfer`` while nothing computes, ``lost`` what computing loses when the message is done beside it.
+    ``alpha``: latency on the link.
+    ``gap``: pause after the previous message.
+    ``transfer``: time of its bytes on the link.
+    ``copy``: summing and unpacking.
+    ``update``: the update.
+    ``idle``: ``transfer`` while nothing computes.
+    ``lost``: compute time lost when the message completes while something computes.
     """
 
     alpha: float
@@ -34,48 +42,55 @@ class Cost(NamedTuple):
 
 
 class CostModel:
-    """Seconds for one profile. Costs of messages are kept: the plans that a planner compares have most of them in common."""
+    """Seconds for one profile.
+
+    Costs of messages are cached, because the plans that a planner compares share most of their messages.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._known: dict[tuple[Kind, int, int, bool, int | None], Cost] = {}
 
     def payload(self, kind: Kind, elements: int, width: int | None = None) -> int:
-        """Bytes of a message of so many elements of ``width`` bytes; None: the profile's, of what is gathered or reduced."""
+        """Return the payload bytes of a message with this many elements of ``width`` bytes.
+
+        ``width`` None: the profile's width of parameters (gathers) or gradients (reductions).
+        """
         return elements * (width or (self.profile.param_bytes if kind.is_gather else self.profile.grad_bytes))
 
     def link_s(self, kind: Kind, wire: int) -> float:
-        """α + β·wire: a message of ``wire`` bytes that is alone on the link."""
+        """Return α + β·wire: seconds of a message of ``wire`` bytes that is alone on the link."""
         return self.profile.link.alpha_of(kind) + self.profile.link.beta_of(kind) * wire
 
     def transfer_s(self, kind: Kind, wire: int) -> float:
-        """Seconds for which the link serves a message, after its gap, while something computes.
+        """Return the seconds for which the link serves a message, after its gap, while something computes.
 
-        max(β·wire, message_seconds + seconds_per_byte·wire - gap), with message_seconds and seconds_per_byte of the profile's
-        contention: they are of messages in a train over all ranks, gap included. Within nodes a byte takes as much longer than
-        its β as it does over all ranks.
+        max(β·wire, message_seconds + seconds_per_byte·wire - gap). message_seconds and seconds_per_byte come from the
+        profile's contention. They were measured with back-to-back messages over all ranks, so they include the gap.
+        Within nodes, the excess of seconds_per_byte over β stays the same.
         """
         link, contention = self.profile.link, self.profile.contention
         per_byte = contention.seconds_per_byte
         if kind.in_node:
-            world = (link.beta_of(Kind.RS) + link.beta_of(Kind.AG_F)) / 2  # what the contention was measured with
+            world = (link.beta_of(Kind.RS) + link.beta_of(Kind.AG_F)) / 2  # contention was measured with these two kinds
             per_byte = max(0.0, per_byte - world) + link.beta_of(kind)
         least = contention.message_seconds + per_byte * wire
         return max(link.beta_of(kind) * wire, least - link.gap_of(kind))
 
     def copy_s(self, kind: Kind, payload: int, parts: int = 1) -> float:
-        """Seconds of packing, summing and unpacking a message of so many bytes with so many parts.
+        """Return the seconds of packing, summing and unpacking a message.
 
-        copy_seconds_per_byte·payload: twice if there are several parts, once more if the algorithm leaves the sum to do.
+        copy_seconds_per_byte·payload·passes. Several parts need two passes. One more pass is needed if the ranks sum
+        the received parts themselves.
         """
         passes = int(self.profile.collectives.sums_afterwards(kind)) + 2 * int(parts > 1)
         return self.profile.copy_seconds_per_byte * payload * passes if passes else 0.0
 
     def update_s(self, kind: Kind, elements: int, runs: int = 1) -> float:
-        """Seconds of the update that a message of so many elements ends with, in so many runs of one parameter group.
+        """Return the seconds of the update after a message. 0 for a gather.
 
-        elements/ranks·seconds_per_element + runs·seconds_per_run, with 1 for ranks after an all-reduce, those of a node where
-        it is sharded within one; 0 for a gather.
+        elements/ranks·seconds_per_element + runs·seconds_per_run. ``runs``: runs of one parameter group. ``ranks`` is 1
+        for an all-reduce, the ranks of a node for RS_N, and the world otherwise.
         """
         if kind.is_gather:
             return 0.0
@@ -84,9 +99,10 @@ class CostModel:
         return elements / ranks * optimizer.seconds_per_element + runs * optimizer.seconds_per_run
 
     def lost_s(self, kind: Kind, wire: int, work: float) -> float:
-        """Seconds that computing loses to a message of ``wire`` bytes, with ``work`` seconds of copies and updates, beside it.
+        """Return the compute seconds lost to a message of ``wire`` bytes.
 
-        compute_per_message + compute_per_byte·wire + compute_per_work·work; times ``all_reduce`` for an all-reduce.
+        ``work``: seconds of copies and updates that the message causes. The result is
+        compute_per_message + compute_per_byte·wire + compute_per_work·work, times ``all_reduce`` for an all-reduce.
         """
         c = self.profile.contention
         lost = c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
@@ -95,7 +111,12 @@ class CostModel:
     def message(
         self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False, width: int | None = None
     ) -> Cost:
-        """All of a message whose :meth:`payload` this is; with ``blocking`` compute waits for it, and does not slow it down."""
+        """Return the cost of a message, from the cache if it is known.
+
+        See :meth:`payload` for ``elements`` and ``width``.
+
+        ``blocking``: compute waits for the message, so compute does not slow it down.
+        """
         key = kind, elements, parts, blocking, width
         cost = self._known.get(key)
         if cost is None:
@@ -112,15 +133,17 @@ class CostModel:
         return Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
 
     def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
-        """Seconds of communication, sums and update of a unit in one iteration, in whole messages and none of it hidden.
+        """Return the seconds of communication, sums and updates of a unit in one iteration.
 
-        A sharded unit is gathered in every micro-step; it is reduced and updated once, as zero1 is gathered once.
+        Messages carry whole units, and nothing overlaps.
+
+        A sharded unit is gathered in every micro-step. It is reduced and updated once. A zero1 unit is gathered once.
         """
         u, layout = self.profile.units[unit], self.profile.layouts[unit]
         seconds = 0.0
         for kind in strategy.kinds(u.trainable, u.backward is not None):
             times = micro_steps if kind.is_gather and strategy.sharded else 1
-            parts: dict[int, list[int]] = {}  # of the messages: elements of one width go together
+            parts: dict[int, list[int]] = {}  # width -> elements of each section; a message carries one width
             for section, elements in zip(layout.sections, layout.sizes, strict=True):
                 parts.setdefault(section.width(kind.is_gather), []).append(elements)
             for width, together in parts.items():
@@ -130,7 +153,10 @@ class CostModel:
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:
-        """Seconds, (bytes sent - bytes of all-dp) · β per iteration; ``sent`` is wire bytes by kind (:meth:`Plan.sent_bytes`)."""
+        """Return the seconds per iteration of traffic beyond that of all-dp: β·bytes sent - β·bytes of all-dp.
+
+        ``sent``: wire bytes by kind (:meth:`Plan.sent_bytes`).
+        """
         profile = self.profile
         all_dp = sum(
             profile.wire(Kind.AR, layout.grad_bytes)

@@ -1,8 +1,9 @@
-"""Reductions that need not wait for the end of a slot: their gradients are there before.
+"""Early reductions: messages that leave before the end of a slot, because their gradients are ready.
 
-While the last backward slot of a unit runs, its gradients come one after the other, mostly from its last parameter to its first
-(:attr:`mdcs.profile.contents.Unit.gradients`). A reduction that the plan issues when compute arrives at the next slot may leave
-as soon as those of its blocks are there, if all messages ahead of it have been issued and its bytes fit. DDP's buckets leave so.
+While the last backward slot of a unit runs, its gradients become ready one by one, mostly from the last parameter to
+the first (:attr:`mdcs.profile.contents.Unit.gradients`). The plan issues a reduction when compute arrives at a slot.
+The reduction may leave during the slot before, once the gradients of its blocks are ready, if all messages ahead of it
+have been issued and its bytes fit. DDP's buckets leave in the same way.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from mdcs.profile.contents import Profile
 def early(
     period: Period, blocks: Sequence[tuple[int, ...]], messages: Sequence[Message], windows: Sequence[tuple[int, int]]
 ) -> tuple[float, ...]:
-    """For each message the part of the slot before its own that is over when it may leave; 1: compute must arrive at its own.
+    """Return for each message the fraction of the preceding slot after which it may leave.
 
-    Only reductions leave early, at the head of those of their slot, and only if that is the first at which they can be issued.
+    1: it leaves at its own slot.
+
+    A message leaves early only if it is a reduction, does not block, is issued at the first slot of its window, and all
+    messages ahead of it in the slot leave early.
     """
     if not period.profile.tells_gradients:
         return (1.0,) * len(messages)
@@ -37,7 +41,10 @@ def early(
 
 
 def part_of_slot(period: Period, blocks: Sequence[tuple[int, ...]], message: Message, first: int) -> float:
-    """The part of the slot before ``first``, a reduction's first, that is over when all its gradients are there."""
+    """Return the fraction of the slot before ``first`` after which all gradients of a reduction are ready.
+
+    ``first``: the first slot at which the reduction can be issued.
+    """
     return max(
         parts_of_slot(period.profile, u, blocks[u])[b]
         for u, b in message.parts
@@ -46,7 +53,7 @@ def part_of_slot(period: Period, blocks: Sequence[tuple[int, ...]], message: Mes
 
 
 def parts_of_slot(profile: Profile, unit: int, blocks: tuple[int, ...]) -> tuple[float, ...]:
-    """For each block of a unit the part of its last backward slot that is over when all its gradients are there."""
+    """Return for each block the fraction of the unit's last backward slot after which all its gradients are ready."""
     gradients = profile.units[unit].gradients
     if not gradients:
         return (1.0,) * len(blocks)
@@ -54,17 +61,20 @@ def parts_of_slot(profile: Profile, unit: int, blocks: tuple[int, ...]) -> tuple
 
 
 def in_order(profile: Profile, unit: int, blocks: tuple[int, ...]) -> list[int]:
-    """The blocks of a unit in the order in which their gradients come."""
+    """Return the blocks of a unit in the order in which their gradients become ready."""
     return sorted(range(len(blocks)), key=parts_of_slot(profile, unit, blocks).__getitem__)
 
 
 def gradient_ends(profile: Profile, unit: int) -> tuple[int, ...]:
-    """Where parameters end in the unit's flat buffer, in elements, padding included; nothing if not known when gradients come."""
+    """Return where each parameter ends in the unit's flat buffer (elements, padding included).
+
+    Empty if the profile does not say when gradients become ready.
+    """
     return profile.layouts[unit].segment_ends([n for n, _ in profile.units[unit].gradients])
 
 
 def share_within(profile: Profile, unit: int) -> float:
-    """Of the bytes of a unit's gradients those that are there before its last backward slot ends."""
+    """Return the fraction of a unit's gradient bytes that are ready before its last backward slot ends."""
     layout, gradients = profile.layouts[unit], profile.units[unit].gradients
     begin, within = 0, 0
     for (_, part), end in zip(gradients, gradient_ends(profile, unit), strict=True):
@@ -75,14 +85,18 @@ def share_within(profile: Profile, unit: int) -> float:
 
 
 def needed(profile: Profile, unit: int, blocks: tuple[int, ...], block: int) -> range:
-    """The parameters, by their place in flat order, that have elements in a block."""
+    """Return the parameters that have elements in a block, as indices in flat order."""
     begin = sum(blocks[:block])
     return _overlapped(gradient_ends(profile, unit), begin, begin + blocks[block])
 
 
 def edge(profile: Profile, unit: int, element: int, step: int, apart: int, begin: int = 0) -> int:
-    """Where to cut a unit near an element, ``apart`` from other cuts: behind the end of a parameter if one ends near, at a
-    multiple of ``step`` behind ``begin``. What is beyond that end goes to the block before it, for its gradient comes earlier.
+    """Return where to cut a unit near ``element``, as a flat element offset. Prefers the end of a parameter.
+
+    If a parameter ends within ``apart // 3`` elements, the result is that end, rounded up to a multiple of ``step``
+    counted from ``begin``. Otherwise the result is ``element``. ``apart``: distance to the other cuts. Rounding up
+    moves the first elements of the next parameter into the block before the cut. This delays nothing: their gradient is
+    ready earlier.
     """
     if not profile.units[unit].gradients or apart < 4 * step:
         return element

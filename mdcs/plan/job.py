@@ -1,4 +1,4 @@
-"""The job: what a plan is made for, beside strategies, messages and budget."""
+"""The job: profile and training settings that a plan is made for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from mdcs.profile.contents import Profile
 
 @dataclass(frozen=True)
 class Job:
-    """A profile, and how its steps are taken.
+    """A profile, and the settings of its steps.
 
-    An iteration has ``micro_steps`` forward and backward passes. Without ``cross_iteration`` (with clipping, say) all updates
-    wait for all reductions of the iteration. ``reserve`` bytes of any budget are kept free. Raises ValueError for numbers out of
-    range. All plans of a job share its :class:`~mdcs.plan.period.Period` and its cost model.
+    ``micro_steps``: forward and backward passes of one iteration.
+    ``cross_iteration``: whether messages may cross from one iteration to the next. False (with gradient clipping, for
+        example): all updates wait for all reductions of the iteration.
+    ``reserve``: bytes of any budget that are kept free.
+
+    All plans of a job share its :class:`~mdcs.plan.period.Period` and its cost model. Raises ValueError for numbers out
+    of range.
     """
 
     profile: Profile
@@ -34,7 +38,7 @@ class Job:
 
     @classmethod
     def of(cls, job: Job | Profile) -> Job:
-        """The job itself, or that of a profile whose steps are plain ones."""
+        """Return the job itself, or a job with default settings for a profile."""
         return cls(job) if isinstance(job, Profile) else job
 
     @cached_property
@@ -48,4 +52,4 @@ class Job:
         return CostModel(self.profile)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # not what was worked out from it
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # without cached properties

@@ -1,14 +1,15 @@
-"""The memory ledger: what every slot and message of a plan holds, in integer bytes per rank.
+"""The memory ledger: integer bytes per rank that each slot and message of a plan holds.
 
-Sizes and lifetimes by strategy are in docs/glossary.md. The runtime's byte account, the simulator and the planners all read
-them from here, so that what is admitted, predicted and measured is the same thing.
+Sizes and lifetimes by strategy are in docs/glossary.md. The runtime's byte account, the simulator and the planners all
+read this module, so admission, prediction and measurement count the same bytes.
 
 Two views of one plan:
 
-* effects: what a message or slot allocates and what it frees when it ends (:class:`MessageBytes`,
-  :class:`SlotBytes`); the simulator and the runtime apply them in the order in which things happen;
-* :func:`smallest_budget`: the bytes that must be free for the plan to run *whatever the timing is*: compute may wait for
-  the messages issued so far, never for later ones. A plan that needs no more than its budget cannot deadlock.
+* effects: bytes that a message or slot allocates, and bytes that it frees when it ends (:class:`MessageBytes`,
+  :class:`SlotBytes`). The simulator and the runtime apply the effects in the order of events.
+* :func:`smallest_budget`: bytes that must be free for the plan to run *with any timing*. Compute may wait for messages
+  issued so
+  far, never for later ones. A plan that needs no more than its budget cannot deadlock.
 """
 
 from __future__ import annotations
@@ -37,21 +38,27 @@ CATEGORIES = (
     "gradient_shards",
     "staging",  # buffers of messages in flight whose collective is not zero-copy
     "update_scratch",
-    "activations",  # and workspace, batch, buffers: all that is no registered buffer
+    "activations",  # and workspace, batch, module buffers: everything that is not a registered buffer
 )
-"""What bytes are held for: the words of every reading and prediction."""
+"""Categories of bytes in every measurement and prediction."""
 
 Effects = tuple[tuple[str, int], ...]
-"""(category, bytes): allocated, or freed if negative."""
+"""(category, bytes) pairs: positive bytes are allocated, negative bytes are freed."""
 
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """Effects of one message. ``full`` and ``gradients`` pair a unit with bytes.
+    """Bytes that one message allocates and frees.
 
-    At its start: full parameters of units it is the first to gather, staging, gradient shards. When it ends:
-    staging is freed, its blocks are updated (scratch), then shards and the gradients it was the last to need.
-    ``shards_freed`` differs from ``shards`` in barrier mode: the last reduction updates and frees all.
+    ``full``: (unit, bytes) of full parameters, for units that this message is the first to gather. Allocated at its
+        start.
+    ``staging``: buffers of the collective. Allocated at its start, freed when the collective ends.
+    ``shards``: gradient shards. Allocated at its start.
+    ``scratch``: temporary memory of the update. Allocated when the collective ends, freed after the update.
+    ``shards_freed``: gradient shards that are freed after the update. In barrier mode the last reduction frees the
+        shards of all reductions.
+    ``gradients_after_link``: (unit, bytes) of full gradients that are freed when the collective ends (RS).
+    ``gradients_after_update``: (unit, bytes) of full gradients that are freed after the update (AR).
     """
 
     full: tuple[tuple[int, int], ...]
@@ -61,15 +68,15 @@ class MessageBytes:
     shards_freed: int
     gradients_after_link: tuple[tuple[int, int], ...]  # freed once reduced (RS)
     gradients_after_update: tuple[tuple[int, int], ...]  # freed once updated (AR)
-    # What follows from these; looked up so often that it is worked out only once.
+    # Derived from the fields above. Computed once, because they are read very often.
     at_start: Effects = field(init=False)
     when_landed: Effects = field(init=False)
     when_done: Effects = field(init=False)
-    shards_held: int = field(init=False)  # of its gradient shards, what stays until the barrier
-    shards_of_others: int = field(init=False)  # of the gradient shards it frees, what earlier messages left
-    held: int = field(init=False)  # stays after the message
-    freed: int = field(init=False)  # of what slots and earlier messages left, what is freed when it ends
-    transient: int = field(init=False)  # the most that lives only in flight, beside the gradients that it frees
+    shards_held: int = field(init=False)  # its gradient shards that stay until the barrier
+    shards_of_others: int = field(init=False)  # gradient shards of earlier messages that it frees
+    held: int = field(init=False)  # bytes that it allocates and that stay after it
+    freed: int = field(init=False)  # bytes of slots and earlier messages that it frees when it ends
+    transient: int = field(init=False)  # peak of bytes that live only in flight, without the gradients that it frees
 
     def __post_init__(self) -> None:
         reduced, updated = _total(self.gradients_after_link), _total(self.gradients_after_update)
@@ -89,7 +96,13 @@ class MessageBytes:
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """Effects of one slot: gradients allocated when it starts, full parameters freed when it ends."""
+    """Bytes that one slot allocates and frees.
+
+    ``gradients``: (unit, bytes) of full gradients, allocated when the slot starts.
+    ``released``: (unit, bytes) of full parameters, freed when the slot ends.
+    ``live``, ``peak``: bytes of activations and workspace, as in :class:`mdcs.profile.contents.Slot`.
+    ``allocated``, ``freed``: sums of ``gradients`` and of ``released``.
+    """
 
     gradients: tuple[tuple[int, int], ...]
     released: tuple[tuple[int, int], ...]
@@ -107,7 +120,7 @@ def _effects(**sizes: int) -> Effects:
     return tuple([(category, size) for category, size in sizes.items() if size])
 
 
-# The plans that a planner compares have most messages in common.
+# Cached, because the plans that a planner compares share most of their messages.
 _message_bytes = lru_cache(maxsize=1 << 14)(MessageBytes)
 
 
@@ -116,9 +129,9 @@ def _total(pairs: tuple[tuple[int, int], ...]) -> int:
 
 
 def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:
-    """(start, length, segment) of the pieces of a block that ``rank`` updates, in flat elements.
+    """Return (start, length, segment) of each piece of a block that ``rank`` updates, in flat elements.
 
-    dp updates all of the block, the others the rank's share of it; padding belongs to the last segment of its section.
+    With dp every rank updates the whole block, otherwise its share. Padding belongs to the last segment of its section.
     """
     return _runs(plan.profile, unit, plan.strategies[unit], plan.blocks[unit], block, rank)
 
@@ -139,10 +152,11 @@ def _runs(
 
 
 class _Cuts(NamedTuple):
-    """Where segment boundaries cut what ranks update of a unit, beyond one run per block.
+    """Extra runs of a unit's updates, where segment boundaries cut the part of a rank. A block without cuts is one run.
 
-    ``everywhere`` is how many cuts every rank has, ``on_rank`` how many more some have; ``largest`` is, per block,
-    the longest run of any rank.
+    ``everywhere``: cuts that every rank has.
+    ``on_rank``: (rank, further cuts) of the ranks that have some.
+    ``largest``: for each block, the longest run of any rank (elements).
     """
 
     everywhere: int
@@ -152,8 +166,10 @@ class _Cuts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cuts:
-    """``ends`` are those of segments, ``parts`` is into how many an update is divided (:meth:`Strategy.parts`); ranks are counted
-    among so many.
+    """Return the cuts of a unit.
+
+    ``ends``: ends of its segments (elements).
+    ``parts``: number of ranks that share an update (:meth:`Strategy.parts`). Ranks in the result are modulo ``parts``.
     """
     counts: Counter[int] = Counter()
     largest = []
@@ -176,7 +192,7 @@ def _cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cuts:
 
 @lru_cache(maxsize=256)
 def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
-    """What the slots hold; it follows from the mix alone."""
+    """Return the bytes of each slot. They depend only on the strategies."""
     profile = period.profile
     allocated: dict[int, list[tuple[int, int]]] = {}
     released: dict[int, list[tuple[int, int]]] = {}
@@ -199,22 +215,28 @@ def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
 
 
 def rest_of(profile: Profile, unit: int, strategy: Strategy) -> dict[str, int]:
-    """Bytes that a unit holds between steps before its optimizer has state: its parameters, and masters with the optimizer."""
+    """Return the bytes by category that a unit holds between steps: its parameters, and masters under "optimizer".
+
+    Optimizer state is not included.
+    """
     layout, parts = profile.layouts[unit], strategy.parts(profile)
     rest = {"parameters": 0, "optimizer": 0}
     for section, size in zip(layout.sections, layout.sizes, strict=True):
-        if not (strategy.sharded and section.master_bytes):  # its master shard is all there is
+        if not (strategy.sharded and section.master_bytes):  # else only the master shard is kept at rest
             rest["parameters"] += size * section.param_bytes // (parts if strategy.sharded else 1)
         rest["optimizer"] += size // parts * section.master_bytes
     return rest
 
 
 class MixBytes:
-    """Bytes that follow from strategies and blocks (elements), in any order of messages: ``at_rest`` by category, ``scratch`` of
-    the update of each (unit, block), and ``slots``.
+    """Bytes that depend only on strategies and blocks, not on the order of messages.
 
-    Segment boundaries cut the ranks' shards differently, which costs optimizer state and scratch: they are those of ``rank``,
-    or, for planning, the most that any rank needs (None).
+    ``at_rest``: bytes by category between steps.
+    ``scratch``: temporary bytes of the update of each (unit, block).
+    ``slots``: bytes of each slot.
+
+    ``blocks`` are in elements. Segment boundaries cut the shards of the ranks differently, which changes optimizer
+    state and scratch. The result is that of ``rank``, or with None (for planning) the most that any rank needs.
     """
 
     def __init__(
@@ -240,7 +262,7 @@ class MixBytes:
                 updated, largest = layout.sections[s].updated_bytes, cuts.largest[b]
                 if rank is not None:
                     largest = max(n for _, n, _ in _runs(profile, u, strategy, blocks[u], b, rank))
-                # The gradient in the optimizer's precision.
+                # A copy of the gradient in the optimizer's precision.
                 cast = blocks[u][b] // parts * updated if updated != layout.sections[s].grad_bytes else 0
                 self.scratch[u, b] = opt.scratch(largest, updated) + cast
         pieces += max(more.values(), default=0) if rank is None else more[rank]
@@ -250,16 +272,16 @@ class MixBytes:
 
 
 def staging_bytes(profile: Profile, kind: Kind, payload: int, parts: int) -> int:
-    """Bytes of the buffers of a message whose collective is not zero-copy.
+    """Return the bytes of the buffers of a message whose collective is not zero-copy.
 
-    A fused message is packed into one; what an algorithm needs beside that is in :mod:`mdcs.profile.algorithms`.
+    A fused message is packed into one buffer. The algorithm may need a further buffer (:mod:`mdcs.profile.algorithms`).
     """
     packed = payload if profile.world > 1 and parts > 1 else 0
     return packed + profile.buffer(kind, payload)
 
 
 class Ledger(MixBytes):
-    """All effects of a plan, and its bytes at rest by category."""
+    """Effects of all slots and messages of a plan, and its bytes at rest by category."""
 
     def __init__(self, plan: Plan, rank: int | None = None) -> None:
         super().__init__(plan.period, plan.strategies, plan.blocks, rank)
@@ -303,9 +325,10 @@ class Ledger(MixBytes):
         return effects
 
     def _first_gathers(self) -> dict[int, list[int]]:
-        """The sharded units that a message is the first, in time, to gather: it allocates their buffers.
+        """Return for each message the sharded units that it is the first in time to gather: it allocates their buffers.
 
-        Blocks of one AG_B may be sent before and after the end of the period, so time is not the list's order.
+        Blocks of one AG_B may be sent before and after the end of the period, so the order of time differs from the
+        order of the list.
         """
         plan, length = self.plan, self.plan.period.length
         first: dict[tuple[Kind, int, int], tuple[int, int]] = {}
@@ -323,7 +346,11 @@ class Ledger(MixBytes):
 
 
 class Need(NamedTuple):
-    """Bytes that must fit at a slot: on arrival, while compute waits for messages, and in the slot."""
+    """Bytes that must fit at a slot.
+
+    ``arrival``: when compute arrives, while it waits for messages.
+    ``running``: while the slot runs.
+    """
 
     arrival: int
     running: int
@@ -335,10 +362,10 @@ class Need(NamedTuple):
 
 
 class SlotLimits:
-    """How many messages of the period are issued (``issued``) and surely done (``done``) at each slot.
+    """For each slot, the number of messages issued (``issued``) and surely done (``done``) when it begins.
 
-    Counts are unrolled: ``done`` may be negative, for messages of the period before. Messages end in FIFO
-    order, so a slot that waits for one waits for all before it.
+    Counts are unrolled: a ``done`` of 0 or less refers to messages of the previous period. Messages end in FIFO order,
+    so a slot that waits for one message waits for all before it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -350,14 +377,14 @@ class SlotLimits:
         done_at = [-n] * length
         for i, (m, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
             if not m.blocking and m.kind.plain is Kind.RS:
-                continue  # its gather follows it
-            # The slot that needs a message, from the scale of its window to its own period.
+                continue  # no slot needs it: its gather follows and is needed instead
+            # The slot that needs the message, counted from the period in which the message is issued.
             waits = m.slot if m.blocking else last if m.slot >= first else last - length
             periods, at = divmod(waits, length)
             if i + 1 - periods * n > done_at[at]:
                 done_at[at] = i + 1 - periods * n
         if not plan.cross_iteration:
-            # The last reduction updates every unit: no dp unit has its parameters before.
+            # The last reduction updates every unit, so forward of a dp unit waits for it.
             last = max((i for i, m in enumerate(plan.messages) if not m.kind.is_gather), default=-1)
             for u, unit in enumerate(plan.profile.units):
                 if unit.trainable and plan.strategies[u] is Strategy.dp:
@@ -371,15 +398,16 @@ class SlotLimits:
 
 
 def most_in_flight(transient: Sequence[int], depth: int) -> int:
-    """The most bytes that ``depth`` neighbours among the messages not yet done can hold at once."""
+    """Return the most bytes that ``depth`` consecutive messages can hold in flight."""
     if len(transient) <= depth:
         return sum(transient)
     return max(sum(transient[i : i + depth]) for i in range(len(transient) - depth + 1))
 
 
 def walk(plan: Plan) -> Iterator[tuple[int, int, list[int]]]:
-    """(period, slot, the messages issued there) as compute comes by: the prologue (period 0, from the turn on; it only gathers),
-    the first period, and the steady one (period 2).
+    """Yield (period, slot, messages issued there) in the order in which compute arrives.
+
+    Period 0 is the prologue: it starts at the turn and only gathers. Period 1 is the first, period 2 the steady one.
     """
     issued = SlotLimits(plan).issued
     for period in range(3):
@@ -390,13 +418,13 @@ def walk(plan: Plan) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
-    """Bytes needed at each slot, of the steady period or the prologue, when every message issued before is done.
+    """Return the bytes needed at each slot: the larger of prologue and steady period, with all earlier messages done.
 
-    That is what compute can always wait for, so it is what must fit for admission never to deadlock. ``ledger`` is the plan's
-    own, if it is at hand.
+    Compute can always wait for messages that are issued. Therefore admission cannot deadlock if these bytes fit.
+    ``ledger``: the plan's ledger, if the caller has it.
     """
     ledger = ledger or Ledger(plan)
-    issued: list[list[tuple[bool, int, int]]] = [[] for _ in ledger.slots]  # whether in the prologue, bytes at most, bytes left
+    issued: list[list[tuple[bool, int, int]]] = [[] for _ in ledger.slots]  # in the prologue?, peak bytes, net bytes
     for m, e in zip(plan.messages, ledger.messages, strict=True):
         issued[m.slot].append((plan.in_prologue(m), e.held + e.transient, e.held - e.freed))
     slots = [(own, s.live, s.allocated, s.peak, s.freed) for own, s in zip(issued, ledger.slots, strict=True)]
@@ -405,7 +433,7 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     begun = [(by_turn, *slots[turn][1:]), *slots[turn + 1 :]]
     out: list[Need] = []
     prologue: list[Need] = []
-    for period in range(3):  # as :func:`walk` goes
+    for period in range(3):  # in the order of :func:`walk`
         out = []
         for messages, live, allocated, peak, freed in slots if period else begun:
             arrival = 0
@@ -418,19 +446,22 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
             out.append(Need(arrival, held + peak))
             held -= freed
         prologue = prologue or out
-    for q, other in enumerate(prologue, turn):  # it issues at the turn what later periods issue at the slots before
+    for q, other in enumerate(prologue, turn):  # at the turn it issues the gathers that later periods issue before
         out[q] = Need(max(out[q].arrival, other.arrival), max(out[q].running, other.running))
     return out
 
 
 def smallest_budget(plan: Plan) -> int:
-    """The fewest bytes under which the plan runs whatever the timing is, its reserve included."""
+    """Return the smallest budget (bytes, reserve included) under which the plan runs with any timing."""
     return max(need.bytes for need in needs(plan)) + plan.reserve
 
 
 def start_bytes(plan: Plan, together: Sequence[Sequence[int]] | None = None) -> int:
-    """The most bytes of parameters and masters that :func:`mdcs.parallelize` holds of a model that was on the meta device, until
-    it returns: what units before keep at rest, and units whole that one module has parameters in (``together``; None: none).
+    """Return the peak bytes of parameters and masters while a model from the meta device is initialized.
+
+    :func:`mdcs.parallelize` initializes it. The peak counts the bytes at rest of units that are initialized, and the
+    whole units that are being initialized. ``together``: groups of units that share a module and are initialized
+    together. None: each unit alone.
     """
     held = most = 0
     layouts = plan.profile.layouts
@@ -445,7 +476,7 @@ def start_bytes(plan: Plan, together: Sequence[Sequence[int]] | None = None) -> 
 
 
 def bytes_beyond_fsdp(profile: Profile, unit: int, strategy: Strategy) -> int:
-    """What a unit holds at the end of the forward pass beyond what it would as fsdp: the usual place of the peak."""
+    """Return the bytes that a unit holds at the end of forward in excess of fsdp. The peak is usually there."""
     layout, is_updated = profile.layouts[unit], profile.units[unit].trainable
     state = sum(
         int(total * (profile.optimizer.state_tensors * section.updated_bytes + section.master_bytes)) if is_updated else 0

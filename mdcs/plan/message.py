@@ -1,4 +1,4 @@
-"""One collective on the wire, as a plan has it."""
+"""A message of a plan: one collective on the wire."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from mdcs.profile.link import Kind
 
 @dataclass(frozen=True)
 class Message:
-    """One collective on the wire: ``kind`` and its ``parts`` as (unit, block) pairs, whose elements have one width.
+    """One collective on the wire.
 
-    Several units make a fused message, a block of a unit a partitioned one. It may start once compute has
-    arrived at ``slot`` (an index into the period), a reduction before that if its gradients are there (:mod:`mdcs.plan.early`);
-    with ``blocking`` compute waits there until it is done, before anything else is issued.
-    ``micro`` is the micro-step whose slots the message serves.
+    ``kind``: the collective.
+    ``parts``: (unit, block) pairs. All elements have one width. A fused message carries several units, a partitioned
+        one a block of a unit.
+    ``slot``: index into the period. The message may start when compute arrives there. A reduction may start earlier if
+        its gradients are ready (:mod:`mdcs.plan.early`).
+    ``blocking``: compute waits at the slot until the message is done, before anything else is issued.
+    ``micro``: the micro-step whose slots use the message.
     """
 
     kind: Kind
@@ -27,7 +30,7 @@ class Message:
 
 
 def windows(period: Period, messages: Sequence[Message]) -> tuple[tuple[int, int], ...]:
-    """For each message the first slot at which it can be issued, and the slot that needs it (both unrolled)."""
+    """Return for each message the first slot at which it can be issued, and the slot that needs it (both unrolled)."""
     of, out = period.windows, []
     for m in messages:
         spans = [of[m.kind, u, m.micro] for u, _ in m.parts]

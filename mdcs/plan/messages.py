@@ -1,4 +1,7 @@
-"""The plan: a strategy per unit and the ordered messages of one period. Immutable, JSON, hashed."""
+"""The plan: a strategy per unit and the ordered messages of one period.
+
+Immutable, stored as JSON, identified by a hash.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,20 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """Strategy per unit, blocks per unit (elements, each a multiple of ``world`` and in one section), messages in wire order.
+    """A strategy per unit, and the messages of one period.
 
-    ``budget`` (bytes, None for unlimited) is what admission enforces, the job's reserve of it kept free. ``outcome`` is what
-    became of a solver's work, if one was asked, and ``bound_s`` the step time below which it has proven that no plan within the
-    budget is.
-    Raises PlanError for what cannot be run (:func:`mdcs.plan.validity.validate`).
+    ``job``: the profile and its settings.
+    ``strategies``: one strategy per unit.
+    ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world`` and lies in one
+        section.
+    ``messages``: messages in wire order.
+    ``budget``: bytes that admission enforces, of which the job's reserve stays free. None: unlimited.
+    ``strategy``, ``scheduler``: names of the planners.
+    ``outcome``: status of the solver. Empty if no solver was used.
+    ``bound_s``: proven lower bound (seconds) on the step time of any plan within the budget. None: nothing was proven.
+    ``prediction``: result of the replay.
+
+    Raises PlanError for a plan that cannot run (:func:`mdcs.plan.validity.validate`).
     """
 
     job: Job
@@ -50,16 +61,16 @@ class Plan:
         validate(self.job, self.strategies, self.blocks, self.messages, self.budget)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # not what was worked out from it
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # without cached properties
 
     @property
     def profile(self) -> Profile:
-        """What the plan was made from."""
+        """The profile that the plan was made for."""
         return self.job.profile
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.job.profile.world
 
     @property
@@ -69,12 +80,15 @@ class Plan:
 
     @property
     def cross_iteration(self) -> bool:
-        """Whether messages may cross from one iteration to the next; else a barrier lies between backward and the updates."""
+        """Whether messages may cross from one iteration to the next.
+
+        False: a barrier lies between backward and the updates.
+        """
         return self.job.cross_iteration
 
     @property
     def reserve(self) -> int:
-        """Bytes of the budget that are kept free."""
+        """Bytes of the budget that stay free."""
         return self.job.reserve
 
     @property
@@ -84,29 +98,29 @@ class Plan:
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Where each block begins in its unit's flat buffer, in elements."""
+        """Start of each block in its unit's flat buffer (elements)."""
         return tuple(tuple(sum(sizes[:i]) for i in range(len(sizes))) for sizes in self.blocks)
 
     def padded(self, unit: int) -> int:
-        """Elements of the unit's flat buffer, padding included."""
+        """Return the elements of the unit's flat buffer, padding included."""
         return sum(self.blocks[unit])
 
     def elements(self, message: Message) -> int:
-        """Elements of all blocks of the message, padding included."""
+        """Return the elements of all blocks of the message, padding included."""
         return sum([self.blocks[u][b] for u, b in message.parts])
 
     def payload(self, message: Message) -> int:
-        """Bytes of the full (unsharded) payload."""
+        """Return the bytes of the full (unsharded) payload."""
         return self.elements(message) * self.width(message)
 
     def width(self, message: Message) -> int:
-        """Bytes of an element of what the message carries, which is all of one width."""
+        """Return the bytes of an element of the message. All its elements have one width."""
         if self.profile.is_mixed:
             return width_of(self.profile, self.blocks, message.kind, message.parts[0])
         return self.profile.param_bytes if message.kind.is_gather else self.profile.grad_bytes
 
     def wire(self, message: Message) -> int:
-        """Bytes that one rank sends."""
+        """Return the bytes that one rank sends."""
         return self.profile.wire(message.kind, self.payload(message))
 
     @cached_property
@@ -115,22 +129,26 @@ class Plan:
         return windows(self.period, self.messages)
 
     def need(self, message: Message) -> int | None:
-        """The slot (unrolled) that cannot start before the message is done; None if it is no gather."""
+        """Return the slot (unrolled) that cannot start before the message is done. None for a reduce-scatter."""
         if message.kind.plain is Kind.RS:
-            return None  # its AG_F follows it
+            return None  # no slot needs it: its AG_F follows and is needed instead
         return min(self.period.window(Op(message.kind, u, message.micro))[1] for u, _ in message.parts)
 
     def unrolled(self, message: Message) -> int:
-        """The issue slot on the scale of the message's window (AG_B issued at the head of the next period)."""
+        """Return the issue slot on the scale of the message's window.
+
+        An AG_B may be issued at the head of the next period.
+        """
         kind, micro, window = message.kind, message.micro, self.period.window
         first = max([window(Op(kind, u, micro))[0] for u, _ in message.parts])
         return message.slot if message.slot >= first else message.slot + self.period.length
 
     @cached_property
     def waits_for(self) -> tuple[int, ...]:
-        """For each message the one ahead of it in the same period that must be done first (its update too), or -1.
+        """For each message, the index of an earlier message of the period whose update must be done first, or -1.
 
-        A gather after the update waits for the reduction of its blocks; in barrier mode for the last of all.
+        A gather of updated parameters waits for the reduction of its blocks. In barrier mode it waits for the last
+        reduction.
         """
         reduced: dict[tuple[int, int], int] = {}
         for i, m in enumerate(self.messages):
@@ -148,12 +166,13 @@ class Plan:
 
     @cached_property
     def early(self) -> tuple[float, ...]:
-        """For each message the part of the slot before its own after which it may leave (:mod:`mdcs.plan.early`)."""
+        """For each message, the fraction of the slot before its own after which it may leave (:mod:`mdcs.plan.early`).
+        """
         return early(self.period, self.blocks, self.messages, self.windows)
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
-        """The seconds of each message; behind a barrier the last reduction brings all updates."""
+        """Seconds of each message. In barrier mode the last reduction takes the update time of all reductions."""
         cost = self.job.cost
         out = [cost.message(m.kind, self.elements(m), len(m.parts), m.blocking, self.width(m)) for m in self.messages]
         if self.cross_iteration:
@@ -168,37 +187,40 @@ class Plan:
     def in_prologue(self, message: Message) -> bool:
         """Whether the message is sent before the first iteration, which starts at the first forward slot.
 
-        What a plan gathers for forward in backward slots is gathered then; nothing is reduced yet.
+        The prologue sends the gathers for forward that the plan issues in backward slots. It reduces nothing.
         """
         return message.kind.plain is Kind.AG_F or (message.kind.plain is Kind.AG_B and message.slot >= self.period.turn)
 
     @cached_property
     def hash(self) -> str:
-        """Identity of what is executed: predictions and names do not count."""
+        """Identity of the part of the plan that is executed. Predictions and names are not included."""
         data = self._flat()
         for key in ("prediction", "strategy", "scheduler", "outcome", "bound_s"):
             del data[key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def sent_bytes(self) -> dict[str, int]:
-        """Wire bytes that one rank sends in one iteration, by kind."""
+        """Return the wire bytes that one rank sends in one iteration, by kind."""
         out: dict[str, int] = {}
         for m in self.messages:
             out[str(m.kind)] = out.get(str(m.kind), 0) + self.wire(m)
         return out
 
     def _flat(self) -> dict[str, Any]:
-        """All fields as plain containers, those of the job beside the plan's own."""
+        """Return all fields as plain containers, with the fields of the job at the same level."""
         data = dataclasses.asdict(self)
         return data | data.pop("job") | {"profile": self.profile.to_dict()}
 
     def to_json(self) -> str:
-        """The text of plan.json, with the plan's hash."""
+        """Return the text of plan.json, with the plan's hash."""
         return json.dumps(self._flat() | {"hash": self.hash})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of :meth:`to_json`. Raises PlanError if the text is no plan of this schema, or what is executed was changed."""
+        """Return the plan of :meth:`to_json`.
+
+        Raises PlanError if the text is not a plan of this schema, or if its executed part does not match the hash.
+        """
         try:
             d: dict[str, Any] = json.loads(text)
             if d["schema"] != SCHEMA:

@@ -1,4 +1,4 @@
-"""A strategy mix: what every scheduler starts from, and how it turns drafts of messages into a plan."""
+"""A strategy mix: the input of every scheduler. It turns drafts of messages into a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mdcs.profile.link import Kind
 
 @dataclass(frozen=True)
 class Draft:
-    """A message before it is ordered; ``slot`` is unrolled. Drafts of one slot keep the order they are given in."""
+    """A message before ordering. ``slot`` is unrolled. Drafts of one slot keep their order."""
 
     kind: Kind
     parts: tuple[tuple[int, int], ...]
@@ -34,10 +34,12 @@ class Draft:
 class Mix:
     """A strategy per unit for one job.
 
-    An fsdp unit whose last forward use is followed at once by its backward has nothing to gain from being
-    freed in between: it becomes sdp (hfsdp: hsdp). ``budget`` is what the plan may use (bytes; None: unlimited), for
-    schedulers that plan with it; the others are made to fit it afterwards. Raises PlanError for another number of strategies
-    than of units, and for one that the ranks do not have.
+    An fsdp unit becomes sdp (hfsdp: hsdp) if freeing it between forward and backward gains nothing: it has no backward,
+    or its backward follows directly after its last forward use. ``budget`` (bytes, None: unlimited) is for schedulers
+    that plan with a budget. Plans of the other schedulers are made to fit afterwards.
+
+    Raises PlanError if the number of strategies differs from the number of units, and for a strategy within nodes
+    without nodes.
     """
 
     job: Job
@@ -60,7 +62,7 @@ class Mix:
 
     @property
     def profile(self) -> Profile:
-        """That of the job."""
+        """The profile of the job."""
         return self.job.profile
 
     @property
@@ -70,12 +72,12 @@ class Mix:
 
     @property
     def period(self) -> Period:
-        """That of the job."""
+        """The period of the job."""
         return self.job.period
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """Every communication of one period."""
+        """All operations of one period."""
         out = []
         for u, (unit, strategy) in enumerate(zip(self.profile.units, self.strategies, strict=True)):
             for kind in strategy.kinds(unit.trainable, unit.backward is not None):
@@ -84,7 +86,7 @@ class Mix:
         return tuple(out)
 
     def window(self, op: Op) -> tuple[int, int]:
-        """:meth:`Period.window`, narrowed by the barrier when ``cross_iteration`` is off."""
+        """Return :meth:`Period.window`, narrowed by the barrier if ``cross_iteration`` is off."""
         first, last = self.period.window(op)
         if not self.cross_iteration and self.profile.units[op.unit].trainable and op.micro == 0:
             if not op.kind.is_gather:
@@ -94,23 +96,23 @@ class Mix:
         return first, last
 
     def payload(self, op: Op) -> int:
-        """Bytes of a whole unit, padded: of its parameters for a gather, of its gradients for a reduction."""
+        """Return the bytes of a whole unit, padding included: parameters for a gather, gradients for a reduction."""
         layout = self.profile.layouts[op.unit]
         return layout.param_bytes if op.kind.is_gather else layout.grad_bytes
 
     def whole(self) -> tuple[tuple[int, ...], ...]:
-        """One block per unit, all its elements, padded; one per section where a unit has several types."""
+        """Return one block per section of each unit, with all its elements, padding included."""
         return tuple(layout.sizes for layout in self.profile.layouts)
 
     def parts(self, unit: int) -> tuple[tuple[int, int], ...]:
-        """The (unit, block) pairs of all of a unit, in the blocks of :meth:`whole`."""
+        """Return the (unit, block) pairs of a whole unit, for the blocks of :meth:`whole`."""
         return tuple((unit, b) for b in range(len(self.profile.layouts[unit].sections)))
 
     def cut(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
-        """Blocks (elements) of about ``block_bytes`` of payload per unit, cut at multiples of 16 elements per rank; where it is
-        known when gradients come, at ends of parameters if there are any near.
+        """Return blocks (elements) of about ``block_bytes`` of payload for each unit.
 
-        Raises ValueError for less than a byte.
+        Cuts are at multiples of 16 elements per rank. If the profile says when gradients become ready, a cut moves to
+        the end of a nearby parameter. Raises ValueError for less than one byte.
         """
         if block_bytes < 1:
             raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
@@ -120,7 +122,7 @@ class Mix:
             sizes: list[int] = []
             for section, total in zip(layout.sections, layout.sizes, strict=True):
                 step = max(1, round(block_bytes / section.param_bytes / world / 16)) * 16 * world
-                count = max(1, round(total / step))  # no tail much smaller than a block: α is paid per message
+                count = max(1, round(total / step))  # avoids a small last block: every message pays α
                 begin = sum(sizes)
                 even = (step * b for b in range(1, count))
                 inner = [edge(self.profile, u, begin + e, 16 * world, min(step, total - e), begin) for e in even]
@@ -129,10 +131,12 @@ class Mix:
         return tuple(out)
 
     def plan(self, name: str, blocks: Sequence[tuple[int, ...]], drafts: Iterable[Draft]) -> Plan:
-        """The plan of these blocks (elements) and drafts, ordered by slot; reductions go first at the barrier.
+        """Return the plan of these blocks (elements) and drafts, ordered by slot.
 
-        A draft whose parts are of several widths becomes a message for each, one after the other. Raises PlanError for drafts
-        that make no valid plan.
+        At the barrier, reductions come first.
+
+        A draft with parts of several widths becomes one message per width. Raises PlanError if the drafts make no valid
+        plan.
         """
         length = self.period.length
         turn = self.period.turn
@@ -151,13 +155,14 @@ class Mix:
 
 
 def sequential(mix: Mix) -> Plan:
-    """The sequential schedule of a mix, by which budgets judge strategies: compute waits for every message, each at the moment it
-    is ready (reductions) or needed (gathers).
+    """Return the sequential schedule of a mix, which decides whether strategies fit a budget.
+
+    Compute waits for every message. A reduction is sent when it is ready, a gather when it is needed.
     """
     drafts = []
     for op in mix.ops:
         first, last = mix.window(op)
         drafts.append(Draft(op.kind, mix.parts(op.unit), last if op.kind.is_gather else first, op.micro, True))
-    # At one boundary the reduction comes first: its gradients are freed before the next unit is gathered.
+    # Between two slots the reduction comes first, so its gradients are freed before the next unit is gathered.
     drafts.sort(key=lambda d: d.kind.is_gather)
     return mix.plan("sequential", mix.whole(), drafts)

@@ -18,16 +18,22 @@ class Op(NamedTuple):
 
 
 class PeriodSlot(NamedTuple):
-    """A slot of the period: the index of its unit, its phase (F or B) and its micro-step."""
+    """A slot of the period.
+
+    ``unit``: index of its unit.
+    ``phase``: F or B.
+    ``micro``: its micro-step.
+    ``place``: its index in :attr:`Profile.slots`.
+    """
 
     unit: int
     phase: str
     micro: int
-    place: int  # its index in Profile.slots
+    place: int
 
 
 class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
-    """The window of every operation that was asked for (a plain tuple is found like the :class:`Op` it equals)."""
+    """Cache of windows by operation. A plain tuple finds the entry of an equal :class:`Op`."""
 
     def __init__(self, period: Period) -> None:
         self._period = period
@@ -40,9 +46,14 @@ class _Windows(dict[tuple[Kind, int, int], tuple[int, int]]):
 class Period:
     """The circle of slots of one iteration in steady state.
 
-    It starts at the first backward slot of the last micro-step; ``turn`` is the index of the first forward
-    slot, ``seconds`` has the profile's per slot. Indices of windows and releases are *unrolled*: they may pass ``length``, into
-    the next period.
+    It starts at the first backward slot of the last micro-step.
+
+    ``turn``: index of the first forward slot.
+    ``length``: number of slots.
+    ``slots``: the slots in order.
+    ``seconds``: profiled seconds of each slot.
+
+    Indices in windows and releases are *unrolled*: they may exceed ``length`` and then lie in the next period.
     """
 
     def __init__(self, profile: Profile, micro_steps: int) -> None:
@@ -65,13 +76,14 @@ class Period:
         self.windows = _Windows(self)
 
     def forward(self, unit: int, micro: int) -> tuple[int, int]:
-        """First and last forward slot of the unit in a micro-step."""
+        """Return the first and last forward slot of the unit in a micro-step."""
         start = self.forward_start(micro)
         first, last = self.profile.units[unit].forward
         return start + first, start + last
 
     def backward(self, unit: int, micro: int) -> tuple[int, int] | None:
-        """First and last backward slot; unrolled, so that it follows :meth:`forward` of the same micro-step."""
+        """Return the first and last backward slot. Unrolled, so that it follows :meth:`forward` of the same micro-step.
+        """
         span = self.profile.units[unit].backward
         if span is None:
             return None
@@ -79,20 +91,20 @@ class Period:
         return start + span[0], start + span[1]
 
     def forward_start(self, micro: int) -> int:
-        """The slot at which the forward pass of a micro-step begins."""
+        """Return the slot at which the forward pass of a micro-step begins."""
         return self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
 
     def last_use(self, unit: int, micro: int) -> int:
-        """The slot (unrolled) after which a micro-step needs the unit's parameters no more."""
+        """Return the last slot (unrolled) that uses the unit's parameters in a micro-step."""
         span = self.backward(unit, micro)
         return self.forward(unit, micro)[1] if span is None else span[1]
 
     def window(self, op: Op) -> tuple[int, int]:
-        """First slot at which ``op`` can be issued and the slot that needs it (both unrolled)."""
+        """Return the first slot at which ``op`` can be issued, and the slot that needs it (both unrolled)."""
         return self.windows[op]
 
     def find_window(self, op: Op) -> tuple[int, int]:
-        """:meth:`window`, worked out: from the end of the use before to the use that it is sent for."""
+        """Compute :meth:`window`: from the end of the previous use to the use that the operation is sent for."""
         kind, unit, micro = op
         if kind.plain is Kind.AG_B:
             span = self.backward(unit, micro)
@@ -104,12 +116,12 @@ class Period:
         return before, self.forward(unit, micro)[0]
 
     def release(self, op: Op, strategy: Strategy) -> int:
-        """The slot (unrolled) after which the buffer that a gather filled is freed."""
+        """Return the slot (unrolled) after which the buffer of a gather is freed."""
         freed_after_forward = strategy.regathers and op.kind.plain is Kind.AG_F
         return self.forward(op.unit, op.micro)[1] if freed_after_forward else self.last_use(op.unit, op.micro)
 
     def name(self, slot: int) -> str:
-        """The slot in words: phase, micro-step where there are several, and unit, as in ``B/1:block.3``."""
+        """Return the name of a slot, as in ``B/1:block.3``: phase, micro-step (if there are several) and unit."""
         s = self.slots[slot % self.length]
         micro = f"/{s.micro}" if self.micro_steps > 1 else ""
         return f"{s.phase}{micro}:{self.profile.units[s.unit].name}"

@@ -9,7 +9,7 @@ from mdcs.profile.link import Kind
 
 
 class Strategy(str, Enum):
-    """How one unit is sharded; docs/glossary.md says what each holds and when it frees it."""
+    """How one unit is sharded. docs/glossary.md lists the bytes that each strategy holds and when they are freed."""
 
     dp = "dp"  # replicated, all-reduce, full update
     zero1 = "zero1"  # parameters resident, reduce-scatter, shard update, all-gather
@@ -22,8 +22,8 @@ class Strategy(str, Enum):
 
     def __init__(self, value: str) -> None:
         self.sharded = value.endswith("sdp")  # whether the parameters at rest are a shard
-        self.in_node = value.startswith("h")  # whether shards are of the ranks of a node, not of the world
-        self.regathers = value.endswith("fsdp")  # whether it is freed between forward and backward
+        self.in_node = value.startswith("h")  # whether the ranks of a node, not of the world, share a unit
+        self.regathers = value.endswith("fsdp")  # whether the unit is freed between forward and backward
         self._reduction, self._forward, self._backward = (
             (Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N) if self.in_node else (Kind.RS, Kind.AG_F, Kind.AG_B)
         )
@@ -32,7 +32,7 @@ class Strategy(str, Enum):
         return self.value
 
     def kinds(self, trainable: bool, has_backward: bool) -> tuple[Kind, ...]:
-        """The collectives that a unit of this strategy needs in one period, those of its gradients first."""
+        """Return the collectives that a unit needs in one period. The reduction comes first."""
         if not (trainable or self.sharded):
             return ()
         if self is Strategy.dp:
@@ -43,14 +43,14 @@ class Strategy(str, Enum):
 
     @property
     def kept(self) -> Strategy:
-        """The strategy that does the same but for freeing a unit between forward and backward."""
+        """The same strategy, but without freeing the unit between forward and backward."""
         return Strategy(self.value.replace("fsdp", "sdp"))
 
     def parts(self, profile: Profile) -> int:
-        """Into how many parts a unit's updates, and what is sharded of it, are divided among ranks."""
+        """Return the number of ranks that share a unit's update and its shards."""
         return 1 if self is Strategy.dp else profile.per_node if self.in_node else profile.world
 
 
 def choices(profile: Profile) -> list[Strategy]:
-    """The strategies that there are for the ranks of a profile."""
+    """Return the strategies that are possible on the ranks of a profile."""
     return [k for k in Strategy if profile.per_node or not k.in_node]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the words that plans, measurements and engines share, as HTA and NVIDIA's tools use them."""
+"""Parts of a step's time, named as HTA and NVIDIA's tools name them. Plans, measurements and engines share them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ Times = TypeVar("Times", bound="StepTimes")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where one rank's step went, in seconds; None is not known.
+    """Parts of one rank's step, in seconds. None: unknown.
 
-    compute_s: computing runs. communication_s: at least one message runs. overlap_s: both run. From these follow
-    exposed_s = communication_s - overlap_s: messages run and computing does not;
-    stalled_s = step_s - compute_s: computing does not run, whatever it waits for (messages, updates, the training loop);
-    idle_s = stalled_s - exposed_s: neither runs;
-    overlap_ratio = overlap_s / communication_s, 0 when there is no communication.
+    compute_s: computing runs.
+    communication_s: at least one message runs.
+    overlap_s: both run.
+
+    Derived:
+
+    exposed_s = communication_s - overlap_s: messages run and computing does not.
+    stalled_s = step_s - compute_s: computing does not run, because it waits for messages, updates or the training loop.
+    idle_s = stalled_s - exposed_s: neither runs.
+    overlap_ratio = overlap_s / communication_s, 0 without communication.
     """
 
     step_s: float
@@ -41,25 +46,29 @@ class StepTimes:
 
     @classmethod
     def from_dict(cls: type[Times], values: Mapping[str, Any]) -> Times:
-        """Inverse of `dataclasses.asdict`; other names are ignored. What follows from others is worked out again: older files
-        call exposed what is stalled. Raises TypeError if one is missing that must be known.
+        """Return the times of ``dataclasses.asdict``. Other names are ignored.
+
+        Derived values are computed again, because older files store the stalled time as exposed. Raises TypeError if a
+        required value is missing.
         """
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.init and f.name in values})
 
 
 TIMES = tuple(f.name for f in fields(StepTimes))
-"""Their names: columns of tables, keys of records."""
+"""Names of the times: columns of tables, keys of records."""
 
 
 def _less(whole: float | None, part: float | None) -> float | None:
-    """The difference; sums of spans that fill the whole exactly may differ from it in the last bit."""
+    """Return the difference, at least 0: rounding can make a sum of spans exceed the whole in the last bit."""
     return None if whole is None or part is None else max(0.0, whole - part)
 
 
 @dataclass(frozen=True)
 class Prediction(StepTimes):
-    """What the replay of a plan gives: seconds per period, and bytes per rank: all together at their peak, and by category each
-    at its own.
+    """Result of the replay of a plan: seconds per period, and bytes per rank.
+
+    ``peak_bytes``: peak of all categories together.
+    ``memory``: peak of each category (at its own time), and of all together as "total".
     """
 
     peak_bytes: int = field(kw_only=True)

@@ -1,6 +1,6 @@
-"""What makes a plan one that can be run: all is sent once, in its window, and nothing is gathered before it is updated.
+"""Rules that a plan keeps: every block is sent once, in its window, and nothing is gathered before its update.
 
-Whether its bytes fit a budget is asked elsewhere (:func:`mdcs.plan.ledger.check`).
+:func:`mdcs.plan.ledger.check` checks whether the bytes fit a budget.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from mdcs.profile.link import Kind
 
 
 class PlanError(ValueError):
-    """A plan that cannot be run: the message names the unit, the message or the slot."""
+    """A plan that cannot run. The message names the unit, the message or the slot."""
 
 
 Blocks = tuple[tuple[int, ...], ...]
-"""Elements of each block of each unit."""
+"""For each unit, the elements of each block."""
 
 
 def validate(
     job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, messages: Sequence[Message], budget: int | None
 ) -> None:
-    """Raise PlanError when the messages do not carry every block of every unit exactly once per kind, when an issue slot lies
-    outside its window, or when the order lets a gather overtake the reduction it depends on.
+    """Raise PlanError for a plan that cannot run.
+
+    The messages must carry every block of every unit exactly once per kind. An issue slot must lie in its window. A
+    gather must not overtake the reduction that it depends on.
     """
     units = job.profile.units
     require_nodes(job.profile, strategies)
@@ -49,19 +51,19 @@ def validate(
 
 
 def require_nodes(profile: Profile, strategies: Iterable[Strategy]) -> None:
-    """Raise PlanError for a strategy within nodes where the profile knows of none."""
+    """Raise PlanError for a strategy within nodes if the profile has no nodes."""
     within = next((k for k in strategies if k.in_node), None)
     if within is not None and not profile.per_node:
         raise PlanError(f"{within} shards within a node: it needs several hosts with several ranks each, and a profile of them")
 
 
 Block = tuple[Kind, int, int, int]
-"""Kind, unit, micro-step and block of what is sent in one piece."""
+"""(kind, unit, micro-step, block): a piece that one message carries."""
 
 
 @lru_cache(maxsize=256)  # a planner compares many plans of one mix
 def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tuple[int, ...], ...]) -> set[Block]:
-    """Every block that the strategies ask for. Raises PlanError for blocks that cannot be."""
+    """Return every block that the strategies require. Raises PlanError for invalid block sizes."""
     world = period.profile.world
     out: set[Block] = set()
     for u, (unit, strategy, sizes) in enumerate(zip(period.profile.units, strategies, blocks, strict=True)):
@@ -78,7 +80,7 @@ def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tu
 
 
 def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, messages: Sequence[Message]) -> None:
-    """What the messages carry is what the strategies ask for, once."""
+    """Check that the messages carry exactly the blocks that the strategies require, each once."""
     units = job.profile.units
     expected = _expected(job.period, strategies, blocks)
     carried = [(m.kind, u, m.micro, b) for m in messages for u, b in m.parts]
@@ -99,7 +101,7 @@ def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, 
 
 
 def _check_order(job: Job, messages: Sequence[Message]) -> None:
-    """Messages are in the order of their issue slots, in their windows, and gather nothing before its reduction."""
+    """Check that messages follow the order of slots, lie in their windows, and gather nothing before its reduction."""
     units, length = job.profile.units, job.period.length
     reduced: set[tuple[int, int]] = set()
     previous = 0
@@ -123,7 +125,7 @@ def _check_order(job: Job, messages: Sequence[Message]) -> None:
 
 
 def _where(job: Job, messages: Sequence[Message], i: int) -> str:
-    """The message in words; its units need not exist."""
+    """Return the message in words. Its units may not exist."""
     message, units = messages[i], job.profile.units
     names = (units[u].name if 0 <= u < len(units) else f"unit {u}" for u, _ in message.parts)
     return f"message {i} ({message.kind} of {', '.join(names)})"

@@ -1,4 +1,7 @@
-"""Blocks lie in one section of their unit each, and a message carries elements of one width: which, and what that parts."""
+"""Sections and element widths of blocks.
+
+A block lies within one section of its unit. A message carries elements of one width, so parts are grouped by width.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from mdcs.profile.link import Kind
 
 @lru_cache(maxsize=4096)
 def sections_of(layout: Layout, blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """The section of each block of a unit."""
+    """Return the index of the section of each block of a unit."""
     if len(layout.sections) == 1:
         return (0,) * len(blocks)
     return tuple(layout.index(end - 1) for end in itertools.accumulate(blocks))
 
 
 def width_of(profile: Profile, blocks: Sequence[tuple[int, ...]], kind: Kind, part: tuple[int, int]) -> int:
-    """Bytes of an element of a (unit, block) pair, as a message of this kind carries it."""
+    """Return the bytes of an element of a (unit, block) pair on the wire, in a message of this kind."""
     unit, block = part
     layout = profile.layouts[unit]
     return layout.sections[sections_of(layout, blocks[unit])[block]].width(kind.is_gather)
@@ -29,7 +32,7 @@ def width_of(profile: Profile, blocks: Sequence[tuple[int, ...]], kind: Kind, pa
 def by_width(
     profile: Profile, blocks: Sequence[tuple[int, ...]], kind: Kind, parts: tuple[tuple[int, int], ...]
 ) -> Iterable[tuple[tuple[int, int], ...]]:
-    """The parts that one message of this kind can carry, together for each width."""
+    """Return the parts grouped by element width. Each group fits into one message."""
     if not profile.is_mixed:
         return (parts,)
     found: dict[int, list[tuple[int, int]]] = {}

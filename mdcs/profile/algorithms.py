@@ -18,13 +18,12 @@ A message has S bytes (the whole, unsharded payload) on N ranks. *sent* counts t
 | | direct: every rank to every other at once, in place | S (N-1)/N | - |
 
 Within nodes of n of the N ranks, a unit is gathered among n ranks. A reduction has two parts: a reduction among n
-ranks, then an
-all-reduce of the shard (S/n bytes) among the N/n ranks that hold the same shard. The algorithms are the same.
+ranks, then an all-reduce of the shard (S/n bytes) among the N/n ranks that hold the same shard. The algorithms are the
+same.
 
 NCCL has native algorithms only. They copy nothing, and the reduce-scatter sends S (N-1)/N. The numbers of gloo were
-counted on the
-wire and with the memory meter (torch 2.13). Rings and trees: Thakur, Rabenseifner, Gropp, "Optimization of Collective
-Communication Operations in MPICH" (2005).
+counted on the wire and with the memory meter (torch 2.13). Rings and trees: Thakur, Rabenseifner, Gropp, "Optimization
+of Collective Communication Operations in MPICH" (2005).
 """
 
 from __future__ import annotations

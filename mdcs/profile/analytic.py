@@ -1,19 +1,15 @@
 """Analytic profiles: a transformer on a device and a hierarchical network, calculated instead of measured.
 
 **Computing.** A block of width w on T = batch · sequence tokens takes T · (24 w² + 4 · sequence · w) floating-point
-operations in
-forward (its matrices, then attention). Backward takes twice as many, and the forward again with checkpointing. The
-output layer
-takes 2 · T · w · vocab. Seconds are operations / (peak rate · efficiency).
+operations in forward (its matrices, then attention). Backward takes twice as many, and the forward again with
+checkpointing. The output layer takes 2 · T · w · vocab. Seconds are operations / (peak rate · efficiency).
 
 **Activations** in 16 bit (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): T · (34 w + 5 · heads · sequence)
-bytes per
-block. With checkpointing 2 · T · w bytes are kept per block, and the rest lives only while its block runs. Logits: 6 ·
-T · vocab.
+bytes per block. With checkpointing 2 · T · w bytes are kept per block, and the rest lives only while its block runs.
+Logits: 6 · T · vocab.
 
 **Network.** n nodes of g devices. A message of S bytes goes around a ring within each node, then around one ring across
-nodes per
-device:
+nodes per device:
 
 - all-gather and reduce-scatter over the world of n · g: (g-1) α_intra + (n-1) α_inter
   + S (g-1)/g · β_intra + S (n-1)/(n g) · β_inter. An all-reduce takes both.
@@ -176,8 +172,7 @@ def analytic_profile(
     """Return the profile of training ``model`` in 16 bit with Adam and fp32 master weights, sharded over ``group``.
 
     The units are the tied embedding, which the first and the last slot use, and the blocks. Seconds and activation
-    bytes follow the
-    formulas above, without contention. Raises ValueError for a group of one device.
+    bytes follow the formulas above, without contention. Raises ValueError for a group of one device.
     """
     last = model.layers + 1
     units = (

@@ -1,8 +1,7 @@
 """The profile of a job: its units, slots, optimizer and link.
 
 A :class:`Profile` is measured (``mdcs.calibrate.slots``) or written by hand (for tests, and for clusters that one does
-not have).
-Planners and the simulator read nothing else.
+not have). Planners and the simulator read nothing else.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Unit:
     ``aliased``: forward reads the unit's memory outside of its modules, through a tensor that shares the memory.
 
     Raises ValueError for an empty segment, for sections that are not made of whole segments, for a trainable unit
-    without
-    ``backward``, and for ``gradients`` with other elements or with a fraction outside 0..1.
+    without ``backward``, and for ``gradients`` with other elements or with a fraction outside 0..1.
     """
 
     name: str
@@ -186,8 +184,7 @@ class Profile:
         ``doubted`` selects the plans whose two numbers are far apart.
 
     Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot
-    that does not
-    exist.
+    that does not exist.
     """
 
     units: tuple[Unit, ...]
@@ -267,8 +264,7 @@ class Profile:
         """Default partition size of units, in payload bytes.
 
         The size saturates the link. It also keeps the fixed cost of a message while computing to at most a tenth of its
-        total, up to a limit
-        of 16 MiB.
+        total, up to a limit of 16 MiB.
         """
         each = max(self.contention.message_seconds, self.contention.compute_per_message)
         per_byte = max(self.link.beta) * (self.world - 1) / self.world

@@ -1,15 +1,14 @@
 """The LogGP model of the link: latency α, gap per message g and time per byte β of each kind.
 
 The simulator replays this model in virtual time. For an emulated link, ``mdcs.runtime.pacing`` imposes the same model
-on real
-collectives in wall-clock time, so the two cannot drift apart.
+on real collectives in wall-clock time, so the two cannot drift apart.
 
 Messages start in FIFO order, at most ``depth`` in flight. Their latencies overlap, their bytes do not. The link serves
-the bytes of
-one message after the other and pauses between two messages. Message i ends at
-max(start_i + α, end_{i-1} + g) + β · bytes_i (Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 messages
-run one at a
-time, as on NCCL.
+the bytes of one message after the other and pauses between two messages. Message i ends at
+
+    max(start_i + α, end_{i-1} + g) + β · bytes_i
+
+(Alexandrov et al., 1995: α is L + 2o, β is G). With ``depth`` 1 messages run one at a time, as on NCCL.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ class Link:
         """Return a link with one rate (10⁹ bits per second) and one latency (microseconds) for all kinds, without gaps.
 
         An all-reduce has two phases and pays the latency twice. Raises ValueError for a rate that is not positive, a
-        latency below 0 and a
-        depth below 1.
+        latency below 0 and a depth below 1.
         """
         if not rate_gbit > 0:
             raise ValueError(f"rate_gbit must be > 0, got {rate_gbit}")
@@ -143,8 +141,7 @@ class Link:
         """Return when a message of ``wire`` bytes ends, in seconds.
 
         max(start + α, previous_end + gap) + β · wire. ``start``: when the message starts. ``previous_end``: when the
-        previous message ends,
-        -inf for the first message.
+        previous message ends, -inf for the first message.
         """
         return max(start + self.alpha_of(kind), previous_end + self.gap_of(kind)) + self.beta_of(kind) * wire
 

@@ -1,1 +1,1 @@
-"""Starting the ranks of a job, and ending them: knows processes, not what they train."""
+"""Start and end the ranks of a job. This package knows processes, not the training that they run."""

@@ -1,8 +1,8 @@
-"""The process between the launcher and the ranks: torch's elastic agent, `python -m launch.agent RUN_DIR PARENT [NODE]`.
+"""Process between launcher and ranks: torch's elastic agent, `python -m launch.agent RUN_DIR PARENT [NODE]`.
 
-Reads `launch.json`, runs the ranks to their end with no restarts, and writes each failed rank's exit code
-to `agent.json`. What a failure means is decided by the launcher (`launch.elastic`), which also sees the
-ranks' own reasons. With NODE it runs that node's, and other agents the others (`launch.shaped`).
+Reads `launch.json`, runs the ranks to their end without restarts, and writes the exit code of each failed rank to
+`agent.json`. The launcher (`launch.elastic`) decides what a failure means; it also sees the reasons that ranks leave.
+With NODE, an agent runs the ranks of that node only; other agents run the other nodes (`launch.shaped`).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 2
 _REPORT_BYTES = 4 << 10
 LOOPBACK = "127.0.0.1"
-_PORT = 29500  # of the rendezvous, where nobody else can have taken it
+_PORT = 29500  # of the rendezvous; free, because the network namespace is the job's own
 
 
 def main(folder: Path, parent: int, node: int | None) -> int:
-    """Run the job described by `folder`/launch.json, or `node`'s part of it; 0 when every rank ended well."""
+    """Run the job of `folder`/launch.json, or the part of `node`. Return 0 when every rank ended well, else 1."""
     job = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
     orphans.die_with_parent(parent)
 
-    # Imported only now: until the line above a launcher that died would leave this process behind.
+    # Import torch only now: before the line above, a launcher that dies would leave this process behind.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from launch import rendezvous
 
-    os.environ.update(job["env"])  # for the ranks only: this process has started without, e.g. unmeasured
+    os.environ.update(job["env"])  # for the ranks only; this process started without, e.g. its memory is not measured
     os.environ[AGENT_PID] = str(os.getpid())
-    agents = 1 if node is None else job["nodes"]  # all serve or use the store of the first
+    agents = 1 if node is None else job["nodes"]  # the first agent serves the store, the others use it
     addresses = [LOOPBACK] if node is None else network.addresses(agents)
     rendezvous.offer(addresses[0], 0 if node is None else _PORT, node=node or 0, nodes=agents)
     with tempfile.TemporaryDirectory() as logs:
@@ -65,7 +65,7 @@ def main(folder: Path, parent: int, node: int | None) -> int:
 
 
 def report_of(folder: Path, node: int | None) -> ReservedFile:
-    """Where an agent leaves its ranks' exit codes."""
+    """The file in which an agent leaves the exit codes of its ranks."""
     return ReservedFile(folder / ("agent.json" if node is None else f"agent{node}.json"), _REPORT_BYTES)
 
 

@@ -1,4 +1,7 @@
-"""A folder is one job's at a time: two would kill each other's ranks, and write each other's files."""
+"""A lock that gives a folder to one job at a time.
+
+Two jobs in one folder would kill each other's ranks and overwrite each other's files.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ _BYTES = 256
 
 
 class Occupied(RuntimeError):
-    """Another job is in the folder; the message is one line with its process."""
+    """Raised when another job is in the folder. The message is one line that names its process."""
 
 
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
-    """Have the folder, which is made if there is none, until the block ends or this process does.
+    """Hold the lock of `folder` until the block or this process ends. The folder is made if it does not exist.
 
-    Raises Occupied, with nothing in the folder touched, and OSError where it cannot be written.
+    Raises Occupied, before it changes anything in the folder, and OSError where the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel's: it goes with the process, however that ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it when the process ends
         except BlockingIOError:
             raise Occupied(f"{folder} is in use by a job of {_holder(lock)}") from None
         os.ftruncate(lock, 0)

@@ -1,11 +1,12 @@
-"""Run a job's ranks on this machine to their end; a failure ends all of them quickly, and has a reason.
+"""Run a job's ranks on this machine to their end. A failure ends all ranks quickly, and its reason is reported.
 
     launcher (this process) → torch's elastic agent (`launch.agent`) → ranks (`launch.rank`)
 
-A shaped cluster has an agent per namespace, and `launch.shaped` between them and this process; "the agent" is that then.
-The agent starts the ranks and sees them die; this process watches both, since an agent only notices
-processes that end. It ends a job in which no rank moves, gives a failing job a moment to report, and kills
-whatever is left. Every rank leads a session of its own, so a rank's children go with it.
+A shaped cluster has one agent per namespace. There, "the agent" of this module is `launch.shaped`, which runs between
+this process and those agents. The agent starts the ranks and sees them exit. An agent notices only processes that
+end, so this process watches agent and ranks: it ends a job in which no rank makes progress, gives a failing job a
+moment to report, and kills the remaining processes. Every rank leads its own session, so its children are killed
+with it.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from launch.status import Status
 
 _POLL_SECONDS = 0.1
 REPORT_SECONDS = 6.0
-"""What a failing job gets to end by itself, so that the first reason, not the last, is known."""
+"""Seconds that a failing job gets to end by itself, so that the first reason is known, not only the last."""
 _WATCHDOG_SECONDS = 1.0
-"""How much longer than a timeout the watchdog waits: a rank whose own timeout fires knows more."""
+"""Seconds that the watchdog waits beyond a timeout: a rank whose own timeout fires first reports more detail."""
 
-_REASON_CHARACTERS = 600  # the whole of it is in the rank's log
+_REASON_CHARACTERS = 600  # the rank's log has the full text
 _HAS_WAITED = re.compile(": waited |timed? ?out", re.IGNORECASE)
-"""In the runtime's words, or in those of a backend whose time was up first."""
+"""Matches a timeout of the runtime, or of a backend that timed out first."""
 
-# Deaths that no other rank's failure causes. A lost connection can abort a process, and the agent
-# terminates the others.
+# _FIRST_HAND: deaths that the failure of another rank never causes.
+# _SECOND_HAND: possible consequences. A lost connection can abort a process, and the agent terminates the other ranks.
 _FIRST_HAND = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGXCPU)
 _SECOND_HAND = (signal.SIGABRT, signal.SIGTERM)
 
@@ -49,12 +50,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Cluster:
-    """How many ranks, and how long a job may stand still.
+    """Number of ranks, time limits, and network of a job. Raises ValueError when a value is out of range.
 
-    timeout_s: seconds without any rank's status changing after which the job is ended; startup_s: added to
-    it until every rank has reported a step. rate_gbit: shaped, network namespaces, each behind a
-    link of this rate (`launch.network`); None: all share this machine's loopback. nodes: namespaces that the ranks are in, as
-    many in each; None: one rank in each. Raises ValueError when one is out of range.
+    - ranks: number of processes.
+    - timeout_s (s): the job is ended when no rank's status changes for this long.
+    - startup_s (s): added to `timeout_s` until every rank has reported a step.
+    - rate_gbit (Gbit/s): rate of each rank's link in a shaped cluster of network namespaces (`launch.network`). None:
+      all ranks share this machine's loopback.
+    - nodes: number of namespaces, with equally many ranks each. None: one rank per namespace.
     """
 
     ranks: int
@@ -77,14 +80,18 @@ class Cluster:
 
     @property
     def interface(self) -> str:
-        """The network interface that every rank talks through."""
+        """The network interface through which every rank communicates."""
         return "lo" if self.rate_gbit is None else network.INTERFACE
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `rank` and `step` say where the first failure was, as far as known; `lost`: a host of several has gone,
-    and elsewhere it might go on. `returncode` is 0 or 1.
+    """How a job ended.
+
+    - ok: whether every rank ended well.
+    - reason: one line; empty if ok.
+    - rank, step: place of the first failure, as far as it is known.
+    - lost: one of several hosts is gone; the job might continue on other hosts.
     """
 
     ok: bool
@@ -107,12 +114,12 @@ def run(
     arguments: Sequence[str] = (),
     on_tick: Callable[[Sequence[Status | None]], None] = lambda statuses: None,
 ) -> Outcome:
-    """Run `module` in `cluster.ranks` processes on this machine, with `env` added to their environment, and
-    wait.
+    """Run `module` in `cluster.ranks` processes on this machine, with `env` added to their environment, and wait.
 
-    Nobody else may use `run_dir` meanwhile (`launch.claim`). Each rank's output goes to `rank{r}.log` in it, the agent's to
-    `agent.log`. `on_tick` is called about ten times a second with what each rank last said. Whatever ends this call, an
-    exception from `on_tick` and Ctrl-C included, has ended every rank too. Raises OSError where `run_dir` has no room.
+    The caller holds `run_dir` alone (`launch.claim`). The output of each rank goes to `rank{r}.log` in it, the output
+    of the agent to `agent.log`. `on_tick` is called about ten times a second with the last status of each rank. Every
+    rank has ended when this call ends, also after an exception from `on_tick` or Ctrl-C. Raises OSError where the disk
+    of `run_dir` is full.
     """
     run_dir = run_dir.resolve()
     begin(run_dir, cluster)
@@ -134,7 +141,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the others
+            start_new_session=True,  # Ctrl-C reaches this process alone; it then ends the others
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(
@@ -146,7 +153,7 @@ def run(
     try:
         stuck = watch(run_dir, cluster, agent, on_tick)
     finally:
-        orphans.kill_groups([agent.pid])  # first: a rank it sees die it would report
+        orphans.kill_groups([agent.pid])  # first: the agent would report the kills of ranks as failures
         agent.wait()
         end(run_dir, cluster, [agent.pid])
     return outcome_of(run_dir, cluster, agent.returncode, stuck)
@@ -154,7 +161,7 @@ def run(
 
 class Agent(Protocol):
     def poll(self) -> int | None:
-        """None while its ranks run, 0 once all have ended well, something else when one has not."""
+        """Return None while the ranks run, 0 once all have ended well, and another number when one has failed."""
 
 
 def watch(
@@ -163,7 +170,7 @@ def watch(
     agent: Agent,
     on_tick: Callable[[Sequence[Status | None]], None],
 ) -> str | None:
-    """Wait until the agent ends or has to be ended; returns why when that is because nothing moves."""
+    """Wait until the agent ends or has to be ended. Return a reason only when no rank makes progress, else None."""
     last: list[Status | None] = [None] * cluster.ranks
     moved, failed = time.monotonic(), None
     while agent.poll() is None:
@@ -187,15 +194,15 @@ def watch(
 
 
 def begin(run_dir: Path, cluster: Cluster) -> None:
-    """Make the folder ready for a job's processes. Raises OSError where it has no room."""
+    """Prepare the folder for the processes of a job. Raises OSError where the disk is full."""
     clear(run_dir)
     for file in _reserved(run_dir, cluster):
-        file.take()  # here, where it can be told that there is no room
-    orphans.adopt_orphans()  # ranks, once the agent is gone
+        file.take()  # now: a full disk is an error that can still be reported here
+    orphans.adopt_orphans()  # the ranks become children of this process when the agent ends
 
 
 def end(run_dir: Path, cluster: Cluster, sessions: Sequence[int] = ()) -> None:
-    """Kill the ranks that are left, and reap what belongs to `sessions` or to them; gives back what room was not used."""
+    """Kill the remaining ranks, reap them and the dead children of `sessions`, and free reserved disk space."""
     said = (status.read(run_dir, rank) for rank in range(cluster.ranks))
     ranks = [each.pid for each in said if each is not None]
     orphans.kill_groups(ranks)
@@ -206,7 +213,7 @@ def end(run_dir: Path, cluster: Cluster, sessions: Sequence[int] = ()) -> None:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove what an earlier job in the same folder said: pids in it may be others' by now."""
+    """Remove the files that an earlier job left in the folder: their pids may belong to other processes by now."""
     run_dir.mkdir(parents=True, exist_ok=True)
     for pattern in ("rank*.status", "rank*.error", "rank*.log", "agent*.json"):
         for file in run_dir.glob(pattern):
@@ -214,7 +221,7 @@ def clear(run_dir: Path) -> None:
 
 
 def _reserved(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
-    """What the processes of a job leave when they end."""
+    """Files that the processes of a job write when they end."""
     nodes = [None] if cluster.rate_gbit is None else range(cluster.nodes or cluster.ranks)
     return [*(report_of(run_dir, node) for node in nodes), *(reason_of(run_dir, rank) for rank in range(cluster.ranks))]
 
@@ -223,7 +230,7 @@ def _reserved(run_dir: Path, cluster: Cluster) -> list[ReservedFile]:
 
 
 def outcome_of(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | None) -> Outcome:
-    """What the files that a job's processes left in its folder say of its end."""
+    """Return the outcome that follows from the files of a job's processes in its folder."""
     errors = sorted((_read(file) for file in run_dir.glob("rank*.error")), key=_when)
     reports = [_read(file) for file in run_dir.glob("agent*.json")]
     codes = {int(rank): code for report in reports for rank, code in report["exit_codes"].items()}
@@ -253,13 +260,17 @@ def outcome_of(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | No
 
 
 def _silent(run_dir: Path, cluster: Cluster, error: dict[str, Any]) -> str:
-    """If the rank that failed had waited: those that had said nothing for most of the time granted, and were not further."""
+    """Name the silent ranks, if the failed rank had waited for others; else return an empty text.
+
+    A rank is silent when its status has not changed for at least half of the timeout. The silent ranks at the lowest step
+    are named, unless that step is more than one ahead of the failed rank.
+    """
     if not _HAS_WAITED.search(error["message"]):
         return ""
     said = [status.read(run_dir, rank) for rank in range(cluster.ranks) if not (run_dir / f"rank{rank}.error").exists()]
     mute = [each for each in said if each is not None and error["time"] - each.time >= cluster.timeout_s / 2]
     least = min((each.step for each in mute), default=error["step"] + 2)
-    if least > error["step"] + 1:  # which a rank may be ahead
+    if least > error["step"] + 1:  # a rank may be one step ahead
         return ""
     who = [each for each in mute if each.step == least]
     ranks = f"rank {who[0].rank}" if len(who) == 1 else f"ranks {', '.join(str(each.rank) for each in who)}"
@@ -267,7 +278,7 @@ def _silent(run_dir: Path, cluster: Cluster, error: dict[str, Any]) -> str:
 
 
 def _when(error: dict[str, Any]) -> tuple[bool, float]:
-    """What errors are sorted by: one that tells of another's leaving comes after that, whichever was written first."""
+    """Sort key of errors: by time, but an error that reports the exit of another rank comes after the other errors."""
     return " left the run in step " in error["message"], error["time"]
 
 

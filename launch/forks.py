@@ -1,8 +1,9 @@
 """A process that stays between jobs and forks their ranks: `python -m launch.forks PARENT`, one job a line on stdin.
 
-It is what torch's elastic agent is for a single job (`launch.agent`): it sees the ranks end, and leaves their exit codes. It only
-imports: what a job's rank 0 had imported at its end, before the next job. A rank is a fork, so nothing that a job does to its
-process is there in the next one. Here no thread is started and no tensor is made, for neither would be whole in a fork.
+It has the part that torch's elastic agent has for a single job (`launch.agent`): it sees the ranks end and writes their
+exit codes. Between jobs it only imports the modules that rank 0 of the last job had imported at its end. A rank is a
+fork, so the next job starts without any state of the last one. This process starts no thread and makes no tensor:
+neither survives a fork intact.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from launch.agent import LOOPBACK, report_of
 
 _POLL_SECONDS = 0.01
 _REPORT_SECONDS = 3.0
-"""What the other ranks get when one has failed: it need not be the first to have failed."""
+"""Seconds that the other ranks get when one has failed: the first failure seen need not be the first that happened."""
 
 
 def main(parent: int) -> None:
-    """Run jobs until there are no more."""
+    """Run jobs until stdin ends."""
     orphans.die_with_parent(parent)
     import torch.distributed  # noqa: F401
 
@@ -44,7 +45,7 @@ def main(parent: int) -> None:
             os.dup2(log, stream)
         os.close(log)
         gc.collect()
-        gc.freeze()  # no collection in a fork touches, and so copies, what is shared
+        gc.freeze()  # a collection in a fork would write to shared pages, and so copy them
         with tempfile.TemporaryFile("w+") as imported:
             codes = _run(job, folder, imported, rendezvous.serve_on)
             failed = {rank: code for rank, code in codes.items() if code}
@@ -54,7 +55,7 @@ def main(parent: int) -> None:
 
 
 def _run(job: dict[str, Any], folder: Path, imported: IO[str], serve_on: Any) -> dict[int, int]:
-    """Fork a job's ranks and wait; the exit codes of those that ended by themselves."""
+    """Fork a job's ranks and wait. Return the exit codes of the ranks that ended by themselves."""
     with socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN) as listener:
         ranks: dict[int, int] = {}
         parent = os.getpid()
@@ -109,11 +110,11 @@ def _rank(
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)  # nothing that is registered at exit is this process's
+        os._exit(code)  # exit handlers belong to the parent process
 
 
 def _reseed() -> None:
-    """Random numbers that a process of its own would have from the system."""
+    """Seed the random generators from the system, as in a process that was not forked."""
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -122,7 +123,7 @@ def _reseed() -> None:
 def _import(names: list[str], without: str) -> None:
     for name in names:
         if name not in sys.modules and name not in ("__main__", without):
-            with contextlib.suppress(Exception):  # of one that is made, not found: the next job's ranks do without
+            with contextlib.suppress(Exception):  # e.g. a module made at run time: the next job does without it
                 importlib.import_module(name)
 
 

@@ -1,11 +1,14 @@
-"""Jobs of ranks that somebody else has started, on any number of hosts (`launch.place`): each process starts the one that
-computes as its rank, and rank 0 hands out jobs, hears of all, and judges how they end, as `launch.elastic` does on one machine.
+"""Jobs whose ranks somebody else has started, on any number of hosts (`launch.place`).
 
     torchrun or srun → a process per rank, this module's → `launch.rank`
 
-They share a store, and need share no files: every rank's last words and exit code are said there, several times a second. So a
-host that is gone is one that says nothing any more, whatever its connections look like. Processes are ended by those that started
-them. A rank's log is written in the job's folder where its host sees that, and else sent there once the rank has ended.
+Each process of this module starts the process that computes as its rank. Rank 0 hands out jobs, receives the status of
+all ranks, and judges how a job ends, as `launch.elastic` does on one machine.
+
+The processes share a store and need no shared files. Each rank's last status and exit code are written to the store
+several times a second, so a host is lost when it stops writing, whatever its connections look like. Each process ends
+only the process that it started. A rank's log is written in the job's folder where its host sees the folder; elsewhere
+it is sent there after the rank has ended.
 """
 
 from __future__ import annotations
@@ -39,22 +42,27 @@ _TALK_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 2.0
 _LEAVE_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
-"""How long a host may be silent between jobs."""
+"""Seconds that a host may be silent between jobs."""
 _SEEN = "launch.json"
 _LOG_BYTES = 256 << 10
-"""The most of a log that is sent, its end: a store keeps it in memory."""
+"""Only the last bytes of a log are sent, up to this number: the store keeps them in memory."""
 _END = "end"
 
 
 class Gone(RuntimeError):
-    """The host of rank 0 does not answer; the message is one line with it, and where this rank was."""
+    """The host of rank 0 does not answer. The message is one line with the host and the place of this rank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Handed:
-    """A job as rank 0 hands it out: `payload` is the program's own word for what is to be done.
+    """A job as rank 0 hands it out.
 
-    `folder` is the job's, on rank 0's host; whoever finds `token` in it sees the same folder.
+    - number: jobs of a program are counted from 0.
+    - payload: the program's own description of the job.
+    - module, arguments: what each rank runs.
+    - timeout_s (s): see `launch.elastic.Cluster`.
+    - port: of the store that the ranks use.
+    - folder: the job's folder on rank 0's host. A host that finds `token` in `folder` sees the same folder.
     """
 
     number: int
@@ -77,8 +85,10 @@ class Handed:
 
 
 class Membership:
-    """This process's part in all jobs of a program. Use it as a context manager: leaving it as rank 0 ends the program
-    everywhere, with the exit code of `leave`. Raises `launch.place.NoPlace` where the others cannot be reached.
+    """This process's part in all jobs of a program, as a context manager.
+
+    When rank 0 leaves the block, the program ends on all ranks with the exit code of `leave`. Raises
+    `launch.place.NoPlace` where the other ranks cannot be reached.
     """
 
     def __init__(self, place: Place) -> None:
@@ -102,7 +112,7 @@ class Membership:
         if place.rank == 0:
             line.say(_END, str(1 if self._exit_code is None else self._exit_code))
             line.follow(f"left/{rank}" for rank in range(1, place.world))
-            deadline = time.monotonic() + _LEAVE_SECONDS  # one whose host is gone says nothing
+            deadline = time.monotonic() + _LEAVE_SECONDS  # a rank whose host is gone never answers
             while len([key for key in line.heard if key.startswith("left/")]) < place.world - 1 and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
         else:
@@ -110,12 +120,13 @@ class Membership:
         line.close(_LAST_WORDS_SECONDS)
 
     def leave(self, exit_code: int) -> int:
-        """Rank 0: that the program is over, with this exit code, which is returned."""
+        """End the program with this exit code (rank 0). Return the exit code."""
         self._exit_code = exit_code
         return exit_code
 
     def receive(self) -> Handed | int:
-        """The others: the next job, or the program's exit code once there is none. Raises Gone."""
+        """Wait for the next job (all ranks but 0). Return the exit code of the program when there is none. Raises Gone.
+        """
         key = f"{self._number}/job"
         self._line.follow((key, _END))
         while key not in self._line.heard:
@@ -139,10 +150,10 @@ class Membership:
         arguments: Sequence[str] = (),
         on_tick: Callable[[Sequence[Status | None]], None] = lambda statuses: None,
     ) -> Outcome:
-        """As `launch.elastic.run`, with this program's ranks: each runs `module` with a folder of its own and `arguments`.
+        """Run a job on this program's ranks, as `launch.elastic.run` does (rank 0).
 
-        What the others said, why they failed, and their logs are in `run_dir` too. All have ended when this call ends, but
-        those on a host that is gone.
+        Each rank runs `module` with its own folder and `arguments`. Status, failure reasons and logs of the other ranks
+        are in `run_dir` too. All ranks have ended when this call ends, except ranks on a host that is gone.
         """
         run_dir = run_dir.resolve()
         elastic.clear(run_dir)
@@ -170,11 +181,11 @@ class Membership:
             self._line.follow(())
             self._line.flush(_LAST_WORDS_SECONDS)
             self._take_logs(job, run_dir, agent.elsewhere())
-        del store  # lives as long as the ranks that use it
+        del store  # the ranks use it until here
         return outcome
 
     def _take_logs(self, job: Handed, run_dir: Path, ranks: Sequence[int]) -> None:
-        """Leave in the folder what these ranks' hosts send of their logs; a host that is gone sends none."""
+        """Write the logs that the hosts of these ranks send into the folder. A host that is gone sends none."""
         waited = {rank: _log_of(job, rank) for rank in ranks}
         self._line.follow(waited.values())
         deadline = time.monotonic() + (_LEAVE_SECONDS if waited else 0.0)
@@ -189,7 +200,10 @@ class Membership:
     # ---- the others
 
     def take_part(self, job: Handed, folder: Path, env: Mapping[str, str]) -> Outcome:
-        """Run a job's rank to its end in `folder`, and hear from rank 0 how all have ended. Raises Gone, which names the log."""
+        """Run this process's rank of a job in `folder`. Return the outcome of the whole job, as rank 0 reports it.
+
+        Raises Gone, with the path of the log.
+        """
         over, log = f"{job.number}/over", folder / f"rank{self.place.rank}.log"
         self._number = job.number + 1
         elastic.clear(folder)
@@ -201,7 +215,7 @@ class Membership:
         self._line.say_always(said_by(job, self.place.rank), child.said)
         try:
             while over not in self._line.heard:
-                # Once it has failed, a host that is silent is likely to be why.
+                # After a failure of this rank, half the time is enough: the silent host is probably the cause.
                 self._require_answer(job.timeout_s / (2 if child.poll() else 1), status.read(folder, self.place.rank))
                 time.sleep(_POLL_SECONDS)
         except Gone as error:
@@ -221,17 +235,17 @@ class Membership:
 
 
 def said_by(job: Handed, rank: int) -> str:
-    """Where in the store a rank says how it is."""
+    """Key of the store at which a rank writes its status."""
     return f"{job.number}/said/{rank}"
 
 
 def _log_of(job: Handed, rank: int) -> str:
-    """Where in the store a rank's log is once the rank has ended."""
+    """Key of the store at which a rank's log is written after the rank has ended."""
     return f"{job.number}/log/{rank}"
 
 
 def _end_of(log: Path) -> str:
-    """The log, or the last of it where it is long."""
+    """The text of a log, without its beginning if it is long."""
     try:
         with log.open("rb") as file:
             left_out = max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES)
@@ -243,13 +257,13 @@ def _end_of(log: Path) -> str:
 
 
 class _Child:
-    """The process that computes as this rank; what it says of itself is in its folder."""
+    """The process that computes as this rank. Its status is in its folder."""
 
     def __init__(
         self, member: Membership, folder: Path, job: Handed, env: Mapping[str, str], *, elsewhere: bool = False
     ) -> None:
         self._rank, self._host, self._folder, self._ended = member.place.rank, member.host, folder, False
-        self._elsewhere = elsewhere  # its log is, and is to be sent
+        self._elsewhere = elsewhere  # the log is on a host that does not see the job's folder: send it
         through = {f"{library}_SOCKET_IFNAME": member.interface for library in ("GLOO", "NCCL") if member.interface}
         command = [sys.executable, "-u", "-m", "launch.rank", str(folder), job.module, str(folder), *job.arguments]
         self._process = subprocess.Popen(
@@ -257,12 +271,12 @@ class _Child:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env={
-                **through,  # whoever knows better has said so
+                **through,  # before os.environ: a value that the user has set wins
                 **os.environ,
                 **env,
                 **member.place.environment(),
                 "MASTER_PORT": str(job.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0's is served already
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0's process serves it already
                 AGENT_PID: str(os.getpid()),
                 "PYTHONPATH": os.pathsep.join(filter(None, [str(elastic.ROOT), os.environ.get("PYTHONPATH")])),
             },
@@ -272,14 +286,14 @@ class _Child:
         return -signal.SIGTERM if self._ended else self._process.poll()
 
     def end(self) -> None:
-        """With all that it has started."""
-        self._ended = self._process.poll() is None  # by this process, which is no reason
+        """Kill the process and all processes that it has started."""
+        self._ended = self._process.poll() is None  # killed here: its exit code is no failure of its own
         orphans.kill_groups([self._process.pid])
         self._process.wait()
 
     def said(self) -> str:
-        """What it last said, and how it ended once it has, as JSON."""
-        code = self.poll()  # first: what it said before it ended is said by now
+        """The last status of the process, and its exit code once it has ended, as JSON."""
+        code = self.poll()  # first: a process that has ended has written its last status by now
         said, error = status.read(self._folder, self._rank), None
         with contextlib.suppress(OSError):
             error = (self._folder / f"rank{self._rank}.error").read_text(encoding="utf-8")
@@ -288,7 +302,7 @@ class _Child:
 
 
 class _Ranks:
-    """All ranks as `launch.elastic.watch` sees an agent; leaves in the folder what the others say."""
+    """All ranks as one `launch.elastic.Agent`. Writes the status of the other ranks into the folder."""
 
     def __init__(self, line: _Line, job: Handed, folder: Path, cluster: Cluster, child: _Child) -> None:
         self._line, self._folder, self._cluster, self._child = line, folder, cluster, child
@@ -314,14 +328,14 @@ class _Ranks:
         return None
 
     def gone(self) -> Outcome | None:
-        """That a host says nothing any more, if that is why the job ends."""
+        """The outcome if a host has stopped answering, else None."""
         limit = self._cluster.timeout_s / (2 if self._failed else 1)
         silent = {rank: self._line.unchanged(self.keys[rank - 1]) for rank in self._said}
         longest = max(silent, key=silent.__getitem__, default=None)
         if longest is None or silent[longest] <= limit:
             return None
         host = self._said[longest]["host"]
-        # The last words of its ranks come a moment apart.
+        # The last statuses of its ranks arrive at slightly different times.
         gone = [rank for rank in sorted(silent) if self._said[rank]["host"] == host and silent[rank] > limit / 2]
         reason = f"host {host} has not answered for {silent[longest]:.0f} s: {', '.join(map(self._where, gone))}"
         return Outcome(False, reason, gone[0], (self._said[gone[0]]["status"] or {}).get("step"))
@@ -352,7 +366,7 @@ class _Ranks:
 
 
 class _Line(threading.Thread):
-    """What is said to and heard from the store: by one thread, as a host that is gone may never answer."""
+    """The thread that reads from and writes to the store. Calls to a store on a lost host may never return."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="membership", daemon=True)
@@ -371,19 +385,25 @@ class _Line(threading.Thread):
             self._to_say[key] = text
 
     def say_always(self, key: str, said: Callable[[], str]) -> None:
-        """Say what `said` returns in every round, after a number that is never the same."""
+        """Write the result of `said` in every round, after the number of the round, so that the text always changes."""
         self._always = key, said
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Hear `keys` in every round from now on, and no others."""
+        """Read `keys` in every round from now on, and no other keys."""
         self._followed = tuple(keys)
 
     def unchanged(self, key: str) -> float:
-        """Seconds since another word was heard; 0 while nothing is heard of anybody, for which nobody else is to blame."""
+        """Seconds for which the value of `key` has not changed; 0 while the store itself does not answer.
+
+        A silent store says nothing about the process behind `key`.
+        """
         return max(0.0, self.answered - self._changed.get(key, self.answered))
 
     def flush(self, seconds: float) -> None:
-        """Wait until what was said until now has been heard, but no longer than so, and not for a host that is silent."""
+        """Wait until everything written before this call is in the store, at most `seconds`.
+
+        Returns at once if the store has been silent for longer than `seconds`.
+        """
         if time.monotonic() - self.answered > seconds:
             return
         with self._lock:
@@ -395,7 +415,7 @@ class _Line(threading.Thread):
         self._closed = True
 
     def run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # torch's of a store whose host has gone: `answered` tells
+        with contextlib.suppress(RuntimeError):  # raised by torch when the store's host is gone; `answered` shows it
             while not self._closed:
                 self._talk()
                 with self._lock:

@@ -1,10 +1,10 @@
-"""A network on one machine: a namespace per rank, joined by a bridge, each behind a link of one rate in both directions.
+"""A network on one machine: a namespace per rank, joined by a bridge, behind a link of one rate in both directions.
 
-The rates are real ones: the kernel's token buckets (tbf) at both ends of each link let no more through, whoever
-sends. As root this makes network namespaces, as anybody else a user namespace first, where the system allows that.
+The kernel enforces the rates: a token bucket (tbf) at both ends of each link limits all senders. Root makes network
+namespaces directly; other users make a user namespace first, where the system allows it.
 
-Namespaces have no names. They last while a process is in them or holds them open, and take their links along when
-they go: nothing is left of a job whose processes have ended, however they did.
+Namespaces have no names. A namespace lasts while a process is in it or holds it open, and its links end with it. So
+nothing is left of a job whose processes have ended, however they ended.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 INTERFACE = "eth0"
-"""Of every rank: each has its own."""
+"""Name of the interface in every rank's namespace."""
 
-_SUBNET = ipaddress.ip_network("10.77.0.0/16")  # nothing else is in these namespaces
-# Of the token buckets. What passes at once after a pause: at least a segment as TCP hands it over (64 KiB and headers),
-# or it would be cut, and what the rate carries until a timer is sure to have fired. And what may wait.
+_SUBNET = ipaddress.ip_network("10.77.0.0/16")  # cannot collide: nothing else is in these namespaces
+# Token buckets. The burst (bytes that pass at once after a pause) is the larger of two limits. It holds a segment as
+# TCP hands it over (64 KiB and headers), which would be cut otherwise. It holds the bytes that the rate carries in
+# _BURST_SECONDS, until a timer has certainly fired. _LIMIT: bytes that may queue.
 _BURST_BYTES, _BURST_SECONDS = 128 << 10, 0.5e-3
 _LIMIT = "2mb"
-_MTU = "9000"  # jumbo frames, as in networks of clusters: headers take less than 1 % of the rate
+_MTU = "9000"  # jumbo frames, as in cluster networks: headers take less than 1 % of the rate
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_PLACES = os.pathsep.join(["/usr/sbin", "/sbin", "/usr/bin", "/bin"])  # where users' PATH need not lead
+_PLACES = os.pathsep.join(["/usr/sbin", "/sbin", "/usr/bin", "/bin"])  # a user's PATH need not have them
 _TRY_SECONDS = 30.0
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class NetworkError(RuntimeError):
-    """This machine has no such network for this user; the message is one line."""
+    """Raised when this machine cannot make the network for this user. The message is one line."""
 
 
 def addresses(ranks: int) -> list[str]:
@@ -45,7 +46,10 @@ def addresses(ranks: int) -> list[str]:
 
 
 def refusal(rate_gbit: float) -> str:
-    """Why there can be no link of this rate here, in one line; empty if there can. Tries it, in a process of its own."""
+    """Reason why a link of this rate is impossible here, in one line; empty if it is possible.
+
+    Tries to make the link, in a process of its own.
+    """
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
     for program in ("ip", "tc"):
@@ -63,7 +67,10 @@ def refusal(rate_gbit: float) -> str:
 
 
 def congestion_control() -> str:
-    """TCP's, in this process's network namespace; a new one has the machine's. Empty where there is none to read."""
+    """TCP's congestion control in this process's network namespace; empty where it cannot be read.
+
+    A new namespace has the machine's setting.
+    """
     try:
         return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
     except OSError:
@@ -71,10 +78,10 @@ def congestion_control() -> str:
 
 
 class Network:
-    """Namespaces for `ranks` ranks with their links, which exist while this process does, or one started in them.
+    """Network namespaces for `ranks` ranks, with their links.
 
-    Moves this process into a network namespace that holds the bridge, and unless it is privileged into a user
-    namespace in which it is root. Raises NetworkError.
+    They exist while this process or a process started in them exists. Moves this process into a network namespace that
+    holds the bridge; without privileges, first into a user namespace in which it is root. Raises NetworkError.
     """
 
     def __init__(self, ranks: int, rate_gbit: float) -> None:
@@ -96,7 +103,7 @@ class Network:
 
     @contextmanager
     def inside(self, rank: int) -> Iterator[None]:
-        """What is started inside is in the namespace of `rank`."""
+        """Run the block in the namespace of `rank`: processes that it starts are there."""
         _enter(self._ranks[rank])
         try:
             yield
@@ -108,12 +115,13 @@ class Network:
 
 
 def bridge_commands() -> list[list[str]]:
-    """What makes the bridge, in its own namespace."""
+    """Commands that make the bridge, in its own namespace."""
     return [["ip", "link", "add", "bridge", "mtu", _MTU, "type", "bridge"], ["ip", "link", "set", "bridge", "up"]]
 
 
 def port_commands(rank: int, namespace: str, rate_gbit: float) -> list[list[str]]:
-    """What links `namespace`, a path, to the bridge; what goes to the rank passes at its rate."""
+    """Commands that link the namespace at the path `namespace` to the bridge. Traffic to the rank passes at its rate.
+    """
     port = f"port{rank}"
     return [
         ["ip", "link", "add", port, "mtu", _MTU, "type", "veth", "peer", "name", INTERFACE, "mtu", _MTU, "netns", namespace],
@@ -123,7 +131,7 @@ def port_commands(rank: int, namespace: str, rate_gbit: float) -> list[list[str]
 
 
 def rank_commands(address: str, rate_gbit: float) -> list[list[str]]:
-    """What gives a rank its interfaces, in its namespace; what it sends passes at its rate."""
+    """Commands that set up a rank's interfaces in its namespace. Traffic from the rank passes at its rate."""
     return [
         ["ip", "link", "set", "lo", "up"],
         ["ip", "address", "add", f"{address}/{_SUBNET.prefixlen}", "dev", INTERFACE],
@@ -133,7 +141,7 @@ def rank_commands(address: str, rate_gbit: float) -> list[list[str]]:
 
 
 def shape_command(device: str, rate_gbit: float) -> list[str]:
-    """What lets `device` send `rate_gbit` Gbit/s and no more."""
+    """The command that limits the sending rate of `device` to `rate_gbit` Gbit/s."""
     rate = round(rate_gbit * 1e9)
     burst = max(_BURST_BYTES, round(rate / 8 * _BURST_SECONDS))
     shape = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", _LIMIT]
@@ -181,7 +189,7 @@ def _unshare_network() -> None:
 
 
 def _namespace() -> int:
-    """This process's network namespace, held open."""
+    """An open file descriptor of this process's network namespace."""
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 

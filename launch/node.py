@@ -1,7 +1,7 @@
-"""One host's ranks of a job of SLURM's: `srun --ntasks-per-node 1 python -m launch.node RANKS MODULE [ARGUMENT …]`.
+"""One host's ranks of a SLURM job: `srun --ntasks-per-node 1 python -m launch.node RANKS MODULE [ARGUMENT …]`.
 
-Every host's agent starts RANKS processes of MODULE, which are ranks of one world (`launch.place`). The agents meet on the job's
-first host, at a port that its number gives. Outside of SLURM this host is the only one.
+Every host's agent starts RANKS processes of MODULE. All of them are ranks of one world (`launch.place`). The agents
+meet on the job's first host, at a port computed from the job's number. Outside of SLURM this host is the only one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from launch.place import NoPlace, expand, resolved
 _FIRST_PORT, _PORTS = 30_000, 2_500
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 15
-"""What ranks get to end what they have begun, when the job is ended from outside."""
+"""Seconds that ranks get to finish their work when the job is ended from outside."""
 
 
 def main(ranks: int, module: str, arguments: list[str]) -> int:
-    """Run this host's ranks to their end; 0 when every one ended well. Raises NoPlace."""
+    """Run this host's ranks to their end. Return 0 when every rank ended well, else 1. Raises NoPlace."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -50,13 +50,13 @@ def main(ranks: int, module: str, arguments: list[str]) -> int:
         )
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-        except (ChildFailedError, SignalException):  # the ranks have said why
+        except (ChildFailedError, SignalException):  # the ranks have reported the reason
             return 1
     return 0
 
 
 def host() -> tuple[int, list[str]]:
-    """Which of the job's hosts this is, and their names."""
+    """Index of this host among the job's hosts, and the names of all hosts."""
     if "SLURM_JOB_ID" not in os.environ:
         return 0, [""]
     hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))

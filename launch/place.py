@@ -1,4 +1,4 @@
-"""Whether this process is a rank already, started by torchrun or srun, and where it stands among the others."""
+"""Find out whether torchrun or srun started this process as a rank, and its place among the other ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ from launch.rank import AGENT_PID
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIOCGIFADDR = 0x8915
 _SRUN_PORTS = 20_000, 10_000
-"""First, and how many: each step of a SLURM job has one of them, the same on all hosts."""
+"""First port, and number of ports. Each step of a SLURM job uses one of them, the same on all hosts."""
 
 
 class NoPlace(RuntimeError):
-    """The starter has left out, or said wrongly, what a rank has to know; the message is one line."""
+    """The starter has left out or misstated a value that a rank needs. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of `world`, `beside` of which are on its host; `hosts` have them all. Those that are to meet do so at `address` and
-    `port`, where `serves` tells that this process has to open it.
+    """The place of a rank among all ranks.
+
+    - rank, world: this rank, and the number of ranks on all hosts.
+    - local, beside: this rank on its host, and the number of ranks on its host.
+    - hosts: number of hosts.
+    - address, port: meeting point of the ranks.
+    - serves: this process has to open the meeting point.
+    - starter: torchrun or srun.
     """
 
     rank: int
@@ -41,14 +47,14 @@ class Place:
     starter: str
 
     def environment(self) -> dict[str, str]:
-        """What torch asks for, but for the port."""
+        """Environment variables that torch needs, without MASTER_PORT."""
         said = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.local, "LOCAL_WORLD_SIZE": self.beside}
         return {key: str(value) for key, value in said.items()} | {"MASTER_ADDR": self.address}
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's; None: nobody has made it a rank. Raises NoPlace."""
-    if AGENT_PID in environment:  # a rank of `launch.agent`, which runs no program of its own
+    """This process's place, or None if nobody started it as a rank. Raises NoPlace."""
+    if AGENT_PID in environment:  # a rank of `launch.agent`, not of torchrun or srun
         return None
     if all(key in environment for key in _TORCHRUN):
         return _of_torchrun(environment)
@@ -58,9 +64,9 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def require_alone(program: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Exit with 2 where this process is one of several ranks: each would run the whole program, with ranks of its own.
+    """Exit with code 2 where this process is one of several ranks. Rank 0 prints the reason, in one line.
 
-    The first of them says so, in one line.
+    Otherwise each rank would run the whole program and start ranks of its own.
     """
     if AGENT_PID in environment:
         return
@@ -100,7 +106,7 @@ def _of_srun(environment: Mapping[str, str]) -> Place:
 
 
 def expand(nodes: str) -> list[str]:
-    """The hosts of SLURM's `n[1-3],m7`, by SLURM itself where it is short."""
+    """The hosts of a SLURM list such as `n[1-3],m7`. A list with brackets is expanded by scontrol. Raises NoPlace."""
     if "[" not in nodes:
         return [name for name in nodes.split(",") if name]
     try:
@@ -110,7 +116,7 @@ def expand(nodes: str) -> list[str]:
 
 
 def resolved(host: str) -> str:
-    """The address of `host`. Raises NoPlace: a name that means nothing is never taken for this machine."""
+    """The IP address of `host`. Raises NoPlace where the name has no address; this machine is never taken instead."""
     try:
         return socket.gethostbyname(host) if host else _unnamed()
     except OSError as error:
@@ -122,14 +128,15 @@ def _unnamed() -> str:
 
 
 def interface(place: Place) -> tuple[str, str]:
-    """The network interface that leads to the others, and this host's address there.
+    """The network interface towards the first rank, and this host's address on it.
 
-    Raises NoPlace where it leads nowhere: to this machine's loopback, with ranks on several hosts.
+    Raises NoPlace where there is no route, or where the route is this machine's loopback and ranks are on several
+    hosts.
     """
     address = resolved(place.address)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, place.port))  # sends nothing: the kernel chooses a way
+            probe.connect((address, place.port))  # sends nothing: the kernel only chooses a route
             own = probe.getsockname()[0]
     except OSError as error:
         raise NoPlace(f"no way leads to {place.address}: {error.strerror}") from error
@@ -139,7 +146,7 @@ def interface(place: Place) -> tuple[str, str]:
 
 
 def described(name: str) -> str:
-    """An interface in words, with its rate if that is known."""
+    """Name of an interface, with its rate if the system knows it."""
     try:
         rate = int(Path(f"/sys/class/net/{name}/speed").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -151,7 +158,7 @@ def _address(name: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
-        except OSError:  # it has none
+        except OSError:  # the interface has no address
             return ""
 
 

@@ -1,7 +1,10 @@
-"""Being told by SLURM to stop: a signal comes to every process of a job, and only sets a flag in its ranks.
+"""Handle signals by which SLURM tells a job to stop.
 
-Those that start ranks ignore it, and so do their children from the start, until they listen. What the flag means is for the
-ranks to agree on. All of it is done only where `hydra_plugins._mdcs_slurm`, or a script, has set `REQUEUE`.
+A signal reaches every process of the job. In a rank it sets a flag.
+
+Processes that start ranks ignore the signals. Their children ignore the signals too, until they call `listen`. The
+ranks agree among themselves what the flag means. All of this happens only where `REQUEUE` is set, by
+`hydra_plugins._mdcs_slurm` or by a script.
 """
 
 from __future__ import annotations
@@ -14,31 +17,34 @@ from types import FrameType
 
 REQUEUE = "MDCS_REQUEUE"
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-"""sbatch's `--signal` sends what it is told to, submitit USR2; one that is preempted gets TERM first."""
+"""sbatch sends the signal of its `--signal`, submitit sends USR2, and a preempted job gets TERM first."""
 
 asked = threading.Event()
-"""Set in a rank that was told to stop."""
+"""Set in a rank that has received a signal to stop."""
 
 
 def expected() -> bool:
-    """Whether this job is to go on later when it is told to stop."""
+    """Whether this job continues later after it is told to stop."""
     return REQUEUE in os.environ
 
 
 def ignore() -> None:
-    """Leave the signals to the ranks, here and in all processes that this one starts."""
+    """Ignore the signals in this process and in all processes that it starts."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
 
 def listen() -> None:
-    """Set the flag when a signal comes, in this process."""
+    """Set the flag of this process when a signal arrives."""
     for each in SIGNALS:
         signal.signal(each, _ask)
 
 
 def requeue() -> str:
-    """Have SLURM start this job again from its beginning; why it does not, empty if it does. A job that is cancelled is not."""
+    """Have SLURM start this job again from its beginning. Return the reason if SLURM does not, else an empty text.
+
+    A job that was cancelled is not started again.
+    """
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
     try:

@@ -1,7 +1,7 @@
-"""What every rank runs first: `python -m launch.rank RUN_DIR MODULE [ARGUMENT …]`.
+"""Entry point of every rank: `python -m launch.rank RUN_DIR MODULE [ARGUMENT …]`.
 
-Sends the rank's output to `rank{r}.log`, opens its status record, runs MODULE as `__main__`, and when that
-raises leaves the reason in `rank{r}.error`, where the launcher finds the first of all ranks.
+Redirects the rank's output to `rank{r}.log`, opens its status record, and runs MODULE as `__main__`. When MODULE
+raises, writes the reason to `rank{r}.error`. The launcher reads the reasons of all ranks and finds the first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from launch import orphans, status
 from launch.reserved import ReservedFile
 
 AGENT_PID = "MDCS_AGENT_PID"
-_MOST = 4000  # characters of a message or a traceback; the whole of it is in the rank's log
+_MOST = 4000  # characters of a message or a traceback; the rank's log has the full text
 _REASON_BYTES = 16 << 10
 
 
 def main(folder: Path, module: str, arguments: list[str]) -> int:
-    """Run `module` as this rank; returns the exit code."""
+    """Run `module` as this rank. Return the exit code."""
     rank = int(os.environ["RANK"])
     reason = reason_of(folder, rank)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -51,7 +51,7 @@ def main(folder: Path, module: str, arguments: list[str]) -> int:
 
 
 def reason_of(folder: Path, rank: int) -> ReservedFile:
-    """Where a rank leaves why it has failed."""
+    """The file in which a rank leaves the reason of its failure."""
     return ReservedFile(folder / f"rank{rank}.error", _REASON_BYTES)
 
 

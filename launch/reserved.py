@@ -1,4 +1,4 @@
-"""A small file that can still be written when the disk is full: its room is taken beforehand."""
+"""A small file that can still be written when the disk is full: its disk space is reserved beforehand."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from pathlib import Path
 
 
 class ReservedFile:
-    """Room for `size` bytes of `path`, which is there, whole, once it is written; blanks fill it up.
+    """Disk space for `size` bytes at `path`. The file appears there as a whole when it is written, padded with blanks.
 
-    Of several processes one writes it, and any may have taken its room before. File systems that copy on write may have none
-    all the same.
+    One process writes the file; any process may have reserved the space before. File systems that copy on write may
+    lack the space despite the reservation.
     """
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self._part, self._size = path, path.with_name(f"{path.name}.part"), size
 
     def take(self) -> None:
-        """Take the room; raises OSError when there is none."""
+        """Reserve the space. Raises OSError when the disk is full."""
         self._fill(b"")
 
     def write(self, text: str) -> None:
-        """Make it the file, once; a longer text than the room takes more of the disk."""
+        """Write the file, once. A text longer than `size` needs more disk space."""
         self._fill(text.encode())
         self._part.replace(self.path)
 
     def give_back(self) -> None:
-        """Free the room if it is not written."""
+        """Free the space if the file was not written."""
         self._part.unlink(missing_ok=True)
 
     def _fill(self, data: bytes) -> None:

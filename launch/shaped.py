@@ -1,9 +1,10 @@
-"""Between the launcher and the agents of a shaped cluster: `python -m launch.shaped RUN_DIR LAUNCHER_PID`.
+"""The process between the launcher and the agents of a shaped cluster: `python -m launch.shaped RUN_DIR LAUNCHER_PID`.
 
     launcher → this process, which holds the network (`launch.network`) → an agent per node, in its namespace → its ranks
 
-To the launcher it is what one agent is on a plain cluster: the leader of a process group, which ends when the ranks
-have, with 1 if one failed. Agents and ranks are killed by the kernel when it ends, and the network goes with them.
+The launcher treats this process like the one agent of a plain cluster: it leads a process group, and it ends when the
+ranks have ended, with 1 if one failed. When this process ends, the kernel kills agents and ranks, and the network
+disappears.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from launch.network import Network, NetworkError
 
 _POLL_SECONDS = 0.05
 _REPORT_SECONDS = 3.0
-"""What the other agents get when one has failed: its ranks need not be the first to have failed."""
+"""Seconds that the other agents get when one has failed: its ranks need not be the first that failed."""
 
 
 def main(folder: Path, launcher: int) -> int:
-    """Run the job described by `folder`/launch.json; 0 when every rank ended well."""
+    """Run the job of `folder`/launch.json. Return 0 when every rank ended well, else 1."""
     job = json.loads((folder / "launch.json").read_text(encoding="utf-8"))
     orphans.die_with_parent(launcher)
     try:
@@ -44,7 +45,7 @@ def main(folder: Path, launcher: int) -> int:
 
 
 def _wait(agents: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or one has failed and the others have had their time."""
+    """Wait until all agents have ended, or until _REPORT_SECONDS after one has failed."""
     failed = None
     while None in (codes := [agent.poll() for agent in agents]):
         now = time.monotonic()

@@ -1,8 +1,8 @@
-"""Where each rank is: one small record per rank in the run folder, rewritten in place.
+"""The status of each rank: one small record per rank in the run folder, rewritten in place.
 
-Writing one costs a few microseconds and no allocation of tensors, so a rank says where it is at every step
-and phase. A reader in another process sees either the old or the new record: each is one `pwrite` of the
-same length. It outlives a killed rank, which is how the launcher can say at which step that was.
+A write takes a few microseconds and allocates no tensor, so a rank reports every step and phase. A reader in another
+process sees either the old or the new record: each write is one `pwrite` of the same length. The record survives the
+rank, so the launcher can name the step at which a rank was killed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 STARTING, JOINING = "starting", "joining"
-"""The first phases of a rank: Python starts and imports; then it waits for the others."""
+"""The first phases of a rank: Python starts and imports; then the rank waits for the other ranks."""
 _BYTES = 192
 _PHASE_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank last said of itself. `step` is 1-based, 0 before the first; `time` is unix time in
-    seconds.
+    """The last status that a rank has reported.
+
+    - rank, pid: the rank and its process.
+    - step: counted from 1; 0 before the first step.
+    - phase: name of the phase.
+    - time (s): unix time of the report.
     """
 
     rank: int
@@ -42,7 +46,7 @@ class StatusFile:
         self.set()
 
     def set(self, *, step: int | None = None, phase: str | None = None) -> None:
-        """Say that this rank is now at `step`, or in `phase`; what is left out stays as it is."""
+        """Report that this rank is now at `step`, or in `phase`. An argument that is left out keeps its value."""
         self.step = self.step if step is None else step
         self.phase = (
             self.phase if phase is None else phase[:_PHASE_CHARACTERS].encode("ascii", "replace").decode()
@@ -55,19 +59,19 @@ _current: StatusFile | None = None
 
 
 def open_for(folder: Path, rank: int) -> None:
-    """Make this process report as `rank` in `folder`; done by `launch.rank` before the worker's code runs."""
+    """Make this process report as `rank` in `folder`. `launch.rank` calls it before the worker's code runs."""
     global _current
     _current = StatusFile(folder, rank)
 
 
 def set(*, step: int | None = None, phase: str | None = None) -> None:
-    """Say where this rank is; does nothing in a process that is no rank of a launched job."""
+    """Report the step or phase of this rank. Does nothing in a process that is no rank of a launched job."""
     if _current is not None:
         _current.set(step=step, phase=phase)
 
 
 def current() -> Status | None:
-    """What this process last said, or None outside of a launched job."""
+    """The last status of this process, or None outside of a launched job."""
     return (
         None
         if _current is None
@@ -76,14 +80,14 @@ def current() -> Status | None:
 
 
 def write(folder: Path, said: Status) -> None:
-    """Leave what a rank of another host said where `read` finds it."""
+    """Write the status of a rank on another host to the place where `read` finds it."""
     written = _path(folder, said.rank).with_suffix(".part")
     written.write_text(json.dumps(asdict(said)), "ascii")
     written.replace(_path(folder, said.rank))
 
 
 def read(folder: Path, rank: int) -> Status | None:
-    """What `rank` last said, or None before it said anything."""
+    """The last status of `rank`, or None before its first."""
     try:
         return Status(**json.loads(_path(folder, rank).read_text("ascii")))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Jobs one after the other whose ranks are not started from nothing: they are forks of a process that stays (`launch.forks`)."""
+"""Run jobs one after another with ranks that are forks of a process that stays (`launch.forks`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from launch.status import Status
 
 
 class Warm:
-    """`run` is `launch.elastic.run`, and faster from the second job on. A context manager: the process ends with it.
+    """Runs jobs like `launch.elastic.run`, and faster from the second job on.
 
-    It is started anew after a job that has failed, and for one with another environment.
+    A context manager: the process ends with it. The process is started anew after a failed job, and for a job with
+    another environment.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,10 @@ class Warm:
         arguments: Sequence[str] = (),
         on_tick: Callable[[Sequence[Status | None]], None] = lambda statuses: None,
     ) -> Outcome:
-        """As `launch.elastic.run`, of ranks that share this machine's loopback. Raises ValueError for a shaped cluster."""
+        """Run a job as `launch.elastic.run` does, with ranks that share this machine's loopback.
+
+        Raises ValueError for a shaped cluster.
+        """
         if cluster.rate_gbit is not None:
             raise ValueError("a rank that is a fork has no network of its own")
         run_dir = run_dir.resolve()
@@ -66,7 +70,7 @@ class Warm:
 
 
 class _Forks:
-    """The process, and the job that it runs."""
+    """The process that forks ranks, and its current job."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env, self._folder = dict(env), Path()
@@ -87,12 +91,12 @@ class _Forks:
     def hand(self, folder: Path, job: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
         self._folder = folder
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as `poll` tells
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `poll` reports it
             self._process.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
             self._process.stdin.flush()
 
     def poll(self) -> int | None:
-        """As that of an agent (`launch.elastic.Agent`): of the job, not of the process, unless that has ended."""
+        """State of the job as in `launch.elastic.Agent.poll`; the process's exit code if the process has ended."""
         try:
             said = json.loads(report_of(self._folder, None).path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
 """The replay of a plan in virtual time: step time, overlap, and memory by category and slot.
 
-Imports plans and timelines, never planners; it is what planners are judged by.
+Imports plans and timelines, never planners. Planners are judged by replays.
 """

@@ -1,8 +1,9 @@
-"""From the order of messages to what a replay needs: a search asks for the step and the bytes of thousands of orders.
+"""Input of a replay from an order of messages, for a search that compares thousands of orders.
 
-A plan is what is validated, kept and run; an order is its messages by number, and the slot at which each is issued. What
-depends on the order (which message waits for which, fills a buffer first, or is the last to need a gradient) is worked out
-here in loops, as :class:`mdcs.plan.messages.Plan` and :class:`mdcs.plan.ledger.Ledger` do for one plan. Tests hold them equal.
+A plan is validated, stored and run. An order is only the messages by number, with the issue slot of each. These loops
+compute the values that depend on the order: which message waits for which, which allocates a buffer, which is the last
+to need a gradient. :class:`mdcs.plan.messages.Plan` and :class:`mdcs.plan.ledger.Ledger` compute the same values for
+one plan. Tests check that both agree.
 """
 
 from __future__ import annotations
@@ -13,48 +14,52 @@ from mdcs.simulator.kernel import Circle, Messages, Numbers
 
 
 class Shape(NamedTuple):
-    """The messages of a plan by number: all that does not depend on their order. Slots are unrolled, sizes are bytes."""
+    """The values of all messages, by number, that do not depend on their order. Slots are unrolled, sizes are bytes."""
 
-    reduces: Numbers  # it is a reduce-scatter or an all-reduce
-    scatters: Numbers  # it is a reduce-scatter
-    is_forward: Numbers  # it is an all-gather before forward
-    is_backward: Numbers  # it is an all-gather before backward
-    follows_update: Numbers  # it gathers what the same period has updated
+    reduces: Numbers  # whether it is a reduce-scatter or an all-reduce
+    scatters: Numbers  # whether it is a reduce-scatter
+    is_forward: Numbers  # whether it is an all-gather before forward
+    is_backward: Numbers  # whether it is an all-gather before backward
+    follows_update: Numbers  # whether it gathers parameters that the same period has updated
     blocking: Numbers
-    first: Numbers  # slot of its window
-    last: Numbers
-    early: Numbers  # the part of the slot before its first that is over when its gradients are there
+    first: Numbers  # first slot of its window
+    last: Numbers  # slot that needs it
+    early: Numbers  # fraction of the slot before ``first`` after which its gradients are ready
     alpha: Numbers
     gap: Numbers
     transfer: Numbers
     copy: Numbers
     update: Numbers
     idle: Numbers
-    lost: Numbers  # without what copying and updating cost
-    lost_per_work: Numbers  # for each second of these
+    lost: Numbers  # compute seconds lost, without copying and updating
+    lost_per_work: Numbers  # compute seconds lost per second of copying and updating
     staging: Numbers
     shards: Numbers
     scratch: Numbers
-    begin: Numbers  # its parts are those from begin[i] to begin[i + 1]
-    block: Numbers  # of a part, counted over all units
-    unit: Numbers  # of a part
-    buffer: Numbers  # that a part is gathered into, or -1
-    buffer_bytes: Numbers  # by buffer; 0 where the unit is whole at rest
+    begin: Numbers  # the parts of message i are begin[i] to begin[i + 1] - 1
+    block: Numbers  # by part: its block, counted over all units
+    unit: Numbers  # by part
+    buffer: Numbers  # by part: the buffer that it is gathered into, or -1
+    buffer_bytes: Numbers  # by buffer; 0 if the unit is whole at rest
     gradient_bytes: Numbers  # by unit
     trained: Numbers  # by unit
-    replicated: Numbers  # by unit: it is dp
+    replicated: Numbers  # by unit: whether it is dp
     forward: Numbers  # by unit: the first slot of its first forward pass
     blocks: int
-    barrier: bool  # the last reduction updates all units
+    barrier: bool  # whether the last reduction updates all units
 
 
 BY_MESSAGE = Shape._fields[: Shape._fields.index("buffer_bytes")]
-"""The fields with numbers by message or part; the others are of the job, or of a mix."""
+"""Fields with one number per message or part. The other fields depend on the job or on the mix."""
 
 
 def place(s: Shape, turn: int, order: Numbers, slots: Numbers, issued: Numbers, needed: Numbers) -> bool:
-    """Fill in, by slot, how many messages are issued by then and how many must be done. Return whether all are in their
-    windows, and gather nothing before it is updated.
+    """Fill ``issued`` and ``needed``, and return whether the order is valid.
+
+    ``issued[q]``: number of messages issued by slot q.
+    ``needed[q]``: number of messages that must be done when slot q begins (unrolled).
+
+    An order is valid if all messages lie in their windows and nothing is gathered before its update.
     """
     n, length = len(order), len(issued)
     reduced = [False] * s.blocks
@@ -63,11 +68,11 @@ def place(s: Shape, turn: int, order: Numbers, slots: Numbers, issued: Numbers, 
         issued[q], needed[q] = 0, -n
     for p in range(n):
         i, slot = order[p], slots[p]
-        later = 0 if slot >= s.first[i] else length  # the window's slot is in the next period
+        later = 0 if slot >= s.first[i] else length  # in its window, the issue slot lies in the next period
         if slot + later > s.last[i] or (p > 0 and slot < slots[p - 1]):
             return False
         issued[slot] += 1
-        if s.blocking[i] or not s.scatters[i]:  # a reduce-scatter's gather follows it
+        if s.blocking[i] or not s.scatters[i]:  # no slot needs a reduce-scatter: its gather is needed instead
             waits = slot if s.blocking[i] else s.last[i] - later
             needed[waits % length] = max(needed[waits % length], p + 1 - waits // length * n)
         if s.reduces[i]:
@@ -99,11 +104,11 @@ def place(s: Shape, turn: int, order: Numbers, slots: Numbers, issued: Numbers, 
 
 
 def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m: Messages) -> None:
-    """Fill in the messages of an order that :func:`place` has found to be possible, in a period of ``length`` slots."""
+    """Fill ``m`` with the messages of an order that :func:`place` found valid. ``length``: slots of the period."""
     n, last_reduction = len(order), -1
     reduced_at = [-1] * s.blocks
-    last_of = [-1] * len(s.gradient_bytes)  # reduction of a unit
-    first_of, first_slot = [-1] * len(s.buffer_bytes), [0] * len(s.buffer_bytes)  # gather into a buffer
+    last_of = [-1] * len(s.gradient_bytes)  # by unit: its last reduction
+    first_of, first_slot = [-1] * len(s.buffer_bytes), [0] * len(s.buffer_bytes)  # by buffer: its first gather
     all_scratch, all_updates, shards_kept, replicated = 0, 0.0, 0, 0
     for p in range(n):
         i = order[p]
@@ -129,7 +134,7 @@ def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m:
             u, b = s.unit[k], s.buffer[k]
             if s.reduces[i] and last_of[u] == p:
                 gradients += s.gradient_bytes[u]
-                last_of[u] = -1  # once
+                last_of[u] = -1  # counts the gradient once, even if the message has several parts of the unit
                 if s.replicated[u]:
                     replicated += s.gradient_bytes[u]
             if s.follows_update[i]:
@@ -138,7 +143,7 @@ def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m:
                 full += s.buffer_bytes[b]
                 first_of[b] = -1
         update, scratch, shards_freed = s.update[i], s.scratch[i], s.shards[i]
-        landed = gradients if s.scatters[i] else 0  # bytes of gradients that are free before the update, and after it
+        landed = gradients if s.scatters[i] else 0  # gradient bytes freed before the update; ``updated``: after it
         updated = gradients - landed
         if s.barrier:
             shards_kept += s.shards[i]
@@ -157,7 +162,10 @@ def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m:
 
 
 def worst_case(c: Circle, m: Messages, issued: Numbers, need: Numbers) -> None:
-    """Fill in the bytes that each slot needs when all messages issued before are done (:func:`mdcs.plan.ledger.needs`)."""
+    """Fill ``need`` with the bytes that each slot needs when all earlier messages are done.
+
+    :func:`mdcs.plan.ledger.needs` does the same for a plan.
+    """
     length, held = len(issued), c.rest
     for q in range(length):
         need[q] = 0
@@ -169,10 +177,10 @@ def worst_case(c: Circle, m: Messages, issued: Numbers, need: Numbers) -> None:
                     most = max(most, held + m.held[i] + m.transient[i] + c.live[q])
                     held += m.held[i] - m.freed[i]
             held += c.allocated[q]
-            if period != 1:  # the prologue, and the steady period
+            if period != 1:  # the prologue (0) and the steady period (2)
                 need[q] = max(need[q], most, held + c.peak[q])
             held -= c.freed[q]
 
 
 LOOPS = (place, arrange, worst_case)
-"""What :func:`mdcs.simulator.machine_code.compile_loops` compiles."""
+"""Functions that :func:`mdcs.simulator.machine_code.compile_loops` compiles."""

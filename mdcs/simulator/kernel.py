@@ -1,12 +1,12 @@
-"""The replay as loops over numbers: every time of compute and of the link follows from earlier ones, in one pass.
+"""The replay as loops over numbers. Every time of compute and of the link follows from earlier times, in one pass.
 
-:mod:`mdcs.simulator.simulate` says what is computed. Python runs these functions as they are for one replay. A search that
-replays thousands has numba turn the same functions into machine code (:mod:`mdcs.simulator.machine_code`). For this the
-module uses numbers, sequences of numbers and loops, and nothing else; functions take each sequence by itself, which numba
-handles faster than tuples of them.
+:mod:`mdcs.simulator.simulate` describes the model. For one replay, Python runs these functions as they are. For a
+search with thousands of replays, numba compiles them to machine code (:mod:`mdcs.simulator.machine_code`). Therefore
+this module uses only numbers, sequences of numbers and loops. Functions take each sequence as its own argument, because
+numba handles this faster than tuples of sequences.
 
-Messages are counted in wire order and slots in executed order, both from the prologue on: message ``g`` of a replay is message
-``g % n`` of the plan. Times are seconds since the prologue began, sizes are bytes.
+Messages are counted in wire order and slots in executed order, both from the start of the prologue. Message ``g`` of a
+replay is message ``g % n`` of the plan. Times are seconds since the prologue began, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -15,73 +15,82 @@ from typing import Any, NamedTuple
 
 MAX_PERIODS = 12
 LONG_AGO = -1e300
-_REPEATS = 1e-9  # of a period: two periods that differ by less are the same
+_REPEATS = 1e-9  # fraction of a period: periods that differ by less count as equal
 SETTLED, UNSETTLED, DEADLOCK = 0, 1, 2
-"""How a replay ended: the period repeats, it still changed after ``MAX_PERIODS``, or bytes never fitted."""
+"""How a replay ended.
+
+``SETTLED``: the period repeats.
+``UNSETTLED``: the period still changed after ``MAX_PERIODS``.
+``DEADLOCK``: the bytes of a message or slot never fitted.
+"""
 
 Numbers = Any
-"""A list of numbers; an array of them when the functions are compiled."""
+"""A list of numbers, or an array when the functions are compiled."""
 
 
 class Circle(NamedTuple):
-    """The slots of a period, and what holds for all of them."""
+    """The slots of a period (one number per slot), and constants of the replay."""
 
     seconds: Numbers
     live: Numbers  # bytes of activations and workspace when the slot begins
-    peak: Numbers  # the most of them during the slot
-    allocated: Numbers  # bytes of gradients that begin with the slot
-    freed: Numbers  # bytes of full parameters that end with the slot
-    turn: int
+    peak: Numbers  # peak of these bytes during the slot
+    allocated: Numbers  # bytes of gradients allocated when the slot begins
+    freed: Numbers  # bytes of full parameters freed when the slot ends
+    turn: int  # the first forward slot
     depth: int  # messages in flight
-    slowdown: float  # computing beside a message takes so many times as long
-    contended: bool
-    dispatch_s: float
-    per_wait: float
-    turn_s: float
+    slowdown: float  # factor on compute time while a message is in flight
+    contended: bool  # whether the profile has contention
+    dispatch_s: float  # delay between the end of a message and the compute that waits for it
+    per_wait: float  # slowdown of compute after a wait, as a fraction of the wait
+    turn_s: float  # time of the training loop between backward and forward
     rest: int  # bytes held between steps
     cap: int  # bytes that admission allows; -1: no limit
 
 
 class Messages(NamedTuple):
-    """The messages of one period in wire order, one number each."""
+    """The messages of one period in wire order, one number per message. Times are seconds."""
 
     slot: Numbers
     blocking: Numbers
     in_prologue: Numbers
-    waits_for: Numbers  # the message ahead that must be done first, or -1
-    early: Numbers  # the part of the slot before its own after which it may leave; 1: at its own
+    waits_for: Numbers  # index of an earlier message that must be done first, or -1
+    early: Numbers  # fraction of the slot before its own after which it may leave; 1: at its own slot
     alpha: Numbers
     gap: Numbers
     transfer: Numbers
     copy: Numbers
     update: Numbers
-    idle: Numbers  # transfer while nothing computes
-    lost: Numbers  # seconds that computing loses when the message is done beside it
-    held: Numbers  # bytes that stay when the message is done
+    idle: Numbers  # ``transfer`` while nothing computes
+    lost: Numbers  # compute time lost when the message completes while computing
+    held: Numbers  # bytes that it allocates and that stay after it
     freed: Numbers  # bytes of slots and earlier messages that it frees when it is done
     transient: Numbers  # bytes that live only while it is in flight
 
 
 class Track(NamedTuple):
-    """What a replay writes down, with room for ``MAX_PERIODS`` periods."""
+    """Output of a replay, with room for ``MAX_PERIODS`` periods. Times are seconds."""
 
-    start: Numbers  # of messages on the link
-    finish: Numbers
-    done: Numbers  # when they are unpacked and updated
-    arrival: Numbers  # of compute at slots, and at last at the end
-    begin: Numbers
-    flight: Numbers  # what was in flight at the last turn and at this one, relative to it; 3 n each
-    count: Numbers  # see below
+    start: Numbers  # by message: start on the link
+    finish: Numbers  # by message: end on the link
+    done: Numbers  # by message: end of unpacking and updating
+    arrival: Numbers  # by slot: when compute arrives; the last entry is the end of the replay
+    begin: Numbers  # by slot: when compute begins to run it
+    flight: Numbers  # times of messages in flight at the last turn and at this one, relative to the turn; 3 n each
+    count: Numbers  # counters, see SENT and the others below
 
 
-# Indices into Track.count: messages sent, the first that may be in flight, those that have cost compute their ``lost``, those
-# whose bytes are freed; bytes held, and the most in flight; times written of compute; the slot of a deadlock and the bytes that
-# it needs.
+# Indices into Track.count.
+# SENT: messages sent. BUSY: first message that may be in flight. PAID: messages whose ``lost`` compute has paid.
+# RETIRED: messages whose bytes are freed. HELD: bytes held. MOST: upper bound of bytes in flight.
+# ARRIVALS: entries of ``arrival``. STUCK: slot of a deadlock. NEEDED: bytes that the slot needs.
 SENT, BUSY, PAID, RETIRED, HELD, MOST, ARRIVALS, STUCK, NEEDED = range(9)
 
 
 def slowed(start: Numbers, finish: Numbers, count: Numbers, slowdown: float, now: float, work: float) -> float:
-    """Return when ``work`` seconds of computing from now on are over: ``slowdown`` times as many beside a message."""
+    """Return when ``work`` seconds of compute that begin now end.
+
+    Compute takes ``slowdown`` times as long beside a message.
+    """
     if slowdown == 1:
         return now + work
     sent, g = count[SENT], count[BUSY]
@@ -102,10 +111,13 @@ def slowed(start: Numbers, finish: Numbers, count: Numbers, slowdown: float, now
 
 
 def delayed(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: float) -> float:
-    """Return when a slot ends that would end at ``end`` but for what messages cost it that are done by then."""
+    """Return when a slot ends, with the compute time lost to messages that complete during the slot.
+
+    ``begin``, ``end``: the slot without the lost time.
+    """
     n, g = len(lost), count[PAID]
     while g < count[SENT] and done[g] <= end:
-        if done[g] > begin:  # else compute was waiting
+        if done[g] > begin:  # otherwise it completed while compute was waiting, and cost nothing
             end += lost[g % n]
         g += 1
     count[PAID] = g
@@ -113,9 +125,11 @@ def delayed(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: flo
 
 
 def hurry(c: Circle, m: Messages, t: Track, now: float, awaited: int) -> None:
-    """Retime what is in flight: compute waits from now on for the message ``awaited``, so messages up to it are not slowed.
+    """Retime the messages in flight while compute waits for message ``awaited`` from ``now`` on.
 
-    All messages known of have been issued by now. What has not started waits for others that are done sooner.
+    Messages up to ``awaited`` then run while nothing computes: the part that is not yet served takes ``idle`` instead
+    of ``transfer``. Later messages shift accordingly. All messages in ``t`` have been issued by now. A message that has
+    not started waits only for messages that are done earlier.
     """
     n, sent = len(m.slot), t.count[SENT]
     first = sent
@@ -142,17 +156,20 @@ def hurry(c: Circle, m: Messages, t: Track, now: float, awaited: int) -> None:
 
 
 def retire(done: Numbers, freed: Numbers, count: Numbers, now: float) -> None:
-    """Free what messages that are done by now free."""
+    """Free the bytes of messages that are done by now."""
     n, g = len(freed), count[RETIRED]
     while g < count[SENT] and done[g] <= now:
-        if g >= n:  # the prologue only gathers, which frees nothing
+        if g >= n:  # messages of the prologue only gather, so they free nothing
             count[HELD] -= freed[g % n]
         g += 1
     count[RETIRED] = g
 
 
 def most_in_flight(transient: Numbers, count: Numbers, depth: int, upcoming: int) -> int:
-    """Return the most bytes that ``depth`` neighbours among the messages not yet done hold at once, ``upcoming`` of one more."""
+    """Return the most bytes that ``depth`` consecutive messages can hold in flight.
+
+    Counts the messages that are not yet done, and one more message with ``upcoming`` bytes.
+    """
     n, first, sent = len(transient), count[RETIRED], count[SENT]
     most = total = 0
     for g in range(first, sent + 1):
@@ -167,7 +184,10 @@ def most_in_flight(transient: Numbers, count: Numbers, depth: int, upcoming: int
 def admit(
     done: Numbers, freed: Numbers, transient: Numbers, count: Numbers, cap: int, depth: int, now: float, size: int, upcoming: int
 ) -> float:
-    """Return when ``size`` bytes fit beside all that is held and in flight; -1, and ``count[NEEDED]``, if they never do."""
+    """Return when ``size`` bytes fit, in addition to all bytes held and in flight.
+
+    Return -1 and set ``count[NEEDED]`` if they never fit.
+    """
     while True:
         retire(done, freed, count, now)
         if count[HELD] + size + count[MOST] <= cap:
@@ -185,8 +205,13 @@ def repeats(
     start: Numbers, finish: Numbers, done: Numbers, flight: Numbers, sent: int, now: float, base: int, before: int,
     tolerance: float,
 ) -> int:  # fmt: skip
-    """Compare what is in flight at this turn with the last turn's ``before`` messages: return their number, or -1 less it if
-    the two differ. ``base`` is the first message of the period.
+    """Compare the messages in flight at this turn with those at the last turn.
+
+    Return their number k if both are equal, otherwise -1 - k.
+
+    ``base``: first message of the period.
+    ``before``: number of messages in flight at the last turn.
+    ``tolerance``: largest difference (seconds) of equal times.
     """
     room, many = len(flight) // 2, 0
     for g in range(base, sent):
@@ -202,11 +227,12 @@ def repeats(
 
 
 def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> int:
-    """Replay until the period repeats; return how it ended.
+    """Replay until the period repeats. Return how the replay ended.
 
-    ``issued`` has the number of messages that are issued by each slot, ``needed`` of those that must be done when it begins
-    (unrolled: 0 or less is in the period before). The last ``n`` messages and the last ``len(c.seconds)`` slots in ``t`` are
-    the last period.
+    ``issued[q]``: number of messages issued by slot q. ``needed[q]``: number of messages that must be done when slot q
+    begins. Unrolled: 0 or less refers to the period before.
+
+    In ``t`` the last ``n`` messages and the last ``len(c.seconds)`` slots are the last period.
     """
     start, finish, done, arrival, begins, count, flight = t.start, t.finish, t.done, t.arrival, t.begin, t.count, t.flight
     seconds, live, peak, allocated, released = c.seconds, c.live, c.peak, c.allocated, c.freed
@@ -219,12 +245,12 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
         count[k] = 0
     if cap >= 0 and n > 0:
         count[SENT] = n + depth
-        count[MOST] = most_in_flight(transient, count, depth, 0)  # of any neighbours: beside these anything fits
+        count[MOST] = most_in_flight(transient, count, depth, 0)  # upper bound for any messages: a quick test in admit()
     count[HELD], count[SENT] = c.rest, 0
     now = last_start = last_done = begin = work = 0.0
     last_finish = LONG_AGO
     base = begun = arrived = 0
-    before = at = -1  # messages in flight at the last turn, the slot that compute is in
+    before = at = -1  # messages in flight at the last turn; slot that compute runs
     for p in range(MAX_PERIODS):
         settled = False
         for q in range(turn if p == 0 else 0, len(seconds)):
@@ -260,7 +286,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
                         count[STUCK] = q
                         return DEADLOCK
                 count[HELD] += held[i]
-                if now > last_start:  # not max(): much slower, uncompiled
+                if now > last_start:  # max() is much slower when not compiled
                     last_start = now
                 if g >= depth and done[g - depth] > last_start:
                     last_start = done[g - depth]
@@ -312,4 +338,4 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
 
 
 LOOPS = (slowed, delayed, hurry, retire, most_in_flight, admit, repeats, run)
-"""What :func:`mdcs.simulator.machine_code.compile_loops` compiles."""
+"""Functions that :func:`mdcs.simulator.machine_code.compile_loops` compiles."""

@@ -1,4 +1,4 @@
-"""The loops of replays as machine code, where numba is installed; as Python, only slower, where it is not."""
+"""Compilation of the replay loops by numba. Without numba they run as Python, only slower."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SECONDS = {
 
 @lru_cache(maxsize=1)
 def compile_loops() -> bool:
-    """Turn the loops into machine code, for the rest of this process; return whether numba is there to do it.
+    """Compile the loops for the rest of this process. Return whether numba is installed.
 
-    The first time on a machine this takes some ten seconds; numba keeps the code beside the modules.
+    The first compilation on a machine takes some ten seconds. Numba caches the code next to the modules.
     """
     if importlib.util.find_spec("numba") is None:
         return False
@@ -37,13 +37,13 @@ def compile_loops() -> bool:
 
 
 def for_loops(fields: Fields) -> Fields:
-    """The same with its sequences of numbers as the loops take them: arrays if they are compiled, else lists."""
+    """Return a copy whose sequences have the type that the loops take: arrays if compiled, otherwise lists."""
     columns = {name: v for name, v in fields._asdict().items() if isinstance(v, (list, tuple))}
     return fields._replace(**{name: numbers(v, seconds=name in _SECONDS) for name, v in columns.items()})
 
 
 def numbers(values: Sequence[float], *, seconds: bool = False) -> Any:
-    """Numbers as the loops take them."""
+    """Return numbers in the type that the loops take. ``seconds``: floats instead of integers."""
     if not compile_loops.cache_info().currsize or not compile_loops():
         return list(values)
     return np.array(values, np.float64 if seconds else np.int64)

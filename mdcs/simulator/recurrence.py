@@ -1,4 +1,4 @@
-"""A replay of a plan: what the loops of :mod:`mdcs.simulator.kernel` are given, and what they write down."""
+"""The replay of one plan: input and output of the loops in :mod:`mdcs.simulator.kernel`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ _NOTHING = Contention()
 
 
 class Course:
-    """What compute and the link do in a period: all that a replay needs of a plan but its bytes."""
+    """Costs and slot limits of a plan: the input of a replay without bytes."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.costs, self.limits = plan, plan.costs, SlotLimits(plan)
 
 
 class Trace:
-    """When everything happened, in seconds since the prologue began.
+    """Times of all messages and slots, in seconds since the prologue began.
 
-    Messages are counted in FIFO order and slots in executed order, both from the prologue; the last ``slots``
-    slots and the last ``messages`` messages are the last period. ``settled`` says whether it repeats the one before.
+    Messages are counted in FIFO order and slots in executed order, both from the prologue. The last ``slots`` slots and
+    the last ``messages`` messages are the last period.
+
+    ``spans``: (start, end) of each message on the link.
+    ``processed``: when each message is summed or unpacked, and updated.
+    ``arrivals``: when compute arrives at each slot. The last entry is the end of the replay.
+    ``begins``: when compute begins to run each slot.
+    ``settled``: whether the last period repeats the one before.
     """
 
     def __init__(self, costs: Sequence[Cost], needed: Sequence[int], slots: int, track: Track, settled: bool) -> None:
@@ -37,30 +43,33 @@ class Trace:
         self.slots, self.messages = slots, len(costs)
         sent, arrivals = track.count[kernel.SENT], track.count[kernel.ARRIVALS]
         written = Track(*(column if isinstance(column, list) else column.tolist() for column in track))
-        self.spans: list[Span] = list(zip(written.start[:sent], written.finish[:sent], strict=True))  # of messages on the link
-        self.processed: list[float] = written.done[:sent]  # when they are summed or unpacked, and updated
-        self.arrivals: list[float] = written.arrival[:arrivals]  # of compute at slots, and at last at the end
+        self.spans: list[Span] = list(zip(written.start[:sent], written.finish[:sent], strict=True))
+        self.processed: list[float] = written.done[:sent]
+        self.arrivals: list[float] = written.arrival[:arrivals]
         self.begins: list[float] = written.begin[: arrivals - 1]
 
     @property
     def began(self) -> float:
-        """When the last period begins."""
+        """Start of the last period."""
         return self.arrivals[-self.slots - 1]
 
     @property
     def ended(self) -> float:
-        """When the last period ends."""
+        """End of the last period."""
         return self.arrivals[-1]
 
     def compute(self) -> list[Span]:
-        """The slots of the last period, from its start."""
+        """Return (start, end) of each slot of the last period, relative to its start."""
         began, last = self.began, self.slots
         return [(a - began, b - began) for a, b in zip(self.begins[-last:], self.arrivals[-last:], strict=True)]
 
     def seen(self, spans: list[Span]) -> dict[int, Span]:
-        """What messages do in the last period, by their index: from its start, cut off at both its ends."""
+        """Return the spans of messages in the last period, by message index.
+
+        Spans are relative to the start of the period and cut off at its ends.
+        """
         began, ended = self.began, self.ended
-        oldest = max(0, len(spans) - 2 * self.messages)  # those of the period before may still be in flight
+        oldest = max(0, len(spans) - 2 * self.messages)  # messages of the period before may still be in flight
         return {
             g: ((start if start > began else began) - began, (end if end < ended else ended) - began)
             for g, (start, end) in enumerate(spans[oldest:], oldest)
@@ -69,7 +78,7 @@ class Trace:
 
 
 def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
-    """Follow the course of a plan until its period repeats, admitting by the ledger if there is one and a budget.
+    """Replay a plan until its period repeats. Admit messages by the ledger if there is one, and a budget.
 
     Raises PlanError for a deadlock.
     """
@@ -82,14 +91,14 @@ def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
 
 
 def deadlock(plan: Plan, track: Track) -> PlanError:
-    """The error for a replay that has ended so."""
+    """Return the error for a replay that ended in a deadlock."""
     q, need = track.count[kernel.STUCK], track.count[kernel.NEEDED]
     cap = (plan.budget or 0) - plan.reserve
     return PlanError(f"deadlock at slot {q} ({plan.period.name(q)}): needs {need} of {cap} bytes")
 
 
 def circle(job: Job, budget: int | None, held: MixBytes | None) -> Circle:
-    """The slots of a job's period, with the bytes of a mix if they count."""
+    """Return the slots of a job's period. ``held``: bytes of the mix; None: bytes are not counted."""
     contention, none = job.profile.contention, [0] * job.period.length
     slots = [] if held is None else held.slots
     return Circle(
@@ -135,7 +144,7 @@ def _messages(plan: Plan, course: Course, ledger: Ledger | None) -> Messages:
 
 
 def room_for(messages: int, slots: int) -> Track:
-    """Room for a replay of a plan with so many messages and slots."""
+    """Return an empty track for a plan with this many messages and slots."""
     n, length = kernel.MAX_PERIODS * messages, kernel.MAX_PERIODS * slots
     return Track(
         [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * (length + 1), [0.0] * length, [0.0] * (6 * messages), [0] * (kernel.NEEDED + 1)

@@ -1,12 +1,15 @@
-"""Replay of a plan in virtual time: what the runtime would do, slot by slot and message by message.
+"""Replay of a plan in virtual time: the actions of the runtime, slot by slot and message by message.
 
-Compute is serial, the link is FIFO with ``depth`` messages in flight (:mod:`mdcs.profile.link`), what follows a message
-(summing, unpacking, updating) is serial on the dispatcher. A message starts when its turn has come, its data is
-ready and compute has arrived at its issue slot; messages and slots are admitted only when their bytes fit, and
-admission never changes the order. Because compute is the only thing that issues messages, and it waits only for
-messages issued before, every time follows from earlier ones: one pass, no event queue.
+Compute is serial. The link is FIFO with ``depth`` messages in flight (:mod:`mdcs.profile.link`). Summing, unpacking and
+updating after a message are serial on the dispatcher. A message starts when all messages ahead of it have started, its
+data is ready and compute has arrived at its issue slot. Messages and slots are admitted only when their bytes fit, and
+admission never changes the order.
 
-Periods are replayed from the prologue (iteration 1 starts at the first forward slot) until they repeat, or for so many.
+Only compute issues messages, and it waits only for messages issued before. So every time follows from earlier times:
+the replay is one pass and needs no event queue.
+
+Periods are replayed from the prologue until they repeat, at most ``MAX_PERIODS``. Iteration 1 starts at the first
+forward slot.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from mdcs.simulator.recurrence import Course, Trace, run
 
 
 class Replay:
-    """What the replay of a plan gives. Planners replay thousands of plans: what is not asked for is not worked out.
+    """The result of a replay. Values are computed on demand, because planners replay thousands of plans.
 
-    Times are in seconds from the start of the last replayed period (its first backward slot). ``settled``: it was as the one
-    before, so that all later ones are.
+    Times are seconds from the start of the last replayed period (its first backward slot).
+
+    ``period_s``: length of the period.
+    ``settled``: whether the period equals the one before, so that all later periods are equal.
     """
 
     def __init__(self, plan: Plan, trace: Trace, ledger: Ledger | None) -> None:
@@ -36,18 +41,18 @@ class Replay:
 
     @cached_property
     def times(self) -> StepTimes:
-        """Where the period goes: computing, communicating, both, and what is exposed."""
+        """Parts of the period: computing, communicating, both, and exposed communication."""
         trace = self._trace
         return times_of(self.period_s, trace.compute(), trace.seen(trace.spans).values())
 
     @cached_property
     def intervals(self) -> list[Interval]:
-        """Slots, messages and updates of the period, as in a measured timeline."""
+        """Slots, messages and updates of the period, in the format of a measured timeline."""
         return _intervals(self._plan, self._trace)
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by category, each at its own peak, and of all together ("total")."""
+        """Peak bytes of each category (at its own time), and of all together ("total")."""
         return {key: max([slot[key] for slot in self.curve]) for key in (*CATEGORIES, "total")}
 
     @cached_property
@@ -56,7 +61,7 @@ class Replay:
         return _memory(self._plan, self._ledger or Ledger(self._plan), self._trace)
 
     def prediction(self) -> Prediction:
-        """What the plan keeps of its replay."""
+        """Return the part of the result that is stored with the plan."""
         t, peak = self.times, self.peak
         return Prediction(
             t.step_s, t.compute_s, t.communication_s, t.overlap_s, peak_bytes=peak["total"], memory=peak
@@ -64,9 +69,11 @@ class Replay:
 
 
 def replay(plan: Plan, *, ledger: Ledger | None = None, course: Course | None = None) -> Replay:
-    """Replay until the period repeats; ``ledger`` and ``course`` are the plan's, if they are at hand.
+    """Replay a plan until its period repeats.
 
-    Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
+    ``ledger``, ``course``: those of the plan, if the caller has them. Raises PlanError, naming the slot, when admission
+        under the
+    plan's budget deadlocks.
     """
     if plan.budget is not None:
         ledger = ledger or Ledger(plan)
@@ -76,8 +83,10 @@ def replay(plan: Plan, *, ledger: Ledger | None = None, course: Course | None = 
 class Steady(NamedTuple):
     """Times of the last replayed period, in seconds from its start.
 
-    ``slots`` are (arrival, begin, end) of compute; ``bytes`` when the link begins and ends to carry the bytes of each
-    message that is issued in the period, which may be after its end.
+    ``period_s``: length of the period.
+    ``slots``: (arrival, begin, end) of compute at each slot.
+    ``bytes``: (begin, end) of the bytes on the link, for each message issued in the period. The end may lie after the
+        period.
     """
 
     period_s: float
@@ -86,7 +95,7 @@ class Steady(NamedTuple):
 
 
 def steady_state(plan: Plan) -> Steady:
-    """When slots and messages of the steady period happen. Raises PlanError as :func:`replay`."""
+    """Return the times of slots and messages in the steady period. Raises PlanError as :func:`replay`."""
     trace = replay(plan)._trace
     began, n, length = trace.began, trace.messages, trace.slots
     slots = zip(trace.arrivals[-length - 1 : -1], trace.begins[-length:], trace.arrivals[-length:], strict=True)
@@ -121,7 +130,7 @@ def _intervals(plan: Plan, trace: Trace) -> list[Interval]:
 
 
 def _landed(trace: Trace, since: int) -> list[float]:
-    """When messages from ``since`` on are summed or unpacked; their updates follow."""
+    """Return when each message from ``since`` on is summed or unpacked. Its update follows."""
     copies = [cost.copy for cost in trace.costs]
     out, before = [], trace.processed[since - 1] if since else 0.0
     for g, ((_, finish), done) in enumerate(zip(trace.spans[since:], trace.processed[since:], strict=True), since):
@@ -131,13 +140,16 @@ def _landed(trace: Trace, since: int) -> list[float]:
 
 
 _Event = tuple[float, str, int]
-"""Time, category or mark, bytes or slot. Those of one time keep the order of their causes."""
+"""(time, category or mark, bytes or slot). Events with equal times keep their order."""
 
 _ARRIVE, _BEGIN, _END = "arrive", "begin", "end"  # marks of compute
 
 
 def _memory(plan: Plan, ledger: Ledger, trace: Trace) -> list[dict[str, int]]:
-    """By slot of the last period and category, each at its own peak, and "total". A slot includes the wait before it."""
+    """Return for each slot of the last period the peak bytes of each category, and "total".
+
+    A slot includes the wait before it.
+    """
     live, events = _events(plan, ledger, trace)
     known, rest = sum(live.values()), 0
     window: dict[str, int] | None = None
@@ -165,10 +177,10 @@ def _memory(plan: Plan, ledger: Ledger, trace: Trace) -> list[dict[str, int]]:
 
 
 def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], list[_Event]]:
-    """What registered buffers hold when the last period begins, and every allocation and release from then on."""
+    """Return the bytes by category when the last period begins, and all later allocations and releases."""
     live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
     n, turn, began = trace.messages, plan.period.turn, trace.began
-    # Every later period frees as much as it allocates.
+    # Bytes at the end of the prologue. Every later period frees as much as it allocates.
     live["full_parameters"] += sum(
         size
         for m, e in zip(plan.messages, ledger.messages, strict=True)
@@ -185,7 +197,7 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
         if done <= began:
             continue
         for event in _effects(e, start, landed, done):
-            if event[0] > began:  # else it is among what is held already
+            if event[0] > began:  # earlier events are already counted in ``live``
                 live[event[1]] -= event[2]
                 out.append(event)
     arrivals, begins = trace.arrivals[-trace.slots - 1 :], trace.begins[-trace.slots :]
@@ -205,7 +217,7 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
 
 
 def _effects(e: MessageBytes, start: float, landed: float, done: float) -> list[_Event]:
-    """What a message allocates and frees."""
+    """Return the allocations and releases of a message as events."""
     events = [(start, what, size) for what, size in e.at_start]
     if e.when_landed:
         events += [(landed, what, size) for what, size in e.when_landed]

@@ -1,4 +1,4 @@
-"""Which job of a scheduler a run's folder was handed in as, and whether that is still to end."""
+"""The scheduler's job to which a run's folder was handed in, and whether that job has ended."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 FILE = "handed_in.json"
 BEFORE = "before.txt"
-"""In a job's folder: those of jobs that are to end before it begins, a path from its own on a line each."""
+"""File in a job's folder that lists the folders of jobs that must end first: one relative path a line."""
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
 
 def note(folder: Path, executor: str, job: str) -> None:
-    """Leave it in the folder: a job of SLURM's ("slurm"), or a process of this machine ("local")."""
+    """Record in the folder how it was handed in: as a SLURM job ("slurm") or a process of this machine ("local")."""
     (folder / FILE).write_text(json.dumps({"executor": executor, "job": job}), encoding="utf-8")
 
 
 def before(folder: Path) -> list[Path]:
-    """The folders of the jobs that are to end before this one begins."""
+    """The folders of the jobs that must end before this one begins."""
     try:
         lines = (folder / BEFORE).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -30,7 +30,7 @@ def before(folder: Path) -> list[Path]:
 
 
 def number(folder: Path) -> str | None:
-    """The job that the folder was handed in as; None: it was not."""
+    """The number of the job that the folder was handed in as, or None if it was not handed in."""
     try:
         return str(json.loads((folder / FILE).read_text(encoding="utf-8"))["job"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -38,17 +38,17 @@ def number(folder: Path) -> str | None:
 
 
 def queue() -> dict[str, str] | None:
-    """SLURM's word for every job that has not ended, by its number; None if it does not answer."""
+    """SLURM's state of every job that has not ended, by job number; None if SLURM does not answer."""
     try:
         listed = subprocess.run(["squeue", "-h", "-r", "-o", "%i %T"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):  # its controller may be away for a moment
+    except (OSError, subprocess.CalledProcessError):  # the controller may be unavailable for a moment
         return None
     known = (line.split() for line in listed.splitlines())
     return {job: state for job, state in known if state not in _OVER}
 
 
 def state(folder: Path) -> str:
-    """How the job stands that the folder was handed in as; empty: it has ended, or there was none."""
+    """State of the job that the folder was handed in as. Empty if the job has ended or there was none."""
     try:
         said = json.loads((folder / FILE).read_text(encoding="utf-8"))
         executor, job = str(said["executor"]), str(said["job"])
@@ -61,7 +61,7 @@ def state(folder: Path) -> str:
 
 
 def cancel(executor: str, job: str) -> None:
-    """End it: a job of SLURM's, or a child of this process; a number that is neither any more is left alone."""
+    """End a SLURM job, or a child of this process. Does nothing if the number is no longer such a job."""
     if executor == "slurm":
         subprocess.run(["scancel", job], capture_output=True, check=False)
     elif int(job) in _children(os.getpid()):
@@ -69,9 +69,10 @@ def cancel(executor: str, job: str) -> None:
 
 
 def end(pid: int) -> None:
-    """Kill a process with all that it has started: a signal to it would end at the shell that sets jobs up."""
+    """Kill a process with all of its descendants. A signal to the process alone reaches only the shell that starts it.
+    """
     tree = [pid]
-    for each in tree:  # which grows
+    for each in tree:  # the list grows during the loop
         tree += _children(each)
     for each in tree:
         with contextlib.suppress(OSError):

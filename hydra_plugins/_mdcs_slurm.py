@@ -1,12 +1,12 @@
-"""Launchers of Hydra for jobs that SLURM runs, or this machine in the background: a sweep is an array of jobs.
+"""Hydra launchers for jobs that SLURM runs, or that this machine runs in the background. A sweep is an array of jobs.
 
     python experiments/train.py -m hydra/launcher=mdcs_slurm hydra.launcher.nodes=2 hydra.launcher.ranks_per_node=8 …
 
-The program's own task function leaves in every job's folder what it takes to run it later, and which other jobs are to end
-before (`_mdcs_handed.BEFORE`); here they are handed in, through submitit. In a job one task per node starts that node's ranks.
-What runs is a copy of the code as it was when the job was handed in.
+The program's task function writes into every job's folder the files that a later run needs, and the list of jobs that
+must end before (`_mdcs_handed.BEFORE`). The launcher hands the jobs in through submitit. In a job, one task per node
+starts that node's ranks. The jobs run a copy of the code as it was when they were handed in.
 
-The underscore is there as in `hydra_plugins._mdcs_sweeper`.
+The underscore in the module's name has the same reason as in `hydra_plugins._mdcs_sweeper`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from hydra_plugins import _mdcs_handed as handed
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("analysis", "experiments", "hydra_plugins", "launch", "mdcs", "conf")
 JOB = "frozen.yaml"
-"""Is in the folders of jobs that are to run."""
+"""File in the folder of each job that is to run: its resolved config."""
 REQUEUE = "MDCS_REQUEUE"
-"""Tells a job's processes that one that is to stop goes on later (`launch.preemption`)."""
+"""Environment variable: a job that is told to stop continues later (`launch.preemption`)."""
 
 _POLL_SECONDS = 0.5
 _SHOW_SECONDS = 30.0
@@ -48,7 +48,7 @@ _ENDED = "ended"
 
 @dataclass
 class MdcsSlurmConf:
-    """What a job asks for, and how long this program stays. Types are Hydra's to check, ranges the launcher's."""
+    """Resources of a job, and how long this program waits. Hydra checks the types, the launcher checks the ranges."""
 
     _target_: str = "hydra_plugins._mdcs_slurm.MdcsLauncher"
     executor: str = "slurm"
@@ -77,7 +77,7 @@ class MdcsSlurmConf:
 
 @dataclass
 class MdcsLocalConf(MdcsSlurmConf):
-    """The same on this machine, without SLURM: what only SLURM knows is left out."""
+    """The same for this machine, without SLURM. `check` refuses settings that only SLURM understands."""
 
     executor: str = "local"
 
@@ -87,7 +87,10 @@ for _name, _conf in (("mdcs_slurm", MdcsSlurmConf), ("mdcs_local", MdcsLocalConf
 
 
 class MdcsLauncher(Launcher):
-    """Hands jobs in, and if asked to waits for them. Raises ValueError, from `setup` on, for what the config says wrongly."""
+    """Hands jobs in, and waits for them if the config says so.
+
+    Raises ValueError from `setup` on, when a setting is wrong.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self.asked = MdcsSlurmConf(**settings)
@@ -152,22 +155,22 @@ class MdcsLauncher(Launcher):
             raise ValueError(f"hydra.launcher: sbatch refuses the jobs: {' '.join(str(error).split())}") from error
         except BaseException:
             for job in jobs:
-                if asked.executor == "slurm" or not job.done():  # whose number may be another's by now
+                if asked.executor == "slurm" or not job.done():  # a finished process's number may be reused
                     handed.cancel(asked.executor, job.job_id)
             raise
 
 
 def to_end_before(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """The folders of jobs that are to end before these begin: those to hand in now, and those of jobs that have not ended yet.
+    """Folders of jobs that must end before these jobs begin: (jobs to hand in now, jobs that have not ended yet).
 
-    One that a single job needs is left to that job.
+    A job that only one of `folders` needs is in neither list: that job runs it itself.
     """
     needed = Counter(each for folder in folders for each in handed.before(folder))
     running = [folder for folder in needed if handed.state(folder)]
     first = [folder for folder, count in needed.items() if folder not in running and count > 1 and (folder / JOB).exists()]
     for folder in needed:
         if folder not in (*running, *first):
-            (folder / handed.FILE).unlink(missing_ok=True)  # of a job that has ended
+            (folder / handed.FILE).unlink(missing_ok=True)  # left by a job that has ended
     return first, running
 
 
@@ -176,7 +179,11 @@ def _numbers(jobs: Sequence[Any]) -> str:
 
 
 def _submitted(executor: Any, runs: Sequence[Callable[[], str]], asked: MdcsSlurmConf) -> Iterator[Any]:
-    """The jobs, as they are handed in: SLURM's at once, as the array has their limit; this machine's when there is a slot."""
+    """Yield the jobs as they are handed in.
+
+    SLURM's jobs are handed in at once: the array limits how many run. A job of this machine is handed in when there is
+    a slot.
+    """
     jobs: list[Any] = []
     if asked.executor == "slurm":
         with executor.batch():
@@ -191,7 +198,10 @@ def _submitted(executor: Any, runs: Sequence[Callable[[], str]], asked: MdcsSlur
 
 
 def run_command(command: list[str], folder: Path) -> str:
-    """What submitit runs on every node. Signals are the ranks' to act on: submitit would requeue the job at once."""
+    """Run the command on a node, for submitit.
+
+    Signals to stop are ignored here and left to the ranks: submitit would requeue the job at once.
+    """
     import submitit
 
     if REQUEUE in os.environ:
@@ -202,7 +212,7 @@ def run_command(command: list[str], folder: Path) -> str:
 
 
 def check(asked: MdcsSlurmConf) -> None:
-    """Raises ValueError, one line with the key, for the first value out of its range."""
+    """Raise ValueError, one line with the key, for the first value out of its range."""
     for name in ("nodes", "ranks_per_node", "cpus_per_node", "time_min", "parallel", "grace_s"):
         value = getattr(asked, name)
         if value is not None and value < 1:
@@ -232,23 +242,23 @@ MEASURED = (
     "executor", "nodes", "ranks_per_node", "cpus_per_node", "gpus_per_node", "partition", "constraint", "modules", "env", "setup",
     "sbatch", "srun_args",
 )  # fmt: skip
-"""Settings that change what a job measures, so that its run is another; on this machine the jobs beside it do, too."""
+"""Settings that change a job's measurements and so its identity. On this machine `parallel` does too."""
 
 _OF_THE_QUEUE = ("begin", "comment", "deadline", "dependency", "job-name", "mail-type", "mail-user", "nice", "priority")
-"""What sbatch may be told that changes when a job runs, and nothing that it measures."""
+"""Options of sbatch that change when a job runs, but not its measurements."""
 
 
 def measured(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings of a launcher that its jobs' measurements depend on."""
+    """The settings of a launcher that its jobs' measurements depend on."""
     names = (*MEASURED, "parallel") if settings["executor"] == "local" else MEASURED
     made = {name: settings[name] for name in names}
     return made | {"sbatch": {key: value for key, value in made["sbatch"].items() if key.replace("_", "-") not in _OF_THE_QUEUE}}
 
 
 def slots(asked: MdcsSlurmConf) -> int:
-    """How many jobs this machine takes at a time: those asked for, as far as there are cores and memory for each.
+    """Number of jobs that this machine runs at a time: `parallel`, limited by cores and memory.
 
-    Raises ValueError if there are not enough for one.
+    Raises ValueError if one job needs more cores or memory than the machine has.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     count = asked.parallel
@@ -261,14 +271,15 @@ def slots(asked: MdcsSlurmConf) -> int:
 
 
 def command(asked: MdcsSlurmConf, folder: Path) -> list[str]:
-    """What each of a job's tasks runs, one on every node."""
+    """The command of each of a job's tasks; one task runs on every node."""
     return [sys.executable, "-u", "-m", "launch.node", str(asked.ranks_per_node), "experiments.job.frozen", str(folder)]
 
 
 def parameters(asked: MdcsSlurmConf, code: Path, after: Sequence[str] = ()) -> dict[str, Any]:
-    """What submitit is told; the code that runs is at `code`. after: numbers of SLURM's jobs that are to end before.
+    """Parameters for submitit. The jobs run the code at `code`.
 
-    However they end: a job that waits for one that has failed says so, and none stays in the queue for ever.
+    after: numbers of SLURM jobs that must end first, with or without success. A job whose predecessor has failed
+    reports it and ends; it does not stay in the queue for ever.
     """
     setup = [
         *(f"module load {shlex.quote(module)}" for module in asked.modules),
@@ -281,7 +292,7 @@ def parameters(asked: MdcsSlurmConf, code: Path, after: Sequence[str] = ()) -> d
         return {**common, "local_setup": setup}
     if asked.requeue:
         setup.insert(0, f"export {REQUEUE}=1")
-    cpus = [] if asked.cpus_per_node is None else [f"--cpus-per-task={asked.cpus_per_node}"]  # srun does not inherit sbatch's
+    cpus = [] if asked.cpus_per_node is None else [f"--cpus-per-task={asked.cpus_per_node}"]  # not inherited by srun
     sbatch = dict(asked.sbatch)
     if after:
         sbatch["dependency"] = ",".join(filter(None, [sbatch.get("dependency"), f"afterany:{':'.join(after)}"]))
@@ -305,7 +316,8 @@ def parameters(asked: MdcsSlurmConf, code: Path, after: Sequence[str] = ()) -> d
 
 
 def script(asked: MdcsSlurmConf, code: Path, logs: Path, folder: Path) -> str:
-    """The sbatch script of one job, as one would write it by hand: submitit's, which runs the command itself."""
+    """The sbatch script of one job: the script of submitit, but with the job's own command, as a user would write it.
+    """
     from submitit.slurm.slurm import _make_sbatch_string
 
     known = {"timeout_min": "time", "mem_gb": "mem", "name": "job_name", "tasks_per_node": "ntasks_per_node"}
@@ -318,9 +330,9 @@ def script(asked: MdcsSlurmConf, code: Path, logs: Path, folder: Path) -> str:
 
 
 def snapshot(target: Path) -> Path:
-    """A copy of the code as it is now, in a folder of its own in `target`. Jobs run it: what changes later does not change them.
+    """Copy the code as it is now into a new folder in `target`. Return the folder. Later changes do not affect jobs.
 
-    The folder's name is the hash of its contents, so a job that is handed in again after a change runs other code than before.
+    The name of the folder is the hash of its contents. A job that is handed in again after a change runs the new code.
     """
     part = target / f".{os.getpid()}"
     shutil.rmtree(part, ignore_errors=True)
@@ -339,7 +351,7 @@ def snapshot(target: Path) -> Path:
 
 
 def wait(jobs: Sequence[Any], folders: Sequence[Path], states_of: Callable[[Sequence[Any]], list[str]]) -> None:
-    """Until every job has ended, saying now and then how far they are."""
+    """Wait until every job has ended, and print the jobs' states now and then."""
     shown, said, began = 0.0, "", time.monotonic()
     while True:
         states = states_of(jobs)
@@ -351,16 +363,17 @@ def wait(jobs: Sequence[Any], folders: Sequence[Path], states_of: Callable[[Sequ
             shown, said = time.monotonic(), table
         if over:
             return
-        waited = time.monotonic() - began  # the longer, the less often SLURM's controller is asked
+        waited = time.monotonic() - began  # ask SLURM's controller less often the longer the wait
         time.sleep(min(max(_POLL_SECONDS, waited / 100), _SHOW_SECONDS / 2))
 
 
 def _own_states(jobs: Sequence[Any]) -> list[str]:
-    """Of jobs of this machine."""
+    """States of jobs on this machine."""
     return [_ENDED if job.done() else job.state for job in jobs]
 
 
 def _states(jobs: Sequence[Any]) -> list[str]:
-    """Of every job: SLURM's word while it has the job, which a cluster without accounting forgets a while after its end."""
+    """SLURM's state of every job. A job that SLURM no longer lists has ended: a cluster without accounting forgets it.
+    """
     known = handed.queue()
     return ["unknown" if known is None else known.get(job.job_id, _ENDED) for job in jobs]

@@ -1,13 +1,12 @@
-"""A Hydra sweeper in which one bad job does not cost the others.
+"""A Hydra sweeper that runs the good jobs of a sweep when others cannot be composed.
 
-Hydra's own refuses the whole sweep when one job cannot be composed, after saying so in many lines. This one
-asks `judge` about each job before any of them starts, and launches those that it accepts, in the folders that it says.
-A sweep that is repeated goes on in the folder that `begin` finds.
-`also` adds single jobs to the grid, each a string of overrides: baselines that need not be crossed with
-every axis.
+Hydra's own sweeper refuses the whole sweep when one job cannot be composed, with many lines of output. This sweeper
+calls `judge` for each job before any job starts. It launches the jobs that `judge` accepts, in the folders that
+`judge` names. A repeated sweep continues in the folder that `begin` finds. `also` adds single jobs to the grid, each a
+string of overrides: baselines that need not be crossed with every axis.
 
-A plugin has to live in a package of this name. The underscore keeps Hydra from finding it by itself, which
-would execute this module a second time and make a second class: the application registers it.
+A plugin must live in a package of this name. The underscore keeps Hydra from discovering the module, which would
+execute it a second time and make a second class. The application registers the plugin instead.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, open_dict, read_write
 
-Plugins.instance()  # executes the modules of Hydra's own plugins, again if need be: earlier imports are stale
+Plugins.instance()  # executes the modules of Hydra's own plugins, maybe again: earlier imports are stale
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 
@@ -38,10 +37,13 @@ ConfigStore.instance().store(group="hydra/sweeper", name="mdcs", node=MdcsSweepe
 
 
 Begin = Callable[[DictConfig], str | None]
-"""(the sweep's config, without those of its jobs) → the folder that it goes on in, if it is not the config's own."""
+"""(config of the sweep, not of its jobs) → folder in which the sweep continues; None: the folder of the config."""
 
 Judge = Callable[[Callable[[], DictConfig], Sequence[str]], str | None]
-"""(compose one job, its overrides) → its folder in the sweep's, empty for the config's own; None: it is not to be run."""
+"""(function that composes a job, overrides of the job) → the job's folder inside the sweep's folder.
+
+Empty: the folder of the config. None: the job is not run.
+"""
 
 
 class MdcsSweeper(BasicSweeper):
@@ -49,7 +51,7 @@ class MdcsSweeper(BasicSweeper):
 
     begin: ClassVar[Begin]
     judge: ClassVar[Judge]
-    """Set by the application before Hydra starts."""
+    """The application sets `begin` and `judge` before Hydra starts."""
 
     def __init__(
         self,
@@ -65,13 +67,14 @@ class MdcsSweeper(BasicSweeper):
         if (folder := type(self).begin(config)) is not None:
             with read_write(config), open_dict(config):
                 config.hydra.sweep.dir = folder
-                config.hydra.overrides.hydra.append(_override("hydra.sweep.dir", folder))  # each job is composed anew
+                config.hydra.overrides.hydra.append(_override("hydra.sweep.dir", folder))  # each job is composed again
         return super().sweep(arguments)
 
     def get_job_batch(self) -> Sequence[Sequence[str]]:
         batch = list(super().get_job_batch())
         if self.is_done():
-            # What all jobs of the grid have in common holds for the others too, unless they choose it or its group.
+            # Overrides that all jobs of the grid share also hold for the jobs of `also`, unless such a job sets the
+            # same key or its group.
             common = [override for override in batch[0] if all(override in job for job in batch)]
             for job in self.also:
                 keys = {override.partition("=")[0] for override in job}
@@ -83,7 +86,7 @@ class MdcsSweeper(BasicSweeper):
         ]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Each job was composed by `get_job_batch`."""
+        """Do nothing: `get_job_batch` has composed each job."""
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         assert self.hydra_context is not None and self.config is not None

@@ -1,1 +1,1 @@
-"""What can be configured: the schema, its checks, and complaints of one line with the full key."""
+"""Configs of experiments: the schema, its checks, and errors of one line with the full key."""

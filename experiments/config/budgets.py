@@ -1,4 +1,4 @@
-"""Budgets in words: `10%` beyond the floor, `300MiB` or `1.5GiB` per rank, `none`."""
+"""Parse budgets: `10%` beyond the floor, `300MiB` or `1.5GiB` per rank, or `none`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _WORDS = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?(%|MiB|GiB|)")
 
 @dataclass(frozen=True)
 class Budget:
-    """GiB per rank, or a share of the floor beyond it; neither: no limit."""
+    """A budget per rank in GiB, or as a share of the floor on top of the floor. Both None: no limit."""
 
     gib: float | None = None
     over_floor: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """From words; a plain number is GiB. Raises ValueError."""
+        """Parse a budget; a plain number is in GiB. Raises ValueError."""
         if text == "none":
             return cls()
         if words := _WORDS.fullmatch(text):
@@ -36,7 +36,7 @@ class Budget:
         raise ValueError(f"a budget is 300MiB, 1.5GiB, a share of the floor beyond it (10%) or none; got {text}")
 
     def bytes(self, floor: int) -> int | None:
-        """Of a rank; None without a limit."""
+        """Bytes of the budget per rank, given the floor in bytes; None without a limit."""
         if self.gib is not None:
             return int(self.gib * GIB)
         return None if self.over_floor is None else int(floor * (1 + self.over_floor))
@@ -48,13 +48,16 @@ class Budget:
 
     @property
     def overrides(self) -> list[str]:
-        """Of a job's config."""
+        """The config overrides that set this budget."""
         values = {"budget.gib": self.gib, "budget.over_floor": self.over_floor}
         return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 
 def on_front(value: object) -> Budget:
-    """Of `tradeoff.budgets`: a plain number is a share of the floor beyond it. Raises ValueError, also without a limit."""
+    """A budget of `tradeoff.budgets`. A plain number is a share of the floor on top of the floor.
+
+    Raises ValueError, also for a budget without a limit.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if not 0 <= value < math.inf:
             raise ValueError(f"a share of the floor beyond it must be >= 0, got {value:g}")

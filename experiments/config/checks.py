@@ -1,10 +1,9 @@
-"""From what Hydra composed, or a file, to a typed config that can be run: every complaint names the full key.
+"""Turn a config that Hydra composed, or a file, into a typed and checked config. Every error names the full key.
 
-Ranges stand beside their fields, in :mod:`experiments.config.schema` and the classes of options; the few rules that span
-several groups are here.
+Ranges are declared beside their fields, in :mod:`experiments.config.schema` and in the classes of options. The few
+rules that span several groups are here.
 
-A resolved config is written once, by the parent process (`save`), and read by every rank (`load`): ranks
-never compose.
+The parent process writes the resolved config once (`save`), and every rank reads it (`load`): ranks never compose.
 """
 
 from __future__ import annotations
@@ -49,14 +48,15 @@ from mdcs.profile.contents import Profile
 
 @contextmanager
 def composing() -> Iterator[None]:
-    """Hydra is initialized inside, for programs with a command line of their own."""
+    """Initialize Hydra for the block, for programs with a command line of their own."""
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield
 
 
 def run_composing(program: Callable[[], int]) -> int:
-    """The exit code of a program that composes configs: 2, after one line on stderr, when one is wrong."""
+    """Run a program that composes configs. Return its exit code, or 2 after one line on stderr when a config is wrong.
+    """
     try:
         with composing():
             return program()
@@ -66,7 +66,7 @@ def run_composing(program: Callable[[], int]) -> int:
 
 
 def positive(text: str) -> int:
-    """An argument that counts something."""
+    """Parse a command-line argument that is a whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:
@@ -77,9 +77,9 @@ def positive(text: str) -> int:
 
 
 def parse_with_overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """The command line with its `overrides`, anywhere: behind options of several values, too, which would take them.
+    """Parse a command line with `overrides` anywhere, also after an option that takes several values.
 
-    What has a = and is no option is an override, and so no option of the program may have such a value.
+    A word with = that does not start with - is an override. So no option of the program may have such a value.
     """
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     arguments = parser.parse_intermixed_args([word for word in words if word not in overrides])
@@ -88,7 +88,7 @@ def parse_with_overrides(parser: argparse.ArgumentParser, words: Sequence[str]) 
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """The config of a command line, where Hydra is initialized. Raises ConfigError for whatever is wrong."""
+    """Compose the config of a command line; Hydra must be initialized. Raises ConfigError for every kind of error."""
     try:
         return from_composed(compose("config", list(overrides), return_hydra_config=True))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -96,11 +96,12 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 
 def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None) -> Config:
-    """The typed, checked config of what Hydra composed. Raises ConfigError.
+    """Return the typed, checked config for a config that Hydra composed. Raises ConfigError.
 
-    choices: the chosen options by group, for complaints; those that Hydra's own part says, if it is there.
+    choices: the chosen option of each group, for errors. If `composed` has Hydra's own part, its choices are used
+    instead.
 
-    A strategy that decides the schedule leaves no scheduler, and no share of the budget for one.
+    With a strategy that also decides the schedule, the scheduler and `budget.schedule_share` become None.
     """
     if "hydra" in composed:
         choices = composed.hydra.runtime.choices
@@ -128,7 +129,7 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
 
 
 def as_mapping(config: Config) -> dict[str, Any]:
-    """The config as YAML and JSON have it."""
+    """The config as nested dicts of plain values, for YAML and JSON."""
     return {
         field.name: plain(value) if field.name in OPTION_GROUPS else dataclasses.asdict(value)
         for field in dataclasses.fields(config)
@@ -137,7 +138,7 @@ def as_mapping(config: Config) -> dict[str, Any]:
 
 
 def as_yaml(config: Config) -> str:
-    """The resolved config, as `load` reads it."""
+    """The resolved config as YAML, in the form that `load` reads."""
     return OmegaConf.to_yaml(OmegaConf.create(as_mapping(config)))
 
 
@@ -147,7 +148,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    """Read what `save` wrote. Raises ConfigError."""
+    """Read a file that `save` wrote. Raises ConfigError."""
     try:
         merged = OmegaConf.merge(schema(), OmegaConf.load(path))
     except OmegaConfBaseException as error:
@@ -167,7 +168,7 @@ def check(config: Config) -> None:
 
 
 def _check_keys(composed: DictConfig) -> None:
-    # Hydra's "+key=value" adds keys that no dataclass has; they would be ignored in silence.
+    # Hydra's "+key=value" adds keys that no dataclass has. Without this check they would be ignored silently.
     declared = {leaf.name: leaf for leaf in dataclasses.fields(Config)}
     for name in map(str, composed):
         if name not in declared:
@@ -210,7 +211,7 @@ def _check_combinations(config: Config) -> None:
             on_front(asked)
         except ValueError as error:
             raise ConfigError("tradeoff.budgets", str(error)) from error
-    for group in ("strategy", "scheduler"):  # the other ranks wait for the solver
+    for group in ("strategy", "scheduler"):  # the other ranks wait for the solver, at most timeout_s
         seconds = getattr(getattr(config, group), "seconds", 0.0)
         if seconds > config.cluster.timeout_s / 2:
             limit = f"must be at most half of cluster.timeout_s={config.cluster.timeout_s:g}"
@@ -259,7 +260,7 @@ def _check_combinations(config: Config) -> None:
 
 HALF = ("bf16", "fp16")
 
-_PLANNED = {  # what only a plan is made of, as conf/config.yaml chooses it
+_PLANNED = {  # the groups that only planning uses, with the options that conf/config.yaml chooses
     "strategy": Uniform("dp"),
     "scheduler": Wfbp(),
     "collectives": CollectivesConfig(),
@@ -282,7 +283,7 @@ def _check_engine(config: Config) -> None:
         raise ConfigError("link.name", f"an emulated link paces mdcs alone, not the messages of engine={engine.name}")
     for group, usual in _PLANNED.items():
         _check_usual(group, getattr(config, group), usual, engine.name)
-    limit = dataclasses.replace(config.budget, gib=None)  # which is checked: measured peak against it
+    limit = dataclasses.replace(config.budget, gib=None)  # a peer's measured peak is compared with gib
     _check_usual("budget", limit, type(limit)(), engine.name)
     for name in _CHECKPOINTS:
         if (value := getattr(config.run, name)) is not None:
@@ -303,7 +304,7 @@ def _check_usual(group: str, chosen: Any, usual: Any, engine: str) -> None:
 
 
 def _check_emulation(config: Config) -> None:
-    """One process that is a rank of many has a link to be timed by, and nothing that other ranks would send."""
+    """Check an emulated rank: it needs an emulated link, and it cannot do what needs the other ranks' values."""
     cluster = config.cluster
     if not cluster.emulated:
         return
@@ -337,7 +338,7 @@ def _check_profile(config: Config, path: Path) -> None:
     job = job_identity(config)
     if config.link.name == "real":
         job |= {"shaped_link": config.cluster.shaped_link(), "hosts": "", "network": ""} | hosts_identity(config)
-    # One written by hand may say nothing of itself, and one of a single host says nothing of hosts.
+    # A profile written by hand may have an empty `about`, and a profile of a single host has no keys of hosts.
     about = {"cluster.ranks": str(profile.world), "hosts": "", "network": "", **profile.about}
     for key, value in job.items():
         if key.endswith(f".{CODE}"):

@@ -1,6 +1,6 @@
-"""The code that an option is made of: its class's module and those of the same project that it imports.
+"""Hash of the code of an option: the module of its class, and the modules of the same project that it imports.
 
-A profile of a model whose code has changed since is another model's, though all options are the same.
+When a model's code has changed, its old profile no longer applies, even if all options are the same.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _NOT_FOLLOWED = ("mdcs", "launch", "hydra_plugins", "experiments.config", "experiments.job")
-"""What runs options and is none: it has a number that is raised when profiles become others (`experiments.job.profiles`)."""
+"""Packages that run options but define none: `_MEASURED` of `experiments.job.profiles` is raised when they change."""
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_of(cls: type) -> str:
-    """12 hexadecimal digits: the hash of the code of the class's module and of all modules of its project that these import,
-    wherever in a file, and of the versions of installed packages. Comments and layout do not count.
+    """Hash of the code of a class, 12 hexadecimal digits.
+
+    It covers the module of the class, all modules of its project that these modules import, wherever in a file, and the
+    versions of installed packages. Comments and layout do not change it; docstrings do.
     """
     own = {cls.__module__.partition(".")[0]}
     left = [each.__module__ for each in cls.__mro__ if each.__module__ != "builtins"]
@@ -47,7 +49,7 @@ def code_of(cls: type) -> str:
 
 
 def _absolute(imports: tuple[tuple[int, str, str], ...], module: str, is_package: bool) -> Iterator[str]:
-    """Names of modules that these imports of the module may mean, with the packages that they are in."""
+    """Names of the modules that the imports of `module` may mean, with their parent packages."""
     for level, base, name in imports:
         if level:
             parts = module.split(".")
@@ -60,12 +62,12 @@ def _absolute(imports: tuple[tuple[int, str, str], ...], module: str, is_package
 
 @functools.cache
 def _read(file: str, changed: int, size: int) -> tuple[str, tuple[tuple[int, str, str], ...]]:
-    """The hash of a file's code, and what it imports: (dots, module, name of it or nothing)."""
+    """Hash of a file's code, and its imports as (number of leading dots, module, imported name or "")."""
     text = Path(file).read_text(encoding="utf-8", errors="replace")
     try:
         tree = ast.parse(text)
         code = ast.dump(tree)
-    except (SyntaxError, ValueError, RecursionError):  # whoever imports it is told, if it is wrong
+    except (SyntaxError, ValueError, RecursionError):  # the import reports the error, if it is one
         return hashlib.sha256(text.encode()).hexdigest(), ()
     found: list[tuple[int, str, str]] = []
     for node in _executed(tree):
@@ -77,7 +79,7 @@ def _read(file: str, changed: int, size: int) -> tuple[str, tuple[tuple[int, str
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those below `if TYPE_CHECKING`: imports of types run nothing."""
+    """All nodes except those below `if TYPE_CHECKING`: imports of types are never executed."""
     left = [tree]
     while left:
         node = left.pop()
@@ -88,7 +90,7 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _file_of(name: str) -> Path | None:
-    """The Python file of a module, found without importing its packages; None: there is none, or it is no module."""
+    """The Python file of a module, found without importing its packages; None if there is no such file or module."""
     loaded = getattr(sys.modules.get(name), "__file__", None)
     if loaded is None:
         loaded = _search(name)
@@ -98,7 +100,7 @@ def _file_of(name: str) -> Path | None:
 def _search(name: str) -> str | None:
     top, *rest = name.split(".")
     try:
-        spec = importlib.util.find_spec(top)  # of a package's name alone: nothing is imported
+        spec = importlib.util.find_spec(top)  # the top-level name alone: find_spec imports nothing
     except (ImportError, ValueError):
         return None
     if spec is None:

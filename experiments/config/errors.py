@@ -1,7 +1,7 @@
-"""What Hydra and OmegaConf raise while composing a config, as one line with the full key.
+"""Turn an error that Hydra or OmegaConf raises while composing into one line with the full key.
 
-Hydra's messages run over several lines, name search paths, and advise to append an unknown key with "+",
-which would hide a typo.
+Hydra's messages have several lines and name search paths. For an unknown key they recommend "+", which would hide a
+typo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VALUE = re.compile(r"[Vv]alue '(.*)' (?:of type|is not a valid)")
 def explain(
     error: HydraException | OmegaConfBaseException | ValueError, overrides: Sequence[str] = ()
 ) -> ConfigError:
-    """The same complaint as a ConfigError, its message one line; `overrides` is what was asked for."""
+    """The same error as a ConfigError with a message of one line. `overrides` are those of the command line."""
     if isinstance(error, ConfigError):
         return error
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
@@ -64,16 +64,15 @@ def explain(
 
 
 def _as_asked(key: str, overrides: Sequence[str]) -> str:
-    """The whole key, where Hydra names its group alone since there is none."""
+    """The full key of the override, where Hydra names only its group because the group does not exist."""
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     return next((each for each in keys if each.startswith(f"{key}.")), key)
 
 
 def unknown_key(key: str) -> ConfigError:
-    """The complaint about a key that does not exist, with the nearest one that does."""
+    """The error for an unknown key. It suggests the nearest known key."""
     known = [*fields_by_key(), *groups()]
-    # Compared as a whole first, then by its last part: `link.latncy_us`, but also `steps` for
-    # `run.steps`.
+    # Compare the whole key first (`link.latncy_us`), then its last part (`steps` for `run.steps`).
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not near:
         last_parts = {name.rpartition(".")[2]: name for name in reversed(known)}

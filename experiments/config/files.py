@@ -1,4 +1,4 @@
-"""The YAML files of options: one folder per group, one file per option, here and in the folders that a user adds."""
+"""YAML files of options: one folder per group, one file per option, in conf/ and in folders that a user adds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-"""This repository's own."""
+"""The folder of this repository."""
 
 
 def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
-    """Groups, their options and what each says of itself, in the comment that its file begins with.
+    """The groups, their options, and a description of each option: the comment at the beginning of its file.
 
-    Of conf/, and of the folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``.
+    Reads conf/ and the folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``.
     """
     out: dict[str, dict[str, str]] = {}
     for folder in [CONF, *added_folders(arguments)]:
@@ -41,7 +41,7 @@ def _folder(name: str) -> Path:
     if name.startswith("pkg://"):
         try:
             return Path(str(importlib.resources.files(name.removeprefix("pkg://").replace("/", "."))))
-        except ModuleNotFoundError:  # Hydra says so itself
+        except ModuleNotFoundError:  # Hydra reports it
             return Path(name)
     return Path(name.removeprefix("file://"))
 

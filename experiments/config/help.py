@@ -1,4 +1,4 @@
-"""What `--help` prints: the groups with their options, and every key with its value, meaning and limits."""
+"""The text of `--help`: the groups with their options, and every key with its value, meaning and limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WIDTH, _INDENT = 110, 34
 
 
 def text(about: str, arguments: Sequence[str]) -> str:
-    """The help of the program whose docstring is `about`; options and values are those that a command line gives.
+    """Return the help of the program whose docstring is `about`, with the options and values of a command line.
 
-    Raises what Hydra raises for overrides that cannot be composed, and ConfigError for a class that cannot be had.
+    Raises Hydra's errors for overrides that cannot be composed, and ConfigError for a class that cannot be loaded.
     """
     overrides = [each for each in arguments if "=" in each and not each.startswith(("-", "hydra.searchpath="))]
     if folders := added_folders(arguments):
@@ -49,7 +49,7 @@ def text(about: str, arguments: Sequence[str]) -> str:
 
 
 def _of_class(composed: DictConfig, group: str) -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
-    """Key, value and field of every option of the class that a group's mapping names."""
+    """Value and field of every option of the class that a group's mapping names, by full key."""
     given = composed[group]
     declared = options(load(group, str(given[TARGET])))
     return {f"{group}.{name}": (given.get(name, leaf.default), leaf) for name, leaf in declared.items()}
@@ -63,7 +63,7 @@ def _entry(head: str, body: str, indent: int) -> list[str]:
 
 
 def meaning(declared: dataclasses.Field[Any]) -> str:
-    """What an option is, with its limits and choices in parentheses."""
+    """The description of an option, with its limits and choices in parentheses."""
     limits = declared.metadata
     words = [
         f"{sign} {limits[name]}"

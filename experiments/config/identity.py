@@ -1,4 +1,4 @@
-"""What a measured profile depends on, written once: jobs that agree in all of it share a profile."""
+"""The identity of a measured profile: everything that it depends on. Jobs with equal identities share a profile."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from launch import network
 from mdcs.options import options, shown
 
 CODE = "code"
-"""Key of a group's code beside those of its options."""
+"""Last part of the key for the hash of a group's code."""
 _JOB_GROUPS = ("model", "data", "optimizer")
 _MACHINES_OWN = ("congestion_control", "threads", "device")
 _JOB_KEYS = ("run.precision", "run.grad_precision", "cluster.ranks")
 
 
 def job_identity(config: Config) -> dict[str, str]:
-    """The job's side, by full key: what units, slots and bytes depend on.
+    """The job's part of the identity, by full key: everything that units, slots and bytes depend on.
 
-    Of an option's class that are its code and the fields that :func:`mdcs.options.option` was not told of with
-    ``profiled=False``.
+    For the class of an option: the hash of its code, and its fields, except those that :func:`mdcs.options.option`
+    declares with ``profiled=False``.
     """
     out = {}
     for group in _JOB_GROUPS:
@@ -42,7 +42,7 @@ def job_identity(config: Config) -> dict[str, str]:
 
 
 def machine_identity(config: Config) -> dict[str, str]:
-    """The side of link, device and libraries, by key: what times depend on too."""
+    """The machine's part of the identity, by key: link, device and libraries. Measured times depend on them too."""
     link, cluster = config.link, config.cluster
     return {
         "link": f"{link.name} {shown(link.rate_gbit)} Gbit/s {shown(link.latency_us)} us {shown(link.depth)} in flight",
@@ -62,16 +62,16 @@ def machine_identity(config: Config) -> dict[str, str]:
 
 
 def hosts_identity(config: Config) -> dict[str, str]:
-    """Several ranks on each of several hosts, and the network between them."""
+    """Number of hosts and their network, for jobs with `cluster.nodes`; else empty."""
     cluster = config.cluster
     told = {"hosts": f"{cluster.hosts}", "network": cluster.network or ""}
     return {} if cluster.nodes is None else told
 
 
 def identity(config: Config, *, elsewhere: bool = False) -> dict[str, str]:
-    """All that a measured profile depends on, by key; a profile keeps it as its `about`.
+    """The whole identity of a measured profile, by key. A profile stores it as `about`.
 
-    elsewhere: without what only the machine that measures knows.
+    elsewhere: leave out the keys that only the machine that measures can know.
     """
     machine = machine_identity(config)
     if elsewhere:
@@ -80,7 +80,7 @@ def identity(config: Config, *, elsewhere: bool = False) -> dict[str, str]:
 
 
 def device_name(config: Config) -> str:
-    """Of the GPU, or of the processor with the number of cores that this process may use."""
+    """Name of the GPU, or of the processor with the number of cores that this process may use."""
     if config.cluster.device == "cuda":
         import torch
 
@@ -94,5 +94,5 @@ def device_name(config: Config) -> str:
 
 
 def sweep_hash(sweep: str) -> str:
-    """What the runs of a sweep share: the last part of its folder's name, and 8 digits of all of it."""
+    """A name for a sweep's runs: the last part of the sweep's folder, and 8 digits of a hash of the whole path."""
     return f"{Path(sweep).name}-{hashlib.sha256(sweep.encode()).hexdigest()[:8]}"

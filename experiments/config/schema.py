@@ -1,9 +1,9 @@
-"""What can be configured, group by group: the only place of names, types, defaults and ranges of the groups below.
+"""The schema of configs, group by group: names, types, defaults and ranges of the groups below are declared only here.
 
-A group of options (`OPTION_GROUPS`) is a mapping for Hydra: its YAML names a dataclass with `_target_` and gives values for it,
-and types and ranges stand beside that class's fields (:mod:`experiments.config.targets`). The other groups are dataclasses of
-Hydra's schema (`register`). :mod:`experiments.config.checks` applies all ranges. Every complaint is a `ConfigError`: one line
-that starts with the full key.
+A group of options (`OPTION_GROUPS`) is a mapping for Hydra. Its YAML names a dataclass with `_target_` and gives values
+for it; types and ranges stand beside that class's fields (:mod:`experiments.config.targets`). The other groups are
+dataclasses of Hydra's schema (`register`). :mod:`experiments.config.checks` applies all ranges. Every error is a
+`ConfigError`: one line that starts with the full key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
 
     Strategy = StrategyPlanner | JointPlanner
-else:  # for Hydra an option is a mapping; checks.from_composed makes the object
+else:  # for Hydra these groups are mappings; checks.from_composed makes the objects
     Model = Data = Optimizer = Strategy = Scheduler = Engine = Tracker = Any
 
 SCHEMA_NAME = "mdcs_schema"
@@ -37,20 +37,20 @@ OPTION_GROUPS = ("model", "data", "optimizer", "strategy", "scheduler", "engine"
 
 
 class ConfigError(ValueError):
-    """A config that cannot be run. `key` is the full key of the offending value, e.g. `budget.gib`."""
+    """A config that cannot be run. `key` is the full key of the wrong value, e.g. `budget.gib`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
         self.key = key
 
 
-# Beside the limits of mdcs.options a field here may have used_by: names (of the same group) for which it means something, with
-# any other it must keep its default; and needed_by: names for which it must not be null.
+# Besides the limits of mdcs.options, a field may have two limits that refer to `name` of its group. used_by: with any
+# other name, the field must keep its default. needed_by: with these names, the field must not be null.
 
 
 @dataclass
 class BudgetConfig:
-    """Tensor bytes per rank for everything; neither gib nor over_floor: unlimited."""
+    """The budget: all tensor bytes per rank. With neither gib nor over_floor there is no limit."""
 
     gib: float | None = option(None, "the budget", above=0)
     over_floor: float | None = option(None, "the budget is the floor times 1 + over_floor", at_least=0)
@@ -79,7 +79,7 @@ class LinkConfig:
 
 @dataclass
 class CollectivesConfig:
-    """Which algorithm carries messages; auto: the fastest measured, on an emulated link the default.
+    """The algorithm of each collective. auto: the fastest measured; on an emulated link, the default.
 
     The algorithms are explained in mdcs/profile/algorithms.py.
     """
@@ -95,7 +95,7 @@ class CollectivesConfig:
     )
 
     def named(self) -> dict[str, str]:
-        """Algorithms by operation, of those that are not auto."""
+        """The algorithm by operation, without operations that are auto."""
         return {operation: name for operation, name in dataclasses.asdict(self).items() if name != "auto"}
 
 
@@ -139,11 +139,14 @@ class ClusterConfig:
 
     @property
     def hosts(self) -> int:
-        """Machines, or what stands for them."""
+        """Number of hosts. In a shaped cluster, the namespaces that stand for hosts."""
         return self.nodes or (self.ranks if self.name == "shaped" else 1)
 
     def resolved_threads(self) -> int:
-        """Threads per rank: as given, or an equal part of the cores this process may use with the other ranks of its machine."""
+        """Threads per rank: the configured number, or an equal part of the cores that this process may use.
+
+        The cores are divided among the ranks on this machine.
+        """
         here = -(-self.ranks // self.hosts) if self.name == "joined" else self.processes
         return self.threads or max(1, len(os.sched_getaffinity(0)) // here)
 
@@ -151,7 +154,7 @@ class ClusterConfig:
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
 
     def shaped_link(self) -> str:
-        """In words, for profiles; empty for a link that is not shaped."""
+        """Description of the link's rate, for profiles; empty for a link that is not shaped."""
         return "" if self.rate_gbit is None else f"{self.rate_gbit:g} Gbit/s"
 
 
@@ -161,7 +164,7 @@ def _analytic(about: str, **limits: Any) -> Any:
 
 @dataclass
 class ProfileConfig:
-    """Where the profile comes from: measured by the job's own ranks, kept for later jobs, or calculated."""
+    """Source of the profile: measured by the job's own ranks and kept for later jobs, or calculated."""
 
     name: str = option(
         "measured", "measured, or analytic: a transformer calculated for planning", choices=("measured", "analytic")
@@ -223,7 +226,7 @@ class RunConfig:
 
 @dataclass
 class SweepConfig:
-    """What a sweep that is repeated makes of the runs that its folder has; a single job has none."""
+    """How a repeated sweep treats the runs in its folder. A single job may not set these keys."""
 
     resume: str = option(
         "auto", "a sweep's folder, to go on in; auto: hydra.sweep.dir, with the time in it of the newest sweep asked alike"
@@ -236,7 +239,7 @@ class SweepConfig:
 
 @dataclass
 class TradeoffConfig:
-    """What experiments/tradeoff.py looks for; other programs leave it alone."""
+    """Settings of experiments/tradeoff.py; other programs ignore them."""
 
     strategies: list[str] = option([], "options of strategy to compare; none: the job's own")
     schedulers: list[str] = option([], "options of scheduler to compare; none: the job's own")
@@ -250,7 +253,7 @@ class TradeoffConfig:
 
 @dataclass
 class Config:
-    """Everything about one job. `scheduler` is None where the strategy decides the schedule."""
+    """The whole config of one job. `scheduler` is None where the strategy also decides the schedule."""
 
     model: Model = MISSING
     data: Data = MISSING
@@ -270,7 +273,10 @@ class Config:
 
 
 def schema() -> DictConfig:
-    """What Hydra composes into: groups of options take whatever keys are given, for checks that know more than Hydra."""
+    """The schema into which Hydra composes.
+
+    Groups of options accept any keys here; the checks know the classes of options and refuse unknown keys.
+    """
     made = OmegaConf.structured(Config)
     for group in OPTION_GROUPS:
         made[group] = DictConfig({}, flags={"struct": False})
@@ -279,20 +285,20 @@ def schema() -> DictConfig:
 
 
 def register() -> None:
-    """Make the schema known to Hydra; conf/config.yaml starts from it."""
+    """Register the schema with Hydra; conf/config.yaml starts from it."""
     import hydra_plugins._mdcs_slurm
-    import hydra_plugins._mdcs_sweeper  # noqa: F401  # which conf/config.yaml chooses, registers its own schema
+    import hydra_plugins._mdcs_sweeper  # noqa: F401  # registers its own schema; conf/config.yaml chooses it
 
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema())
 
 
 def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
-    """Every leaf of the groups declared here, by its full key."""
+    """The fields of the groups declared here, by full key."""
     return {f"{prefix}{leaf.name}": leaf for prefix, _, leaf in leaves(Config())}
 
 
 def leaves(config: Config) -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
-    """(prefix, group, field) of every leaf of the groups declared here."""
+    """Yield (prefix, group, field) for every field of the groups declared here."""
     for group in dataclasses.fields(config):
         if group.name not in OPTION_GROUPS:
             value = getattr(config, group.name)

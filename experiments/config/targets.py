@@ -1,8 +1,8 @@
-"""Groups of options: a mapping with a `_target_` becomes an object of the dataclass that it names.
+"""Groups of options: make an object of the dataclass that a mapping's `_target_` names.
 
-The class may be of this repository or of anybody's package. It has the options that :func:`mdcs.options.option` has declared:
-no other key is taken, each value must be of the field's type and within its limits, and what `__post_init__` raises is said
-too. A key that is left out has the class's default.
+The class may be in this repository or in any other package. Its options are the fields that
+:func:`mdcs.options.option` has declared. No other key is accepted. Each value must have the field's type and be within
+its limits, and errors that `__post_init__` raises are reported too. A missing key has the class's default.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ _METHODS = {
     "model": ("build",), "data": ("batches",), "optimizer": ("make",), "strategy": ("choose", "plan"), "scheduler": ("schedule",),
     "engine": ("prepare",), "tracker": ("mirror",),
 }  # fmt: skip
-"""What an object of each group must be able to do: one of these."""
+"""Methods by group; an object of the group must have at least one of them."""
 
 
 def make(group: str, given: Any, choice: str | None = None) -> Any:
-    """The object that a group's mapping describes; `choice` is the option's name, for complaints. Raises ConfigError."""
+    """Make the object that a group's mapping describes. Raises ConfigError.
+
+    choice: the option's name, for errors.
+    """
     if isinstance(given, DictConfig):
         given = OmegaConf.to_container(given, resolve=True)
     if not isinstance(given, dict) or TARGET not in given:
@@ -58,13 +61,13 @@ def make(group: str, given: Any, choice: str | None = None) -> Any:
 
 
 def load(group: str, target: str) -> type:
-    """The dataclass of this path, with the methods that the group needs. Raises ConfigError."""
+    """Load the dataclass at this path, and check that it has a method that the group needs. Raises ConfigError."""
     module, _, name = target.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ConfigError(group, f"{TARGET} {target}: no module {error.name}; is it installed, or on PYTHONPATH?") from error
-    except Exception as error:  # whatever a module of others does when it is imported
+    except Exception as error:  # the module is foreign code: its import may raise anything
         raise ConfigError(group, f"{TARGET} {target}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if found is None:
         raise ConfigError(group, f"{TARGET} {target}: {module} has no class {name}")
@@ -80,7 +83,7 @@ def load(group: str, target: str) -> type:
 
 
 def plain(made: Any) -> dict[str, Any] | None:
-    """The mapping that `make` makes an equal object of, with every option; None of None."""
+    """The mapping from which `make` makes an equal object, with every option. None for None."""
     if made is None:
         return None
     values = {name: getattr(made, name) for name in options(made)}
@@ -90,7 +93,7 @@ def plain(made: Any) -> dict[str, Any] | None:
 
 
 def wanted(kind: Any, limits: Mapping[str, Any]) -> str:
-    """The type of an option in words: "an integer or null"."""
+    """Describe the type of an option, e.g. "an integer or null"."""
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     parts = typing.get_args(kind) if _is_union(kind) else (kind,)
     known = [part for part in parts if part is not type(None)]
@@ -107,7 +110,7 @@ def wanted(kind: Any, limits: Mapping[str, Any]) -> str:
 
 @functools.cache
 def types_of(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields by name."""
+    """The types of a dataclass's fields, by name."""
     return typing.get_type_hints(cls)
 
 
@@ -126,7 +129,7 @@ def _typed(key: str, cls: type, name: str, value: Any) -> Any:
 
 @functools.cache
 def _schema(cls: type) -> type:
-    """A dataclass of the options alone, as OmegaConf can check them: lists for tuples, and nothing frozen."""
+    """A dataclass of the options alone that OmegaConf can check: it is not frozen, and has lists instead of tuples."""
     fields: list[Any] = []
     for name, option in options(cls).items():
         copy = dataclasses.field(default=option.default, default_factory=option.default_factory)

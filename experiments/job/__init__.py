@@ -1,1 +1,1 @@
-"""One job: from its command line to its ranks and what they report."""
+"""One job, from its command line to its ranks and their reports."""

@@ -1,10 +1,10 @@
-"""The command line of the programs here: Hydra composes, a job function runs, the exit code tells.
+"""The command line of the programs: Hydra composes a config, a job function runs it, and the exit code is the result.
 
 0: every job ended well. 1: a job failed. 2: a config is wrong, and nothing was started. 130: interrupted.
-What is wrong is one line on stderr; HYDRA_FULL_ERROR=1 shows Hydra's tracebacks.
+Errors are one line on stderr; HYDRA_FULL_ERROR=1 shows Hydra's tracebacks.
 
-Hydra composes each job once, in this process. In a sweep a job that is wrong or fails is reported, and the
-others go on. One that is repeated runs what has not ended well.
+Hydra composes each job once, in this process. In a sweep, a job that is wrong or fails is reported, and the other jobs
+run. A repeated sweep runs only the jobs that have not ended well.
 """
 
 from __future__ import annotations
@@ -48,8 +48,14 @@ _HANDS_IN = "hydra_plugins._mdcs_slurm."
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended. status: ok, failed, invalid (its config is wrong; it has no folder), left out (after one that failed), or
-    handed in: it has not ended. kept: an earlier sweep ran it.
+    """How a job ended.
+
+    - status: ok, failed, invalid (its config is wrong; it has no folder), left out (after a job that failed), or handed
+      in (it has not ended).
+    - overrides: of the job.
+    - reason: one line; empty if the job ended well.
+    - folder: the job's folder.
+    - kept: an earlier sweep ran the job.
     """
 
     status: str
@@ -61,29 +67,37 @@ class JobResult:
 
 @dataclass
 class Session:
-    """One call of a program: its jobs' results so far; of a sweep its folder too, and the configs of the jobs it is to run."""
+    """One call of a program.
+
+    - results: of its jobs so far.
+    - sweep: the sweep's folder.
+    - accepted: configs of the sweep's valid jobs, including jobs that its folder has already run.
+    """
 
     results: list[JobResult] = field(default_factory=list)
     sweep: Path | None = None
     accepted: list[Config] = field(default_factory=list)
     asked: list[tuple[str, ...]] = field(default_factory=list)
-    """The overrides of those jobs, and of those that the sweep's folder has run already."""
+    """Overrides of the accepted jobs."""
     claimed: ExitStack = field(default_factory=ExitStack)
-    """The sweep's folder, in which no other sweep may number its jobs meanwhile."""
+    """Holds the lock of the sweep's folder: no other sweep may number jobs there meanwhile."""
     earlier: Earlier | None = None
 
 
 Job = Callable[[Config, Path], str]
-"""(config, its folder) → the reason why it failed, empty when it ended well. Raises ConfigError before it starts."""
+"""(config, folder) → reason of the failure, empty when the job ended well. Raises ConfigError before it starts."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What runs jobs. Without `on_sweep_end` a sweep is refused; it is called after one that has a job with a folder.
+    """A program that runs jobs.
 
-    adapt: makes a composed config that of the ranks that there are; raises ConfigError. freeze: leaves in a job's folder what a
-    launcher that hands jobs in takes to run it, given what that is told and the sweep's folder; without it there is none.
-    on_earlier: is told of every job that the sweep's folder has a run of; without it no sweep goes on where one has stopped.
+    - job: runs one job.
+    - adapt: changes a composed config to the ranks that exist. Raises ConfigError.
+    - on_sweep_end: called after a sweep that has a job with a folder. None: a sweep is refused.
+    - on_earlier: called for every job that the sweep's folder already has a run of. None: sweeps are not continued.
+    - freeze: (config, job's folder, settings of the launcher, sweep's folder); writes into the job's folder the files
+      from which the job can run later. None: jobs cannot be handed in.
     """
 
     job: Job
@@ -94,7 +108,7 @@ class Program:
 
 
 def run(program: Program) -> int:
-    """Run the program for what the command line asks for; returns the exit code."""
+    """Run the program for the command line. Return the exit code."""
     session = Session()
     with session.claimed:
         return _run(session, program)
@@ -103,7 +117,7 @@ def run(program: Program) -> int:
 def _run(session: Session, program: Program) -> int:
     register()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: ranks are ended before this process is
+    signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the ranks end before this process
     for plugin in (MdcsSweeper, MdcsLauncher):
         Plugins.instance().register(plugin)
     MdcsSweeper.begin = staticmethod(lambda config: _begin(session, program, config))
@@ -116,7 +130,7 @@ def _run(session: Session, program: Program) -> int:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     asks_for_help = bool({"-h", "--help"} & set(sys.argv))
     wants_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises what it would print over many lines
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing many lines
     try:
         if asks_for_help:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends as other programs do
@@ -138,7 +152,7 @@ def _run(session: Session, program: Program) -> int:
             raise
         print(explain(error, sys.argv[1:]), file=sys.stderr)
         return 2
-    except OSError as error:  # outside of any job: Hydra cannot make a folder
+    except OSError as error:  # outside of any job, e.g. Hydra cannot make a folder
         if wants_tracebacks:
             raise
         session.results.append(JobResult("failed", (), f"{type(error).__name__}: {error}"))
@@ -170,7 +184,7 @@ def _begin(session: Session, program: Program, config: DictConfig) -> str | None
 
 
 def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
-    # Nothing may be raised to Hydra: it would print its own words, and end a sweep at the first failure.
+    # Nothing may be raised to Hydra: it would print its own message, and end a sweep at the first failure.
     settings = HydraConfig.get()
     overrides, folder = tuple(settings.overrides.task), Path(settings.runtime.output_dir)
     launcher = _launcher(settings)
@@ -203,7 +217,7 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
         session.results.append(JobResult("invalid", overrides, str(error)))
         print(error, file=sys.stderr)
         return
-    except OSError as error:  # of a full disk, say
+    except OSError as error:  # e.g. a full disk
         reason = f"{type(error).__name__}: {error}"
     session.results.append(JobResult("failed" if reason else "ok", overrides, reason, folder))
     if reason:
@@ -211,7 +225,7 @@ def _run_job(session: Session, program: Program, composed: DictConfig) -> None:
 
 
 def _launcher(settings: Any) -> dict[str, Any] | None:
-    """What the launcher that hands jobs in is told and their measurements depend on; None: this program runs the jobs.
+    """Settings of the launcher on which its jobs' measurements depend. None if this program runs the jobs itself.
 
     settings: Hydra's own part of a composed config.
     """
@@ -234,11 +248,11 @@ def _adapted(program: Program, composed: Config, launcher: Mapping[str, Any] | N
 
 
 def _ended(result: JobResult) -> JobResult:
-    """What a job that was handed in has left in its folder says of it."""
+    """The result of a job that was handed in, from the record in its folder."""
     assert result.folder is not None
     said = record.read(result.folder)
     state = record.RUNNING if said is None else said.state
-    if result.reason == record.HANDED_IN and state not in (record.OK, record.FAILED):  # and nobody has waited
+    if result.reason == record.HANDED_IN and state not in (record.OK, record.FAILED):  # nobody waited for it
         return result
     if said is None or state in (record.HANDED_IN, record.RUNNING):
         reason = "it has ended and says nothing of how"
@@ -256,7 +270,7 @@ def _judge(session: Session, program: Program, compose: Callable[[], DictConfig]
         config = _adapted(program, from_composed(composed), launcher, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         reason = str(explain(error, overrides))
-        if all(reason != result.reason for result in session.results):  # once, not for every job of an axis
+        if all(reason != result.reason for result in session.results):  # not for every job of an axis
             print(f"{reason} (job {' '.join(overrides)})", file=sys.stderr)
         session.results.append(JobResult("invalid", tuple(overrides), reason))
         return None
@@ -270,7 +284,10 @@ def _judge(session: Session, program: Program, compose: Callable[[], DictConfig]
 
 
 def _place(session: Session, program: Program, config: Config, identity: str, overrides: Sequence[str]) -> str | None:
-    """The job's folder in the sweep's, as `Judge` has it; one that an earlier sweep ran to its end is not to be run."""
+    """The job's folder in the sweep's folder, as `Judge` returns it.
+
+    None if an earlier sweep has run the job to its end, or has handed it in and it has not ended.
+    """
     if session.earlier is None or session.sweep is None or program.on_earlier is None:
         return ""
     found = session.earlier.find(identity)
@@ -304,7 +321,7 @@ def _decides(config: Config) -> str:
 
 
 def _unused(config: Config, overrides: Sequence[str]) -> list[str]:
-    """What was asked for of a schedule that the strategy decides itself."""
+    """The overrides that have no effect because the strategy decides the schedule itself."""
     if not decides_schedule(config.strategy):
         return []
     return [each for each in overrides if each.partition("=")[0].partition(".")[0] == "scheduler"
@@ -325,12 +342,13 @@ _NAMED = (
     "model", "strategy", "scheduler", "engine", "budget", "budget.gib", "budget.over_floor", "budget.schedule_share",
     "cluster.ranks", "run.name",
 )  # fmt: skip
-"""Keys that a run's name has anyway."""
+"""Keys that a run's name contains in any case."""
 
 
 def varied(overrides: Sequence[str], sweep: Sequence[Sequence[str]], *, but: Sequence[str] = ()) -> list[str]:
-    """Those of a job's overrides in which the jobs of its sweep differ, without groups where no two keys end alike; `but`: keys
-    that are left out.
+    """The overrides of a job in which the jobs of its sweep differ, as `key=value` with shortened keys.
+
+    A key is shortened to its last part unless two keys end alike. but: keys that are left out.
     """
     values: dict[str, set[str]] = {}
     for job in sweep:
@@ -342,7 +360,7 @@ def varied(overrides: Sequence[str], sweep: Sequence[Sequence[str]], *, but: Seq
 
 
 def sweep_name(folder: Path) -> str:
-    """What runs of a sweep call it."""
+    """The name of a sweep in its runs: its folder, relative to the working directory if it is inside."""
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else folder.name
 

@@ -1,5 +1,7 @@
-"""Decides `model.checkpointing=auto`: a plan is made without and one with recomputation, each with a profile of its own, and
-the one that is predicted to be faster within the budget is kept.
+"""Decide `model.checkpointing=auto`.
+
+A plan is made with and one without recomputation, each with its own profile. The plan that is predicted to be faster
+within the budget is kept.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ _WAYS = {"without": False, "with": True}
 
 
 def ways_of(config: Config) -> list[Config]:
-    """The configs that auto chooses from; else the config alone."""
+    """The two configs that auto chooses from. Without auto, the config alone."""
     if config.model.checkpointing != "auto":
         return [config]
-    model: Any = config.model  # of a class that has the option, as it was set to auto
+    model: Any = config.model  # its class has the option, because it was set to auto
     return [dataclasses.replace(config, model=dataclasses.replace(model, checkpointing=way)) for way in _WAYS.values()]
 
 
@@ -31,9 +33,10 @@ def decide(
     config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER,
     start: jobs.Start | None = None,
 ) -> tuple[Config, str]:  # fmt: skip
-    """The config with `model.checkpointing` decided if it is auto, and why that is not possible (empty if it is).
+    """Return the config with `model.checkpointing` decided, and the reason if no plan is possible (else empty).
 
-    What was planned is in folders beside the job's, `checkpointing-with` and `checkpointing-without`.
+    A config without auto is returned unchanged. The two plans are in the folders `checkpointing-with` and
+    `checkpointing-without` of the job's folder.
     """
     if config.model.checkpointing != "auto":
         return config, ""

@@ -1,4 +1,4 @@
-"""What a job keeps of its training, in its folder's `checkpoints/`, and goes on from: `run.save_every` and `run.resume`."""
+"""Checkpoints of a job in `checkpoints/` of its folder, written and resumed by `run.save_every` and `run.resume`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = "checkpoints"
 
 
 def require(config: Config, folder: Path) -> None:
-    """Raise ConfigError for a run that would mix its checkpoints with another's, or whose `run.resume` is no folder."""
+    """Raise ConfigError if the run would mix its checkpoints with another run's, or if `run.resume` is no folder."""
     run = config.run
     if run.resume not in (None, "auto") and not Path(run.resume).is_dir():
         raise ConfigError("run.resume", f"no such folder: {run.resume}")
@@ -30,17 +30,17 @@ def require(config: Config, folder: Path) -> None:
 
 
 def any_in(folder: Path) -> bool:
-    """Whether a run's folder has some."""
+    """Whether a run's folder has a checkpoint."""
     return any((folder / FOLDER).glob("step-*"))
 
 
 class Checkpoints:
-    """Of one rank of a job; rank 0 has `metrics`, and tells of every checkpoint there."""
+    """Checkpoints of one rank of a job. Rank 0 has `metrics` and records every checkpoint there."""
 
     def __init__(
         self, config: Config, folder: Path, engine: Engine, schedule: LRScheduler, metrics: JsonLines | None
     ) -> None:
-        if config.cluster.name == "joined":  # where the others' folders are their own, and do not stay
+        if config.cluster.name == "joined":  # the folders of the other ranks are temporary
             from mdcs.calibrate.agreement import on_rank_zero
 
             folder = Path(on_rank_zero(lambda: str(folder)))
@@ -49,7 +49,10 @@ class Checkpoints:
         self._last: Saving | None = None
 
     def resume(self) -> int:
-        """How many steps are done already, as the engine, its optimizer and the schedule are then."""
+        """Load the checkpoint of the config into engine, optimizer and schedule. Return the number of steps done.
+
+        Raises ValueError if there is no checkpoint at a path that the config names, or if all steps are already done.
+        """
         if self._run.resume is None:
             return 0
         status.set(phase="resuming")
@@ -65,13 +68,13 @@ class Checkpoints:
         return int(resumed.step)
 
     def after(self, step: int) -> None:
-        """Write a checkpoint where one is due: every `run.save_every` steps, and after the last."""
+        """Write a checkpoint if one is due: every `run.save_every` steps, and after the last step."""
         if self._run.save_every is None or (step % self._run.save_every and step < self._run.steps):
             return
         self._save(step, wait=not self._run.save_beside)
 
     def leave(self, step: int) -> None:
-        """Write one that a later run goes on from, if there is none of this step, and say so."""
+        """Write a checkpoint from which a later run continues, unless this step has one, and record the preemption."""
         if self._run.save_every is None or step % self._run.save_every:
             self._save(step, wait=True)
         self.finish()
@@ -84,7 +87,7 @@ class Checkpoints:
         self._last = self._engine.checkpoint(self._own, extra, keep=self._run.keep, wait=wait)
 
     def finish(self) -> None:
-        """Wait for the one that is being written."""
+        """Wait for the checkpoint that is being written, and record it."""
         if self._last is not None:
             saving, self._last = self._last, None
             saving.wait()

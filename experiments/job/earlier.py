@@ -1,4 +1,4 @@
-"""A sweep that is repeated: which folder it goes on in, and what its jobs have there already."""
+"""A repeated sweep: the folder in which it continues, and the runs that its jobs already have there."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from experiments.job import record
 from experiments.job.record import Record
 from hydra_plugins._mdcs_slurm import MEASURED
 
-_ASKED = "multirun.yaml"  # Hydra's, of every sweep
+_ASKED = "multirun.yaml"  # Hydra writes it for every sweep
 _TIME = re.compile(r"\$\{now:[^}]*\}")
 _NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
 
 
 class Earlier:
-    """The runs in a sweep's folder, and the folders that its jobs are given; `subdir` is the config's own word for them."""
+    """The runs in a sweep's folder, and the folders of its jobs. `subdir` is the config's pattern for their names."""
 
     def __init__(self, folder: Path, subdir: str) -> None:
         self._folder, self._subdir = folder, subdir
@@ -33,11 +33,11 @@ class Earlier:
         self._taken = {name for name, _ in self._runs.values()}
 
     def find(self, identity: str) -> tuple[str, Record] | None:
-        """The folder, in the sweep's, of the run of a job, and how it is."""
+        """The folder of a job's run, relative to the sweep's folder, and its record; None if there is none."""
         return self._runs.get(identity)
 
     def place(self, number: int) -> str:
-        """A folder that no other job has, for the sweep's job of this number; empty: as the config says."""
+        """A folder that no other job has, for the job of this number. Empty: the folder that the config gives."""
         if not self._runs or not _NUMBER.search(self._subdir):
             return ""
         while (name := _NUMBER.sub(str(number), self._subdir)) in self._taken:
@@ -47,10 +47,10 @@ class Earlier:
 
 
 def folder_of(config: DictConfig) -> Path | None:
-    """The folder that a sweep is to go on in, if that is not `hydra.sweep.dir`. Raises ConfigError for a wrong `sweep.resume`.
+    """The folder in which a sweep continues; None for `hydra.sweep.dir`. Raises ConfigError for a wrong `sweep.resume`.
 
-    `hydra.sweep.dir` with the time in it is a folder that nobody can name again: there the newest counts whose sweep was asked
-    the same, and has runs.
+    A `hydra.sweep.dir` that contains the time gives every sweep a new folder. There, the newest folder counts whose
+    sweep had the same overrides and has runs.
     """
     asked, pattern = str(config.sweep.resume), str(OmegaConf.to_container(config.hydra.sweep, resolve=False)["dir"])  # type: ignore[index,call-overload]
     if asked != "auto":
@@ -82,7 +82,7 @@ def _asked(config: Any) -> tuple[str, set[str]]:
 
 
 def _is_of(override: str, keys: Sequence[str]) -> bool:
-    """Whether it sets one of the keys, or something below one."""
+    """Whether an override sets one of the keys, or a key below one of them."""
     key = override.partition("=")[0].lstrip("+~")
     return any(key == each or key.startswith(f"{each}.") for each in keys)
 

@@ -1,4 +1,4 @@
-"""What the events of a run say (`analysis.events`): `job` is the parent process's, written before the ranks' own."""
+"""Content of a run's events (`analysis.events`). The parent process writes `job`, before the events of the ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from mdcs.calibrate import rehearsal
 from mdcs.plan.times import TIMES
 from mdcs.profile.contents import is_far_off
 
-if TYPE_CHECKING:  # which import torch: a program that only plans need not wait for it
+if TYPE_CHECKING:  # these modules import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
     from experiments.job.workload import Workload
     from mdcs.calibrate.trials import Trial
 
 
 def job_event(config: Config) -> dict[str, Any]:
-    """What is asked for, known before a process starts. A peer's name stands for the strategy, and its schedule is its own."""
+    """The event of a job before a process starts. For a peer, `strategy` is the peer's name, and `scheduler` is "own".
+    """
     plans, cluster = config.engine.plans, config.cluster
     return {
         "event": "job", "schema": SCHEMA, "time": time.time(), "name": config.run.name, "sweep": config.run.sweep,
@@ -47,12 +48,13 @@ _NOT_SETTINGS = (
     "profile.refresh", "budget.gib", "budget.over_floor", "budget.schedule_share", "cluster.name", "cluster.ranks",
     "cluster.rank", "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "link.name", "run.cross_iteration",
 )  # fmt: skip
-"""Keys, or groups, that have a column of their own in tables, or of which no measurement depends."""
+"""Keys or groups that have their own column in tables, or on which no measurement depends."""
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Everything else that a job was asked to do, by full key, with the names of the data set and the optimizer. A peer's has
-    nothing of strategy and scheduler.
+    """All other settings of a job, by full key, with the names of the data set and the optimizer.
+
+    Settings of strategy and scheduler are left out for a peer.
     """
     told: dict[str, Any] = {}
     for group, values in as_mapping(config).items():
@@ -66,7 +68,10 @@ def settings(config: Config) -> dict[str, Any]:
 def start_event(
     config: Config, plan: mdcs.Plan | None, floor: int | None, trials: Sequence[Trial] = ()
 ) -> dict[str, Any]:
-    """That training begins, and with which plan, of those that were tried; a peer has none."""
+    """The event at the beginning of training: the plan and its prediction, and the plans that were tried.
+
+    A peer has no plan.
+    """
     begins = {"event": "start", "time": time.time(), "congestion_control": network.congestion_control()}
     if plan is None:
         return begins
@@ -86,9 +91,12 @@ def start_event(
 def step_event(
     workload: Workload, engine: Engine, record: Record, loss: float, processor_s: float, warmup: int
 ) -> dict[str, Any]:
-    """A step that has ended, and whether it is one of the first, up to `warmup`. `processor_s` is of all threads of this process,
-    until its training thread has ended the step; loss and norm are null where ranks are emulated: they mean nothing there. The
-    loss is this rank's: the mean over ranks would take a message.
+    """The event of a step that has ended.
+
+    - warmup: whether the step is one of the first `warmup` steps.
+    - loss: of this rank; the mean over ranks would need a message. Loss and grad_norm are null on emulated ranks, where
+      they have no meaning.
+    - processor_s (s): processor time of all threads of this process, until the training thread has ended the step.
     """
     retries = engine.allocator_retries()
     return {
@@ -103,7 +111,7 @@ def step_event(
 
 
 def whole_step(records: Sequence[Record]) -> Record:
-    """One that has sent all that a step sends: the last is cut short by drain()."""
+    """A record of a step with all its messages. The last step's messages are cut short by drain()."""
     return records[-2:][0]
 
 
@@ -111,9 +119,13 @@ def summary_event(
     workload: Workload, records: Sequence[Record], loss: float, peak: int | None, floor: int | None,
     processor: Mapping[int, float],
 ) -> dict[str, Any]:  # fmt: skip
-    """Medians over `records`, the steps after warm-up; bytes and messages of a whole period, as every one sends the same;
-    `loss` is the last step's mean over ranks, `peak` that of the rank that held most, `processor` has this rank's seconds by
-    step, `doubt` says why predictions are not to be believed.
+    """The summary: medians over `records`, the steps after warm-up.
+
+    - loss: mean over ranks in the last step.
+    - bytes, messages: of a whole period; all periods are equal.
+    - peak_bytes (bytes): of the rank with the highest peak.
+    - processor_s (s): median of this rank's `processor`, which has seconds by step.
+    - doubt: reason why predictions are not reliable; empty if there is none.
     """
     config, times = workload.config, [record.times for record in records]
 
@@ -136,8 +148,7 @@ def summary_event(
 
 
 def doubt(plan: mdcs.Plan, measured_s: float) -> str:
-    """Why the predictions of a run are not to be believed, whose step took so many seconds; empty if nothing is known against
-    them.
+    """Reason why the predictions of a run are not reliable, given the measured step in seconds; empty if there is none.
     """
     assert plan.prediction is not None
     predicted_s, rehearsed = plan.prediction.step_s, rehearsal.doubt(plan.profile)

@@ -1,6 +1,6 @@
-"""A job whose config was resolved when it was handed in: `python -m experiments.job.frozen RUN_DIR`, as one of its ranks.
+"""A job whose config was resolved when it was handed in: `python -m experiments.job.frozen RUN_DIR`, on every rank.
 
-Rank 0's folder is RUN_DIR, with config.yaml in it; the others need none (`experiments.job.member`).
+Rank 0's folder is RUN_DIR, with config.yaml in it; the other ranks have temporary folders (`experiments.job.member`).
 """
 
 from __future__ import annotations
@@ -36,33 +36,39 @@ from mdcs.planner.strategies.uniform import Uniform
 
 WORKER = "MDCS_WORKER"
 PROFILES = "profiles"
-"""In a sweep's folder: those of its profiles."""
+"""Folder in a sweep's folder with one folder for each of its profiles."""
 _ONLY = "only"
-"""Is in the folder of a job that measures a profile, and does not train."""
+"""File in the folder of a job that measures a profile and does not train."""
 
 
 def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
-    """Leave the config for a job that starts later, perhaps elsewhere: in another folder, in any case."""
+    """Write the resolved config for a job that starts later, in another working directory and perhaps on another machine.
+    """
     checks.save(files_from_here(config), folder / JOB)
     record.write(folder, identity or record.identity_of(config), record.HANDED_IN)
 
 
 class Freezer:
-    """Leaves the jobs of one call of a program as :func:`freeze` does, and beside them a job that measures each profile that they
-    need: jobs that are compared are planned with one.
+    """Freezes the jobs of one call of a program (:func:`freeze`), and adds a job for each profile that they need.
+
+    Jobs that are compared are thus planned with the same profile.
     """
 
     def __init__(self) -> None:
         self._began = f"{time.time():.0f}"
 
     def __call__(self, config: Config, folder: Path, launcher: Mapping[str, Any], sweep: Path) -> None:
-        """Leave the job in its folder, which is in `sweep`. launcher: as :func:`experiments.job.record.identity_of` has it."""
+        """Freeze the job in its folder, which is in `sweep`.
+
+        launcher: settings of the launcher, as in :func:`experiments.job.record.identity_of`.
+        """
         freeze(config, folder, record.identity_of(config, launcher))
         first = [self._profile(way, launcher, sweep / PROFILES) for way in ways_of(config)] if profiles.measures(config) else []
         (folder / handed.BEFORE).write_text("".join(f"{os.path.relpath(each, folder)}\n" for each in first), encoding="utf-8")
 
     def _profile(self, config: Config, launcher: Mapping[str, Any], folder: Path) -> Path:
-        """The folder of a profile: with a job, or with the profile once that has ended."""
+        """The folder of a profile. It contains a job that measures the profile, or the profile once that job has ended.
+        """
         parts = [profiles.key_of(config, elsewhere=launcher["executor"] != "local"), dict(launcher)]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
         found = folder / f"{key}-{self._began}" if config.sweep.force else max(folder.glob(f"{key}*"), default=folder / key)
@@ -76,13 +82,13 @@ class Freezer:
 
 
 def _measuring(config: Config) -> Config:
-    """The job that measures the profile of this one, whatever is planned with it."""
+    """The job that measures the profile of this config, for any plan."""
     run = dataclasses.replace(config.run, name="profile", resume=None, save_every=None)
     return dataclasses.replace(config, strategy=Uniform("dp"), scheduler=Wfbp(), budget=BudgetConfig(), run=run)
 
 
 def files_from_here(config: Config) -> Config:
-    """The config with the whole paths of the files that it names."""
+    """The config with absolute paths for the files that it names."""
     engine: Any = config.engine
     if getattr(engine, "plan", None) is not None:
         engine = dataclasses.replace(engine, plan=os.path.abspath(engine.plan))
@@ -95,8 +101,8 @@ def files_from_here(config: Config) -> Config:
 
 
 def main(folder: Path) -> int:
-    """Be a rank of the job; returns the exit code."""
-    from experiments.job import member  # which needs torch; what only freezes does not
+    """Run one rank of the job. Return the exit code."""
+    from experiments.job import member  # needs torch; programs that only freeze jobs do not
 
     joined = place()
     if joined is None:
@@ -106,7 +112,7 @@ def main(folder: Path) -> int:
 
 
 def measure(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:
-    """Leave profile.json in the folder, on rank 0."""
+    """Write profile.json into the folder (rank 0). Return the exit code."""
     console, worker = Console(), os.environ.get(WORKER, jobs.WORKER)
     try:
         config = _adapted(folder, adapt)
@@ -118,12 +124,12 @@ def measure(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) 
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    (folder / METRICS).unlink(missing_ok=True)  # of an attempt that failed
+    (folder / METRICS).unlink(missing_ok=True)  # written by an attempt that failed
     return 0
 
 
 def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> int:
-    """The job itself, on rank 0."""
+    """Run the job on rank 0. Return the exit code."""
     console, worker, before = Console(), os.environ.get(WORKER, jobs.WORKER), record.read(folder)
     identity, known = None if before is None else before.identity, Profiles()
     try:
@@ -143,7 +149,7 @@ def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> i
         for way, place in shared:
             known.leave(way, place)
     except ConfigError as error:
-        if not isinstance(error.__cause__, Occupied):  # the folder, by a job that tells of itself
+        if not isinstance(error.__cause__, Occupied):  # a job in the folder writes its own record
             _note(folder, identity, str(error))
         print(error, file=sys.stderr)
         return 2
@@ -159,7 +165,10 @@ def run(folder: Path, start: jobs.Start, adapt: Callable[[Config], Config]) -> i
 
 
 def _adapted(folder: Path, adapt: Callable[[Config], Config]) -> Config:
-    """The job that was left in the folder, with the ranks that there are. Raises ConfigError where those are others."""
+    """The job that was left in the folder, with the ranks that exist.
+
+    Raises ConfigError where the job asks for other ranks.
+    """
     handed_in = checks.load(folder / JOB)
     config = adapt(handed_in)
     if handed_in.cluster.name == "joined":
@@ -168,9 +177,9 @@ def _adapted(folder: Path, adapt: Callable[[Config], Config]) -> Config:
 
 
 def _adopt(known: Profiles, config: Config, folder: Path) -> None:
-    """Plan with the profile in the folder. Raises ConfigError if it was to be measured and is not there.
+    """Use the profile in the folder for planning. Raises ConfigError if its job has ended without a profile.
 
-    A profile that was measured on the like of another node is a warning, and this job measures its own.
+    If the profile was measured on a different kind of node, this function warns, and the job measures its own.
     """
     if known.adopt(config, folder):
         return
@@ -191,7 +200,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _note(folder: Path, identity: str | None, reason: str) -> None:
-    """That it has failed before it was a run."""
+    """Record a failure before the job was a run."""
     if identity is not None:
         record.write(folder, identity, record.FAILED, reason)
 

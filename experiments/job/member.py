@@ -1,7 +1,7 @@
-"""A program whose ranks torchrun or srun has started: rank 0 is the program, the others run what it hands them.
+"""A program whose ranks torchrun or srun has started: rank 0 runs the program, the other ranks run jobs for it.
 
-Rank 0 alone composes, and its folder is the job's. The others get the resolved config, and have a folder that does not stay;
-their logs do, in the job's folder.
+Only rank 0 composes configs, and its folder is the job's folder. The other ranks get the resolved config and a
+temporary folder; their logs are kept in the job's folder.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from launch.joined import Gone, Membership
 from launch.place import NoPlace, Place, described
 
 Program = Callable[[jobs.Start, Callable[[Config], Config]], int]
-"""(what starts ranks, what makes a composed config that of these ranks) → the exit code."""
+"""(function that starts ranks, function that adapts a composed config to these ranks) → exit code."""
 
 
 def take_part(place: Place, program: Program) -> int:
-    """Be the program as rank 0, or one of its ranks; returns the exit code, which all have."""
+    """Run the program as rank 0, or the jobs of another rank. Return the exit code, which is the same on all ranks."""
     orphans.die_with_parent(os.getppid())
     try:
         with Membership(place) as member:
@@ -44,7 +44,7 @@ def take_part(place: Place, program: Program) -> int:
 
 
 def adapted(config: Config, place: Place, network: str) -> Config:
-    """The config with the ranks that there are. Raises ConfigError for a cluster that starts its own."""
+    """The config with the ranks that exist. Raises ConfigError for a cluster that starts its own ranks."""
     return with_ranks(config, place.starter, place.world, place.hosts, network)
 
 
@@ -56,7 +56,7 @@ def _lead(member: Membership, program: Program) -> int:
         payload = checks.as_yaml(dataclasses.replace(config, profile=dataclasses.replace(config.profile, path=None)))
         return member.run(
             folder, cluster, env, payload=payload, module=module, arguments=arguments[1:], on_tick=on_tick
-        )  # a rank's folder is its own
+        )  # without the folder: each rank adds its own
 
     network = described(member.interface)
     return member.leave(program(start, lambda config: adapted(config, member.place, network)))
@@ -64,14 +64,14 @@ def _lead(member: Membership, program: Program) -> int:
 
 def _follow(member: Membership) -> int:
     if not preemption.expected():
-        signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the rank is ended before this process is
+        signal.signal(signal.SIGTERM, _stop)  # as for Ctrl-C: the rank ends before this process
     while not isinstance(job := member.receive(), int):
         folder, keep = Path(tempfile.mkdtemp(prefix="mdcs-rank-")), False
         try:
             (folder / "config.yaml").write_text(job.payload, encoding="utf-8")
             member.take_part(job, folder, jobs.environment(checks.load(folder / "config.yaml")))
         except Gone:
-            keep = True  # nobody takes its log, which the message names
+            keep = True  # the message names the log in this folder, and no other host takes it
             raise
         finally:
             if not keep:

@@ -1,4 +1,4 @@
-"""A job's plan: what its config says of it, and the files that it is written to."""
+"""A job's plan: the settings in its config, and the files to which the plan is written."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from mdcs.sizes import GIB, MIB
 
 
 def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:
-    """What plans of a config are made for."""
+    """The planner's job for a config and a profile."""
     return mdcs.Job(
         profile,
         micro_steps=config.run.accumulation,
         cross_iteration=config.run.cross_iteration
         and config.optimizer.clip_norm is None
-        and config.run.precision != "fp16",  # whether its update is left out, all gradients say together
+        and config.run.precision != "fp16",  # all gradients together decide whether an update is skipped
         reserve=int(config.budget.reserve_mib * MIB),
     )
 
 
 def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
-    """The plan that the config asks for; `floor` is that of the job, in bytes. Raises ValueError, InfeasibleBudget among them."""
+    """Make the plan of the config. `floor` is the smallest feasible budget of the job in bytes.
+
+    Raises ValueError, and InfeasibleBudget, which is one.
+    """
     budget = budget_bytes(config, floor)
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
@@ -35,7 +38,7 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:
-    """The config's budget per rank; None for no limit, and for one over a floor that is not known."""
+    """The config's budget in bytes per rank. None for no limit, and for a budget over a floor that is not known."""
     if config.budget.gib is not None:
         return int(config.budget.gib * GIB)
     if config.budget.over_floor is None or floor is None:
@@ -44,7 +47,7 @@ def budget_bytes(config: Config, floor: int | None) -> int | None:
 
 
 def write_plan(folder: Path, plan: mdcs.Plan) -> None:
-    """The plan, and the replay of one period in the format of a measured timeline."""
+    """Write plan.json, and the replay of one period in the format of a measured timeline."""
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     replay = mdcs.replay(plan)
     names = tuple(plan.period.name(q) for q in range(plan.period.length))

@@ -1,4 +1,4 @@
-"""Profiles that a job need not measure: named by its config, calculated, or kept by an equal job before it."""
+"""Profiles that a job need not measure: named by its config, calculated, or kept from an equal job."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from mdcs.profile.contents import SCHEMA, Profile
 from mdcs.profile.link import Link
 
 _MEASURED = 8
-"""Raised when equal jobs measure something else than before: the runtime, the links or what is measured have changed."""
+"""Version of the measurements. Raise it when equal jobs measure other values than before, e.g. with a new runtime."""
 
 
 class Profiles:
-    """The cache on disk, and the profiles that this program has measured: jobs that share one are compared fairly."""
+    """The cache on disk, and the profiles that this program has measured. Jobs with the same profile compare fairly."""
 
     def __init__(self) -> None:
         self._measured: dict[str, Path] = {}
 
     def find(self, config: Config) -> Path | None:
-        """The profile of an equal job: one of this program, or else one of the cache if the config lets it."""
+        """The profile of an equal job: one of this program, else one of the cache if the config allows it; else None.
+        """
         if config.profile.name != "measured" or config.profile.path is not None:
             return None
         key = key_of(config)
@@ -38,18 +39,19 @@ class Profiles:
         return cached if config.profile.cache and not config.profile.refresh and _read(cached) else None
 
     def adopt(self, config: Config, folder: Path) -> bool:
-        """Remember the profile that another program has left in a folder, if it was measured on the like of this."""
+        """Remember the profile that another program has left in a folder. Return whether it is one of an equal job."""
         profile = _read(folder / "profile.json") if measures(config) else None
         if profile is None:
             return False
-        about = {"cluster.ranks": str(profile.world), **profile.about}  # one written by hand may say nothing of itself
+        about = {"cluster.ranks": str(profile.world), **profile.about}  # may be empty if written by hand
         if any(about.get(key, value) != value for key, value in identity(config).items()):
             return False
         self._measured.setdefault(key_of(config), folder / "profile.json")
         return True
 
     def leave(self, config: Config, folder: Path) -> None:
-        """Leave the profile of an equal job in the folder, for other programs, if it has none and there is one."""
+        """Copy the profile of an equal job, if it is known, into the folder for other programs. A profile there is kept.
+        """
         found, target = self.find(config), folder / "profile.json"
         if found is None or target.exists():
             return
@@ -58,12 +60,12 @@ class Profiles:
         part.replace(target)
 
     def keep(self, config: Config, folder: Path) -> None:
-        """Remember the profile that a job has measured and left in its folder, if it is whole."""
+        """Remember the profile that a job has measured and left in its folder, if the file can be read."""
         profile = _read(folder / "profile.json")
         if config.profile.name != "measured" or config.profile.path is not None or profile is None:
             return
         key, path = key_of(config), folder / "profile.json"
-        self._measured = {k: p for k, p in self._measured.items() if p != path}  # a folder has the profile of its last job
+        self._measured = {k: p for k, p in self._measured.items() if p != path}  # overwritten by this job
         self._measured.setdefault(key, path)
         has_memory = any(slot.peak for slot in profile.slots)
         if config.profile.cache and has_memory == config.cluster.measure_memory:
@@ -71,25 +73,25 @@ class Profiles:
             try:
                 cache_folder().mkdir(parents=True, exist_ok=True)
                 written.write_text(profile.to_json(), encoding="utf-8")
-                written.replace(cache_folder() / f"{key}.json")  # whole, whoever else writes it now
+                written.replace(cache_folder() / f"{key}.json")  # atomic: other processes may write it too
             except OSError as error:  # the job itself has ended well
                 written.unlink(missing_ok=True)
                 warnings.warn(f"the profile is not kept for later jobs: {error}", stacklevel=2)
 
 
 def measures(config: Config) -> bool:
-    """Whether a job needs a profile that is measured."""
+    """Whether a job needs a measured profile."""
     return config.profile.name == "measured" and config.profile.path is None and config.engine.plans
 
 
 def cache_folder() -> Path:
-    """`$MDCS_CACHE/profiles`, or that of the user: `~/.cache/mdcs/profiles`."""
+    """`$MDCS_CACHE/profiles`, or the user's cache, `~/.cache/mdcs/profiles`."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdcs"
     return Path(os.environ.get("MDCS_CACHE") or home) / "profiles"
 
 
 def known(config: Config) -> Profile | None:
-    """The profile that the config names or describes, with the config's link; None: it has to be measured."""
+    """The profile that the config names or describes, with the config's link. None: it has to be measured."""
     if config.profile.name == "analytic":
         return _analytic(config.profile, config.link.depth or 1)
     if config.profile.path is None:
@@ -97,12 +99,12 @@ def known(config: Config) -> Profile | None:
     profile = Profile.from_json(Path(config.profile.path).read_text(encoding="utf-8"))
     collectives = profile.collectives
     link = dataclasses.replace(profile.link, depth=collectives.in_flight(config.link.depth) or profile.link.depth)
-    link, collectives = emulated(config) or (link, collectives)  # is what the config says, whatever was measured
+    link, collectives = emulated(config) or (link, collectives)  # an emulated link replaces the measured one
     return dataclasses.replace(profile, link=link, collectives=collectives)
 
 
 def emulated(config: Config) -> tuple[Link, Collectives] | None:
-    """The emulated link with its algorithms; None for a real one."""
+    """The emulated link with its algorithms; None for a real link."""
     link = config.link
     if link.name != "emulated":
         return None
@@ -115,13 +117,13 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
 
 
 def ranks(profile: Profile) -> str:
-    """How many, in words."""
+    """The number and kind of a profile's ranks, in words."""
     compute = ", timed compute" if profile.about.get("model.compute") == "timed" else ""
     return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks{compute}"
 
 
 def rehearsed(profile: Profile) -> str:
-    """A line: how far predictions with this profile are from the steps of the plans that were rehearsed; empty if none was."""
+    """One line: the prediction errors of the plans that were rehearsed with this profile. Empty if none was."""
     off = (f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in profile.rehearsed.items())
     return "predicted against measured in rehearsal: " + ", ".join(off) if profile.rehearsed else ""
 
@@ -139,7 +141,10 @@ def _analytic(c: ProfileConfig, depth: int) -> Profile:
 
 
 def key_of(config: Config, *, elsewhere: bool = False) -> str:
-    """What equal jobs share a measured profile by; elsewhere: jobs that another machine will run (`identity`)."""
+    """The key by which equal jobs share a measured profile.
+
+    elsewhere: for jobs that another machine will run (`identity`).
+    """
     parts = identity(config, elsewhere=elsewhere) | {"schema": str(SCHEMA), "measured": str(_MEASURED)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 

@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: a progress bar on a terminal, a line now and then in a log."""
+"""Display of a running job: a progress bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from launch import status
 from launch.status import Status
 
 _LINES = 6
-"""About how many lines of progress a job leaves in a log."""
+"""Approximate number of progress lines of a job in a log."""
 _STARTS = 8
-"""At most so many lines say how many ranks have started, if there are so many ranks."""
+"""Most lines about started ranks. With fewer ranks than this there is one line."""
 
 
 class JobProgress:
-    """Shows the phases of a job of `steps` steps before its first step, then its steps; a context manager."""
+    """Shows the phases before the first step of a job, then its steps, `steps` in all. A context manager."""
 
     def __init__(self, console: Console, name: str, steps: int) -> None:
         self._console, self._name, self._steps = console, name, steps
@@ -54,7 +54,7 @@ class JobProgress:
             self._bar.stop()
 
     def statuses(self, statuses: Sequence[Status | None]) -> None:
-        """Show how many ranks have started, then the phase of rank 0, while there are no steps."""
+        """Show the number of started ranks, then the phase of rank 0, until the first step."""
         first, told = statuses[0], [said for said in statuses if said is not None]
         if self._step or not told or any(said.step for said in told):
             return
@@ -70,7 +70,7 @@ class JobProgress:
             self._line(self._phase)
 
     def _starting(self, started: int, ranks: int) -> None:
-        """One line, and of many ranks a further one whenever an eighth more of them have started."""
+        """Show one line; with many ranks, a further line whenever another eighth of them has started."""
         begins, part = self._phase != status.STARTING, started * _STARTS // ranks
         more = ranks >= _STARTS and part > self._part
         self._phase, self._part = status.STARTING, max(part, self._part)
@@ -81,7 +81,7 @@ class JobProgress:
             self._line(words)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Show a step, and what a solver made of the plan; other events are shown elsewhere."""
+        """Show a step, or the solver's outcome of the plan. Other events are ignored."""
         if event.get("event") == "start" and event.get("outcome"):
             self._line(f"plan: {event['outcome']}")
         if event.get("event") != "step":
@@ -98,7 +98,7 @@ class JobProgress:
 
 
 def describe(step: Mapping[str, Any]) -> str:
-    """A step event in a few words; values that are missing are left out."""
+    """Describe a step event in a few words; missing values are left out."""
     parts = []
     if (loss := step.get("loss")) is not None:
         parts.append(f"loss {loss:.4f}")

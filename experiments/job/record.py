@@ -1,4 +1,4 @@
-"""status.json of a run: which job it is of, how far it is and how it has ended; `experiments.job.earlier` reads it."""
+"""status.json of a run: the identity of its job, its state, and how it ended. `experiments.job.earlier` reads it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ SCHEMA = 1
 HANDED_IN, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "handed in", "running", "ok", "failed", "interrupted", "preempted"
 
 _NOT_OF_A_JOB = {"tracker": None, "sweep": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume", "varied")}
-"""What may differ between runs of one job: whole groups, and keys of groups."""
+"""Groups (None: all keys) and keys that may differ between runs of one job."""
 
 _CODE_OF = ("model", "data", "optimizer", "strategy", "scheduler", "engine")
-"""Groups of which the class's code belongs to a run; `mdcs` has none there."""
+"""Groups whose class's code is part of the identity. `code_of` does not cover classes of `mdcs`."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """`ranks` has what each rank last said (`launch.status`), `time` is unix time in seconds, `doubt` why the
-    predictions of a run that is ok are not to be believed. A killed run stays running.
+    """The record of a run.
+
+    - identity: of its job (`identity_of`).
+    - state: handed in, running, ok, failed, interrupted or preempted. A killed run stays running.
+    - reason: one line; empty if ok.
+    - ranks: the last status of each rank (`launch.status`).
+    - time (s): unix time.
+    - doubt: reason why the predictions of a run that is ok are not reliable.
     """
 
     identity: str
@@ -43,11 +49,13 @@ class Record:
 
 
 def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> str:
-    """What two runs of one job have in common, 20 hexadecimal digits: the hash of the config, with what this machine decides of
-    the profile, what the model is made of and the code of the classes that are chosen, and without paths and trackers.
+    """The identity of a job, 20 hexadecimal digits. Runs of one job have the same.
 
-    launcher: what the launcher that hands the job in is told and its measurement depends on. SLURM's nodes are other machines
-    than this one, which then decides nothing.
+    It is a hash of the config without paths and trackers, with the machine's part of the profile's identity, the
+    contents of the model's files, and the code of the chosen classes.
+
+    launcher: settings of a launcher that hands jobs in, as far as measurements depend on them. SLURM's nodes are other
+    machines than this one, so this machine's properties are left out then.
     """
     code = {group: code_of(type(getattr(config, group))) for group in _CODE_OF}
     told = as_mapping(config) | {"made_of": config.model.made_of, "code": code}
@@ -67,7 +75,7 @@ def _hash(path: str) -> str:
 
 
 def write(folder: Path, identity: str, state: str, reason: str = "", *, ranks: int = 0, doubt: str = "") -> None:
-    """Leave it in the folder, whole; of so many ranks what each has said there."""
+    """Write the record into the folder, atomically, with the last status of ranks 0 … `ranks` - 1."""
     said = (status.read(folder, rank) for rank in range(ranks))
     record = Record(identity, state, reason, tuple(dataclasses.asdict(each) for each in said if each is not None), doubt=doubt)
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +85,7 @@ def write(folder: Path, identity: str, state: str, reason: str = "", *, ranks: i
 
 
 def read(folder: Path) -> Record | None:
-    """That of the folder's last run; None where there is none that can be read."""
+    """The record of the folder's last run; None if there is none, or if it cannot be read."""
     try:
         said = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if said.pop("schema") != SCHEMA:

@@ -1,8 +1,7 @@
-"""One job: write its resolved config, start its ranks, show and mirror what they report, say how it ended.
+"""One job: write its resolved config, start its ranks, show and mirror their reports, and report how it ended.
 
-The code that the ranks run is `experiments.job.worker`. It is started as a module with the run folder as its
-argument and reads the config from there: everything between this process and a rank is a file in that
-folder.
+The ranks run `experiments.job.worker`. It is started as a module with the run folder as its argument, and reads the
+config from the folder. This process and the ranks share only files in that folder.
 """
 
 from __future__ import annotations
@@ -42,15 +41,16 @@ from mdcs.sizes import GIB, MIB
 WORKER = "experiments.job.worker"
 
 Start = Callable[..., Outcome]
-"""Runs ranks to their end, as `launch.elastic.run` does and with its arguments."""
+"""Runs ranks to their end. Arguments and result are those of `launch.elastic.run`."""
 
 _CROWD = 4
-"""Ranks for each core from which a job is warned of what that means."""
+"""Ranks per core above which a job is warned."""
 
 _WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4 * GIB)}
-"""glibc gives large blocks back to the system at every free, and faults each page in again: buffers that
-are released and allocated every step cost five times as much that way. Bytes are counted as they are
-requested, so the budget does not see this.
+"""Keep freed buffers in the process.
+
+By default glibc returns large blocks to the system at every free, and faults each page in again. Buffers that are
+released and allocated every step then cost five times as much. The budget counts requested bytes: it does not change.
 """
 
 
@@ -66,16 +66,28 @@ def run(
     start: Start | None = None,
     identity: str | None = None,
 ) -> Outcome:
-    """Run the job in `folder` to its end; how it ended is in metrics.jsonl too. Ctrl-C ends the ranks and
-    is raised again.
+    """Run the job in `folder` to its end. Return its outcome, which is in metrics.jsonl too.
 
-    known: the profiles that this program knows; jobs that are given the same ones share what they measure.
-    start: what starts the ranks and waits; None: `launch.elastic.run`. kind: what trackers call it, if it trains.
-    identity: of the job as it was asked for, if that is not `config` (`experiments.job.record`).
-    only: "profile" or "plan": stop when profile.json, or plan.json too, is written. Raises ConfigError for a profile
-    that is not of ranks, for a shaped link that this machine or user cannot have, for a strategy within nodes that there are
-    not, for checkpointing that is not decided, and for an engine that cannot run here or, with `only`, does not plan; and for a
-    folder that another job is in. A folder that cannot be written is a reason.
+    Ctrl-C ends the ranks and is raised again.
+
+    - known: the profiles that this program knows. Jobs that are given the same object share measured profiles.
+    - only: "profile" or "plan": stop after profile.json, or after plan.json too. None: train.
+    - kind: the trackers' name for a job that trains.
+    - worker: the module that the ranks run.
+    - start: starts the ranks and waits for them. None: `launch.elastic.run`.
+    - identity: of the job as it was requested, if that is not `config` (`experiments.job.record`).
+
+    Raises ConfigError
+
+    - for an analytic profile, and for joined ranks without `start`;
+    - for a shaped link that is impossible on this machine or for this user;
+    - for a strategy within nodes without several nodes of several ranks each;
+    - for checkpointing that is not decided;
+    - for an engine that cannot run here or, with `only`, makes no plan;
+    - for checkpoints that would be mixed with another run's;
+    - for a folder that another job is in.
+
+    A folder that cannot be written is a failed outcome.
     """
     if config.profile.name == "analytic":
         raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
@@ -96,7 +108,7 @@ def run(
             return _run(
                 config, folder.resolve(), console, known or Profiles(), only, kind, worker, start or elastic.run, identity
             )
-    except OSError as error:  # nothing has run yet
+    except OSError as error:  # the folder cannot be written: no rank has run
         return _failed(error)
 
 
@@ -117,7 +129,7 @@ def _run(
     asked, ended_well, preempted, doubt = job_event(resolved), only is not None, dict[str, Any](), ""
     mirror.event(asked)
     tail = Tail(folder / METRICS)
-    tail.new()  # what the folder had until now
+    tail.new()  # skip the events that the folder had before
     outcome = Outcome(False, record.INTERRUPTED)
     try:
         with JobProgress(console, name, resolved.run.steps) as progress:
@@ -160,7 +172,7 @@ def _run(
             failure = {"event": "failure", "status": "failed", **where, "time": time.time()}
             try:
                 _write(folder, *([] if only is None else [asked]), failure)
-            except OSError as error:  # it is told all the same, and what was written before is whole
+            except OSError as error:  # the outcome reports it all the same, and earlier lines are whole
                 warnings.warn(f"that the job failed is not in its folder: {error}", stacklevel=2)
             for event in tail.new():
                 mirror.event(event)
@@ -173,8 +185,10 @@ def _run(
 
 
 def begin(config: Config, folder: Path, *, trains: bool = True) -> None:
-    """Make the folder that of a job: its resolved config, its first event if it trains (what does not is a run only if it fails),
-    and nothing that a former job left, for nobody may take that for this one's. The profile that the config names stays.
+    """Prepare the folder for a job: write its resolved config and, if it trains, its first event.
+
+    Files of an earlier job are removed, so that nobody takes them for files of this one. The profile that the config
+    names stays. A job that does not train is a run only if it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("profile.json", "plan.json", "predicted_timeline.json", "timeline.json"):
@@ -188,8 +202,10 @@ def begin(config: Config, folder: Path, *, trains: bool = True) -> None:
 def known_profile(
     config: Config, folder: Path, console: Console, *, known: Profiles | None = None
 ) -> tuple[Config, Profile] | None:
-    """The resolved config and its profile, if no ranks are needed for it; both are in the folder then. Raises ConfigError
-    for an engine that does not plan, for checkpointing that is not decided, and for a folder that another job is in.
+    """Write the resolved config and its profile into the folder and return them, if no ranks are needed; else None.
+
+    Raises ConfigError for an engine that makes no plan, for checkpointing that is not decided, and for a folder that
+    another job is in.
     """
     _require_plan(config)
     _require_decided(config)
@@ -213,7 +229,8 @@ def plan(
     config: Config, folder: Path, console: Console, *, known: Profiles | None = None, worker: str = WORKER,
     start: Start | None = None,
 ) -> str:  # fmt: skip
-    """Leave plan.json in the folder, without ranks if the profile is known; the reason why there is none, empty if there is.
+    """Write plan.json into the folder, without ranks if the profile is known. Return the reason of a failure, else "".
+
     Raises ConfigError as `run` and `known_profile` do.
     """
     _require_plan(config)
@@ -276,7 +293,7 @@ def _say(reused: Path | None, console: Console) -> None:
 
 
 def crowded(config: Config) -> str | None:
-    """A warning for many more ranks on this machine than it has cores for."""
+    """A warning if many more ranks run on this machine than it has cores; else None."""
     ranks, cores = config.cluster.processes, len(os.sched_getaffinity(0))
     if config.cluster.name == "joined" or ranks <= _CROWD * cores:
         return None
@@ -288,9 +305,7 @@ def crowded(config: Config) -> str | None:
 
 
 def resolve(config: Config, *, profile: Path | None = None) -> Config:
-    """The config with everything decided that this machine decides, so that a rank has nothing left to
-    choose.
-    """
+    """The config with all values that this machine decides, so that a rank has no decision left."""
     name = config.run.name or _name(config)
     path = profile or (Path(config.profile.path) if config.profile.path else None)
     return dataclasses.replace(
@@ -312,7 +327,7 @@ def _absolute(resume: str | None) -> str | None:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """What the ranks' environment has in addition to this process's own."""
+    """Variables that the ranks' environment has in addition to this process's own."""
     threads = str(config.cluster.threads)
     env = {key: value for key, value in _WARM_HEAP.items() if key not in os.environ}
     env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
@@ -328,7 +343,7 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def _name(config: Config) -> str:
-    """How it is planned and what its sweep varies, then budget, model and ranks: `dp fusion bucket_mib=25, mlp, 2 ranks`."""
+    """Name of a run: plan and swept settings, then budget, model and ranks: `dp fusion bucket_mib=25, mlp, 2 ranks`."""
     budget, cluster = config.budget, config.cluster
     plan = config.engine.label
     if config.engine.plans:
@@ -346,7 +361,7 @@ def _name(config: Config) -> str:
 
 
 def _draw(folder: Path) -> list[Path]:
-    """The run's pictures; none, and a warning, when they cannot be drawn."""
+    """Draw the run's pictures and return their files. Warns and returns none when they cannot be drawn."""
     try:
         written = analysis.write_report(analysis.load_sweep(folder), folder)
     except Exception as error:  # the run itself has ended well

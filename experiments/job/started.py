@@ -1,4 +1,4 @@
-"""The config of a job whose ranks somebody else starts: torchrun, srun, or a launcher that hands jobs in."""
+"""Configs of jobs whose ranks are started by others: torchrun, srun, or a launcher that hands jobs in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from experiments.config.schema import ClusterConfig, Config, ConfigError
 
 
 def with_ranks(config: Config, starter: str, ranks: int, hosts: int, network: str | None) -> Config:
-    """The config with the ranks that the starter starts. Raises ConfigError for a cluster that starts its own."""
+    """The config with the ranks of the starter. Raises ConfigError for a cluster that starts its own ranks."""
     if config.cluster.name not in ("local", "joined"):
         raise ConfigError("cluster.name", f"must be local: {starter} starts the ranks; got {config.cluster.name}")
     several = hosts > 1
@@ -27,9 +27,9 @@ def with_ranks(config: Config, starter: str, ranks: int, hosts: int, network: st
 
 
 def require_as_asked(composed: Config, config: Config, overrides: Sequence[str] = ()) -> None:
-    """Raise ConfigError if `composed` asks for other ranks or hosts than `config` has, which somebody else starts.
+    """Raise ConfigError if `composed` requests other ranks or hosts than `config` has.
 
-    A value that is the default asks for nothing, unless it is among the overrides.
+    A default value requests nothing unless it is among the overrides.
     """
     said = {override.partition("=")[0].lstrip("+") for override in overrides}
     for name, there in (("ranks", config.cluster.ranks), ("nodes", config.cluster.nodes or 1)):

@@ -1,4 +1,4 @@
-"""A job that is told to stop, and goes on later (`launch.preemption`): at a step's end its ranks agree that one was told."""
+"""Stop a job that continues later (`launch.preemption`): its ranks agree at a step's end that one was told to stop."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ _MOST_STEPS = 1000
 
 
 class Stop:
-    """The ranks talk of it about once a second, after steps that all count alike: what the slowest needs says how many."""
+    """Lets the ranks agree about once a second.
+
+    All ranks count the same number of steps between two exchanges. The slowest rank's step time decides how many.
+    """
 
     def __init__(self, step: int) -> None:
-        """Called by all ranks; `step` has been made already."""
+        """Make the process group; all ranks must call this. `step` steps are done already."""
         self._said = torch.zeros(2, dtype=torch.float64)
         self._group = dist.new_group(backend="gloo")
         self._last, self._since, self._next = step, time.monotonic(), step + 1
 
     def asked(self, step: int) -> bool:
-        """Whether a rank was told to stop; the same answer on all of them."""
+        """Whether any rank was told to stop. The answer is the same on all ranks."""
         if step < self._next:
             return False
         now = time.monotonic()

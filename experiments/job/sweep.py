@@ -1,4 +1,4 @@
-"""The end of a sweep: what ran, the table, the pictures."""
+"""The end of a sweep: the record of its jobs, the table, and the pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.job.tracking import show_sweep
 def report(session: Session, started: float) -> None:
     """Write sweep.json, table.csv and the pictures into the sweep's folder, and print the table.
 
-    started: unix time in seconds. A picture that cannot be drawn is a warning: the runs are there.
+    started: unix time in seconds. A picture that cannot be drawn is only a warning: the runs are complete.
     """
     folder = session.sweep
     assert folder is not None
@@ -38,7 +38,7 @@ def report(session: Session, started: float) -> None:
         warnings.warn(f"the sweep is not recorded: {error}", stacklevel=2)
     try:
         frame = analysis.load_sweep(folder)
-    except ValueError as error:  # jobs that were handed in, and wait
+    except ValueError as error:  # e.g. all jobs were handed in and have not run
         print(f"{len(jobs)} jobs in {wall_s:.0f} s; {error}", flush=True)
         return
     print()

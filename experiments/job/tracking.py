@@ -1,9 +1,9 @@
-"""Where a run's metrics go: metrics.jsonl, the truth, which is always written, and a tracker beside it if a config says so.
+"""Where a run's metrics go: to metrics.jsonl, always, and to a tracker if the config has one.
 
-Rank 0 writes one JSON object per line, flushed per line, so a killed run can be read to its last step
-(`JsonLines`). The parent process, which follows that file anyway to show progress (`analysis.events.Tail`), shows it to
-the config's tracker (`Follower`). So a tracker takes no time and no memory in a rank, sees failed runs too, and cannot stop
-a run: its first failure is one warning, and then it is left alone.
+Rank 0 writes one JSON object per line and flushes every line, so a killed run can be read to its last step
+(`JsonLines`). The parent process follows the file to show progress (`analysis.events.Tail`) and passes the events to
+the config's tracker (`Follower`). So a tracker takes no time and no memory in a rank, sees failed runs too, and cannot
+stop a run: after its first failure there is one warning, and it is not called again.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from experiments.trackers.tracker import Event, Shown
 
 _DOCUMENTS = ("profile", "plan")
 _IDS = "tracked_as.json"
-"""In a folder: which run of a tracker its run is, by kind."""
+"""File in a folder: ids of its runs at the tracker, by kind."""
 _TABLE = (
     "name", "model", "strategy", "scheduler", "engine", "world", "budget_gib", "schedule_share", "status", "step_s",
     "predicted_step_s", "overlap_ratio", "exposed_s", "stalled_s", "peak_bytes", "throughput_samples_s", "plan_hash",
 )  # fmt: skip
-"""Columns of a sweep's table that a tracker is shown, with the settings that were swept."""
+"""Columns of a sweep's table for a tracker; the settings that were swept are added."""
 
 
 class JsonLines:
-    """Appends events to a file, each on a line of its own, at once; for one writer at a time.
+    """Appends events to a file at once, each on a line of its own. There may be only one writer at a time.
 
-    A number that is not finite becomes null, as JSON has no other word for it. A line that an earlier
-    writer left unfinished, because it was killed, is removed; one that does not fit on the disk is not begun. Raises
-    OSError, naming the file, when it cannot be written.
+    A number that is not finite becomes null: JSON cannot express it. A line that a killed writer left unfinished is
+    removed. A line that does not fit on the disk is taken back. Raises OSError with the file's name when the file
+    cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,10 +86,10 @@ def _finite(value: Any) -> Any:
 
 
 class Follower:
-    """Shows a run to its config's tracker: events as they come, then its files. Never raises, and never waits but at the end.
+    """Shows a run to its config's tracker: events as they arrive, then the files. Never raises; waits only at the end.
 
-    kind: profile, plan, train or compare. identity: of the job as it was asked for (`experiments.job.record`). The steps and
-    evaluations that the folder has of former attempts are shown before the first step that goes on from them.
+    kind: profile, plan, train or compare. identity: of the job as it was requested (`experiments.job.record`). Steps
+    and evaluations of earlier attempts in the folder are shown before the first step that continues them.
     """
 
     def __init__(self, config: Config, folder: Path, kind: str, identity: str) -> None:
@@ -102,7 +102,7 @@ class Follower:
         if self._aside is None:
             return
         if event["event"] == "resumed" and self._folder.resolve() not in Path(event["folder"]).parents:
-            self._past = []  # another run's
+            self._past = []  # it resumes another run's checkpoint
         if event["event"] == "step" and self._past:
             earlier = [past for past in self._past if past["step"] < event["step"]]
             self._past = []
@@ -114,7 +114,7 @@ class Follower:
             self._aside.call("pictures", files)
 
     def finish(self, ok: bool) -> None:
-        """The profile and the plan that are in the folder by now, and the end."""
+        """Show the profile and the plan if the folder has them, and end."""
         if self._aside is not None:
             for kind in _DOCUMENTS:
                 if (file := self._folder / f"{kind}.json").is_file():
@@ -123,12 +123,12 @@ class Follower:
 
 
 def show_files(config: Config, folder: Path, kind: str, identity: str) -> None:
-    """Show what a folder has of a job for which no ranks were started: its "profile" or its "plan"."""
+    """Show the "profile" or the "plan" of a job for which no ranks were started."""
     Follower(config, folder, kind, identity).finish(True)
 
 
 def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pictures: Sequence[Path]) -> None:
-    """Show a sweep's table and pictures to the tracker of one of its jobs, by the group that all of its runs are in."""
+    """Show a sweep's table and pictures to the tracker of one of its jobs, in the group of all of its runs."""
     if not config.tracker.shows:
         return
     group = sweep_hash(sweep)
@@ -142,7 +142,7 @@ def show_sweep(config: Config, sweep: str, folder: Path, frame: pd.DataFrame, pi
 
 
 def former(folder: Path) -> list[Event]:
-    """A folder's steps, each with its evaluation, of several attempts the last; none where its file cannot be read."""
+    """Steps and evaluations in a folder, in order; of several attempts at a step, the last. Empty if unreadable."""
     try:
         events = read_events(folder / METRICS)
     except (OSError, ValueError):
@@ -158,7 +158,7 @@ def _beside(config: Config, shown: Shown) -> Aside:
 def _shown(config: Config, folder: Path, kind: str, own: str) -> Shown:
     if kind != "train":
         own += f"-{kind}"
-    if kind == "compare":  # equal jobs take turns
+    if kind == "compare":  # equal jobs run several times
         own += "-" + re.sub(r"[^A-Za-z0-9.-]+", "-", folder.name)
     own = _id(folder, kind, own, goes_on=bool(config.run.resume))
     group = None if config.run.sweep is None else sweep_hash(config.run.sweep)
@@ -166,8 +166,10 @@ def _shown(config: Config, folder: Path, kind: str, own: str) -> Shown:
 
 
 def _id(folder: Path, kind: str, own: str, *, goes_on: bool) -> str:
-    """A tracker's id for a run that begins: `own` and 8 digits that no other has, so that it overwrites none. One that goes on in
-    its folder keeps the id that it has there.
+    """A tracker's id for a run.
+
+    A run that begins gets `own` and 8 random digits, so that it overwrites no other run. A run that continues in its
+    folder keeps its id.
     """
     try:
         known = dict(json.loads((folder / _IDS).read_text(encoding="utf-8")))
@@ -175,7 +177,7 @@ def _id(folder: Path, kind: str, own: str, *, goes_on: bool) -> str:
         known = {}
     if not (goes_on and str(known.get(kind, "")).rpartition("-")[0] == own):
         known[kind] = f"{own}-{uuid.uuid4().hex[:8]}"
-        with contextlib.suppress(OSError):  # the run begins anew the next time, to the tracker
+        with contextlib.suppress(OSError):  # the next attempt is a new run for the tracker
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _IDS).write_text(json.dumps(known), encoding="utf-8")
     return str(known[kind])

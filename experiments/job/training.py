@@ -1,4 +1,4 @@
-"""The training loop: the same for every engine. Rank 0 writes what happens to metrics.jsonl."""
+"""The training loop, the same for every engine. Rank 0 writes the events to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ EVAL_BATCHES = 8
 
 
 def train(folder: Path, workload: Workload, floor: int | None) -> None:
-    """Train with the config's engine; `floor` is that of the workload's plan, if it has one."""
+    """Train with the config's engine. `floor` is the floor in bytes of the workload's plan, if it has one."""
     config, plan, run = workload.config, workload.plan, workload.config.run
     metrics = JsonLines(folder / METRICS) if workload.writes else None
     if metrics:
         metrics.write(events.start_event(config, plan, floor, workload.trials))
     if run.eval_every:
-        workload.batches(held_out=True, epochs=1)  # too few samples are an error now, not at the first evaluation
+        workload.batches(held_out=True, epochs=1)  # raises now if there are too few samples
     losses: dict[int, float] = {}
     processor: dict[int, float] = {}
     kept: list[Record] = []
@@ -68,7 +68,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         checkpoints.finish()
         kept += report(metrics, workload, engine, losses, processor, warmup, flush=True)
         kept = [record for record in kept if record.step > warmup]
-        of_engine = engine.summary(events.whole_step(kept).bytes)  # before the ranks talk of it, which takes bytes too
+        of_engine = engine.summary(events.whole_step(kept).bytes)  # before collectives that take bytes, too
         loss = mean_over_ranks(workload, losses[run.steps])
         summary = events.summary_event(workload, kept, loss, highest_peak(workload, engine), floor, processor)
         engine.write(folder)
@@ -79,7 +79,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
 
 
 def train_step(workload: Workload, batches: Iterator[dict[str, Tensor]], engine: Engine) -> float:
-    """Forward and backward of all micro-steps; the rank's mean loss."""
+    """Run forward and backward of all micro-steps. Return this rank's mean loss."""
     total, micro_steps = 0.0, workload.config.run.accumulation
     for micro in range(micro_steps):
         with engine.micro_step(last=micro == micro_steps - 1):
@@ -90,7 +90,7 @@ def train_step(workload: Workload, batches: Iterator[dict[str, Tensor]], engine:
 
 
 def evaluate(metrics: JsonLines | None, workload: Workload, engine: Engine, step: int) -> None:
-    """Mean loss over the first held-out batches of all ranks."""
+    """Record the mean loss over the first held-out batches of all ranks."""
     status.set(phase="evaluating")
     workload.model.eval()
     total = torch.zeros(2, dtype=torch.float64)
@@ -108,7 +108,10 @@ def report(
     metrics: JsonLines | None, workload: Workload, engine: Engine, losses: Mapping[int, float], processor: Mapping[int, float],
     warmup: int, *, flush: bool,
 ) -> list[Record]:  # fmt: skip
-    """Write the steps that have ended, messages included: one step later than compute; losses and processor seconds by step."""
+    """Write the events of steps whose messages have ended, one step later than compute. Return the records.
+
+    losses, processor: loss and processor time in seconds, by step.
+    """
     records = engine.records(flush=flush)
     if metrics:
         for record in records:
@@ -117,14 +120,14 @@ def report(
 
 
 def mean_over_ranks(workload: Workload, value: float) -> float:
-    """For what is known once training has ended: in a step it would be one more message."""
+    """Mean of a value over all ranks. Used after training only: within a step it would be one more message."""
     total = torch.tensor(value, dtype=torch.float64, device=workload.device)
     dist.all_reduce(total)
     return float(total) / workload.processes
 
 
 def highest_peak(workload: Workload, engine: Engine) -> int | None:
-    """Bytes of the rank that held most, by all ranks together; None where one measures nothing."""
+    """Highest peak of all ranks in bytes; None if a rank does not measure memory. Called by all ranks."""
     peaks: list[int | None] = [None] * workload.processes
     dist.all_gather_object(peaks, engine.peak_bytes())
     known = [peak for peak in peaks if peak is not None]

@@ -1,8 +1,8 @@
-"""What every rank of a job runs: `python -m experiments.job.worker RUN_DIR [--profile-only | --plan-only]` under torch's
-elastic agent.
+"""Program of every rank of a job: `python -m experiments.job.worker RUN_DIR [--profile-only | --plan-only]`.
 
-Builds the workload of the resolved config, measures a profile (or reads one), plans on rank 0, and trains with the
-config's engine (`experiments.engines`): mdcs runs the plan, a peer needs none. Rank 0 writes the files of the run folder.
+It runs under torch's elastic agent. It builds the workload of the resolved config, measures a profile (or reads one),
+plans on rank 0, and trains with the config's engine (`experiments.engines`): mdcs runs the plan, a peer needs none.
+Rank 0 writes the files of the run folder.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from mdcs.calibrate.agreement import on_rank_zero
 
 
 def main(folder: Path, only: str | None = None) -> None:
-    """Run this rank to its end, or until the "profile" or the "plan" is written; whatever goes wrong is raised, for
-    `launch.rank` to report.
+    """Run this rank to its end, or until the "profile" or the "plan" is written.
+
+    Every error is raised, and `launch.rank` reports it.
     """
     config = load(folder / "config.yaml")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -41,12 +42,12 @@ def main(folder: Path, only: str | None = None) -> None:
         train(folder, workload, floor)
     dist.barrier()
     if preemption.expected():
-        preemption.ignore()  # Python takes its handlers away before it ends
+        preemption.ignore()  # Python removes its signal handlers before it exits
     dist.destroy_process_group()
 
 
 def plan_job(folder: Path, workload: Workload, only: str | None) -> int:
-    """Give the workload its plan, or only write the profile that it would be made of; returns the floor in bytes."""
+    """Make the workload's plan, or, for "profile", only write the profile. Return the floor in bytes."""
     config = workload.config
     status.set(phase="profiling")
     profile = workload.profile()
@@ -66,7 +67,7 @@ def plan_job(folder: Path, workload: Workload, only: str | None) -> int:
 
 
 def start(config: Config) -> torch.device:
-    """Threads, device and process group of this rank."""
+    """Set up threads, device and process group of this rank. Return the device."""
     torch.set_num_threads(config.cluster.resolved_threads())
     timeout = datetime.timedelta(seconds=config.cluster.timeout_s)
     if config.cluster.device == "cuda":

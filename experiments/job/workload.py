@@ -1,4 +1,4 @@
-"""What a job trains, as its config says: model, units, optimizer and its schedule, data; and the profile of them."""
+"""The workload of a job: model, units, optimizer with its schedule, and data, as in the config; and their profile."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from mdcs.calibrate.link_timing import MeasuredLink
 from mdcs.calibrate.trials import Trial, candidates, cost_s, fastest
 
 _TRIALS, _TRIALS_COST = 3, 0.03
-"""Plans that are tried where a config does not say how many, and the most of a run that it may take."""
+"""Default number of plans that are tried, and the largest share of a run that the trials may take."""
 
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Workload:
-    """The user's side of a training run, on one rank: model, units, optimizer, data; and the plan, once there is one."""
+    """The user's side of a training run on one rank: model, units, optimizer, data, and the plan once it is made."""
 
     def __init__(self, config: Config, rank: int, world: int, device: torch.device) -> None:
-        """``rank`` and ``world`` are those of the process; an emulated world has others."""
+        """``rank`` and ``world`` are those of the process. With emulation, the attributes are the emulated ones."""
         self.processes, self.writes, self.device = world, rank == 0, device
         self.emulate = mdcs.Emulation(config.cluster.rank, config.cluster.ranks) if config.cluster.emulated else None
         self.rank, self.world = (self.emulate.rank, self.emulate.world) if self.emulate else (rank, world)
         self.dtype = PRECISIONS[config.run.precision]
-        # In mixed precision masters start from the rounded weights; buffers (BatchNorm's statistics) are rounded like them.
+        # In mixed precision, masters start from the rounded weights. Buffers (BatchNorm's statistics) are rounded too.
         self.master_dtype = torch.float32 if self.dtype.itemsize < 4 else None
         self.grad_dtype = torch.float32 if config.run.grad_precision == "fp32" else None
         self.task = config.model.build(seed=config.run.seed)
@@ -61,18 +61,19 @@ class Workload:
         return self.config.optimizer.make([p for p in model.parameters() if p.requires_grad])
 
     def blocks(self) -> list[nn.Module]:
-        """The modules that the wrap policy names, in the order of the model; where they nest, the inner ones first."""
+        """The modules that the wrap policy names, in the model's order. Where they nest, inner modules come first."""
         named = {name: module for name, module in self.model.named_modules() if name}
         policy = wrap_policy(self.config, self.task.block_classes)
         chosen = policy.roots(self.model)
-        if not chosen:  # every module that has parameters, all of its own
+        if not chosen:  # no roots: the modules that have a unit of their own
             units = mdcs.partition(self.model, policy)
             owners = {u.modules[0] for u in units if len(u.modules) == 1}
             chosen = {name for name, module in named.items() if module in owners}
         return [module for name, module in sorted(named.items(), key=lambda each: -each[0].count(".")) if name in chosen]
 
     def batches(self, **options: Any) -> Iterator[dict[str, Tensor]]:
-        """This rank's, on its device. Raises ValueError, at the call, where the data has too few samples for one."""
+        """This rank's batches on its device. Raises ValueError at the call if there are too few samples for one batch.
+        """
         made = self.config.data.batches(self.task.inputs, rank=self.rank, world=self.world, **options)
         return (
             {key: value.to(self.device, self.dtype if value.is_floating_point() else None) for key, value in batch.items()}
@@ -80,17 +81,17 @@ class Workload:
         )
 
     def loss(self, batch: dict[str, Tensor], model: nn.Module | None = None) -> Tensor:
-        """Of the model, or of another one that wraps it."""
+        """Loss of the model, or of `model`, which wraps it."""
         return self.task.loss(self.model if model is None else model, batch)
 
     def shown(self, value: float) -> float | None:
-        """A loss or a norm, unless the ranks are emulated: then it means nothing."""
+        """A loss or a norm; None for emulated ranks, where it has no meaning."""
         return None if self.emulate else value
 
     def profile(self) -> mdcs.Profile:
-        """The profile that is known, or one measured now on all ranks at once."""
+        """The profile that is known, or one that all ranks measure now."""
         config = self.config
-        known = on_rank_zero(lambda: profiles.known(config))  # whose file it is
+        known = on_rank_zero(lambda: profiles.known(config))  # the file is on rank 0's host
         if known is not None:
             self._require_same_units(known)
             return known
@@ -103,7 +104,8 @@ class Workload:
         )  # fmt: skip
 
     def _require_same_units(self, profile: mdcs.Profile) -> None:
-        """Raise ValueError for a profile of a model of other units: its code has changed since, say."""
+        """Raise ValueError if the profile's model has other units, for instance because the model's code has changed.
+        """
         of_profile = [(unit.name, unit.numel, unit.trainable) for unit in profile.units]
         of_model = [(unit.name, unit.numel, unit.trainable) for unit in self.units]
         if of_profile == of_model:
@@ -116,7 +118,7 @@ class Workload:
         )
 
     def try_plans(self) -> None:
-        """Put the fastest of the plan and the best heuristics' in the plan's place, if the config asks for trials."""
+        """Measure the plan and the best heuristics' plans if the config asks for trials, and keep the fastest."""
         plan, asked = self.plan, getattr(self.config.strategy, "trials", 1)
         assert plan is not None and plan.prediction is not None
         if asked is None:
@@ -129,11 +131,11 @@ class Workload:
         self.plan, self.trials = fastest(plans, self.model, self.units, self._trying(), self.optimizer, emulate=self.emulate)
 
     def _trying(self) -> Callable[[], Tensor]:
-        """Forward passes on batches from the first on, for what is measured before training."""
+        """A function that runs forward passes on the first batches, for measurements before training."""
         batches = self.batches()
 
         def step() -> Tensor:
-            status.set()  # it goes on: with many ranks on few cores for longer than a rank may be silent
+            status.set()  # reports progress: many ranks on few cores may measure for longer than the timeout
             return self.loss(next(batches))
 
         return step
@@ -147,7 +149,7 @@ def _unit(unit: tuple[str, int, bool] | None) -> str:
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Raises ValueError for a pattern that matches no parameter."""
+    """Freeze the parameters that match the patterns. Raises ValueError for a pattern that matches no parameter."""
     for pattern in patterns:
         matched = [p for name, p in model.named_parameters() if fnmatch.fnmatch(name, pattern)]
         if not matched:
@@ -157,9 +159,9 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
 
 
 def widen_norms(model: nn.Module) -> None:
-    """Let norms compute in float32, parameters and statistics included, in a model of another precision.
+    """Let norms compute in float32, parameters and statistics included, in a model of lower precision.
 
-    They take inputs of less precision as they are, and give outputs of that.
+    They take inputs of the lower precision, and their outputs have it too.
     """
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, _NormBase)):
@@ -173,5 +175,5 @@ def wrap_policy(config: Config, block_classes: tuple[str, ...]) -> mdcs.ByClass 
 
 
 def make_schedule(config: Config, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate of every step of the run, as the config's optimizer says."""
+    """The learning rate of every step of the run, from the config's optimizer."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.optimizer.factor(step, config.run.steps))

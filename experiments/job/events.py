@@ -16,7 +16,6 @@ from experiments.config.schema import Config
 from experiments.config.targets import TARGET
 from experiments.job.planning import budget_bytes
 from launch import network
-from mdcs.calibrate import rehearsal
 from mdcs.plan.times import TIMES
 from mdcs.profile.contents import is_far_off
 
@@ -151,7 +150,7 @@ def doubt(plan: mdcs.Plan, measured_s: float) -> str:
     """Reason why the predictions of a run are not reliable, given the measured step in seconds; empty if there is none.
     """
     assert plan.prediction is not None
-    predicted_s, rehearsed = plan.prediction.step_s, rehearsal.doubt(plan.profile)
+    predicted_s, rehearsed = plan.prediction.step_s, plan.profile.doubt
     if not is_far_off(predicted_s, measured_s):
         return rehearsed
     said = f"a step was predicted to take {predicted_s * 1e3:.1f} ms, and took {measured_s * 1e3:.1f}"

@@ -114,7 +114,7 @@ def rehearse(
     profile = _computing(profile, statistics.median(alone))
     profile = fitted(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)])
     if profile.doubted and dist.get_rank() == 0:
-        warnings.warn(f"{doubt(profile)}: is the machine busy? measure again", stacklevel=3)
+        warnings.warn(f"{profile.doubt}: is the machine busy? measure again", stacklevel=3)
     return profile
 
 
@@ -123,13 +123,6 @@ def _rehearsed(profile: Profile, strategy: str, scheduler: Scheduler, budget: in
         return make_plan(profile, Uniform(strategy), scheduler, budget=budget)
     except InfeasibleBudget:
         return make_plan(profile, Greedy(), scheduler, budget=budget)
-
-
-def doubt(profile: Profile) -> str:
-    """Which rehearsed plans are predicted more than half off, in words; empty if none is."""
-    said = (f"{name} {predicted * 1e3:.1f} ms, measured {seen * 1e3:.1f}" for name, (predicted, seen) in profile.doubted.items())
-    return f"predictions are off by more than half in rehearsal ({'; '.join(said)})" if profile.doubted else ""
-
 
 
 def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Profile:

@@ -238,6 +238,12 @@ class Profile:
         """Entries of ``rehearsed`` whose prediction is off by more than half. They put all predictions in doubt."""
         return {name: seconds for name, seconds in self.rehearsed.items() if is_far_off(*seconds)}
 
+    @property
+    def doubt(self) -> str:
+        """The ``doubted`` plans with both numbers, in words; empty if there are none."""
+        each = (f"{name} {told * 1e3:.1f} ms, measured {seen * 1e3:.1f}" for name, (told, seen) in self.doubted.items())
+        return f"predictions are off by more than half in rehearsal ({'; '.join(each)})" if self.doubted else ""
+
     @cached_property
     def is_mixed(self) -> bool:
         """Whether some units have their own element widths."""

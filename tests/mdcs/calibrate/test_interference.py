@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mdcs.calibrate import interference as measurement
 from mdcs.calibrate.agreement import agree
 from mdcs.calibrate.interference import Probe, contention, interference, measure_interference
-from mdcs.calibrate.rehearsal import _REHEARSED, Seen, doubt, fitted, rehearse
+from mdcs.calibrate.rehearsal import _REHEARSED, Seen, fitted, rehearse
 from mdcs.calibrate.slots import measure_profile
 from mdcs.model.units import ByLeaf, partition
 from mdcs.planner.make import make_plan
@@ -105,8 +105,8 @@ def test_what_a_short_wait_costs_is_not_told_from_the_noise_of_computing() -> No
 def test_a_profile_that_predicts_by_more_than_half_wrongly_says_so() -> None:
     off = replace(chain(3), rehearsed={"zero1 dear": (0.16, 0.1), "dp wfbp": (0.04, 0.1), "fsdp wfbp": (0.14, 0.1)})
     assert [*off.doubted] == ["zero1 dear", "dp wfbp"]
-    assert doubt(off).endswith("in rehearsal (zero1 dear 160.0 ms, measured 100.0; dp wfbp 40.0 ms, measured 100.0)")
-    assert doubt(replace(off, rehearsed={})) == ""
+    assert off.doubt.endswith("in rehearsal (zero1 dear 160.0 ms, measured 100.0; dp wfbp 40.0 ms, measured 100.0)")
+    assert replace(off, rehearsed={}).doubt == ""
 
 
 def measure() -> tuple[Profile, bool]:

@@ -1,5 +1,9 @@
-"""From a profile and a byte budget to a plan: `strategies`, `schedulers`, and what asks a solver (`ilp`), judged by replays.
+"""Planners: from a profile and a byte budget to a plan.
 
-`make` puts them together; `bounds`, `curve` and `explain` ask about the result. Imports `mdcs.simulator` and what is below it;
-the runtime does not import planners.
+``strategies``, ``schedulers``: heuristics.
+``ilp``: planners that use a solver.
+``make``: combines a strategy planner and a scheduler.
+``bounds``, ``curve``, ``explain``: analysis of plans.
+
+Planners are judged by replays. Imports `mdcs.simulator` and the layers below it. The runtime does not import planners.
 """

@@ -1,6 +1,6 @@
-"""Better plans by trying: simulated annealing over :mod:`mdcs.planner.moves`, judged by replays alone.
+"""Search for faster plans by simulated annealing over :mod:`mdcs.planner.moves`, judged by replays.
 
-A plan is searched as numbers (:mod:`mdcs.planner.candidates`), of which thousands are replayed in a second.
+A plan is searched as numbers (:mod:`mdcs.planner.candidates`). Thousands of candidates are replayed in a second.
 
 Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220 (1983).
 """
@@ -20,10 +20,10 @@ from mdcs.plan.validity import PlanError
 from mdcs.planner.candidates import Candidate, Candidates, Score
 from mdcs.planner.moves import MOVES, PLAN_MOVES, Move, PlanMove, restrategize
 
-_WARMTH = 1e-3  # of the step: what a plan may be slower, about, at first
-_TRIES = 3  # times the square of the messages: enough candidates
-_FEWEST = 1500  # candidates
-_CLOSE = 1e-5  # to the bound: done
+_WARMTH = 1e-3  # initial temperature, as a fraction of the step
+_TRIES = 3  # candidates to try, per squared number of messages
+_FEWEST = 1500  # candidates to try at least
+_CLOSE = 1e-5  # the search ends at this relative distance to the bound
 
 
 def annealed(
@@ -35,11 +35,16 @@ def annealed(
     stop: Callable[[], bool] = lambda: False,
     seed: int = 0,
 ) -> Plan:
-    """The fastest plan found from ``plan`` on, by replay, within its budget and about ``seconds``; itself if none is faster.
+    """Return the fastest plan found by a search from ``plan``, or ``plan`` if none is faster.
 
-    Its strategies stay as they are without ``strategies``. The search ends early at a step of ``bound`` seconds, and when it is
-    told to ``stop``. It tries a number of candidates that grows with the plan; with time for all of them the same ``seed`` gives
-    the same plan.
+    ``seconds``: approximate time limit.
+    ``bound``: the search ends at this step time (seconds).
+    ``strategies``: whether strategies may change.
+    ``stop``: the search ends when it returns True.
+    ``seed``: seed of the search.
+
+    Plans are judged by replay and stay within the budget of ``plan``. The number of candidates grows with the plan. If
+    the time suffices for all of them, the same ``seed`` gives the same plan.
     """
     among = Candidates(plan.job, plan.budget)
     found = deque(_improvements(among, plan, seconds, bound, strategies, stop, random.Random(seed)), maxlen=1)

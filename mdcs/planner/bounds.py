@@ -1,13 +1,15 @@
 """Three lower bounds of the step time of any plan for a job and a budget.
 
-* traffic: the fewest bytes that strategies within the budget can send, at the link's bandwidth, all beside compute;
-* structural: the same with the windows in which operations can be sent; the first unit has none, but for gradients that come
-  before its slot ends;
-* solver: what a planner's solver has proven of the whole slot model, if one was asked.
+* traffic: the fewest bytes that strategies within the budget can send, at the link's bandwidth, all overlapped with
+  compute.
+* structural: the same with the windows of operations. The first unit has no window, except for gradients that are ready
+  before its
+  slot ends.
+* solver: the bound that a planner's solver has proven for the whole slot model.
 
-The first two are linear relaxations of the loose slot model (:mod:`mdcs.planner.ilp.slot_model`): the schedule itself needs
-no memory, and units may mix strategies. What an ideal DDP would take (:func:`ideal_ddp_s`) says how much an ideal schedule,
-at the structural bound, could win over it.
+The first two are linear relaxations of the loose slot model (:mod:`mdcs.planner.ilp.slot_model`): the schedule needs no
+memory, and units may mix strategies. The step of an ideal DDP (:func:`ideal_ddp_s`) shows how much an ideal schedule at
+the structural bound could gain over DDP.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from mdcs.profile.contents import Contention, Profile
 from mdcs.simulator.simulate import replay
 
 _BUCKETS = 8
-_SLOTS = 96  # beyond, neighbouring slots are put into bins
+_SLOTS = 96  # with more slots, neighbouring slots are put into bins
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds per step; ``solver_s`` is None when no solver has proven anything."""
+    """Lower bounds in seconds per step. ``solver_s`` is None when no solver has proven a bound."""
 
     traffic_s: float
     structural_s: float
@@ -39,9 +41,10 @@ class Bounds:
 
 
 def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
-    """Bounds for the job and the budget of a plan, whatever its strategies; ``seconds`` limits each of two solves.
+    """Return the bounds for the job and the budget of a plan, for any strategies.
 
-    What could not be proven in time is replaced by the weaker bound; the weakest is compute alone.
+    ``seconds`` limits each of two solves. If a solve does not finish, the weaker bound takes its place. The weakest is
+    compute alone.
     """
     judge = Judge(plan.job, plan.budget)
     slots = plan.period.length
@@ -53,9 +56,11 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
 
 
 def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
-    """Seconds per step of DDP where messages cost compute nothing and the link only their bytes: everything is replicated, each
-    unit is all-reduced beside backward as its gradients come, in eighths of the largest, and all is updated before the next
-    forward.
+    """Return the seconds per step of an ideal DDP.
+
+    All units are replicated. Messages cost no compute time, and the link only the time of their bytes. Each unit is
+    all-reduced during backward as its gradients become ready, in blocks of an eighth of the largest unit. All updates
+    end before the next forward.
     """
     none = (0.0,) * len(profile.link.kinds)
     link = dataclasses.replace(profile.link, alpha=none, gap=none)

@@ -1,8 +1,8 @@
-"""Candidates of a search, as numbers: a search by replays compares thousands of them in a second.
+"""Candidates of a search, as numbers. A search by replays compares thousands of candidates per second.
 
-A candidate has a strategy and blocks per unit, and the numbers of its messages in the order in which they are sent. What a
-message is by itself (bytes, seconds, window) is worked out once, however many candidates have it. The step and the bytes of a
-candidate are those of the plan that it stands for (:meth:`Candidates.plan`), by the same replay.
+A candidate has a strategy and blocks per unit, and the numbers of its messages in wire order. The values of a message
+alone (bytes, seconds, window) are computed once and shared by all candidates. Step and bytes of a candidate equal those
+of its plan (:meth:`Candidates.plan`), by the same replay.
 """
 
 from __future__ import annotations
@@ -29,10 +29,15 @@ from mdcs.simulator.kernel import Circle, Messages
 from mdcs.simulator.machine_code import compile_loops, for_loops, numbers
 from mdcs.simulator.recurrence import circle, room_for
 
-_TIGHT, _POWER = 0.05, 4  # of the step, what bytes cost: this part times the mean of (bytes / budget) to this power over slots
+_TIGHT, _POWER = 0.05, 4  # penalty of bytes, as a fraction of the step: _TIGHT · mean over slots of (bytes / budget) ** _POWER
 
 class Candidate(NamedTuple):
-    """Messages by number in wire order, the slots at which they are issued, and the mix that they are for."""
+    """A plan in numbers.
+
+    ``messages``: numbers of the messages in wire order.
+    ``slots``: slot at which each is issued.
+    ``strategies``, ``blocks``: the mix.
+    """
 
     messages: list[int]
     slots: list[int]
@@ -41,37 +46,43 @@ class Candidate(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a candidate is worth: its step by replay, and ``energy``, which annealing makes small (seconds).
+    """Result of a candidate's replay, in seconds. All but ``step_s`` and ``energy`` describe the last period.
 
-    The energy is the step, longer by the bytes of all slots: bytes that are held without need stand in the way of moves to
-    come, most of all where they are tight. The rest is of the last period of the replay, in seconds.
+    ``step_s``: the step.
+    ``energy``: the value that annealing minimizes: the step plus a penalty for bytes. Bytes that are held without need
+        block later moves, most of all where the budget is tight.
+    ``gaps``: [messages] idle time of the link before each message.
+    ``gap_begins``: [messages] when the idle time begins.
+    ``arrivals``: [slots] when compute arrives.
+    ``waits``: [slots] how long compute waits.
+    ``needed``: [slots] number of messages that must be done (unrolled).
     """
 
     step_s: float
     energy: float
-    gaps: Any  # [messages] for which the link waits before each
-    gap_begins: Any  # [messages]
-    arrivals: Any  # [slots] of compute
-    waits: Any  # [slots] of compute
-    needed: Any  # [slots] messages that must be done (unrolled)
+    gaps: Any
+    gap_begins: Any
+    arrivals: Any
+    waits: Any
+    needed: Any
 
 
 class Candidates:
-    """All candidates for one job and budget."""
+    """The candidates for one job and budget, with a cache of their messages."""
 
     def __init__(self, job: Job, budget: int | None) -> None:
         compile_loops()
         self.job, self.budget, self.length = job, budget, job.period.length
         self.windows: list[tuple[int, int]] = []  # by message
-        self.all: list[Message] = []  # by number; their slots mean nothing
+        self.all: list[Message] = []  # by number; their slots are not used
         self._numbers: dict[tuple[Kind, tuple[tuple[int, int], ...], int, bool, Blocks], int] = {}
         self._columns: dict[str, Any] = {name: [] for name in arrange.BY_MESSAGE} | {"begin": [0]}
         self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._buffers: dict[Op, int] = {}
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: MixBytes(job.period, strategies, blocks))
         self._circles: dict[tuple[tuple[Strategy, ...], Blocks], Circle] = {}
-        self._shape: Shape | None = None  # of all messages that there are by now
-        self._shapes: dict[tuple[Strategy, ...], Shape] = {}  # the same for the strategies of a mix
+        self._shape: Shape | None = None  # of all messages known so far
+        self._shapes: dict[tuple[Strategy, ...], Shape] = {}  # the same, completed for the strategies of a mix
         units, layouts = job.profile.units, job.profile.layouts
         self._by_unit = {
             "gradient_bytes": numbers([layout.grad_bytes for layout in layouts]),
@@ -83,12 +94,12 @@ class Candidates:
     # ---- between plans and numbers
 
     def of(self, plan: Plan) -> Candidate:
-        """The candidate that stands for a plan of this job."""
+        """Return the candidate of a plan of this job."""
         found = [self.number(m, plan.strategies, plan.blocks) for m in plan.messages]
         return Candidate(found, [m.slot for m in plan.messages], plan.strategies, plan.blocks)
 
     def plan(self, candidate: Candidate, like: Plan) -> Plan:
-        """The plan of a candidate, with the names of another one. Raises PlanError where it cannot be run."""
+        """Return the plan of a candidate, with the names of ``like``. Raises PlanError if the plan cannot run."""
         sent = zip(candidate.messages, candidate.slots, strict=True)
         return dataclasses.replace(
             like,
@@ -98,7 +109,7 @@ class Candidates:
         )
 
     def number(self, message: Message, strategies: tuple[Strategy, ...], blocks: Blocks) -> int:
-        """The number of a message of this mix, whatever its slot is."""
+        """Return the number of a message in this mix. Its slot does not matter."""
         key = message.kind, message.parts, message.micro, message.blocking, tuple([blocks[u] for u, _ in message.parts])
         found = self._numbers.get(key)
         if found is None:
@@ -136,16 +147,19 @@ class Candidates:
         self.windows.append(window)
         self._shape = None
 
-    # ---- what they are worth
+    # ---- scores
 
     def slot_near(self, candidate: Candidate, place: int, far: int) -> int:
-        """The slot so far from that of the message at ``place``, within its window."""
+        """Return the slot at distance ``far`` from that of the message at ``place``, within the message's window."""
         (first, last), slot = self.windows[candidate.messages[place]], candidate.slots[place]
         unrolled = slot if slot >= first else slot + self.length
         return min(last, max(first, unrolled + far)) % self.length
 
     def score(self, candidate: Candidate, limit: float) -> Score | None:
-        """What the candidate is worth, unless it cannot be run, does not fit or has an energy above ``limit`` seconds."""
+        """Return the score of a candidate.
+
+        None if the candidate cannot run, does not fit the budget, or has an energy above ``limit`` seconds.
+        """
         c, shape = self._circle(candidate), self._shape_for(candidate.strategies)
         sent, slots = numbers(candidate.messages), numbers(candidate.slots)
         if not arrange.place(shape, c.turn, sent, slots, self._issued, self._needed):
@@ -186,7 +200,7 @@ class Candidates:
         return self._circles[key]
 
     def _shape_for(self, strategies: tuple[Strategy, ...]) -> Shape:
-        """The messages that there are by now, with what depends on the strategies of a mix."""
+        """Return the values of all messages known so far, completed for the strategies of a mix."""
         if self._shape is None:
             self._shape = for_loops(
                 Shape(

@@ -1,7 +1,7 @@
-"""The trade-off: memory for the sharding strategy against memory for the schedule, and memory against time.
+"""Trade-offs: memory of the strategies against memory of the schedule, and memory against time.
 
-Pure functions over anything that makes a plan for a budget and a share of its slack for the schedule
-(:func:`mdcs.planner.make.make_plan` with all else fixed). All times are those of the plans' replays: predicted.
+Pure functions over a function that makes a plan for a budget and a share of the slack for the schedule
+(:func:`mdcs.planner.make.make_plan` with fixed planners). All times are predicted by replays.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from mdcs.plan.messages import Plan
 from mdcs.planner.judge import InfeasibleBudget
 
 Make = Callable[[int, float | None], Plan]
-"""(budget in bytes, schedule_share) → plan with its prediction; raises InfeasibleBudget. None: not divided."""
+"""(budget in bytes, schedule_share) -> plan with its prediction.
+
+Share None: the slack is not divided. Raises InfeasibleBudget.
+"""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What ``budget`` bytes allow, divided at ``share`` (None: not divided): a plan, or why there is none.
+    """The plan for a budget and a share, or the reason why there is none.
 
-    ``planned_for`` is the budget that the plan was made for, if that is a smaller one.
+    ``budget``: bytes.
+    ``share``: part of the slack for the schedule. None: not divided.
+    ``plan``: the plan, or None.
+    ``reason``: why there is no plan.
+    ``planned_for``: the budget that the plan was made for, if smaller than ``budget``.
     """
 
     budget: int
@@ -33,19 +40,19 @@ class Point:
 
     @property
     def step_s(self) -> float:
-        """Predicted; infinite without a plan."""
+        """Predicted step time, in seconds. Infinite without a plan."""
         return math.inf if self.plan is None or self.plan.prediction is None else self.plan.prediction.step_s
 
 
 def shares(count: int) -> tuple[float, ...]:
-    """``count`` shares from 0 to 1, equally far apart. Raises ValueError for fewer than two."""
+    """Return ``count`` equally spaced shares from 0 to 1. Raises ValueError for fewer than two."""
     if count < 2:
         raise ValueError(f"a curve has two shares or more, got {count}")
     return tuple(i / (count - 1) for i in range(count))
 
 
 def point(make: Make, budget: int, share: float | None) -> Point:
-    """The plan for one budget and share, or why there is none."""
+    """Return the plan for one budget and share, or the reason why there is none."""
     try:
         return Point(budget, share, make(budget, share))
     except InfeasibleBudget as e:
@@ -53,12 +60,15 @@ def point(make: Make, budget: int, share: float | None) -> Point:
 
 
 def curve(make: Make, budget: int, of: Sequence[float]) -> list[Point]:
-    """The whole curve: a plan for every share."""
+    """Return a point for every share."""
     return [point(make, budget, share) for share in of]
 
 
 def search(make: Make, budget: int, of: Sequence[float]) -> list[Point]:
-    """The points of the curve that finding its stop point takes, by share; :func:`best` of them is the stop point."""
+    """Return the points, by share, that the search for the stop point evaluates.
+
+    :func:`best` of them is the stop point.
+    """
     asked: dict[int, Point] = {}
 
     def step_s(i: int) -> float:
@@ -70,17 +80,18 @@ def search(make: Make, budget: int, of: Sequence[float]) -> list[Point]:
 
 
 def best(points: Iterable[Point]) -> Point:
-    """The point of least predicted step time, the first of several: on a curve, its stop point."""
+    """Return the point with the smallest predicted step time, the first of several. On a curve it is the stop point."""
     return min(points, key=lambda p: p.step_s)
 
 
 def lowest(cost: Callable[[int], float], count: int, begin: int = 9) -> int:
-    """The index in range(count) of least cost, by a search that asks for few; the first of several found.
+    """Search range(count) for the index with the lowest cost, with few evaluations. Return the first of several.
 
-    About ``begin`` indices, equally far apart, come first; then, at half the distance again and again, the neighbours
-    of the two lowest so far: the curve has plateaus, and more than one valley. A minimum between the first indices that
-    shows at neither of them is missed. On 176 random jobs the least of 17 shares was found in 98 % with 12 plans, the
-    least of 33 in 96 % with 15; the others were within 2 % and 12 % of it.
+    The search evaluates about ``begin`` equally spaced indices. It then halves the distance again and again, and
+    evaluates the neighbours of the two lowest indices so far: the curve has plateaus, and more than one valley. The
+    search misses a minimum between the first indices that does not show at them. On 176 random jobs it found the
+    minimum of 17 shares in 98 % of jobs with 12 plans, and the minimum of 33 shares in 96 % with 15 plans. The other
+    results were within 2 % and 12 % of the minimum.
     """
     stride = 1
     while (count - 1) / stride > begin - 1:
@@ -98,8 +109,10 @@ def lowest(cost: Callable[[int], float], count: int, begin: int = 9) -> int:
 
 
 def front(make: Make, budgets: Iterable[int], of: Sequence[float] = ()) -> list[Point]:
-    """For every budget, ascending, the fastest of: not divided, the stop point over the shares ``of``, and the plan of
-    the budget before, which fits this one too. So a larger budget never gives a slower plan.
+    """Return the fastest point for every budget, in ascending order.
+
+    It is the fastest of three: the plan with undivided slack, the stop point over the shares ``of``, and the plan of
+    the budget before, which also fits. So a larger budget never gives a slower plan.
     """
     found: list[Point] = []
     for budget in sorted(set(budgets)):

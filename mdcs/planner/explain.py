@@ -1,9 +1,9 @@
-"""Why a plan is as it is: what each unit's strategy costs and buys, what the schedule does, what fills the memory.
+"""Explanation of a plan: cost and gain of each unit's strategy, effect of the schedule, contents of the memory.
 
-What a strategy costs and buys is told by comparing with the same mix in which this unit alone has another strategy:
-fsdp, which holds least; for an fsdp unit sdp; for a unit to which fsdp gives nothing zero1. It costs the difference of
-the peaks with the sequential schedule, by which budgets judge strategies too, and buys the difference of the steps
-when both are scheduled alike and replayed without a budget.
+The strategy of a unit is compared with the same mix in which only this unit has another strategy. The other strategy is
+fsdp, which holds least. For an fsdp unit it is sdp, and for a unit to which fsdp gives nothing it is zero1. The cost is
+the difference of the peaks under the sequential schedule, which also decides whether strategies fit a budget. The gain
+is the difference of the steps when both mixes are scheduled alike and replayed without a budget.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from mdcs.simulator.simulate import replay
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """One unit's strategy and messages (by kind; one that fuses units counts for each), and what the strategy does.
+    """The strategy of one unit, compared with another.
 
-    ``costs_bytes`` is by how much the peak is higher than with ``instead``, ``buys_s`` by how much the step is shorter
-    (both may be negative). All three are None when there is nothing to compare with.
+    ``unit``: name of the unit.
+    ``bytes``: bytes of its parameters.
+    ``strategy``: its strategy.
+    ``messages``: number of its messages by kind. A fused message counts for each of its units.
+    ``instead``: the strategy that it is compared with.
+    ``costs_bytes``: increase of the peak over ``instead``. May be negative.
+    ``buys_s``: decrease of the step (seconds) from ``instead``. May be negative.
+
+    The last three are None when there is no other strategy to compare with.
     """
 
     unit: str
@@ -39,7 +46,7 @@ class UnitChoice:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """By how much the peak is higher, and the step shorter, than with the sequential schedule of the same mix."""
+    """Increase of the peak (bytes) and decrease of the step (seconds) from the sequential schedule of the same mix."""
 
     costs_bytes: int
     buys_s: float
@@ -47,7 +54,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class BindingSlot:
-    """The slot with the highest peak (bytes per rank), and what is held in it: each category at its highest there."""
+    """The slot with the highest peak (bytes per rank). ``memory``: peak of each category within the slot."""
 
     slot: str
     bytes: int
@@ -55,7 +62,10 @@ class BindingSlot:
 
 
 def choices(plan: Plan, scheduler: Scheduler) -> list[UnitChoice]:
-    """A unit after the other. ``scheduler`` makes the schedules that are compared: the plan's own, if it is quick."""
+    """Return the comparison of each unit.
+
+    ``scheduler`` makes the compared schedules: the plan's own scheduler if it is fast.
+    """
     mix, judge = Mix(plan.job, plan.strategies), Judge(plan.job, None)
     peak, step_s = judge.peak(plan.strategies), replay(scheduler.schedule(mix)).period_s
     kinds = [Counter[str]() for _ in plan.strategies]
@@ -80,24 +90,24 @@ def choices(plan: Plan, scheduler: Scheduler) -> list[UnitChoice]:
 
 
 def _other(mix: Mix, unit: int) -> Mix | None:
-    """The mix to compare with, in which only this unit differs."""
+    """Return the mix to compare with, in which only this unit differs."""
     own = mix.strategies[unit]
     for strategy in (Strategy.fsdp, Strategy.sdp, Strategy.zero1):
         strategies = (*mix.strategies[:unit], strategy, *mix.strategies[unit + 1 :])
         other = dataclasses.replace(mix, strategies=strategies)
-        if other.strategies[unit] is not own:  # fsdp becomes sdp where it gives nothing
+        if other.strategies[unit] is not own:  # Mix turns fsdp into sdp where fsdp gains nothing
             return other
     return None
 
 
 def schedule_choice(plan: Plan) -> ScheduleChoice:
-    """What the plan's messages do, the strategies given."""
+    """Return the effect of the plan's schedule, for the plan's strategies."""
     own, alone = replay(plan), replay(sequential(Mix(plan.job, plan.strategies)))
     return ScheduleChoice(own.peak["total"] - alone.peak["total"], alone.period_s - own.period_s)
 
 
 def binding_slot(plan: Plan) -> BindingSlot:
-    """Where the replay of the plan holds most."""
+    """Return the slot in which the replay of the plan holds most bytes."""
     curve = replay(plan).curve
     q = max(range(len(curve)), key=lambda q: curve[q]["total"])
     memory = {category: size for category, size in curve[q].items() if category != "total"}

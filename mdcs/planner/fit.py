@@ -1,8 +1,8 @@
-"""Make a proposed schedule fit a byte budget: gather later, reduce earlier, split what is fused.
+"""Fit a schedule to a byte budget: later gathers, earlier reductions, split messages.
 
-What admission enforces at run time is decided here ahead of it, so that the order on the wire never has to
-change and no plan can deadlock (:func:`mdcs.plan.ledger.check`). Every step moves the plan towards the sequential
-schedule of its strategy mix, whose peak is the smallest that the mix allows.
+These changes take the place of decisions at run time. Admission therefore never has to change the order on the wire,
+and no plan can deadlock (:func:`mdcs.plan.ledger.check`). Every change moves the plan towards the sequential schedule
+of its mix, whose peak is the smallest of the mix.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _AHEAD = (4, 2, 1)  # slots
 
 
 def fit(plan: Plan, budget: int) -> Plan:
-    """The plan with ``budget`` (bytes, its reserve included) and issue slots that need no more than that.
+    """Return the plan with ``budget`` (bytes, reserve included) and issue slots that fit it.
 
-    Raises PlanError when even the latest gathers and earliest reductions do not fit.
+    Raises PlanError when even the latest gathers and the earliest reductions do not fit.
     """
     cap = budget - plan.reserve
     while True:
@@ -54,11 +54,13 @@ def fit(plan: Plan, budget: int) -> Plan:
 
 
 def fastest_fit(plan: Plan, budget: int) -> Plan:
-    """The plan within ``budget``; if it has to be changed for that, the fastest by replay of several ways: as :func:`fit` does,
-    with gathers at most a few slots before they are needed, and with reductions as soon as they can be.
+    """Return the plan within ``budget`` (bytes, reserve included).
 
-    Bytes that are gathered far ahead are not there for gradients, which then wait for each other: a schedule that was made
-    without a budget gathers as much ahead as it can, which is far more than hides the gathers.
+    If it must change, return the fastest of several variants by replay.
+
+    Variants: the changes of :func:`fit`, with gathers at most a few slots before they are needed, and with reductions
+    as early as possible. A schedule made without a budget gathers as early as it can, far earlier than hiding the
+    gathers needs. Bytes gathered that early are missing for gradients, whose reductions then wait for each other.
 
     Raises PlanError as :func:`fit` does.
     """
@@ -74,7 +76,7 @@ def fastest_fit(plan: Plan, budget: int) -> Plan:
 
 
 def _gathered_later(plan: Plan, ahead: int) -> Plan:
-    """With every gather at most so many slots before it is needed."""
+    """Return the plan with every gather at most ``ahead`` slots before it is needed."""
     slots = []
     for m in plan.messages:
         need = plan.need(m) if m.kind.is_gather else None
@@ -83,7 +85,8 @@ def _gathered_later(plan: Plan, ahead: int) -> Plan:
 
 
 def _moved(plan: Plan, slots: list[int]) -> tuple[Message, ...]:
-    """Messages with new unrolled slots, in order of slot; what moved goes behind what did not."""
+    """Return the messages with new unrolled slots, in order of slot. Moved messages go behind the others of their slot.
+    """
     length, turn = plan.period.length, plan.period.turn
 
     def key(item: tuple[Message, int]) -> tuple[int, bool, bool]:
@@ -96,8 +99,12 @@ def _moved(plan: Plan, slots: list[int]) -> tuple[Message, ...]:
 
 
 def _later_gathers(plan: Plan, ledger: Ledger, over: list[tuple[int, int]]) -> tuple[Message, ...] | None:
-    """For every slot of ``over``, with the bytes by which it is over: issue after it what is gathered by then but only needed
-    later, the farthest first, until the rest fits. Up to the first slot for which there is no such gather.
+    """Return the messages with later gathers, so that the slots in ``over`` fit. None if no gather can be later.
+
+    ``over``: (slot, excess bytes). For each slot in turn, gathers that are issued before it and needed only after it
+        move behind it. The
+    gather that is needed last moves first, until the excess is gone. The walk stops at the first slot without such a
+    gather.
     """
     length = plan.period.length
     gathers: list[tuple[int, int, int, Op]] = []  # slot, need, bytes, operation
@@ -110,11 +117,11 @@ def _later_gathers(plan: Plan, ledger: Ledger, over: list[tuple[int, int]]) -> t
         ahead: list[tuple[int, int, Op, int]] = []  # need, bytes, operation, new slot
         for slot, last, size, op in gathers:
             for at in (q, q + length):
-                later = min(at + 1, last)  # what slot q needs itself can still go behind its reductions
+                later = min(at + 1, last)  # a gather that slot q needs can still move behind the reductions of q
                 if at <= last and slot < later:
                     if late.get(op, slot) < later:
                         ahead.append((last, size, op, later))
-                    else:  # for a slot before
+                    else:  # already moved, for an earlier slot
                         excess -= size
         if excess > 0 and not ahead:
             break
@@ -133,13 +140,19 @@ def _later_gathers(plan: Plan, ledger: Ledger, over: list[tuple[int, int]]) -> t
 
 
 def _reductions_first(plan: Plan, q: int) -> tuple[Message, ...] | None:
-    """At slot q reduce before gathering: a reduction frees gradients."""
+    """Return the messages with reductions before gathers at slot q: a reduction frees gradients.
+
+    None if nothing changes.
+    """
     messages = tuple(sorted(plan.messages, key=lambda m: (m.slot, m.slot == q and m.kind.is_gather)))
     return messages if messages != plan.messages else None
 
 
 def _earlier_reductions(plan: Plan, q: int) -> tuple[Message, ...] | None:
-    """Issue reductions that could be done by slot q, but come later, as soon as they are ready."""
+    """Return the messages with every reduction of slot q and later moved to the slot at which it is ready.
+
+    None if nothing changes.
+    """
     before = [plan.unrolled(m) for m in plan.messages]
     slots = [
         max(plan.period.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)
@@ -151,7 +164,12 @@ def _earlier_reductions(plan: Plan, q: int) -> tuple[Message, ...] | None:
 
 
 def _split(plan: Plan, q: int) -> tuple[Message, ...] | None:
-    """Send a fused message unit by unit: the largest of those issued or needed at slot q, else of all."""
+    """Return the messages with one fused message split by unit, or by block if it has one unit.
+
+    None without a fused message.
+
+    The message is the largest of those issued or needed at slot q, otherwise the largest of all.
+    """
     fused = [m for m in plan.messages if len(m.parts) > 1]
     if not fused:
         return None
@@ -172,7 +190,10 @@ def _split(plan: Plan, q: int) -> tuple[Message, ...] | None:
 
 
 def _units_together(plan: Plan, q: int) -> tuple[Message, ...] | None:
-    """At slot q reduce one unit of several types after the other, its blocks in order: the last frees the gradient of all."""
+    """Return the messages with the reductions at slot q grouped by unit, blocks in order. None if nothing changes.
+
+    The last reduction of a unit frees its gradient, so a unit of several types frees it earlier.
+    """
     first: dict[int, int] = {}
     for i, m in enumerate(plan.messages):
         if m.slot == q and not m.kind.is_gather:
@@ -188,9 +209,10 @@ def _units_together(plan: Plan, q: int) -> tuple[Message, ...] | None:
 
 
 def _merge_blocks(plan: Plan) -> Plan | None:
-    """Undo the finest partition: each block has an optimizer state of its own with a few bytes of overhead.
+    """Return the plan with the unit that has most blocks as a whole. None if no unit is partitioned.
 
-    The whole unit goes where the last of its blocks went.
+    Each block has its own optimizer state, with a few bytes of overhead. The whole unit is sent where its last block
+    was.
     """
     layouts = plan.profile.layouts
     unit = max(range(len(layouts)), key=lambda u: len(plan.blocks[u]) - len(layouts[u].sizes))

@@ -1,6 +1,7 @@
-"""What a strategy planner and a scheduler are. Anything with these methods is one, wherever it is defined.
+"""Interfaces of strategy planners and schedulers. Any object with these methods is one.
 
-To be chosen in a config it is a frozen dataclass whose fields are options (:mod:`mdcs.options`), and a YAML file names it.
+A planner that a config can choose is a frozen dataclass whose fields are options (:mod:`mdcs.options`). A YAML file
+names it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mdcs.planner.judge import Judge
 
 
 class Choice(NamedTuple):
-    """A strategy per unit, and what became of a solver's work if one was asked."""
+    """A strategy per unit. ``outcome``: status of the solver, empty if no solver was used."""
 
     strategies: tuple[Strategy, ...]
     outcome: str = ""
@@ -25,29 +26,32 @@ class StrategyPlanner(Protocol):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         ...
 
     def choose(self, judge: Judge) -> Choice:
-        """A mix that fits the judge's budget. Raises InfeasibleBudget, with the smallest feasible one, if there is none."""
+        """Return a mix that fits the judge's budget.
+
+        Raises InfeasibleBudget, with the smallest feasible budget, if there is none.
+        """
         ...
 
 
 class JointPlanner(Protocol):
-    """Decides strategies and schedule together, so it takes no scheduler, and divides the budget itself."""
+    """Chooses strategies and schedule together. It takes no scheduler, and divides the budget itself."""
 
     @property
     def decides_schedule(self) -> bool:
-        """True, which tells it from other strategies."""
+        """True. Other strategy planners do not have this attribute."""
         ...
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         ...
 
     def plan(self, judge: Judge) -> Plan:
-        """Strategies and messages within the judge's budget. Raises InfeasibleBudget."""
+        """Return a plan within the judge's budget. Raises InfeasibleBudget."""
         ...
 
 
@@ -56,12 +60,14 @@ class Scheduler(Protocol):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
         ...
 
     def schedule(self, mix: Mix) -> Plan:
-        """Messages for the mix. ``mix.budget`` may be ignored: what does not fit is delayed and split afterwards
-        (:func:`mdcs.planner.fit.fit`).
+        """Return a plan for the mix.
+
+        The scheduler may ignore ``mix.budget``: :func:`mdcs.planner.fit.fit` later delays and splits messages that do
+        not fit.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What planners are judged by: the peak of a mix with the sequential schedule; and the error for a budget that nothing fits."""
+"""Judgement of mixes by the peak of their sequential schedule, and the error for an infeasible budget."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from mdcs.sizes import GIB
 
 
 class InfeasibleBudget(ValueError):
-    """What was to be planned does not fit ``budget`` bytes; ``smallest`` is the smallest feasible budget, None if none is.
+    """No plan fits the budget.
 
-    ``is_bound``: the model has not been measured, and ``smallest`` is what no plan needs less than.
+    ``budget``: bytes.
+    ``smallest``: the smallest feasible budget (bytes). None: no budget is feasible.
+    ``what``: the part of the plan that does not fit.
+    ``is_bound``: the model has not been measured. ``smallest`` is then a lower bound: every plan needs more.
     """
 
     def __init__(self, budget: int, smallest: int | None, what: str, is_bound: bool = False) -> None:
@@ -31,49 +34,58 @@ class InfeasibleBudget(ValueError):
         super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
         self.budget, self.smallest, self.what, self.is_bound = budget, smallest, what, is_bound
 
-    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool]]:  # rank 0's goes to all ranks
+    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool]]:  # pickled: rank 0 sends its error to all ranks
         return type(self), (self.budget, self.smallest, self.what, self.is_bound)
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges mixes of one job within ``budget`` bytes, its reserve included; None is unlimited."""
+    """Judges mixes of one job within ``budget`` bytes (reserve included; None: unlimited)."""
 
     job: Job
     budget: int | None
 
     @property
     def profile(self) -> Profile:
-        """That of the job."""
+        """The profile of the job."""
         return self.job.profile
 
     def mix(self, strategies: Sequence[Strategy]) -> Mix:
-        """The mix of these strategies, one per unit."""
+        """Return the mix of these strategies, one per unit."""
         return Mix(self.job, tuple(strategies))
 
     def sequential(self, strategies: Sequence[Strategy]) -> Plan:
-        """The sequential schedule of a mix."""
+        """Return the sequential schedule of a mix."""
         return sequential(self.mix(strategies))
 
     def peak(self, strategies: Sequence[Strategy]) -> int:
-        """Bytes that the sequential schedule of a mix needs, reserve included."""
+        """Return the bytes that the sequential schedule of a mix needs, reserve included."""
         return smallest_budget(self.sequential(strategies))
 
     def sequential_needs(self, strategies: Sequence[Strategy]) -> list[int]:
-        """Bytes that each slot of the sequential schedule of a mix needs, reserve included; :meth:`peak` is their largest."""
+        """Return the bytes that each slot of the sequential schedule needs, reserve included.
+
+        :meth:`peak` is the largest.
+        """
         return [need.bytes + self.job.reserve for need in needs(self.sequential(strategies))]
 
     def seconds(self, strategies: Sequence[Strategy]) -> float:
-        """Communication, sums and updates of a mix in one iteration, none of it hidden: a sequential step less its compute."""
+        """Return the seconds of communication, sums and updates in one iteration without overlap.
+
+        This is the sequential step minus compute.
+        """
         return sum(self.job.cost.unit_s(u, k, self.job.micro_steps) for u, k in enumerate(strategies))
 
     @property
     def floor(self) -> int:
-        """Smallest feasible peak in bytes: that of the :func:`~mdcs.planner.leanest.leanest` mix, sequential schedule."""
+        """Smallest feasible peak (bytes): the sequential peak of the :func:`~mdcs.planner.leanest.leanest` mix."""
         return self.peak(leanest(self.job))
 
     def starts(self) -> list[tuple[Strategy, ...]]:
-        """Mixes to start from: the floor's, and all fsdp where that fits. Raises InfeasibleBudget, with the floor, for less."""
+        """Return the mixes to start a search from: the leanest mix, then all fsdp if it fits and differs.
+
+        Raises InfeasibleBudget, with the floor, if the budget is below the floor.
+        """
         mix, all_fsdp = leanest(self.job), (Strategy.fsdp,) * len(self.profile.units)
         counts = Counter(map(str, mix))
         said = f"all {mix[0]}" if len(counts) == 1 else f"the leanest mix ({', '.join(f'{n} {k}' for k, n in counts.items())})"
@@ -85,6 +97,6 @@ class Judge:
         return self.budget is None or self.peak(strategies) <= self.budget
 
     def require(self, strategies: Sequence[Strategy], what: str) -> None:
-        """Raise InfeasibleBudget unless the mix fits; the error names what ``what`` itself would need."""
+        """Raise InfeasibleBudget unless the mix fits. The error names ``what`` and the bytes that the mix needs."""
         if self.budget is not None and not self.fits(strategies):
             raise InfeasibleBudget(self.budget, self.peak(strategies), what)

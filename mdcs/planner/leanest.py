@@ -1,8 +1,9 @@
 """The floor of a job: the mix whose sequential schedule has the smallest peak.
 
-All fsdp holds least at rest, but where a unit is used it holds the whole unit beside its shard; zero1 and dp hold the unit alone.
-Where one large unit makes the peak, that unit is better whole. Peaks of mixes are no sum over units, so the mix is searched for:
-from all units alike, by changes of the units that are at work in the slot of the peak, alone and a few at once.
+All fsdp holds least at rest. But a slot that uses an fsdp unit holds the whole unit in addition to its shard, whereas
+zero1 and dp hold only the whole unit. If one large unit makes the peak, that unit is better whole. The peak of a mix is
+not a sum over units, so the mix is found by a search. The search starts from uniform mixes and changes the units at
+work in the slot of the peak, one or a few at once.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy, choices
 
-_AT_ONCE = 2  # units changed together, where a change of one moves the peak to the next
-_MOST = 400  # sequential schedules that are tried
+_AT_ONCE = 2  # units changed together, because changing one may move the peak to another
+_MOST = 400  # sequential schedules tried
 
 
 @lru_cache(maxsize=64)
 def leanest(job: Job) -> tuple[Strategy, ...]:
-    """The strategies with the smallest sequential peak that is found: all fsdp unless others need fewer bytes.
+    """Return the strategies with the smallest sequential peak found: all fsdp unless other mixes need fewer bytes.
 
-    No mix of one strategy needs less. On random jobs of up to four units it is the smallest of all mixes (tests); of many units
-    it is the end of a search of at most some hundred schedules, the same in every process.
+    No uniform mix needs fewer bytes. On random jobs of up to four units the result is the minimum over all mixes
+    (tests). With many units it is the result of a search of some hundred schedules at most, the same in every process.
     """
     search = _Search(job)
     alike = [(strategy,) * len(job.profile.units) for strategy in (Strategy.fsdp, *choices(job.profile))]
     starts = alike[0], min(alike, key=search.peak)
-    return min([search.descended(start) for start in starts], key=search.peak)  # all fsdp of those that need as much
+    return min([search.descended(start) for start in starts], key=search.peak)  # of equal peaks, the first start: all fsdp
 
 
 @dataclass
@@ -43,7 +44,7 @@ class _Search:
         return self._judged(mix)[0]
 
     def _judged(self, mix: tuple[Strategy, ...]) -> tuple[int, int, Plan]:
-        """Peak, its first slot, and the sequential schedule."""
+        """Return the peak, its first slot, and the sequential schedule."""
         if mix not in self._known:
             plan = sequential(Mix(self.job, mix))
             by_slot = [need.bytes for need in needs(plan)]
@@ -51,13 +52,16 @@ class _Search:
         return self._known[mix]
 
     def descended(self, mix: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """The mix, changed as long as that lowers its peak."""
+        """Return the mix after changes, as long as they lower its peak."""
         while (better := self._better(mix, self.peak(mix), _AT_ONCE)) is not None:
             mix = better
         return mix
 
     def _better(self, mix: tuple[Strategy, ...], below: int, changes: int) -> tuple[Strategy, ...] | None:
-        """The best mix with a peak below so many bytes of those with one change, else the first with so many at once."""
+        """Return a mix with a peak below ``below`` bytes, or None.
+
+        It is the best mix with one change. If there is none, it is the first found with up to ``changes`` changes.
+        """
         changed = [other for other in self._changed(mix) if len(self._known) < _MOST or other in self._known]
         best = min(changed, key=self.peak, default=None)
         if best is not None and self.peak(best) < below:
@@ -65,7 +69,7 @@ class _Search:
         slot = self._judged(mix)[1]
         if changes > 1:
             for other in changed:
-                if self._judged(other)[1] != slot:  # it has moved the peak elsewhere
+                if self._judged(other)[1] != slot:  # the change has moved the peak to another slot
                     found = self._better(other, below, changes - 1)
                     if found is not None:
                         return found
@@ -80,7 +84,7 @@ class _Search:
 
 
 def _at_work(plan: Plan, slot: int) -> list[int]:
-    """Units that a slot uses, or has messages of."""
+    """Return the units that a slot uses, or that messages of the slot carry."""
     period = plan.period
     found = {u for m in plan.messages if m.slot == slot for u, _ in m.parts}
     for u in range(len(plan.profile.units)):

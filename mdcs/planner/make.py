@@ -1,4 +1,4 @@
-"""From a job and a byte budget to a plan: choose a strategy mix, schedule it, make it fit, replay it."""
+"""From a job and a byte budget to a plan: choose a mix, schedule it, fit it to the budget, replay it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from mdcs.simulator.simulate import replay
 
 
 def floor_bytes(job: Job | Profile) -> int:
-    """Smallest feasible peak in bytes: that of the mix that needs least with the sequential schedule, plus the reserve.
+    """Return the smallest feasible peak in bytes, reserve included.
 
-    A profile is a job of plain steps. See :func:`mdcs.planner.leanest.leanest`.
+    It is the sequential peak of the :func:`mdcs.planner.leanest.leanest` mix. A profile counts as a job with default
+    settings.
     """
     return Judge(Job.of(job), None).floor
 
@@ -33,14 +34,16 @@ def make_plan(
     budget: int | None = None,
     schedule_share: float | None = None,
 ) -> Plan:
-    """A plan within ``budget`` bytes per rank (None: unlimited), with the prediction of its replay.
+    """Return a plan within ``budget`` bytes per rank (None: unlimited), with the prediction of its replay.
 
-    A profile is planned for as a job of plain steps. ``schedule_share`` s in [0, 1] divides the slack above the floor: the
-    strategy may use floor + (1 - s)·slack, judged with the sequential schedule; the schedule's own memory, its peak minus the
-    sequential peak of the same mix, is capped at s·slack. None lets the strategy plan with the whole budget and the schedule
-    with what is left. A joint planner decides both: it takes no scheduler and no share.
+    ``job``: a job, or a profile, which counts as a job with default settings.
+    ``strategy``: a strategy planner, or a joint planner. A joint planner takes no scheduler and no share.
+    ``schedule_share``: part s in [0, 1] of the slack above the floor that is for the schedule. The strategies may use
+        floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
+        sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule
+        the rest.
 
-    Raises InfeasibleBudget, which names the smallest feasible budget in bytes, and ValueError for arguments that contradict
+    Raises InfeasibleBudget, with the smallest feasible budget in bytes, and ValueError for arguments that contradict
     each other.
     """
     if schedule_share is not None and not 0 <= schedule_share <= 1:
@@ -64,7 +67,7 @@ def make_plan(
     plan = scheduler.schedule(dataclasses.replace(judge.mix(choice.strategies), budget=cap))
     said = [f"strategies {choice.outcome}"] if choice.outcome else []
     said += [f"schedule {plan.outcome}"] if plan.outcome else []
-    # A bound for one mix under one share says nothing of others.
+    # The scheduler's bound holds for one mix and one share only, so it is dropped.
     plan = dataclasses.replace(plan, budget=None, outcome="; ".join(said), bound_s=None)
     if cap is not None:
         plan = fastest_fit(plan, cap)
@@ -73,7 +76,7 @@ def make_plan(
 
 
 def _shared(strategy: StrategyPlanner, judge: Judge, budget: int, share: float) -> tuple[Choice, int]:
-    """The mix, and the cap of the schedule in bytes, each with its share of the slack."""
+    """Return the mix, and the cap of the schedule in bytes, each with its share of the slack."""
     floor = judge.floor
 
     def for_strategy(budget: int) -> int:
@@ -95,7 +98,10 @@ def _shared(strategy: StrategyPlanner, judge: Judge, budget: int, share: float) 
 
 
 def _predicted(plan: Plan, strategy: str) -> Plan:
-    """The plan with its strategy's name and what its replay gives: a planner's own arithmetic is never reported."""
+    """Return the plan with its strategy's name and the prediction of its replay.
+
+    Planners' own estimates are never reported.
+    """
     found = replay(plan)
     outcome = plan.outcome
     if not found.settled:

@@ -1,7 +1,7 @@
-"""Small changes to a plan: what a search by replays tries (:mod:`mdcs.planner.anneal`).
+"""Small changes to a plan, for a search by replays (:mod:`mdcs.planner.anneal`).
 
-A move gives another candidate, or None if it finds nothing to change. Few moves change a plan, and raise PlanError where what
-they make cannot be run. Whether bytes fit is not asked here.
+A move returns another candidate, or None if it finds nothing to change. Some moves change a plan, and raise PlanError
+if the result cannot run. Moves do not check whether bytes fit.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mdcs.planner.candidates import Candidate, Candidates, Score
 from mdcs.profile.link import Kind
 
 Move = Callable[[Candidates, Candidate, Score, random.Random], Candidate | None]
-"""A change to a candidate, whose score shows where it stalls."""
+"""A change to a candidate. The score shows where the candidate stalls."""
 PlanMove = Callable[[Plan, random.Random], Plan | None]
 
-_NEAR = (1, 1, 1, 2, 2, 3, 4, 6, 9, 14)  # how far messages go, in places: mostly a little
-_MOST_PARTS = 8  # blocks of a unit
+_NEAR = (1, 1, 1, 2, 2, 3, 4, 6, 9, 14)  # distances that messages move, in places: mostly short ones
+_MOST_PARTS = 8  # most blocks of a unit
 
 
-# ---- of candidates
+# ---- moves of candidates
 
 
 def fill_gap(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Send a later message where the link waits, the longest waits most often."""
+    """Move a later message to a place where the link is idle. Long gaps are chosen most often."""
     place = _drawn(score.gaps, rng)
     if place is None:
         return None
@@ -46,7 +46,7 @@ def fill_gap(among: Candidates, now: Candidate, score: Score, rng: random.Random
 
 
 def hasten(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Send earlier what compute waits for, the longest waits most often."""
+    """Move the message that compute waits for to an earlier place. Long waits are chosen most often."""
     q = _drawn(np.where(score.needed > 0, score.waits, 0.0), rng)
     if q is None:
         return None
@@ -56,7 +56,7 @@ def hasten(among: Candidates, now: Candidate, score: Score, rng: random.Random) 
 
 
 def shift(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Send a message a few places or slots earlier or later."""
+    """Move a message a few places or slots earlier or later."""
     n = len(now.messages)
     i = rng.randrange(n)
     far = rng.choice(_NEAR) * rng.choice((-1, 1))
@@ -68,7 +68,7 @@ def shift(among: Candidates, now: Candidate, score: Score, rng: random.Random) -
 
 
 def swap(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Let two messages near each other change places."""
+    """Exchange two messages that are near each other."""
     i = rng.randrange(len(now.messages))
     j = i + rng.choice(_NEAR)
     if j >= len(now.messages):
@@ -79,7 +79,7 @@ def swap(among: Candidates, now: Candidate, score: Score, rng: random.Random) ->
 
 
 def shift_run(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Issue several neighbours, all or those of one kind, a slot or two earlier or later."""
+    """Move several neighbours, all or those of one kind, a slot or two earlier or later."""
     n = len(now.messages)
     begin, far, what = rng.randrange(n), rng.choice((-2, -1, 1, 2)), rng.choice((None, True, False))
     slots, changed = list(now.slots), False
@@ -93,10 +93,12 @@ def shift_run(among: Candidates, now: Candidate, score: Score, rng: random.Rando
 
 
 def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Another strategy for a unit, or for two: often the second takes the first one's, so that bytes stay about the same.
+    """Change the strategy of one unit, or of two.
 
-    What was sent before goes on, all blocks at once: gathers where the first was, reductions where the last was. What is new is
-    sent when it is ready, or shortly before it is needed.
+    Often the second takes the first one's, which keeps the bytes about the same.
+
+    Operations that both strategies have keep their place, all blocks at once: gathers where the first block was,
+    reductions where the last was. A new reduction is sent when it is ready, a new gather shortly before it is needed.
     """
     units, profile = range(len(now.strategies)), among.job.profile
     u = rng.choice(units)
@@ -109,7 +111,7 @@ def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Ra
     if mix.strategies == now.strategies:
         return None
     ops = dict.fromkeys(op for op in mix.ops if op.unit in changes)
-    at: dict[Op, int] = {}  # the place at which an operation goes on to be sent, all blocks together
+    at: dict[Op, int] = {}  # place of an operation that stays, all blocks together
     for place, m in enumerate(map(among.all.__getitem__, now.messages)):
         for op in (Op(m.kind, v, m.micro) for v, _ in m.parts if v in changes):
             if op in ops and not (op.kind.is_gather and op in at):
@@ -131,7 +133,7 @@ def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Ra
             continue
         here = [v for v in dict.fromkeys(v for v, _ in m.parts) if at.get(Op(m.kind, v, m.micro)) == place]
         parts = kept + tuple((v, b) for v in here for b in in_order(profile, v, now.blocks[v]))
-        if len(m.parts) > 1 and parts:  # stays fused, as far as all has one width
+        if len(m.parts) > 1 and parts:  # stays fused, in one message per width
             send(by_width(profile, now.blocks, m.kind, parts), m, slot, len(messages))
         else:
             send([(part,) for part in parts], m, slot, len(messages))
@@ -147,13 +149,17 @@ def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Ra
 
 
 def _drawn(weights: Any, rng: random.Random) -> int | None:
-    """A place, as likely as its weight [n]; None if all are 0."""
+    """Return an index of ``weights`` [n], drawn in proportion to its weight. None if all weights are 0."""
     sums = np.cumsum(weights)
     return int(np.searchsorted(sums, rng.random() * sums[-1], "right")) if len(sums) and sums[-1] > 0 else None
 
 
 def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> Candidate | None:
-    """The message at place ``i`` goes before the one at ``place``, to ``slot`` or as near as others and its window allow."""
+    """Move the message at place ``i`` before the message at ``place``.
+
+    Its slot is ``slot``, or the nearest slot that its neighbours and its window allow. Return None if nothing changes
+    or no slot is possible.
+    """
     messages, slots, length = list(now.messages), list(now.slots), among.length
     number, before = messages.pop(i), slots.pop(i)
     place -= place > i
@@ -173,7 +179,7 @@ def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> 
     return now._replace(messages=messages, slots=slots)
 
 
-# ---- of plans
+# ---- moves of plans
 
 
 def recut(plan: Plan, rng: random.Random) -> Plan | None:
@@ -181,7 +187,7 @@ def recut(plan: Plan, rng: random.Random) -> Plan | None:
     u = rng.randrange(len(plan.blocks))
     now = len(plan.blocks[u])
     count = rng.choice((now * 2, now // 2, now // 2))
-    total, step = plan.padded(u), 16 * plan.world  # of which a block has a multiple
+    total, step = plan.padded(u), 16 * plan.world  # blocks are multiples of ``step``
     if not 1 <= count <= _MOST_PARTS or total < step * count:
         return None
     cuts = [total * b // count // step * step for b in range(1, count)]
@@ -191,7 +197,7 @@ def recut(plan: Plan, rng: random.Random) -> Plan | None:
 
 
 def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
-    """Send a message and the next of its kind as one, or a fused one in two."""
+    """Fuse a message with the next of its kind, or split a fused message in two."""
     i = rng.randrange(len(plan.messages))
     a, messages = plan.messages[i], list(plan.messages)
     if len(a.parts) > 1:
@@ -203,7 +209,7 @@ def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
     if j is None:
         return None
     b = messages[j]
-    if a.kind.is_gather:  # one that is gathered early is freed no earlier; a late one is late for both
+    if a.kind.is_gather:  # at the earlier place, so that no unit is gathered too late
         messages[i] = dataclasses.replace(a, parts=a.parts + b.parts)
         del messages[j]
     else:
@@ -213,26 +219,27 @@ def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
 
 
 MOVES: dict[Move, float] = {fill_gap: 3, hasten: 1, shift: 5, swap: 3, shift_run: 2, restrategize: 3}
-"""Moves of candidates, and how often each is tried."""
+"""Moves of candidates, and the relative frequency of each."""
 
 PLAN_MOVES: dict[PlanMove, float] = {recut: 0.2, fuse_or_split: 0.2}
-"""Moves of plans: one takes as long as a dozen of the others."""
+"""Moves of plans, and the relative frequency of each. One takes as long as a dozen moves of candidates."""
 
 
 def joined(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
-    """The plan with pairs of a unit's blocks as one: those that follow each other whatever they are sent for. None without any.
+    """Return the plan with pairs of a unit's blocks merged, or None without any pair.
 
-    Unless ``apart``, only blocks whose gradients come together. A pair is reduced where its last, gathered where its first was.
+    Two blocks are merged if they follow each other in every kind of message. Unless ``apart``, their gradients must
+    also become ready together. A merged block is reduced where its last block was, and gathered where its first was.
     """
     sent: dict[int, dict[tuple[Kind, int], int]] = {b: {} for b in range(len(plan.blocks[unit]))}
     for i, m in enumerate(plan.messages):
         for u, b in m.parts:
             if u == unit:
                 stays = len(m.parts) > 1 or m.blocking
-                sent[b][m.kind, m.micro] = -2 * i - 2 if stays else i  # which is no neighbour of anything
+                sent[b][m.kind, m.micro] = -2 * i - 2 if stays else i  # negative and even: never next to another number
     parts = parts_of_slot(plan.profile, unit, plan.blocks[unit])
     sections = sections_of(plan.profile.layouts[unit], plan.blocks[unit])
-    first, b = set[int](), 0  # of pairs
+    first, b = set[int](), 0  # first block of each pair
     while b + 1 < len(parts):
         neighbours = bool(sent[b]) and all(abs(i - sent[b + 1][op]) == 1 for op, i in sent[b].items())
         if neighbours and sections[b] == sections[b + 1] and (apart or parts[b] == parts[b + 1]):
@@ -241,7 +248,7 @@ def joined(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
         b += 1
     if not first:
         return None
-    number = list(itertools.accumulate([b - 1 not in first for b in range(len(parts))]))  # of a block in the new plan, from 1
+    number = list(itertools.accumulate([b - 1 not in first for b in range(len(parts))]))  # block -> new block, from 1
     messages = []
     for i, m in enumerate(plan.messages):
         (u, b), *more = m.parts
@@ -258,8 +265,9 @@ def joined(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
 
 
 def _rebuilt(plan: Plan, unit: int, blocks: tuple[tuple[int, ...], ...]) -> Plan:
-    """The plan with these blocks, which differ for ``unit``: its gathers are sent where their first block was, its reductions
-    where their last was.
+    """Return the plan with these blocks, which differ for ``unit`` only.
+
+    Its gathers are sent where the first old block was, its reductions where the last was.
     """
     at: dict[Op, Message] = {}
     for m in plan.messages:

@@ -1,4 +1,4 @@
-"""The planners that come with mdcs, by name, each with its defaults: for :func:`mdcs.autoplan`, and to compare them all."""
+"""The planners of mdcs by name, with their defaults: for :func:`mdcs.autoplan`, and for comparisons."""
 
 from __future__ import annotations
 
@@ -42,14 +42,20 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
 
 
 def strategy_named(name: str) -> StrategyPlanner | JointPlanner:
-    """The strategy planner of this name, with its defaults. Raises ValueError, with the names there are, for another one."""
+    """Return the strategy planner of this name, with its defaults.
+
+    Raises ValueError, which lists the names, for an unknown name.
+    """
     if name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: {', '.join(STRATEGIES)}")
     return STRATEGIES[name]()
 
 
 def scheduler_named(name: str) -> Scheduler:
-    """The scheduler of this name, with its defaults. Raises ValueError, with the names there are, for another one."""
+    """Return the scheduler of this name, with its defaults.
+
+    Raises ValueError, which lists the names, for an unknown name.
+    """
     if name not in SCHEDULERS:
         raise ValueError(f"unknown scheduler {name!r}: {', '.join(SCHEDULERS)}")
     return SCHEDULERS[name]()

@@ -1,4 +1,5 @@
-"""What asks a solver: the strategy ILP, the memory-aware schedule, and both in one program (`joint`).
+"""Planners that use a solver: the strategy ILP, the memory-aware schedule, and both in one program (`joint`).
 
-Imports the heuristics (`mdcs.planner.strategies`, `mdcs.planner.schedulers`), which it starts from; they do not import it.
+They start from the heuristics (`mdcs.planner.strategies`, `mdcs.planner.schedulers`) and import them. The heuristics do
+not import this package.
 """

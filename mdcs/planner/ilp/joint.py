@@ -13,9 +13,9 @@ from mdcs.planner.judge import Judge
 
 @dataclass(frozen=True)
 class Joint(SlotPlanner):
-    """Strategies and schedule at once, under the whole budget.
+    """Strategies and schedule in one program, under the whole budget.
 
-    ``trials`` is for whoever has ranks (:mod:`mdcs.calibrate.trials`): the plan alone is the same.
+    ``trials`` is read by code that has ranks to run plans (:mod:`mdcs.calibrate.trials`). It does not change the plan.
     """
 
     name: ClassVar[str] = "joint"
@@ -26,6 +26,6 @@ class Joint(SlotPlanner):
     )
 
     def plan(self, judge: Judge) -> Plan:
-        """The whole plan within ``judge.budget``; raises InfeasibleBudget."""
+        """Return a plan within ``judge.budget``. Raises InfeasibleBudget."""
         judge.starts()
         return self.solved(judge, self.name)

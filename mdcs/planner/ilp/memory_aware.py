@@ -1,7 +1,8 @@
-"""The memory-aware ILP schedule of a strategy mix: maximal overlap within the bytes that are left.
+"""The memory-aware ILP schedule of a strategy mix: most overlap within the remaining bytes.
 
-The slot model (:mod:`mdcs.planner.ilp.slot_model`) with the strategies fixed: every operation is sent once, reductions before the
-gathers that follow them, memory per slot within the budget, as little exposed as possible.
+It is the slot model (:mod:`mdcs.planner.ilp.slot_model`) with fixed strategies. Every operation is sent once,
+reductions come before the gathers that follow them, the memory of each slot stays within the budget, and exposed
+communication is minimal.
 """
 
 from __future__ import annotations
@@ -22,5 +23,8 @@ class MemoryAware(SlotPlanner):
     name: ClassVar[str] = "memory_aware"
 
     def schedule(self, mix: Mix) -> Plan:
-        """The best schedule found, the heuristics' among them. Raises PlanError if there is none within the mix's budget."""
+        """Return the best schedule found, the heuristics' included.
+
+        Raises PlanError if none is within the mix's budget.
+        """
         return self.solved(Judge(mix.job, mix.budget), self.name, mix.strategies)

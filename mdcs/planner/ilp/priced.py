@@ -1,8 +1,10 @@
-"""A profile that costs the same in blocks as another one, but has no costs per message: what the slot model plans with.
+"""A profile without costs per message, in which a block costs the same as in another profile.
 
-The slot model sends operations in fractions, so it knows seconds per byte alone. Here a block's gap (its latency, where one
-message is in flight at a time), what keeps its message on the link beside computing and what computing loses to it are
-spread over its bytes.
+The slot model plans with it.
+
+The slot model sends operations in fractions, so it knows only seconds per byte. Three costs of a block are spread over
+its bytes: the gap (or the latency, with one message in flight at a time), the link occupancy while computing, and the
+lost compute time.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from mdcs.profile.contents import Contention, Profile
 
 
 def priced(profile: Profile) -> Profile:
-    """The profile with β of a kind as seconds of a block over its bytes, and what computing loses as interference; the profile
-    itself if its link has no gaps and nothing contends.
+    """Return the profile with all costs of a block in β, and lost compute time as interference.
+
+    β of a kind is the seconds of a block divided by its bytes. The profile itself is returned if its link has no gaps
+    and there is no contention.
     """
     link, cost = profile.link, CostModel(profile)
     if not any(link.gap) and profile.contention == Contention():
@@ -28,7 +32,7 @@ def priced(profile: Profile) -> Profile:
         each = (max(block.alpha, block.gap) if link.depth == 1 else block.gap) + block.transfer
         beta.append(each / wire if wire else link.beta_of(kind))
         lost = max(lost, block.lost / each if each else 0.0)
-    lost = 1 - (1 - min(0.9, lost)) / (1 + profile.interference)  # of the seconds of sending, those that computing loses
+    lost = 1 - (1 - min(0.9, lost)) / (1 + profile.interference)  # lost compute time, as a fraction of sending time
     none = (0.0,) * len(beta)
     return dataclasses.replace(
         profile,

@@ -1,8 +1,9 @@
-"""From a fractional solution of the slot model to decisions: strategies by error diffusion, windows by thresholds.
+"""Rounding of fractional solutions of the slot model: strategies by error diffusion, windows by thresholds.
 
-The relaxation mixes strategies within a unit, about alike in units that are alike. Rounded one by one they would all become
-the same; so what rounding adds to a strategy, in bytes, is taken from it in the units after (Floyd, Steinberg, 1976, in one
-dimension). A buffer is held once a part of what the relaxation sends of it has been sent.
+The relaxation mixes strategies within a unit, about alike in similar units. Rounded one by one, all such units would
+get the same strategy. Therefore the bytes by which rounding raises a strategy are subtracted from the strategy in the
+following units (Floyd, Steinberg, 1976, in one dimension). A buffer is held from the slot by which a given fraction of
+its gather has been sent.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.slot_model import Decision, SlotModel
 
-# Of what is not fsdp: whole buffers need more than fractions of them.
+# Factors on the shares of strategies other than fsdp: whole buffers need more bytes than fractions of buffers.
 _KEPT = (0.94, 0.98, 0.92, 0.96, 0.9, 1.0, 0.93, 0.97, 0.95, 0.88, 0.85)
-_SENT = (0.5, 0.4, 0.6)  # of a gather, from when its buffer lives
+_SENT = (0.5, 0.4, 0.6)  # fraction of a gather from which its buffer is held
 
 
 def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[Decision]:
-    """Decisions near a solution of the relaxed model, the likeliest first; they need not fit the budget."""
+    """Yield decisions near a solution of the relaxed model, the most promising first. They may exceed the budget."""
     mixes = dict.fromkeys(_diffused(model, values, kept) for kept in _KEPT)
     for sent in _SENT:
         for strategies in mixes:

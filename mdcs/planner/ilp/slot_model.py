@@ -1,10 +1,10 @@
 """The slot model: strategies and schedule of one period as one time-indexed integer program.
 
-Stages of the circle of slots (:class:`mdcs.plan.messages.Period`), two per slot q: ``A(q)``, compute has arrived and waits, and
-``R(q)``, compute runs. Operations are sent in fractions: c[op, stage] is how much of an operation is sent by the end of a
-stage of its window::
+The circle of slots (:class:`mdcs.plan.period.Period`) has two stages per slot q. In ``A(q)`` compute has arrived and
+waits. In ``R(q)`` compute runs. Operations are sent in fractions: c[op, stage] is the fraction of an operation that is
+sent by the end of a stage in its window::
 
-    minimize    Σ_A link seconds + (1 - 1/(1 + interference)) Σ_R link seconds        what communication adds to compute
+    minimize    Σ_A link seconds + (1 - 1/(1 + interference)) Σ_R link seconds        step time added by communication
     subject to  Σ_k z[u,k] = 1                                     every unit has one strategy (binary z)
                 c monotone, c[op, last] = Σ z of the strategies that need op
                 Σ_op seconds[op] (c[op,R(q)] - c[op,before]) <= (1 + interference) · compute seconds of q
@@ -13,15 +13,15 @@ stage of its window::
                 c[AG,u,R(q)] <= started[u,q] (+ z[u,zero1])        binary, monotone: the buffer is held from slot q on
                 Σ bytes at rest + full parameters + gradients not done <= budget - activations of q, for every slot q
 
-Running slots lose 1/(1 + interference) of their speed while a message is in flight; what does not fit beside compute
-is sent at arrivals and is exposed. Reductions whose gradients come while a slot runs (:mod:`mdcs.plan.early`) may be
-sent in it: so much of them as comes before its end, in what is left of it when the first has come. A message costs
-β·bytes, and with ``depth`` 1 its α, spread over a block. Left out: staging, update time and gradient shards in flight;
-the replay of the plan has them.
+A running slot slows down to 1/(1 + interference) of its speed while a message is in flight. Communication that does not
+overlap with compute is sent at arrivals and is exposed. A reduction whose gradients become ready while a slot runs
+(:mod:`mdcs.plan.early`) may be sent in that slot: the fraction that becomes ready before its end, in the time left
+after the first gradient. A message costs β·bytes. With ``depth`` 1 it also costs α, spread over a block. The model
+leaves out staging, update time and gradient shards in flight. The replay of the plan includes them.
 
-Everything the simulator can do satisfies these rows, so the optimum is a lower bound of any plan's step time within the
-budget; so is that of a *coarser* model, whose stages are bins of neighbouring slots and whose windows and lifetimes are
-rounded in favour of the solution.
+Everything that the simulator can do satisfies these rows. The optimum is therefore a lower bound of any plan's step
+time within the budget. The same holds for a *coarser* model, whose stages are bins of neighbouring slots: windows and
+lifetimes are rounded in favour of the solution.
 """
 
 from __future__ import annotations
@@ -46,32 +46,37 @@ from mdcs.simulator.simulate import steady_state
 
 @dataclass(frozen=True)
 class Sending:
-    """Columns of one operation: sent by the end of each of ``stages``.
+    """Columns of one operation: the fraction sent by the end of each stage.
 
-    A stage is 3·bin (unrolled), plus 1 while compute runs, plus 2 while it waits at a slot inside the bin.
+    ``op``: the operation.
+    ``seconds``: link time of the whole operation.
+    ``stages``: the stages of its window. A stage is 3·bin (unrolled) when compute waits at the first slot of the bin,
+        3·bin + 1 while compute runs, 3·bin + 2 when compute waits at a later slot of the bin.
+    ``columns``: one column per stage.
     """
 
     op: Op
-    seconds: float  # link time of all of it
+    seconds: float
     stages: tuple[int, ...]
     columns: tuple[int, ...]
 
     def by(self, stage: int) -> Terms:
-        """How much is sent by the end of a stage."""
+        """Return the terms of the fraction sent by the end of a stage."""
         i = bisect.bisect_right(self.stages, stage)
         return [] if i == 0 else [(self.columns[i - 1], 1.0)]
 
     def during(self, index: int, factor: float = 1.0) -> Terms:
-        """``factor`` times what is sent in the stage of that index."""
+        """Return the terms of ``factor`` times the fraction sent in the stage with this index."""
         terms = [(self.columns[index], factor)]
         return terms if index == 0 else [*terms, (self.columns[index - 1], -factor)]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a solution decides: a strategy per unit, and the slots (unrolled) that bound its operations.
+    """A solution: a strategy per unit, and the slots (unrolled) that bound its operations.
 
-    Operations are issued not before ``opens`` and done not after ``closes``.
+    ``opens``: first slot at which an operation is issued.
+    ``closes``: slot at which it must be done.
     """
 
     strategies: tuple[Strategy, ...]
@@ -79,18 +84,20 @@ class Decision:
     closes: dict[Op, int] = field(default_factory=dict)
 
     def windows(self, mix: Mix) -> dict[Op, tuple[int, int]]:
-        """The windows of the mix, narrowed."""
+        """Return the windows of the mix, narrowed by the decision."""
         windows = {op: mix.window(op) for op in mix.ops}
         return {op: (max(a, self.opens.get(op, a)), min(b, self.closes.get(op, b))) for op, (a, b) in windows.items()}
 
 
 class SlotModel:
-    """The integer program of one job under ``judge.budget``; ``fixed`` strategies leave only the schedule open.
+    """The integer program of one job under ``judge.budget``.
 
-    ``width`` is the number of slots per bin; more than one makes a coarser model, a relaxation. ``reach`` is how many
-    slots an operation may be sent late (reductions) or early (gathers): fewer than the period make a smaller model, whose
-    bound proves nothing. A ``loose`` model, a relaxation too, leaves the schedule's own memory out: buffers live only
-    while compute uses them.
+    ``fixed``: strategies of the units. Only the schedule is then open.
+    ``width``: slots per bin. More than one makes a coarser model, a relaxation.
+    ``reach``: number of slots by which a reduction may be late or a gather early. Fewer than the period make a smaller
+        model, whose bound proves nothing.
+    ``loose``: leave out the memory of the schedule, so that buffers live only while compute uses them. A relaxation,
+        too.
     """
 
     def __init__(
@@ -119,7 +126,7 @@ class SlotModel:
         self.sendings: dict[Op, Sending] = {}
         self.started: dict[Op, dict[int, int]] = {}  # operation -> unrolled slot -> column
         self.done: list[dict[int, int]] = [{} for _ in units]
-        self._keys: dict[int, tuple[int, ...]] = {}  # binary column -> the columns that it rounds
+        self._keys: dict[int, tuple[int, ...]] = {}  # binary column -> columns whose sum it bounds
         for u in units:
             self.problem.equal([(x, 1.0) for x in self.z[u].values()], 1.0)
             self._send(u)
@@ -140,8 +147,10 @@ class SlotModel:
         return [k for k, mix in self.mixes.items() if k is not pointless and mix.strategies[unit] is k]
 
     def _dominated(self, unit: int) -> bool:
-        """Whether zero1 is no slower on the link than dp and holds no more. What leaves early as dp has all of its way behind it,
-        as zero1 the half.
+        """Whether zero1 is no slower on the link than dp and holds no more bytes.
+
+        Not if gradients become ready early: an early all-reduce (dp) is then complete, but an early reduce-scatter
+        (zero1) is only half of the communication.
         """
         if self._first_part(unit) < 1:
             return False
@@ -154,31 +163,34 @@ class SlotModel:
         return link.beta_of(op.kind) * wire + self._latency(op)
 
     def _latency(self, op: Op) -> float:
-        """α per block; with several messages in flight it is hidden behind the bytes of others."""
+        """Return the latency (seconds) of an operation: α per block with one message in flight.
+
+        0 with several messages in flight, because the latency overlaps with the bytes of others.
+        """
         link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)
         return link.alpha_of(op.kind) * max(1.0, size / link.block) if link.depth == 1 else 0.0
 
     def _first_part(self, unit: int) -> float:
-        """The part of its last backward slot that is over when the first of a unit's gradients has come."""
+        """Return the fraction of the unit's last backward slot after which its first gradient is ready."""
         return min((part for _, part in self.profile.units[unit].gradients), default=1.0)
 
     def _opens(self, op: Op) -> int:
-        """The first slot (unrolled) that runs while the operation is sent."""
+        """Return the first slot (unrolled) that may run while the operation is sent."""
         first = self._window(op)[0]
         return first if op.kind.is_gather or self._first_part(op.unit) == 1 else first - 1
 
     def _bin(self, slot: int) -> int:
-        """The bin (unrolled) of an unrolled slot."""
+        """Return the bin (unrolled) of an unrolled slot."""
         turns, q = divmod(slot, self.period.length)
         return turns * len(self.bins) + bisect.bisect_right(self.bins, q) - 1
 
     def _slots(self, b: int) -> range:
-        """The slots of a bin."""
+        """Return the slots of a bin."""
         b %= len(self.bins)
         return range(self.bins[b], self.bins[b + 1] if b + 1 < len(self.bins) else self.period.length)
 
     def _send(self, u: int) -> None:
-        """Columns of the operations of a unit that any of its strategies needs."""
+        """Add the columns of every operation that some strategy of the unit needs."""
         needed: dict[Op, list[Strategy]] = {}
         for k in self.choices[u]:
             for op in self.mixes[k].ops:
@@ -186,7 +198,7 @@ class SlotModel:
                     needed.setdefault(op, []).append(k)
         for op, strategies in needed.items():
             first, last = self._window(op)
-            # Compute never has to wait for a gather before it is needed: waiting later holds its buffer for less.
+            # Compute waits for a gather only at the slot that needs it: waiting later holds the buffer for less time.
             bins = range(self._bin(self._opens(op)), self._bin(last) + 1)
             stages = [s for b in bins for s in (3 * b, 3 * b + 1, 3 * b + 2) if self._usable(op, s, first, last)]
             seconds = self._seconds(op)
@@ -205,7 +217,7 @@ class SlotModel:
                 self._send_early(sending, strategies)
 
     def _send_early(self, sending: Sending, strategies: Sequence[Strategy]) -> None:
-        """What of a reduction can be sent in the slot in which its gradients come."""
+        """Limit the fraction of a reduction that is sent in the slot in which its gradients become ready."""
         unit, [early, *_] = sending.op.unit, sending.columns
         share = share_within(self.profile, unit)
         self.problem.at_most([(early, 1.0), *((self.z[unit][k], -share) for k in strategies)], 0.0)
@@ -220,7 +232,7 @@ class SlotModel:
         end = start + len(slots)
         if what == 1:  # some slot of the bin runs inside the window
             return self._opens(op) < end and last > start
-        if what == 2:  # compute arrives at some slot inside the bin inside the window
+        if what == 2:  # compute arrives at a later slot of the bin that lies in the window
             return max(first, start + 1) <= min(last, end - 1)
         return first <= start and (not op.kind.is_gather or self.coarse or b == self._bin(last))
 
@@ -232,13 +244,13 @@ class SlotModel:
             if op.micro or reduction is None:
                 continue
             for stage in gather.stages[:-1]:
-                # What runs and what waits inside a bin is not in order.
+                # Within a bin, running and waiting stages have no order, so the row allows both.
                 self.problem.at_most([*gather.by(stage), *_negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0)
 
     def _link(self) -> None:
         seconds = [self.profile.slots[s.place].seconds for s in self.period.slots]
         rows: dict[int, Terms] = {}
-        partial: dict[tuple[int, bool, int], Terms] = {}  # bin, whether a suffix, its boundary -> terms
+        partial: dict[tuple[int, bool, int], Terms] = {}  # (bin, whether a suffix of it, boundary slot) -> terms
         for op, sending in self.sendings.items():
             first, last = self._opens(op), self._window(op)[1]
             for i, stage in enumerate(sending.stages):
@@ -269,7 +281,7 @@ class SlotModel:
         return (first, min(last, first + self.reach)) if not op.kind.is_gather else (max(first, last - self.reach), last)
 
     def _memory(self, cap: int) -> None:
-        """Rows in units of the cap, for the solver's tolerances."""
+        """Add the memory row of every slot, scaled by the bytes left for units because of the solver's tolerances."""
         length = self.period.length
         held: list[Terms] = [[] for _ in range(length)]
         base = [0.0] * length
@@ -289,7 +301,11 @@ class SlotModel:
             self.problem.at_most([(x, c / scale) for x, c in held[q]], left / scale)
 
     def _hold_full(self, u: int, full: int, held: list[Terms]) -> None:
-        """Buffers of gathered parameters: by a column of their own until they are needed, then by the strategy."""
+        """Add the bytes of gathered parameters.
+
+        Until the slot that needs them, a column of their own decides whether the buffer is held. After that, the
+        strategy decides.
+        """
         length = self.period.length
         for k in self.choices[u]:
             if not k.sharded:
@@ -314,7 +330,10 @@ class SlotModel:
                 held[q % length].append((columns[q], full))
 
     def _shared(self, sent: Terms, columns: dict[int, int], q: int) -> int:
-        """A binary column for what is known of slot q, the one before's if the same is; never below the one before's."""
+        """Return a binary column for slot q. It is never below the column of slot q - 1.
+
+        If the terms of both slots are the same, it is the same column.
+        """
         key = tuple(x for x, _ in sent)
         if q - 1 in columns and self._keys[columns[q - 1]] == key:
             return columns[q - 1]
@@ -325,7 +344,7 @@ class SlotModel:
         return x
 
     def _hold_gradient(self, u: int, size: int, held: list[Terms], base: list[float]) -> None:
-        """The full gradient, from the first backward slot of the period until it is reduced."""
+        """Add the bytes of the full gradient, from the first backward slot of the period until it is reduced."""
         length = self.period.length
         reductions = self._reductions(u)
         span = self.period.backward(u, 0)
@@ -351,18 +370,25 @@ class SlotModel:
             held[q].append((x, -float(size)))
 
     def _reductions(self, u: int) -> list[Sending]:
-        """Those of a unit: the one of its strategy is sent."""
+        """Return the possible reductions of a unit. Only the one of its strategy is sent."""
         possible = (Op(kind, u, 0) for kind in (Kind.RS, Kind.AR, Kind.RS_N))
         return [self.sendings[op] for op in possible if op in self.sendings]
 
     def _held_from(self, gather: Sending, q: int) -> Terms:
-        """What of a gather surely holds its buffer in slot q: of a bin, its last slot alone holds what the bin sends."""
+        """Return the terms of a gather that surely hold its buffer in slot q.
+
+        Terms of a bin count only in its last slot, because the model does not know in which slot of the bin they are
+        sent.
+        """
         b = self._bin(q)
         last_of_bin = q % self.period.length == self._slots(b)[-1]
         return gather.by(3 * b + 2 if last_of_bin else 3 * b - 1)
 
     def _freed_by(self, reductions: Sequence[Sending], q: int) -> Terms:
-        """What of the reductions may be done when slot q begins: of a bin, the first slot alone knows the others to come."""
+        """Return the terms of the reductions that may be done when slot q begins.
+
+        At the first slot of a bin, only its arrival stage counts. At later slots, all stages of the bin count.
+        """
         b = self._bin(q)
         first_of_bin = q % self.period.length == self._slots(b)[0]
         return [t for s in reductions for t in s.by(3 * b if first_of_bin else 3 * b + 2)]
@@ -370,7 +396,7 @@ class SlotModel:
     # ---- solutions
 
     def values_of(self, plan: Plan) -> list[float] | None:
-        """The columns that say what the replay of a plan does; None if the model has no room for it."""
+        """Return the column values of a plan's replay. None if the model cannot express the plan."""
         if any(s not in z for s, z in zip(plan.strategies, self.z, strict=True)):
             return None
         values = [0.0] * len(self.problem.costs)
@@ -389,7 +415,7 @@ class SlotModel:
             for stage, x in zip(sending.stages, sending.columns, strict=True):
                 total += at.get(stage, 0.0) / known
                 values[x] = min(1.0, total)
-            values[sending.columns[-1]] = 1.0  # what is sent while compute waits for something else, before it is needed
+            values[sending.columns[-1]] = 1.0  # includes the part sent while compute waits for another message
         for op, columns in self.started.items():
             sharded = plan.strategies[op.unit].sharded
             for q, x in columns.items():
@@ -404,7 +430,10 @@ class SlotModel:
         return values if not self.problem.broken(values) else None
 
     def _served(self, plan: Plan) -> Iterator[tuple[Op, int, float]]:
-        """(operation, 2·slot, plus 1 while compute runs, fraction of it) for what the link carries, by the replay."""
+        """Yield (operation, stage, fraction of the operation) for the bytes on the link in the replay.
+
+        The stage is 2·slot, plus 1 while compute runs.
+        """
         steady = steady_state(plan)
         edges = [t for arrival, begin, _ in steady.slots for t in (arrival, begin)]
         stages = [edges[i] + turn * steady.period_s for turn in range(3) for i in range(len(edges))] + [math.inf]
@@ -429,9 +458,10 @@ class SlotModel:
         return sum(self.profile.slots[s.place].seconds for s in self.period.slots)
 
     def step_bound(self, bound: float) -> float:
-        """The step time that a bound of the problem's cost proves.
+        """Return the step time (seconds) that follows from a bound of the problem's cost.
 
-        Latencies are priced per block, but a plan may send larger messages: as if none paid any.
+        The problem charges a latency per block, but a plan may send larger messages. The latencies are therefore
+        subtracted.
         """
         latency = 0.0
         for u, z in enumerate(self.z):
@@ -439,16 +469,18 @@ class SlotModel:
         return self.compute_s + max(0.0, bound - latency)
 
     def traffic(self) -> Problem:
-        """The same rows, to minimize the seconds for which the link is busy."""
+        """Return the same rows with another objective: the seconds for which the link is busy."""
         costs = [0.0] * len(self.problem.costs)
         for sending in self.sendings.values():
             costs[sending.columns[-1]] = sending.seconds - self._latency(sending.op)
         return dataclasses.replace(self.problem, costs=costs)
 
     def decide(self, values: Sequence[float], strategies: tuple[Strategy, ...] | None = None, sent: float = 0.5) -> Decision:
-        """Strategies, those of the solution unless given, and for every operation the slots in which its memory allows it.
+        """Return the decision of a solution: strategies, and the slots in which memory allows each operation.
 
-        A solution of the relaxed model holds fractions of buffers: they live once ``sent`` of what is sent has been.
+        ``strategies``: taken from the solution unless given.
+        ``sent``: threshold for fractional solutions. A buffer is held from the slot by which this fraction of its
+            gather is sent.
         """
         mix = self.judge.mix(strategies or tuple(max(z, key=lambda k: values[z[k]]) for z in self.z))
         opens, closes = {}, {}
@@ -469,7 +501,7 @@ def _negative(terms: Terms) -> Terms:
 
 
 def _rest(judge: Judge, unit: int, strategy: Strategy) -> int:
-    """Bytes at rest of one unit alone, by the ledger."""
+    """Return the bytes at rest of one unit alone, by the ledger."""
     profile = judge.profile
     slots = tuple(dataclasses.replace(s, unit=0) for s in profile.slots)
     alone = dataclasses.replace(profile, units=(profile.units[unit],), slots=slots)

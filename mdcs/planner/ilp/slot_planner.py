@@ -1,10 +1,12 @@
-"""Plans from the slot model: solve it, turn the solution into messages, search on from there, say what became of it.
+"""Plans from the slot model: solve the model, turn the solution into messages, search from there, report the outcome.
 
-The solver decides strategies and, under a budget, from when to when buffers live (:class:`mdcs.planner.ilp.slot_model.Decision`);
-within these windows blocks are sent nearest deadline first. Beside the solver, simulated annealing (:mod:`mdcs.planner.anneal`)
-races from several heuristics; from the best of all, by replay, it goes on for what is left of the time. So what is returned is
-never slower than a heuristic that was tried, but by what fewer messages save; of schedules that are as fast, it is one that
-needs least memory.
+1. The solver decides strategies and, under a budget, the slots in which buffers live
+   (:class:`mdcs.planner.ilp.slot_model.Decision`). Within these windows blocks are sent nearest deadline first.
+2. While the solver runs, simulated annealing (:mod:`mdcs.planner.anneal`) starts from several heuristics.
+3. Annealing continues from the best plan, by replay, for the rest of the time.
+
+The result is never predicted slower than the best heuristic tried, except where messages are merged because this saves
+more than it costs. Among equally fast schedules the leanest one is returned.
 """
 
 from __future__ import annotations
@@ -41,38 +43,41 @@ from mdcs.simulator.machine_code import compile_loops
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 
-_COARSER = 8  # blocks in one: what is searched from has few messages, so that many plans can be replayed
-_FINER = (2, 4, 8, 16)  # blocks are tried in these fractions of the asked size, too: smaller ones need less staging
-_FUSED_BLOCKS, _MOST_FUSED = 4, 4 << 20  # neighbours are fused up to so many blocks and bytes: more waits long for its last unit
-_SMALL = 36  # slots up to which only the whole problem is solved, in integers
-_WHOLE = 60  # slots up to which it is solved in integers, too
-_COARSE = 24  # bins of the relaxation that is solved first
-_MANY = 20_000  # messages that make a plan worth half as much to search from
-_RACING = 6  # heuristics' plans that are searched from
-_WORTH = 1e-3  # of the step: what makes another race worth its time
-_BEYOND_REPLAY = 5e-5  # seconds that a message costs: plans of hundreds ran 30 to 130 µs a message longer than predicted
-_REACH = 32  # slots by which a schedule for more than four times as many sends early or late
+_COARSER = 8  # blocks merged into one: plans with few messages are replayed faster in the search
+_FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
+_FUSED_BLOCKS, _MOST_FUSED = 4, 4 << 20  # most blocks and bytes of fused neighbours: larger messages wait for their last unit
+_SMALL = 36  # up to this many slots only the integer program is solved
+_WHOLE = 60  # up to this many slots the integer program is solved in addition to the relaxation
+_COARSE = 24  # bins of the first relaxation
+_MANY = 20_000  # a plan with this many messages is ranked as if twice as slow to start a search from
+_RACING = 6  # heuristic plans that a search starts from
+_WORTH = 1e-3  # relative gain that makes another search worth its time
+_BEYOND_REPLAY = 5e-5  # s per message beyond the replay; measured 30 to 130 µs on plans with hundreds of messages
+_REACH = 32  # ``reach`` of the model for periods of more than four times as many slots
 
-# Parts of the time, each with an end of its own, counted from the beginning.
-_HEURISTICS = 0.12  # for the plans to start from
-_SOLVING = 0.75  # for the solver
-_DECODING = 0.06  # for messages out of a solution, from when there is one
-_FEWER = 0.05  # then for fewer messages
-_LEANER = 0.03  # at last, for the same step in less memory
+# Phases, as fractions of the time. Heuristics and solving end at these fractions; the other values are durations.
+_HEURISTICS = 0.12  # plans to start from
+_SOLVING = 0.75  # solver
+_DECODING = 0.06  # messages from a solution, after the solver
+_FEWER = 0.05  # merging of messages
+_LEANER = 0.03  # less memory for the same step
 
 Timed = tuple[float, Plan]
-"""A plan and its step time by replay, in seconds."""
+"""(step time by replay in seconds, plan)."""
 
 
 @dataclass(frozen=True)
 class SlotPlanner(Solving):
-    """What plans by the slot model. Without ``heuristics`` only the solver's own plans are compared, to judge it by."""
+    """Base of the planners that use the slot model.
+
+    ``heuristics`` False: only the solver's own plans are compared, to evaluate the solver.
+    """
 
     block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
     heuristics: bool = True
 
     def solved(self, judge: Judge, name: str, fixed: Sequence[Strategy] | None = None) -> Plan:
-        """:func:`solve_plan` with these options."""
+        """Return the result of :func:`solve_plan` with these options."""
         return solve_plan(
             judge, name, fixed=fixed, solver=self.solver, seconds=self.seconds, heuristics=self.heuristics,
             block_bytes=0 if self.block_mib is None else max(1, int(self.block_mib * MIB)),
@@ -89,14 +94,16 @@ def solve_plan(
     block_bytes: int = 0,
     heuristics: bool = True,
 ) -> Plan:
-    """The best plan found within ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
+    """Return the best plan found within ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
 
-    The outcome ends with the gap, (step - bound) / step; ``optimal`` says that of the slot model, which the replay may miss.
+    ``fixed``: strategies of the units. Only the schedule is then open.
+    ``block_bytes``: size of a block. 0: the default of the profile.
+    ``heuristics``: whether the search also starts from heuristic plans.
 
-    ``fixed`` strategies leave only the schedule open. Without ``heuristics`` the search begins at the solver's plans alone.
-    Raises PlanError when there is none at all.
+    The outcome ends with the gap, (step - bound) / step. ``optimal`` refers to the slot model, and the replay may be
+    slower. Raises PlanError if no plan was found.
     """
-    compile_loops()  # the first time on a machine this takes seconds, which are not the search's
+    compile_loops()  # before the clock starts: the first compilation on a machine takes seconds
     asked = _Asked(judge, name, None if fixed is None else tuple(fixed), solver, seconds, block_bytes, time.monotonic())
     known = list(map(_timed, _until(asked.at(_HEURISTICS), _heuristics(judge, fixed))))
     found = _found(asked, known, heuristics)
@@ -105,11 +112,11 @@ def solve_plan(
         raise PlanError(f"{name}: no plan was found: {found.status}")
     price_s = math.inf
     enough_s = (found.bound or 0.0) * (1 + _WORTH)
-    while enough_s < (best := min(map(_price_s, candidates))) < price_s * (1 - _WORTH):  # else another race is worth no time
+    while enough_s < (best := min(map(_price_s, candidates))) < price_s * (1 - _WORTH):  # while searches still gain enough
         price_s = best
         candidates += asked.raced(candidates, 1 - _FEWER - _LEANER, found.bound, most=1)
     step_s, plan = _of_few_messages(min(candidates, key=_price_s), asked.at(1 - _LEANER))
-    begun = plan.scheduler  # a search leaves the name of what it began with
+    begun = plan.scheduler  # a search keeps the name of the plan that it started from
     plan = _leanest(plan, step_s, judge.floor, asked.at(1.0))
     outcome = found.status
     if begun != name:
@@ -123,7 +130,7 @@ def solve_plan(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is to be planned, with what, and until when."""
+    """A planning request: the job and budget, the solver, and the time limit."""
 
     judge: Judge
     name: str
@@ -134,12 +141,15 @@ class _Asked:
     began: float
 
     def at(self, part: float) -> float:
-        """When this part of the time is over."""
+        """Return the time at which this fraction of the limit is over."""
         return self.began + part * self.seconds
 
     @property
     def in_flight(self) -> int:
-        """Bytes of as many messages as may be in flight, in blocks half as large as asked; at most half of the budget's slack."""
+        """Bytes of the messages that may be in flight, with half the requested block size.
+
+        At most half of the budget's slack.
+        """
         assert self.judge.budget is not None
         block = self.block_bytes or self.judge.profile.block
         mix = self.judge.mix([Strategy.fsdp] * len(self.judge.profile.units))
@@ -147,7 +157,7 @@ class _Asked:
         return min(most_in_flight(sent, self.judge.profile.link.depth), max(0, self.judge.budget - self.judge.floor) // 2)
 
     def answer(self, model: SlotModel, start: Plan | None = None, *, relax: bool = False) -> Answer:
-        """What the solver says of a model, from a plan on if there is one that the model has room for."""
+        """Return the solver's answer for a model, started from ``start`` if the model can express this plan."""
         values = None if start is None else model.values_of(dataclasses.replace(start, job=model.judge.job))
         left = max(1.0, self.at(_SOLVING) - time.monotonic())
         return solve(model.problem, solver=self.solver, seconds=left, start=values, relax=relax)
@@ -160,8 +170,10 @@ class _Asked:
         stop: Callable[[], bool] = lambda: False,
         most: int = _RACING,
     ) -> list[Timed]:
-        """What searches find until then: each of the likeliest plans has a turn, the better half of what comes of them another
-        one, and so on (successive halving; Karnin, Koren, Somekh, ICML 2013).
+        """Return the plans of searches that end at fraction ``part`` of the time, by successive halving.
+
+        Each of the ``most`` most promising plans is searched from in turn. The better half of the results is searched
+        from again, and so on (Karnin, Koren, Somekh, ICML 2013).
         """
         found: list[Timed] = []
         racing = _likeliest(plans, most)
@@ -179,8 +191,9 @@ class _Asked:
         return found
 
     def decoded(self, decisions: Sequence[Decision]) -> list[Timed]:
-        """Of the plans that these decisions make, as far as there is time, the best, and the best to search from. The decision
-        that the best comes of is tried with finer blocks, too.
+        """Return the best plan of these decisions, and the best plan to start a search from, as far as time allows.
+
+        The decision with the best plan is also tried with finer blocks.
         """
         until = time.monotonic() + _DECODING * self.seconds
         made: list[tuple[Timed, Decision]] = []
@@ -197,7 +210,12 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Found:
-    """What became of the solver: ``plans`` with their step times, a proven ``bound`` of any plan's step time."""
+    """Result of the solver.
+
+    ``status``: status of the solver.
+    ``bound``: proven lower bound (seconds) of any plan's step time.
+    ``plans``: plans with their step times.
+    """
 
     status: str
     bound: float | None
@@ -205,9 +223,14 @@ class _Found:
 
 
 def _found(asked: _Asked, known: list[Timed], heuristics: bool) -> _Found:
-    """Small problems in integers, large ones relaxed and rounded, those between both, side by side; a search from the best
-    heuristic goes on beside them. Plans are made with what messages cost in blocks and with room for those in flight, which
-    the model leaves out; bounds with what no plan goes below. Small problems are solved without that room, too.
+    """Run solver and heuristic searches in parallel, and return what both found.
+
+    - Small problems are solved as integer programs, large ones are relaxed and rounded, those between are solved in
+      both ways.
+    - Models for plans spread the costs of a message over a block, and leave room for messages in flight, which the
+      model does not
+      count. Small problems are also solved without this room.
+    - Models for bounds use costs that no plan can go below.
     """
     judge, slots = asked.judge, asked.judge.job.period.length
     dear = dataclasses.replace(judge, job=dataclasses.replace(judge.job, profile=priced(judge.profile)))
@@ -238,7 +261,7 @@ def _found(asked: _Asked, known: list[Timed], heuristics: bool) -> _Found:
 
 
 def _whole(asked: _Asked, known: Timed | None, judge: Judge, bounds: bool) -> _Found:
-    """The whole model in integers: a plan, and a bound unless it leaves out what plans may do."""
+    """Solve the integer program. Return a plan, and a bound if the model covers everything that plans may do."""
     model = SlotModel(judge, fixed=asked.fixed, reach=_REACH if judge.job.period.length > 4 * _REACH else None)
     answer = asked.answer(model, None if known is None else known[1])
     bounds = bounds and answer.bound is not None and model.reach is None
@@ -247,8 +270,10 @@ def _whole(asked: _Asked, known: Timed | None, judge: Judge, bounds: bool) -> _F
 
 
 def _relaxed(asked: _Asked, judge: Judge, bounds: bool, *, plans: bool) -> _Found:
-    """The linear relaxation of a coarse model, then of as fine ones as there is time for, which goes with the number of bins: the
-    best bound, and plans rounded from the last solution.
+    """Solve the linear relaxation of a coarse model, then of finer models while time allows.
+
+    Return the best bound, and plans rounded from the last solution. Solving time is taken to grow in proportion to the
+    number of bins.
     """
     slots, bound, status = judge.job.period.length, None, "no answer"
     model = solution = None
@@ -269,7 +294,10 @@ def _relaxed(asked: _Asked, judge: Judge, bounds: bool, *, plans: bool) -> _Foun
 
 
 def _finer(width: int, took: float, left: float) -> int | None:
-    """How many slots a bin may have that is solved in the seconds that are left; None if that is not much finer."""
+    """Return the bin width (slots) that can be solved in ``left`` seconds.
+
+    None if the model would not be at least twice as fine.
+    """
     finer = max(1, math.ceil(width * took / left)) if left > 0 else width
     return finer if 2 * finer <= width else None
 
@@ -279,7 +307,10 @@ def _all_done(futures: Sequence[Future[_Found]]) -> bool:
 
 
 def _price_s(timed: Timed) -> float:
-    """The step, with what its messages cost beyond their replay: nothing where nothing was measured beside computing."""
+    """Return the step time plus the cost of messages beyond the replay.
+
+    That cost is 0 for a profile without contention.
+    """
     step_s, plan = timed
     return step_s + _beyond_s(plan) * len(plan.messages)
 
@@ -289,12 +320,13 @@ def _beyond_s(plan: Plan) -> float:
 
 
 def _patience_s(timed: Timed) -> float:
-    """What a plan is worth to search from: the more messages, the fewer replays there is time for."""
+    """Return the rank of a plan as the start of a search (lower is better). More messages leave time for fewer replays.
+    """
     return _price_s(timed) * (1 + len(timed[1].messages) / _MANY)
 
 
 def _likeliest(plans: Sequence[Timed], most: int) -> list[Timed]:
-    """Of those that come of one mix and scheduler the one, and of these the few, that are worth most to search from."""
+    """Return the ``most`` best plans to start a search from, at most one per mix and scheduler."""
     first: dict[tuple[tuple[Strategy, ...], str], Timed] = {}
     for step_s, plan in sorted(plans, key=_patience_s):
         first.setdefault((plan.strategies, plan.scheduler), (step_s, plan))
@@ -306,7 +338,10 @@ def _timed(plan: Plan) -> Timed:
 
 
 def _of_few_messages(timed: Timed, until: float) -> Timed:
-    """The plan with neighbouring blocks in one, as far as that costs less than messages do beyond their replay."""
+    """Return the plan with neighbouring blocks merged.
+
+    Blocks are merged as long as this costs less step time than the messages cost beyond their replay.
+    """
     step_s, plan = timed
     for apart in (False, True):
         for u in range(len(plan.blocks)):
@@ -323,7 +358,7 @@ def _of_few_messages(timed: Timed, until: float) -> Timed:
 
 
 def _leanest(plan: Plan, step_s: float, floor: int, until: float) -> Plan:
-    """The plan with gathers as late and reductions as early as costs no time: the smallest peak for its step time."""
+    """Return the plan with later gathers and earlier reductions: the smallest peak found for its step time."""
     low, high = floor, smallest_budget(plan)
     while high - low > high // 200 and time.monotonic() < until:
         middle = (low + high) // 2
@@ -340,7 +375,10 @@ def _leanest(plan: Plan, step_s: float, floor: int, until: float) -> Plan:
 
 
 def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
-    """Plans made before the deadline, as far as each takes no longer than the one before it; always the first."""
+    """Yield plans while the next can be made before the deadline, if it takes as long as the last.
+
+    Always yield the first.
+    """
     began = time.monotonic()
     for plan in plans:
         yield plan
@@ -350,7 +388,10 @@ def _until(deadline: float, plans: Iterator[Plan]) -> Iterator[Plan]:
 
 
 def _fitted(judge: Judge, plan: Plan, *, fusing: bool = True) -> Iterator[Plan]:
-    """The plan within the budget, unless it cannot be made to fit; and one with small neighbours fused, if that is wanted."""
+    """Yield the plan fitted to the budget, and a variant with small neighbours fused if ``fusing``.
+
+    Skip plans that do not fit.
+    """
     fused = fuse_neighbours(plan, min(_FUSED_BLOCKS * plan.profile.block, _MOST_FUSED)) if fusing else plan
     for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
         with contextlib.suppress(PlanError):
@@ -358,7 +399,10 @@ def _fitted(judge: Judge, plan: Plan, *, fusing: bool = True) -> Iterator[Plan]:
 
 
 def _roomier(plan: Plan) -> Iterator[Plan]:
-    """The plan with room for what compute allocates next, which else waits for the messages in flight; if it can be made."""
+    """Yield the plan with room for the next allocation of compute, if possible.
+
+    Without this room the allocation waits for the messages in flight.
+    """
     if plan.budget is not None:
         next_bytes = max([slot.allocated for slot in Ledger(plan).slots])
         with contextlib.suppress(PlanError):
@@ -366,7 +410,7 @@ def _roomier(plan: Plan) -> Iterator[Plan]:
 
 
 def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> Iterator[Plan]:
-    """The plans that a decision makes in larger and smaller blocks, as far as they fit."""
+    """Yield the plans of a decision with larger and smaller blocks, as far as they fit."""
     mix = judge.mix(decision.strategies)
     block = block_bytes or mix.profile.block
     coarser = [mix.cut(_COARSER * block)] if not block_bytes else []
@@ -375,7 +419,10 @@ def _decoded(judge: Judge, decision: Decision, name: str, block_bytes: int) -> I
 
 
 def _in_finer_blocks(judge: Judge, decision: Decision, name: str, block_bytes: int) -> Iterator[Plan]:
-    """The same in blocks smaller than asked, of which less is in flight, if bytes are limited."""
+    """Yield the plans of a decision with smaller blocks than requested, if there is a budget.
+
+    Fewer bytes are then in flight.
+    """
     mix = judge.mix(decision.strategies)
     block = block_bytes or mix.profile.block
     tried = {mix.cut(block)}
@@ -387,8 +434,9 @@ def _in_finer_blocks(judge: Judge, decision: Decision, name: str, block_bytes: i
 
 
 def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
-    """Greedy mixes at several divisions of the budget, or the fixed mix, under the schedulers that win most often; the
-    likeliest first, and of all mixes first what has few messages.
+    """Yield the plans of the best heuristics: greedy mixes for several shares of the budget, or the fixed mix.
+
+    The most promising schedulers come first, and for all mixes the schedules with few messages come first.
     """
     mixes = list(dict.fromkeys(_mixes(judge, fixed)))
     coarser = Priority(_COARSER * judge.profile.block / MIB)
@@ -405,7 +453,7 @@ def _heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan
 def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:
     if fixed is not None or judge.budget is None:
         yield judge.mix(fixed or Greedy().choose(judge).strategies)
-        if fixed is None and judge.profile.tells_gradients:  # what leaves early need not be gathered after it
+        if fixed is None and judge.profile.tells_gradients:  # dp: an early all-reduce needs no gather after it
             yield judge.mix([Strategy.dp] * len(judge.profile.units))
         return
     slack = judge.budget - judge.floor

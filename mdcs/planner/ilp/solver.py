@@ -1,7 +1,7 @@
-"""Mixed-integer problems through python-mip, solved in a child process with a hard deadline.
+"""Mixed-integer problems, solved by python-mip in a child process with a hard deadline.
 
-A :class:`Problem` is numbers only: columns with a cost, and sparse rows. Solvers overrun the limits they are given and
-may crash: the child is killed when its time is over, and what became of it is always said in :class:`Answer`.
+A :class:`Problem` holds only numbers: columns with a cost, and sparse rows. Solvers exceed their time limits and may
+crash. Therefore the child is killed at the deadline, and :class:`Answer` always reports the status.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from mdcs.options import Checked, option
 
 SOLVERS = ("HIGHS", "CBC")
 _CHILD = Path(__file__).with_name("solver_child.py")
-_OWN = 0.9  # of the time, for the solver itself: it overruns its limit, and the problem is read and answered, too
+_OWN = 0.9  # fraction of the time that the solver gets: it exceeds its limit, and reading and answering take time
 
 Terms = list[tuple[int, float]]
-"""A linear expression: (column, coefficient) pairs; a column may appear more than once."""
+"""A linear expression: (column, coefficient) pairs. A column may appear more than once."""
 
 
 @dataclass
 class Problem:
-    """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``, every x in [0, 1], some x integer."""
+    """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``.
+
+    Every x is in [0, 1], and some are integer.
+    """
 
     costs: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
     rows: list[tuple[Terms, bool, float]] = field(default_factory=list)  # terms, whether ==, right side
 
     def column(self, cost: float = 0.0, *, integer: bool = False) -> int:
-        """A new variable; its index."""
+        """Add a variable and return its index."""
         self.costs.append(cost)
         self.integer.append(integer)
         return len(self.costs) - 1
@@ -47,11 +50,11 @@ class Problem:
         self.rows.append((terms, True, right))
 
     def cost(self, values: Sequence[float]) -> float:
-        """What is minimized, of one solution."""
+        """Return the objective value of a solution."""
         return sum(c * x for c, x in zip(self.costs, values, strict=True))
 
     def broken(self, values: Sequence[float], tolerance: float = 1e-6) -> list[int]:
-        """Rows that ``values`` do not satisfy."""
+        """Return the rows that ``values`` do not satisfy."""
         out = []
         for i, (terms, equal, right) in enumerate(self.rows):
             left = sum(c * values[x] for x, c in terms)
@@ -63,9 +66,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """``status`` is ``optimal``, ``feasible``, ``infeasible``, or says why there is no solution.
+    """The answer of the solver.
 
-    ``bound`` is proven: no solution costs less (None when the solver proved nothing).
+    ``status``: ``optimal``, ``feasible``, ``infeasible``, or the reason why there is no solution.
+    ``values``: the solution, or None.
+    ``bound``: proven lower bound of the cost. None: nothing was proven.
     """
 
     status: str
@@ -75,9 +80,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Solving(Checked):
-    """What planners that ask a solver have."""
+    """Options of planners that use a solver."""
 
-    solver: str = option("HIGHS", "through python-mip", choices=SOLVERS)  # which takes another one in silence
+    solver: str = option("HIGHS", "through python-mip", choices=SOLVERS)  # python-mip silently replaces a missing solver
     seconds: float = option(20.0, "limit of the solver, seconds", above=0)
 
 
@@ -89,10 +94,10 @@ def solve(
     start: Sequence[float] | None = None,
     relax: bool = False,
 ) -> Answer:
-    """Solve within ``seconds``, after which the solver is killed. ``start`` is a solution to begin with: a value for every
-    column.
+    """Solve a problem within ``seconds``. After that the solver is killed.
 
-    ``relax`` drops integrality and solves the linear program, by an interior point method where the solver has one.
+    ``start``: a solution to start from, with a value for every column.
+    ``relax``: drop integrality and solve the linear program, by an interior point method if the solver has one.
     """
     deadline = time.monotonic() + seconds
     data = json.dumps(

@@ -1,4 +1,7 @@
-"""The process that solves one problem (:mod:`mdcs.planner.ilp.solver`): JSON in, JSON out. A script; nothing imports it."""
+"""The process that solves one problem (:mod:`mdcs.planner.ilp.solver`): JSON in, JSON out.
+
+A script; nothing imports it.
+"""
 
 import json
 import sys
@@ -6,7 +9,7 @@ import time
 
 import mip
 
-_GAP = 1e-6  # between the best solution and the bound: what counts as optimal
+_GAP = 1e-6  # relative gap between solution and bound that counts as optimal
 
 
 def main() -> None:
@@ -29,7 +32,7 @@ def main() -> None:
         model.add_constr(expression)
     if data["start"] is not None:
         model.start = [(column, value) for column, value in zip(columns, data["start"], strict=True)]
-    # An interior point method is fast, but may end with a solution of which it cannot say that it is optimal.
+    # An interior point method is fast, but may end without a proof of optimality: then the default method follows.
     interior = [mip.LP_Method.BARRIERNOCROSS] if data["relax"] and data["solver"] == "HIGHS" else []
     for method in (*interior, mip.LP_Method.AUTO):
         model.lp_method = method
@@ -38,7 +41,7 @@ def main() -> None:
             break
     found = model.num_solutions > 0
     bound = model.objective_bound if status.name in ("OPTIMAL", "FEASIBLE", "NO_SOLUTION_FOUND") else None
-    if data["relax"]:  # a linear program has no bound but its optimum, which is as exact as an interior point method is
+    if data["relax"]:  # the bound of a linear program is its optimum, less the tolerance of an interior point method
         bound = model.objective_value * (1 - 1e-6) if status.name == "OPTIMAL" else None
     if bound is not None and not abs(bound) < 1e20:
         bound = None

@@ -1,15 +1,15 @@
-"""The strategy mix of least communication and update time whose sequential schedule fits the budget: an exact ILP.
+"""Exact ILP for the mix with the least communication and update time whose sequential schedule fits the budget.
 
-Binary z[u,k]: unit u uses strategy k, Σ_k z[u,k] = 1. With the schedule fixed to the sequential one nothing
-overlaps, so a step is compute plus Σ seconds[u,k]·z[u,k], and units share nothing but bytes: at every stage of the
-period (a message of the sequential schedule, or a slot) each unit holds bytes[stage,u,k] of its own::
+Binary z[u,k]: unit u uses strategy k, Σ_k z[u,k] = 1. Nothing overlaps in the sequential schedule, so a step takes
+compute plus Σ seconds[u,k]·z[u,k]. Units share only bytes. At every stage of the period (a message of the sequential
+schedule, or a slot) each unit holds its own bytes[stage,u,k]::
 
     minimize    Σ seconds[u,k] z[u,k]
     subject to  Σ_k z[u,k] = 1                                  every unit has one strategy
                 Σ_u,k bytes[stage,u,k] z[u,k] <= budget - rest  memory, for every stage
 
-The solver's answer is judged like any other mix and compared with greedy's, which it starts from; the outcome says which
-one is returned, and why.
+The solver starts from the mix of greedy. Its answer is judged like any other mix and compared with that of greedy. The
+outcome says which mix is returned, and why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mdcs.profile.contents import Unit
 from mdcs.profile.link import Kind
 
 Stage = tuple[int, bool, bool, int]
-"""Order of what happens: slot, whether it runs (or compute still waits), whether a gather, unit."""
+"""(slot, whether compute runs instead of waiting, whether it is a gather, unit). Stages sort in the order of events."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,10 @@ class Ilp(Solving):
     name: ClassVar[str] = "ilp"
 
     def choose(self, judge: Judge) -> Choice:
-        """The outcome is ``optimal``, ``feasible``, or ``greedy: <why the solver's was not taken>``. Raises InfeasibleBudget."""
+        """Return the better mix. Raises InfeasibleBudget.
+
+        The outcome is ``optimal``, ``feasible``, or ``greedy: <reason why the solver's mix was not taken>``.
+        """
         greedy = Greedy().choose(judge).strategies
         made, z = problem(judge)
         answer = solve(made, solver=self.solver, seconds=self.seconds, start=_start(made, z, greedy))
@@ -58,7 +61,10 @@ class Ilp(Solving):
 
 
 def problem(judge: Judge) -> tuple[Problem, list[dict[Strategy, int]]]:
-    """The integer program, and its column for every unit and strategy; costs and bytes relative to the largest."""
+    """Return the integer program, and its column for every unit and strategy.
+
+    Costs and bytes are relative to the largest.
+    """
     made, job = Problem(), judge.job
     costs = [{k: job.cost.unit_s(u, k, job.micro_steps) for k in choices(job.profile)} for u in range(len(job.profile.units))]
     scale = max(c for unit in costs for c in unit.values()) or 1.0
@@ -79,7 +85,7 @@ def _start(made: Problem, z: list[dict[Strategy, int]], mix: tuple[Strategy, ...
 
 
 def memory_rows(judge: Judge) -> list[tuple[list[dict[Strategy, int]], int]]:
-    """For every stage of the period the bytes per unit and strategy, and the bytes that are left for all."""
+    """Return for every stage of the period the bytes per unit and strategy, and the bytes left for all units."""
     if judge.budget is None:
         return []
     profile = judge.profile
@@ -96,13 +102,14 @@ def memory_rows(judge: Judge) -> list[tuple[list[dict[Strategy, int]], int]]:
 
 
 Walk = dict[Stage, tuple[int, int]]
-"""Per stage at which the unit does something: bytes while it does, bytes after."""
+"""Stage at which the unit acts -> (bytes during the stage, bytes after it)."""
 
 
 def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
-    """What one unit holds through the steady period of the sequential schedule, by the ledger of a plan for it alone.
+    """Return the bytes of one unit in the steady period of the sequential schedule.
 
-    Exact, but for the barrier: there the last reduction of all units updates all, which is put at the turn.
+    They come from the ledger of a plan for this unit alone. Exact, except with a barrier: the last reduction of all
+    units updates all units. The update is placed at the turn.
     """
     alone: Unit = judge.profile.units[unit]
     slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in judge.profile.slots)
@@ -123,7 +130,7 @@ def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
             after_link = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_link)
             after_update = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_update)
             held -= after_link + after_update
-            if barrier and not kind.is_gather:  # its update waits for the last reduction of all units
+            if barrier and not kind.is_gather:  # the update waits for the last reduction of all units
                 kept = after_update + (e.shards if kind.plain is Kind.RS else 0)
                 held, waiting = held + kept, waiting + kept
             own[q, False, kind.is_gather, unit] = during, held
@@ -141,7 +148,7 @@ def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
 
 
 def _at(walk: Walk, stage: Stage) -> int:
-    """Bytes that the unit holds at a stage, its own or another unit's."""
+    """Return the bytes that the unit holds at a stage of its own or of another unit."""
     if stage in walk:
         return walk[stage][0]
     before = [s for s in walk if s < stage]

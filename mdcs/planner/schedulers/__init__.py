@@ -1,5 +1,5 @@
-"""Communication schedulers that ask no solver: a strategy mix in, an ordered list of messages out.
+"""Communication schedulers without a solver: from a strategy mix to an ordered list of messages.
 
-A scheduler proposes; :func:`mdcs.planner.fit.fit` then delays or splits what does not fit the bytes that the schedule may use.
-Imports `mdcs.plan.mix` and the simulator; knows no strategy planners.
+A scheduler proposes a plan. :func:`mdcs.planner.fit.fit` then delays or splits messages that do not fit the budget.
+Imports `mdcs.plan.mix` and the simulator, and no strategy planners.
 """

@@ -1,4 +1,4 @@
-"""DeAR: the all-reduce is decoupled; reduce-scatters hide behind backward, all-gathers behind the next forward.
+"""DeAR: a decoupled all-reduce. Reduce-scatters overlap with backward, all-gathers with the next forward.
 
 Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining", ICDCS 2023.
 """
@@ -17,7 +17,7 @@ from mdcs.planner.schedulers.fusion import buckets, fuse
 
 @dataclass(frozen=True)
 class Dear(Checked):
-    """Neighbours are fused up to ``bucket_mib``; fsdp units are gathered ``ahead`` of their use."""
+    """Fuses neighbours up to ``bucket_mib``. Gathers fsdp units ``ahead`` slots before their use."""
 
     name: ClassVar[str] = "dear"
 
@@ -25,7 +25,7 @@ class Dear(Checked):
     ahead: int = option(2, "slots by which fsdp units are gathered ahead", at_least=0)
 
     def schedule(self, mix: Mix) -> Plan:
-        """Reductions as ready; gathers from the turn on, in the order of the forward pass."""
+        """Return the plan: reductions when ready, gathers from the turn on, in the order of the forward pass."""
         fused = fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib or 0))
         turn, period = mix.period.turn, mix.period
         drafts = []

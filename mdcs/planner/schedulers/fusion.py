@@ -1,7 +1,7 @@
-"""Tensor fusion: several units in one message, to pay α once.
+"""Tensor fusion: several units in one message, which then pays α once.
 
-``Fusion`` fills buckets of fixed bytes, as Horovod and DDP do; ``MgWfbp`` merges optimally for α–β
-(MG-WFBP, Shi et al., INFOCOM 2019, here by dynamic programming over the ready times).
+``Fusion`` fills buckets of a fixed size, as Horovod and DDP do. ``MgWfbp`` merges optimally for the α–β model (MG-WFBP,
+Shi et al., INFOCOM 2019), here by dynamic programming over the ready times.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Grouping = Callable[[list[Op]], list[list[Op]]]
 
 
 def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
-    """Group each stream (kind, micro-step) of operations in its order of use, and fuse each group.
+    """Group each stream of operations (kind, micro-step) in its order of use. Return the plan with fused groups.
 
-    A fused reduction is issued when its last member is ready, a fused gather in time for its first member. There is
-    always such a slot: all windows of a stream contain the boundary between the two passes that it lies between.
+    A fused reduction is issued when its last member is ready, a fused gather in time for its first member. Such a slot
+    always exists: a stream lies at one boundary between two passes, and all its windows contain this boundary.
     """
     streams: dict[tuple[Kind, int], list[Op]] = {}
     for op in in_ready_order(mix):
@@ -50,12 +50,14 @@ def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
     return mix.plan(name, mix.whole(), drafts)
 
 
-_TINY = 16  # a message of so many times less payload than its neighbour costs nothing in it
+_TINY = 16  # a message this many times smaller than its neighbour costs nearly nothing when fused with it
 
 
 def fuse_neighbours(plan: Plan, most: int) -> Plan:
-    """The plan with messages of one kind that follow each other in one, where a slot is in the windows of both: if it has up to
-    ``most`` bytes of payload, or one of them next to none. Small units then do not pay for messages of their own.
+    """Return the plan with consecutive messages of one kind fused, if a slot lies in the windows of both.
+
+    Two messages are fused if together they have at most ``most`` bytes of payload, or if one is tiny compared with the
+    other. Small units then do not pay for their own messages.
     """
     length = plan.period.length
     out: list[tuple[Message, tuple[int, int]]] = []
@@ -77,19 +79,19 @@ def fuse_neighbours(plan: Plan, most: int) -> Plan:
 
 @dataclass(frozen=True)
 class Fusion(Checked):
-    """Buckets of a fixed size; the default is that of DDP."""
+    """Buckets of a fixed size. The default is that of DDP."""
 
     name: ClassVar[str] = "fusion"
 
     bucket_mib: float = option(25.0, "fused messages hold about so much, MiB", above=0)
 
     def schedule(self, mix: Mix) -> Plan:
-        """WFBP's messages, neighbours fused."""
+        """Return the messages of WFBP with neighbours fused."""
         return fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib))
 
 
 def buckets(mix: Mix, stream: list[Op], bucket_mib: float) -> list[list[Op]]:
-    """The stream in groups of at least so much payload, but for the last."""
+    """Return the stream in groups of at least ``bucket_mib`` of payload, except for the last group."""
     bucket_bytes = max(1, int(bucket_mib * MIB))
     groups: list[list[Op]] = []
     size = bucket_bytes
@@ -104,19 +106,20 @@ def buckets(mix: Mix, stream: list[Op], bucket_mib: float) -> list[list[Op]]:
 
 @dataclass(frozen=True)
 class MgWfbp:
-    """Merge so that the last message of a stream ends as early as possible (gathers: starts as late as possible)."""
+    """Merges so that the last message of a stream ends as early as possible (gathers: starts as late as possible)."""
 
     name: ClassVar[str] = "mg_wfbp"
 
     def schedule(self, mix: Mix) -> Plan:
-        """WFBP's messages, neighbours merged by :func:`optimal_merge`."""
+        """Return the messages of WFBP with neighbours merged by :func:`optimal_merge`."""
         return fuse(mix, self.name, lambda stream: optimal_merge(mix, stream))
 
 
 def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
-    """Minimise the end of the last message: end[j] = min over i of max(ready, end[i]) + α + β·bytes(i..j).
+    """Return the groups that minimize the end of the last message.
 
-    A gather stream is the same problem in reversed time: deadlines are ready times, the first message last.
+    end[j] = min over i of max(ready, end[i]) + α + β·bytes(i..j). A gather stream is the same problem in reversed time:
+    deadlines become ready times, and the first message becomes the last.
     """
     if not stream:
         return []

@@ -1,12 +1,11 @@
 """Partitioned communication, nearest deadline first.
 
-What ByteScheduler (Peng et al., SOSP 2019) and P3 (Jayarajan et al., MLSys 2019) do at run time, done ahead of
-it: the link, whenever it is free, takes the block whose unit is needed first among those that are ready. The
-order that this gives in the steady state becomes the plan. With unlimited memory and free updates it is optimal
-for one link.
+ByteScheduler (Peng et al., SOSP 2019) and P3 (Jayarajan et al., MLSys 2019) do this at run time. Here it is done in
+advance. Whenever the link is free, it takes the ready block whose unit is needed first. The resulting order in steady
+state becomes the plan. It is optimal for one link, with unlimited memory and free updates.
 
-Messages slow compute down, and so leave each other more time than virtual time knows of at first: what compute takes in
-a replay of the plan is what the order is made from again (:func:`settled`).
+Messages slow compute down, so real slots are longer than the profiled ones and leave more time for messages. The order
+is therefore computed again with the slot times of a replay of the plan (:func:`settled`).
 """
 
 from __future__ import annotations
@@ -26,27 +25,29 @@ from mdcs.profile.contents import Contention
 from mdcs.profile.link import GATHER, Kind
 from mdcs.simulator.simulate import steady_state
 
-_ROUNDS = 3  # of making a plan from a replay of the one before
-_PERIODS = 4  # simulated; the orders of the last but one are the plan's
+_ROUNDS = 3  # plans made from the replay of the plan before
+_PERIODS = 4  # simulated periods; the plan takes the order of the last but one
 
 
 @dataclass(frozen=True)
 class Priority(Blocks):
-    """Blocks, of what is ready the one first whose unit is needed first."""
+    """Blocks, sent in the order in which their units are needed, among the ready ones."""
 
     name: ClassVar[str] = "priority"
 
     def schedule(self, mix: Mix) -> Plan:
-        """The settled order of nearest deadlines (:func:`settled`)."""
+        """Return the settled nearest-deadline order (:func:`settled`)."""
         return settled(mix, self.name, self.cut(mix))
 
 
 def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> Plan:
-    """The fastest by replay, without a budget, of the plans that :func:`nearest_deadline_first` gives for the seconds of slots as
-    profiled, and then as they were in the replay of the plan before.
+    """Return the fastest plan by replay, without a budget, of several rounds of :func:`nearest_deadline_first`.
+
+    The first round uses the profiled slot times. Every later round uses the slot times in the replay of the plan
+    before.
     """
     plan = best = mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows))
-    if mix.profile.contention == Contention():  # virtual time was right
+    if mix.profile.contention == Contention():  # without contention the first order already had the right slot times
         return plan
     now = shortest = steady_state(plan)
     for _ in range(_ROUNDS):
@@ -59,11 +60,11 @@ def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: W
 
 
 Instance = tuple[Op, int, int]
-"""An operation, a block of its unit, and the period of the gather's or the reduction's window."""
+"""(operation, block of its unit, period of the operation's window)."""
 
 
 Windows = dict[Op, tuple[int, int]]
-"""For every operation the slots (unrolled) before which it is not sent and at which it has to be done."""
+"""For every operation, the first slot at which it is sent and the slot at which it must be done (unrolled)."""
 
 
 def nearest_deadline_first(
@@ -72,10 +73,11 @@ def nearest_deadline_first(
     windows: Windows | None = None,
     seconds: Sequence[float] | None = None,
 ) -> list[Draft]:
-    """Walk the slots, and on the link send the most urgent block while there is time before compute goes on.
+    """Return drafts: walk the slots, and whenever the link is free send the ready block with the nearest deadline.
 
-    ``windows`` may be narrower than the mix's own: what a gather holds then begins later, what a reduction frees ends
-    earlier. ``seconds`` are those of the period's slots, if not the profile's.
+    ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
+        gradient earlier.
+    ``seconds``: seconds of the period's slots, if not the profiled ones.
     """
     length, turn = mix.period.length, mix.period.turn
     seconds = seconds or [mix.profile.slots[slot.place].seconds for slot in mix.period.slots]
@@ -104,7 +106,7 @@ def nearest_deadline_first(
 def _calendar(
     mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows
 ) -> tuple[dict[int, list[Instance]], dict[int, list[Instance]]]:
-    """What can be issued, and what is needed, at each slot since the first period began."""
+    """Return the instances that become ready, and those that are needed, at each slot since the first period began."""
     opens: dict[int, list[Instance]] = {}
     needed: dict[int, list[Instance]] = {}
     for p in range(_PERIODS):
@@ -113,23 +115,23 @@ def _calendar(
             updated = op.kind.plain is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
             for b in range(len(blocks[op.unit])):
                 needed.setdefault(last, []).append((op, b, p))
-                if not (updated and mix.cross_iteration):  # else opened by its reduce-scatter
+                if not (updated and mix.cross_iteration):  # otherwise its reduce-scatter makes it ready
                     opens.setdefault(first, []).append((op, b, p))
     return opens, needed
 
 
 class _Link:
-    """The link in virtual time: takes the block that is needed first among those that are ready."""
+    """The link in virtual time. It takes the ready block that is needed first."""
 
     def __init__(self, mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows) -> None:
         self.mix, self.blocks, self.windows = mix, blocks, windows
         self.done: dict[Instance, float] = {}
-        self.sent: dict[Instance, int] = {}  # -> slot since the first period began, in the order of sending
-        self._began = self._free = 0.0  # the last message
-        self._ready: list[tuple[int, bool, int, int, int, Op, int]] = []  # by deadline; reductions first
+        self.sent: dict[Instance, int] = {}  # -> slot since the first period began; in the order of sending
+        self._began = self._free = 0.0  # begin and end of the last message
+        self._ready: list[tuple[int, bool, int, int, int, Op, int]] = []  # heap by deadline; reductions first
         orders = [in_order(mix.profile, u, own) for u, own in enumerate(blocks)]
         self._places = [{b: place for place, b in enumerate(order)} for order in orders]
-        self._waiting: list[tuple[float, int, Op, int, int]] = []  # gathers behind an update, by time
+        self._waiting: list[tuple[float, int, Op, int, int]] = []  # gathers that wait for an update; heap by time
         self._updated: dict[int, list[Instance]] = {}  # slot -> updated gathers whose window begins there
 
     def permit(self, slot: int) -> None:
@@ -137,7 +139,7 @@ class _Link:
             self.open(op, block, p)
 
     def _take_updated(self, slot: int, now: float) -> None:
-        """Gathers whose update is over are ready, if their window has begun."""
+        """Make gathers ready whose update is done and whose window has begun."""
         while self._waiting and self._waiting[0][0] <= now:
             op, block, p = heapq.heappop(self._waiting)[2:]
             first = p * self.mix.period.length + self.windows[op][0]
@@ -152,9 +154,9 @@ class _Link:
         heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, place, block, op, p))
 
     def run(self, slot: int, now: float, work: float) -> float:
-        """Send while compute runs for ``work`` seconds, slower beside messages; when it ends."""
+        """Send messages while compute runs for ``work`` seconds, slowed by them. Return when compute ends."""
         slowdown = 1 + self.mix.profile.interference
-        busy_until = self._free  # by what is in flight
+        busy_until = self._free  # end of the message in flight
         while True:
             beside = max(0.0, busy_until - now)
             if work * slowdown <= beside:
@@ -166,7 +168,7 @@ class _Link:
             now, work, busy_until = now + alone, work - alone, self._free
 
     def send(self, slot: int, now: float, until: float) -> bool:
-        """Start the most urgent block from ``now`` on and before ``until``; False if there is none."""
+        """Start the most urgent block at ``now`` or later, but before ``until``. Return False if there is none."""
         begin = max(self._free, now)
         while not self._ready and self._waiting and self._waiting[0][0] < until:
             begin = max(begin, self._waiting[0][0])
@@ -190,13 +192,13 @@ class _Link:
 
 
 def _drafts(mix: Mix, link: _Link) -> list[Draft]:
-    """The blocks in the order in which they were sent from the beginning to the end of the last period but one."""
+    """Return the blocks in the order in which they were sent in the last period but one."""
     length, period = mix.period.length, _PERIODS - 2
     chosen: dict[tuple[Op, int], int] = {}  # -> unrolled slot
     for (op, b, p), sent in link.sent.items():
         if sent // length == period:
             chosen.setdefault((op, b), sent - p * length)
-    for (op, b, p), sent in link.sent.items():  # what was sent in another one: the order has not settled yet
+    for (op, b, p), sent in link.sent.items():  # blocks not sent in that period, because the order has not settled yet
         if p == period:
             chosen.setdefault((op, b), sent - p * length)
     drafts = [Draft(op.kind, ((op.unit, b),), slot, op.micro) for (op, b), slot in chosen.items()]

@@ -1,4 +1,4 @@
-"""Any valid order: random cuts, fusions and issue slots. A baseline, and the generator behind property tests."""
+"""A random valid order: random cuts, fusions and issue slots. A baseline, and the generator of property tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mdcs.profile.link import REDUCTION, Kind
 
 @dataclass(frozen=True)
 class RandomOrder(Checked):
-    """Units are cut, messages fused and issued at random; the same for the same ``seed``."""
+    """Cuts units, fuses messages and chooses issue slots at random. The same ``seed`` gives the same plan."""
 
     name: ClassVar[str] = "random"
 
@@ -24,7 +24,7 @@ class RandomOrder(Checked):
     fuse: float = option(0.3, "chance of a message to be fused with the one before it", at_least=0, at_most=1)
 
     def schedule(self, mix: Mix) -> Plan:
-        """Messages in any order that is valid."""
+        """Return a random valid plan."""
         rng = random.Random(self.seed)
         world = mix.profile.world
         blocks = []

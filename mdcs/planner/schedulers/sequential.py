@@ -1,4 +1,4 @@
-"""No overlap: compute waits for every message."""
+"""The schedule without overlap: compute waits for every message."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from mdcs.plan.mix import Mix, sequential
 
 @dataclass(frozen=True)
 class Sequential:
-    """Every message at the moment it is ready (reductions) or needed (gathers)."""
+    """Sends every message when it is ready (reductions) or needed (gathers)."""
 
     name: ClassVar[str] = "sequential"
 
     def schedule(self, mix: Mix) -> Plan:
-        """The schedule by which budgets judge strategies (:func:`mdcs.plan.mix.sequential`)."""
+        """Return the sequential schedule (:func:`mdcs.plan.mix.sequential`).
+
+        It also decides whether strategies fit a budget.
+        """
         return sequential(mix)

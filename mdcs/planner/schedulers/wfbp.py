@@ -1,8 +1,8 @@
-"""Wait-free back-propagation: messages as ready, in the order of the computation.
+"""Wait-free back-propagation: messages are sent when ready, in the order of the computation.
 
-Reductions are issued when a unit's backward ends (Poseidon, PyTorch DDP). Gathers have no such moment:
-zero1's follows its reduction at once, as in a decomposed all-reduce; sdp's and fsdp's are prefetched one unit
-ahead, as FSDP does.
+A reduction is issued when the backward of its unit ends (Poseidon, PyTorch DDP). A gather has no such moment. The
+gather of zero1 follows its reduction at once, as in a decomposed all-reduce. Gathers of sdp and fsdp are prefetched one
+unit ahead, as FSDP does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mdcs.sizes import MIB
 
 
 def ready_slot(mix: Mix, op: Op) -> int:
-    """The slot at which WFBP issues an operation (unrolled)."""
+    """Return the slot (unrolled) at which WFBP issues an operation."""
     first, last = mix.window(op)
     if not op.kind.is_gather or mix.strategies[op.unit] is Strategy.zero1:
         return first
@@ -28,12 +28,12 @@ def ready_slot(mix: Mix, op: Op) -> int:
 
 
 def in_ready_order(mix: Mix) -> list[Op]:
-    """Operations by issue slot; of one slot, reductions first, then gathers by deadline."""
+    """Return the operations by issue slot. Within one slot, reductions come first, then gathers by deadline."""
     return sorted(mix.ops, key=lambda op: (ready_slot(mix, op), op.kind.is_gather, mix.window(op)[1]))
 
 
 def as_ready(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:
-    """A plan with a message per block, issued when WFBP would."""
+    """Return a plan with one message per block, issued at the slots of WFBP."""
     drafts = [
         Draft(op.kind, ((op.unit, b),), ready_slot(mix, op), op.micro)
         for op in in_ready_order(mix)
@@ -49,27 +49,27 @@ class Wfbp:
     name: ClassVar[str] = "wfbp"
 
     def schedule(self, mix: Mix) -> Plan:
-        """Messages as ready, in the order of the computation."""
+        """Return the messages when ready, in the order of the computation."""
         return as_ready(mix, "wfbp", mix.whole())
 
 
 @dataclass(frozen=True)
 class Blocks(Checked):
-    """What schedulers that cut units have."""
+    """Options of schedulers that partition units."""
 
     block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
 
     def cut(self, mix: Mix) -> tuple[tuple[int, ...], ...]:
-        """The blocks of every unit, in elements."""
+        """Return the blocks of every unit, in elements."""
         return mix.cut(mix.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB)))
 
 
 @dataclass(frozen=True)
 class Partitioning(Blocks):
-    """WFBP with every unit cut into blocks."""
+    """WFBP with every unit partitioned into blocks."""
 
     name: ClassVar[str] = "partitioning"
 
     def schedule(self, mix: Mix) -> Plan:
-        """Messages as ready, a block each."""
+        """Return the messages when ready, one per block."""
         return as_ready(mix, self.name, self.cut(mix))

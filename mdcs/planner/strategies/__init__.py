@@ -1,4 +1,4 @@
-"""Strategy planners that ask no solver: a judge in, a strategy per unit out.
+"""Strategy planners without a solver: from a judge to a strategy per unit.
 
-Imports `mdcs.planner.judge` and what is below it; knows no schedulers.
+Imports `mdcs.planner.judge` and the layers below it, and no schedulers.
 """

@@ -1,4 +1,4 @@
-"""Greedy: from the floor's mix and from all fsdp, take again and again the change that saves most time per byte that fits."""
+"""Greedy: repeat the change that saves most time per byte and fits, from the leanest mix and from all fsdp."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _BEYOND_FSDP = Strategy.hfsdp, Strategy.sdp, Strategy.hsdp, Strategy.zero1, Stra
 
 @dataclass(frozen=True)
 class Greedy:
-    """Time is communication plus update, unit by unit; bytes are the growth of the sequential peak."""
+    """Time is communication plus update, unit by unit. Bytes are the growth of the sequential peak."""
 
     name: ClassVar[str] = "greedy"
 
     def choose(self, judge: Judge) -> Choice:
-        """The faster of the mixes from both starts. A change that costs no bytes is free and taken first; ties go to the strategy
-        named first.
+        """Return the faster of the mixes from both starts.
 
-        Raises InfeasibleBudget for less than the floor.
+        A change that costs no bytes comes first. Ties go to the strategy that is listed first. Raises InfeasibleBudget
+        for a budget below the floor.
         """
         return Choice(min([self._from(start, judge) for start in judge.starts()], key=judge.seconds))
 
     def _from(self, start: Sequence[Strategy], judge: Judge) -> tuple[Strategy, ...]:
         profile, units = judge.profile, range(len(judge.profile.units))
-        mix = list(judge.mix(start).strategies)  # units that gain nothing from a second gather are sdp
+        mix = list(judge.mix(start).strategies)  # Mix turns fsdp into sdp where a second gather gains nothing
         cost = [{k: judge.job.cost.unit_s(u, k, judge.job.micro_steps) for k in choices(profile)} for u in units]
         changes = sorted(
             (
@@ -41,8 +41,8 @@ class Greedy:
             ),
             key=lambda c: c[:2],
         )
-        # One ranking serves all rounds (costs are per unit); a unit may later improve on an earlier choice. Twice as many changes
-        # are tried at once after some that fit, half as many after some that do not.
+        # One ranking serves all rounds, because costs are per unit. A unit may later improve on an earlier choice.
+        # After changes that fit, twice as many are tried at once; after changes that do not fit, half as many.
         held, i, many = judge.sequential_needs(mix), 0, 1
         while i < len(changes):
             trial = list(mix)
@@ -63,8 +63,10 @@ class Greedy:
 
 
 def _is_too_much(judge: Judge, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy) -> bool:
-    """Whether a unit of this strategy is over the budget, given the bytes of the mix by slot, without making a schedule: from its
-    forward to its backward it holds what it is bigger by, and nothing else changes there.
+    """Whether a unit of this strategy certainly exceeds the budget, found without making a schedule.
+
+    ``held``: bytes of the mix by slot. Between its forward and its backward the unit holds its extra bytes, and nothing
+        else changes.
     """
     if judge.budget is None:
         return False

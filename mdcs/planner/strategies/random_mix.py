@@ -1,4 +1,4 @@
-"""A random strategy per unit, seeded, always within the budget: the baseline every planner must beat."""
+"""A random strategy per unit, seeded, always within the budget. The baseline that every planner must beat."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from mdcs.planner.judge import Judge
 
 @dataclass(frozen=True)
 class RandomMix(Checked):
-    """A draw per unit; the same for the same ``seed``."""
+    """Draws a strategy per unit. The same ``seed`` gives the same mix."""
 
     name: ClassVar[str] = "random"
 
     seed: int = option(0, "seed of the draw", at_least=0)
 
     def choose(self, judge: Judge) -> Choice:
-        """Draw every unit; while the mix is too large, make one more random unit fsdp, or what the floor's mix has where all fsdp
-        does not fit. Raises InfeasibleBudget.
+        """Return a random mix that fits.
+
+        While the mix is too large, one more random unit becomes fsdp, or takes its strategy in the leanest mix if all
+        fsdp does not fit. Raises InfeasibleBudget.
         """
         smallest = judge.starts()[-1]
         rng = random.Random(self.seed)

@@ -1,4 +1,4 @@
-"""Every unit the same."""
+"""One strategy for all units."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Uniform(Checked):
 
     @property
     def name(self) -> str:
-        """That of the strategy."""
+        """Name of the strategy."""
         return self.each
 
     def choose(self, judge: Judge) -> Choice:
-        """The mix; raises InfeasibleBudget, with what it would need, if it does not fit."""
+        """Return the mix. Raises InfeasibleBudget, with the bytes that the mix needs, if it does not fit."""
         mix = (Strategy(self.each),) * len(judge.profile.units)
         judge.require(mix, f"strategy {self.each}")
         return Choice(mix)

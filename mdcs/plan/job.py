@@ -16,10 +16,10 @@ from mdcs.profile.contents import Profile
 class Job:
     """A profile, and the settings of its steps.
 
-    ``micro_steps``: forward and backward passes of one iteration.
-    ``cross_iteration``: whether messages may cross from one iteration to the next. False (with gradient clipping, for
-        example): all updates wait for all reductions of the iteration.
-    ``reserve``: bytes of any budget that are kept free.
+    - ``micro_steps``: forward and backward passes of one iteration.
+    - ``cross_iteration``: whether messages may cross from one iteration to the next. False (with gradient clipping, for
+      example): all updates wait for all reductions of the iteration.
+    - ``reserve``: bytes of any budget that are kept free.
 
     All plans of a job share its :class:`~mdcs.plan.period.Period` and its cost model. Raises ValueError for numbers out
     of range.

@@ -31,16 +31,16 @@ SCHEMA = 1
 class Plan:
     """A strategy per unit, and the messages of one period.
 
-    ``job``: the profile and its settings.
-    ``strategies``: one strategy per unit.
-    ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world`` and lies in one
-        section.
-    ``messages``: messages in wire order.
-    ``budget``: bytes that admission enforces, of which the job's reserve stays free. None: unlimited.
-    ``strategy``, ``scheduler``: names of the planners.
-    ``outcome``: status of the solver. Empty if no solver was used.
-    ``bound_s``: proven lower bound (seconds) on the step time of any plan within the budget. None: nothing was proven.
-    ``prediction``: result of the replay.
+    - ``job``: the profile and its settings.
+    - ``strategies``: one strategy per unit.
+    - ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world`` and lies in one
+      section.
+    - ``messages``: messages in wire order.
+    - ``budget``: bytes that admission enforces, of which the job's reserve stays free. None: unlimited.
+    - ``strategy``, ``scheduler``: names of the planners.
+    - ``outcome``: status of the solver. Empty if no solver was used.
+    - ``bound_s``: proven lower bound (seconds) on the step time of any plan within the budget. None: nothing was proven.
+    - ``prediction``: result of the replay.
 
     Raises PlanError for a plan that cannot run (:func:`mdcs.plan.validity.validate`).
     """

@@ -25,15 +25,15 @@ SCHEMA = 6
 class Unit:
     """The smallest group of parameters that is sharded, gathered, reduced and updated together.
 
-    ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one type and one optimizer
-        parameter group. The lengths sum to ``numel``.
-    ``sections``: consecutive parts of one type. Empty: all elements have the profile's widths.
-    ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
-    ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no gradient
-        flows through the unit.
-    ``gradients``: (elements, fraction) of each parameter in flat order. The gradient is ready when this fraction of the
-        last backward slot is over. Empty: all gradients are ready at the end of the slot.
-    ``aliased``: forward reads the unit's memory outside of its modules, through a tensor that shares the memory.
+    - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one type and one optimizer
+      parameter group. The lengths sum to ``numel``.
+    - ``sections``: consecutive parts of one type. Empty: all elements have the profile's widths.
+    - ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
+    - ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no gradient
+      flows through the unit.
+    - ``gradients``: (elements, fraction) of each parameter in flat order. The gradient is ready when this fraction of the
+      last backward slot is over. Empty: all gradients are ready at the end of the slot.
+    - ``aliased``: forward reads the unit's memory outside of its modules, through a tensor that shares the memory.
 
     Raises ValueError for an empty segment, for sections that are not made of whole segments, for a trainable unit
     without ``backward``, and for ``gradients`` with other elements or with a fraction outside 0..1.
@@ -72,11 +72,11 @@ class Unit:
 class Slot:
     """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
 
-    ``unit``: index of the unit.
-    ``seconds``: compute time.
-    ``live``: bytes at the start of the slot. They count activations, workspace and everything else that is not a
-        registered buffer.
-    ``peak``: the most such bytes during the slot. They include the bytes that the next slot begins with.
+    - ``unit``: index of the unit.
+    - ``seconds``: compute time.
+    - ``live``: bytes at the start of the slot. They count activations, workspace and everything else that is not a
+      registered buffer.
+    - ``peak``: the most such bytes during the slot. They include the bytes that the next slot begins with.
 
     Raises ValueError for another phase, and for a negative number.
     """
@@ -100,12 +100,12 @@ class Optimizer:
 
     A *run* is a contiguous piece of a shard with one parameter group. The optimizer sees a run as one tensor.
 
-    ``state_tensors``: optimizer state, in copies of the run. A fraction: several ranks share the state.
-    ``state_fixed``: further bytes of state per run (Adam: its step counter).
-    ``scratch_tensors``: temporary memory of an update, in copies of the largest run (non-fused Adam: 2).
-    ``seconds_per_element``, ``seconds_per_run``: update time.
-    ``scratch_fixed``: further bytes of temporary memory.
-    ``scratch_fixed_of``: (width, bytes) pairs that replace ``scratch_fixed`` for elements of that width in bytes.
+    - ``state_tensors``: optimizer state, in copies of the run. A fraction: several ranks share the state.
+    - ``state_fixed``: further bytes of state per run (Adam: its step counter).
+    - ``scratch_tensors``: temporary memory of an update, in copies of the largest run (non-fused Adam: 2).
+    - ``seconds_per_element``, ``seconds_per_run``: update time.
+    - ``scratch_fixed``: further bytes of temporary memory.
+    - ``scratch_fixed_of``: (width, bytes) pairs that replace ``scratch_fixed`` for elements of that width in bytes.
     """
 
     name: str = "sgd"
@@ -129,17 +129,19 @@ _LARGEST_BLOCK = 16 * MIB
 class Contention:
     """The cost of communication where compute, copies and the dispatcher share the same cores.
 
-    ``compute_per_message`` (s): compute time lost per message that completes while computing.
-    ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.
-    ``compute_per_work`` (fraction): compute time lost per second of copying, summing and updating that the message
-        causes.
+    - ``compute_per_message`` (s): compute time lost per message that completes while computing.
+    - ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.
+    - ``compute_per_work`` (fraction): compute time lost per second of copying, summing and updating that the message
+      causes.
+
     ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
         gap and β are measured while nothing computes. The longer of the two counts, never their sum.
-    ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
-    ``compute_per_wait`` (fraction): compute after a wait takes longer by this fraction of the wait, because caches are
-        cold and the core has slept.
-    ``turn_seconds`` (s): time of the training loop between backward and the next forward.
-    ``all_reduce`` (factor): the lost compute time of an all-reduce is multiplied by this.
+
+    - ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
+    - ``compute_per_wait`` (fraction): compute after a wait takes longer by this fraction of the wait, because caches are
+      cold and the core has slept.
+    - ``turn_seconds`` (s): time of the training loop between backward and the next forward.
+    - ``all_reduce`` (factor): the lost compute time of an all-reduce is multiplied by this.
 
     Raises ValueError for a negative number.
     """
@@ -169,19 +171,19 @@ def is_far_off(predicted_s: float, measured_s: float) -> bool:
 class Profile:
     """Measurements of one (model, batch, device, world).
 
-    ``slots``: slots of one micro-step in executed order: all forward slots, then all backward slots.
-    ``collectives``: the algorithms that carry the messages. The link was measured with them.
-    ``param_bytes``, ``grad_bytes``: bytes of an element in compute and on the wire. Units with ``sections`` have their
-        own widths.
-    ``master_bytes``: bytes of an element of the copy that the optimizer updates in mixed precision. 0: the optimizer
-        updates the parameters themselves.
-    ``interference``: slowdown of compute while a message is in flight (0.2 = 20 %).
-    ``contention``: cost of messages by their number and bytes.
-    ``copy_seconds_per_byte``: cost of packing a fused message and of summing a reduce-scatter.
-    ``about``: free text for people and for file names: model, device, versions.
-    ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
-    ``rehearsed``: (predicted, measured) seconds per step of the plans that the profile was fitted to, by name.
-        ``doubted`` selects the plans whose two numbers are far apart.
+    - ``slots``: slots of one micro-step in executed order: all forward slots, then all backward slots.
+    - ``collectives``: the algorithms that carry the messages. The link was measured with them.
+    - ``param_bytes``, ``grad_bytes``: bytes of an element in compute and on the wire. Units with ``sections`` have their
+      own widths.
+    - ``master_bytes``: bytes of an element of the copy that the optimizer updates in mixed precision. 0: the optimizer
+      updates the parameters themselves.
+    - ``interference``: slowdown of compute while a message is in flight (0.2 = 20 %).
+    - ``contention``: cost of messages by their number and bytes.
+    - ``copy_seconds_per_byte``: cost of packing a fused message and of summing a reduce-scatter.
+    - ``about``: free text for people and for file names: model, device, versions.
+    - ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
+    - ``rehearsed``: (predicted, measured) seconds per step of the plans that the profile was fitted to, by name.
+      ``doubted`` selects the plans whose two numbers are far apart.
 
     Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot
     that does not exist.

@@ -23,9 +23,9 @@ from mdcs.sizes import MIB
 class Kind(str, Enum):
     """The collective kinds.
 
-    ``is_gather``: the kind gathers parameters.
-    ``in_node``: the shards belong to the ranks of one node.
-    ``plain``: the same kind over the world.
+    - ``is_gather``: the kind gathers parameters.
+    - ``in_node``: the shards belong to the ranks of one node.
+    - ``plain``: the same kind over the world.
     """
 
     AR = "AR"  # all-reduce (dp)
@@ -61,15 +61,15 @@ _LEVELS = tuple(kind for kind in Kind if not kind.in_node), tuple(Kind)
 class Link:
     """Latency, bandwidth and gap of each kind, and the number of messages in flight.
 
-    ``alpha`` (s): latency of a message that is alone on the link.
-    ``beta`` (s/byte): seconds per wire byte.
-    ``depth``: messages in flight.
-    ``block``: the smallest message (payload bytes) that saturates the link. It is the partition size and the schedule
-        granularity.
-    ``emulated``: messages are held back until the modelled link would have carried them.
-    ``gap`` (s): pause between two messages in flight.
-    ``per_node``: consecutive ranks that share a host, if the link has two levels (several hosts with several ranks
-        each). Otherwise 0.
+    - ``alpha`` (s): latency of a message that is alone on the link.
+    - ``beta`` (s/byte): seconds per wire byte.
+    - ``depth``: messages in flight.
+    - ``block``: the smallest message (payload bytes) that saturates the link. It is the partition size and the schedule
+      granularity.
+    - ``emulated``: messages are held back until the modelled link would have carried them.
+    - ``gap`` (s): pause between two messages in flight.
+    - ``per_node``: consecutive ranks that share a host, if the link has two levels (several hosts with several ranks
+      each). Otherwise 0.
 
     ``alpha``, ``beta`` and ``gap`` follow the order of :class:`Kind`: AR, RS, AG_F, AG_B, and with two levels the kinds
     within nodes.

@@ -30,8 +30,8 @@ class Replay:
 
     Times are seconds from the start of the last replayed period (its first backward slot).
 
-    ``period_s``: length of the period.
-    ``settled``: whether the period equals the one before, so that all later periods are equal.
+    - ``period_s``: length of the period.
+    - ``settled``: whether the period equals the one before, so that all later periods are equal.
     """
 
     def __init__(self, plan: Plan, trace: Trace, ledger: Ledger | None) -> None:
@@ -71,8 +71,9 @@ class Replay:
 def replay(plan: Plan, *, ledger: Ledger | None = None, course: Course | None = None) -> Replay:
     """Replay a plan until its period repeats.
 
-    ``ledger``, ``course``: those of the plan, if the caller has them. Raises PlanError, naming the slot, when admission
-        under the
+    - ``ledger``, ``course``: those of the plan, if the caller has them. Raises PlanError, naming the slot, when admission
+      under the
+
     plan's budget deadlocks.
     """
     if plan.budget is not None:
@@ -83,10 +84,10 @@ def replay(plan: Plan, *, ledger: Ledger | None = None, course: Course | None = 
 class Steady(NamedTuple):
     """Times of the last replayed period, in seconds from its start.
 
-    ``period_s``: length of the period.
-    ``slots``: (arrival, begin, end) of compute at each slot.
-    ``bytes``: (begin, end) of the bytes on the link, for each message issued in the period. The end may lie after the
-        period.
+    - ``period_s``: length of the period.
+    - ``slots``: (arrival, begin, end) of compute at each slot.
+    - ``bytes``: (begin, end) of the bytes on the link, for each message issued in the period. The end may lie after the
+      period.
     """
 
     period_s: float

@@ -1,5 +1,5 @@
-"""What can train a job: mdcs, and its peers in the same loop, with the same data and the same measurement.
+"""Engines that train a job: mdcs, and its peers in the same loop, with the same data and the same measurement.
 
-A module here is an engine: its options (`experiments.engines.base.EngineOptions`), which `_target_` of a file in conf/engine
-names, and what they prepare. The loop that drives it knows `Engine` alone.
+A module here is an engine: its options (`experiments.engines.base.EngineOptions`), which `_target_` of a file in
+conf/engine names, and the object that `prepare` returns. The training loop uses only the protocol `Engine`.
 """

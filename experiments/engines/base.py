@@ -1,10 +1,10 @@
-"""What the training loop asks of an engine, how one is chosen, and what peers of mdcs have in common.
+"""The interface between training loop and engine, the options of an engine, and the base class of peers of mdcs.
 
-An engine is a file here: a dataclass with its options, named by its YAML, and what it prepares. No file imports torch, or the
-engine, before `prepare`: whoever starts ranks need not wait for them.
+An engine is a file here: a dataclass with its options, named by its YAML, and the object that the dataclass prepares.
+No file imports torch or the engine's package before `prepare`, so the process that starts ranks does not wait for them.
 
-Times of a peer are those that can be seen from outside of it. Its compute is forward and backward, less the time in which
-either waits for messages; where the engine does not show when it waits, or what it sends, the times are None.
+Times of a peer are measured from outside. Its compute is forward and backward without the time in which either waits
+for messages. Where the engine does not show its waits or its messages, the times are None.
 """
 
 from __future__ import annotations
@@ -39,35 +39,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineOptions(Checked, ABC):
-    """What trains the model, as a config chooses it. `name` is a class's own; fields are what it can be told."""
+    """The engine that trains the model, as a config chooses it. `name` is a class attribute; fields are the options."""
 
     name: ClassVar[str] = "engine"
     plans: ClassVar[bool] = False
-    """Whether it trains by a plan; peers decide by themselves."""
+    """Whether the engine runs a plan. Peers schedule communication themselves."""
     needs_cuda: ClassVar[bool] = False
 
     @property
     def label(self) -> str:
-        """The name, with what distinguishes variants of one engine."""
+        """The name, with a suffix that distinguishes variants of one engine."""
         return self.name
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for what of a config the engine cannot do, wherever it would run."""
+        """Raise ConfigError for settings that the engine cannot run on any machine."""
         if self.needs_cuda and config.cluster.device != "cuda":
             raise ConfigError("engine", f"{self.name} needs cluster.device=cuda, got {config.cluster.device}")
 
     def require(self) -> None:
-        """Raise ConfigError where this machine cannot run the engine; nothing has been started then."""
+        """Raise ConfigError where this machine cannot run the engine. Called before anything is started."""
 
     @abstractmethod
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """The engine around the model of the job, on every rank. The job has a plan if the engine `plans`."""
+        """Wrap the job's model, on every rank. The job has a plan if the engine `plans`."""
 
 
 class Trained(Protocol):
-    """What is trained. `rank` and `world` are those of the plan, `processes` how many there really are; one of them `writes`.
+    """The workload that an engine trains.
 
-    `units` and `optimizer` are made when asked for: a peer that replaces parameters must not."""
+    - rank, world: of the plan. In emulation they differ from the real processes.
+    - processes: number of real processes.
+    - writes: whether this process writes the run's files; one process does.
+    - units, optimizer: made at the first access. A peer that replaces parameters must not access them before.
+    """
 
     rank: int
     world: int
@@ -85,21 +89,21 @@ class Trained(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """A new optimizer, with the config's options."""
+        """A new optimizer with the config's options."""
         ...
 
     def loss(self, batch: Batch, model: nn.Module | None = None) -> Tensor:
-        """Of the model, or of another one that wraps it."""
+        """Loss of the model, or of `model`, which wraps it."""
         ...
 
     def blocks(self) -> list[nn.Module]:
-        """The modules that the wrap policy names, in the order of the model; where they nest, the inner ones first."""
+        """The modules that the wrap policy names, in the model's order. Where they nest, inner modules come first."""
         ...
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step; bytes on the wire and messages by kind, None where they are not known."""
+    """Measurements of one step. Bytes on the wire and messages are by kind; None where they are not known."""
 
     step: int
     times: StepTimes
@@ -108,9 +112,9 @@ class Record:
 
 
 class Engine(Protocol):
-    """A model in training. Every rank drives its own, with the same calls; leaving the `with` block ends it.
+    """A model in training. Every rank drives its own engine with the same calls. Leaving the `with` block ends it.
 
-    A step is, for every micro-step, `loss` and `backward` inside `micro_step`, and then `step`.
+    A step calls `loss` and `backward` inside `micro_step` for every micro-step, and then `step`.
     """
 
     optimizer: torch.optim.Optimizer
@@ -124,58 +128,58 @@ class Engine(Protocol):
     def loss(self, batch: Batch) -> Tensor: ...
 
     def backward(self, loss: Tensor) -> None:
-        """`loss` is divided by the number of micro-steps already."""
+        """Run backward. `loss` is already divided by the number of micro-steps."""
         ...
 
     def step(self) -> None: ...
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the last step that was clipped."""
+        """Gradient norm of the last step that was clipped."""
         ...
 
     def drain(self) -> None:
-        """Finish all that is in flight."""
+        """Finish all messages in flight."""
         ...
 
     def evaluate(self) -> AbstractContextManager[Any]:
-        """Forward passes of the job's model without gradients."""
+        """Context for forward passes of the job's model without gradients."""
         ...
 
     def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> Saving:
-        """Write one; a config that asks a peer for it is refused."""
+        """Write a checkpoint. Configs that request checkpoints from a peer are refused before."""
         ...
 
     def resume(self, path: Path) -> Resumed | None:
-        """Go on from the newest; None where there is none. Steps of `records` go on, too."""
+        """Load the newest checkpoint; None where there is none. The steps of `records` continue its count."""
         ...
 
     def records(self, *, flush: bool = False) -> list[Record]:
-        """Steps that have ended and were not given before; the last one only with `flush`."""
+        """Steps that have ended and were not returned before. The last step is included only with `flush`."""
         ...
 
     def reset_memory(self) -> None: ...
 
     def allocator_retries(self) -> int | None:
-        """How often an allocation had to free what was kept first; None where nothing counts."""
+        """Number of allocations that had to free cached memory first; None where it is not counted."""
         ...
 
     def peak_bytes(self) -> int | None:
-        """The allocator's highest total since the start or `reset_memory`; None where nothing is measured."""
+        """The allocator's highest total in bytes since the start or `reset_memory`; None where it is not measured."""
         ...
 
     def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
-        """What the summary says of this engine alone; `sent` are the bytes of a whole step."""
+        """Values of this engine alone for the summary. `sent` has the bytes of a whole step."""
         ...
 
     def write(self, folder: Path) -> None:
-        """Files of this engine alone, by all ranks together."""
+        """Write files of this engine alone. Called by all ranks."""
         ...
 
 
 @dataclass
 class Seen:
-    """What was seen of a step under way: stamps of forward and backward, and messages on the host's clock."""
+    """Observations of a step under way: time stamps of forward and backward, and messages on the host's clock (s)."""
 
     phases: list[tuple[Any, Any]] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
@@ -190,9 +194,9 @@ class Seen:
 
 
 class Peer:
-    """An engine around `self.model`, which wraps or is the job's; subclasses say what differs.
+    """An engine around `self.model`, which wraps or is the job's model. Subclasses override what differs.
 
-    shows_waits: `Seen.waits` has whatever forward and backward wait for. shows_messages: `Seen.messages` has every message.
+    shows_waits: `Seen.waits` has all waits of forward and backward. shows_messages: `Seen.messages` has every message.
     """
 
     shows_waits = shows_messages = False
@@ -217,7 +221,7 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """Let go of what outlives the workload."""
+        """Release resources that would outlive the workload."""
 
     # ---- a step
 
@@ -229,7 +233,7 @@ class Peer:
         self.seen.phases.append((begin, self._executor.stamp()))
 
     def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
-        """Around a micro-step: gradients are reduced in the last one of a step."""
+        """Context of a micro-step. Gradients are reduced in the last micro-step of a step."""
         return nullcontext()
 
     def loss(self, batch: Batch) -> Tensor:
@@ -249,7 +253,7 @@ class Peer:
         self._begin, self.seen = end, Seen()
 
     def reduce(self) -> None:
-        """What is left to reduce when backward has ended."""
+        """Reduce the gradients that backward has not reduced."""
 
     def clip(self, norm: float) -> Tensor:
         import torch
@@ -263,7 +267,7 @@ class Peer:
     # ---- between steps
 
     def drain(self) -> None:
-        """Nothing is in flight between steps; rank 0's buffers (BatchNorm's statistics) become the model's."""
+        """Broadcast rank 0's buffers (BatchNorm's statistics). A peer has no messages in flight between steps."""
         import torch.distributed as dist
 
         if self.workload.world > 1:
@@ -273,7 +277,7 @@ class Peer:
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         self.drain()
-        training, self.seen = self.seen, Seen()  # what an evaluation sends is no step's
+        training, self.seen = self.seen, Seen()  # messages of an evaluation belong to no step
         try:
             yield
         finally:
@@ -300,7 +304,7 @@ class Peer:
         return Record(step, self.times(whole, phases, seen), sent, count)
 
     def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
-        """Of a step, from what was seen of it."""
+        """Times of a step, from its observations."""
         computed = length(phases) - length(intersection(phases, seen.waits)) if self.shows_waits else None
         communicated = overlapped = None
         if self.shows_messages:
@@ -325,4 +329,4 @@ class Peer:
         return {"memory": {"measured": None if peak is None else {TOTAL: peak}}}
 
     def write(self, folder: Path) -> None:
-        """Nothing but the metrics."""
+        """Write nothing: a peer has only metrics."""

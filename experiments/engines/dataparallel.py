@@ -1,4 +1,4 @@
-"""torch's nn.DataParallel: one process for all devices, each of which gets a part of the batch."""
+"""torch's nn.DataParallel: one process for all devices; each device gets a part of the batch."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ class DataParallel(EngineOptions):
     loss_inside: bool = option(False, "each device computes the loss of its part")
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for several processes: one drives all devices."""
+        """Raise ConfigError for several processes: one process drives all devices."""
         super().check(config)
         if config.cluster.ranks != 1:
             got = config.cluster.ranks
             raise ConfigError("cluster.ranks", f"must be 1 with engine=dataparallel: one process, all devices; got {got}")
 
     def require(self) -> None:
-        """Raise ConfigError where there is one device, or none."""
+        """Raise ConfigError with fewer than two devices."""
         import torch
 
         if (devices := torch.cuda.device_count()) < 2:
             raise ConfigError("engine", f"dataparallel needs several CUDA devices, and torch finds {devices}")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Around the model, on all devices."""
+        """Wrap the model, on all devices."""
         return DataParallelEngine(self, config, workload)
 
 
 class DataParallelEngine(Peer):
-    """Plain, outputs are gathered on the first device, which computes the loss. It shows neither messages nor waits."""
+    """DataParallel. It shows neither messages nor waits.
+
+    Without `loss_inside`, outputs are gathered on the first device, which computes the loss.
+    """
 
     def __init__(self, options: DataParallel, config: Config, workload: Trained) -> None:
         import torch
@@ -60,7 +63,7 @@ class DataParallelEngine(Peer):
 
 
 def _with_loss(workload: Trained) -> nn.Module:
-    """A module whose forward is the loss of a part of the batch."""
+    """A module whose forward returns the loss of a part of the batch."""
     from torch import nn
 
     class WithLoss(nn.Module):

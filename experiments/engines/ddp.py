@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, with its own timers."""
+"""torch's DistributedDataParallel, with the times of its own timers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Ddp(EngineOptions):
     gradient_as_bucket_view: bool = option(True, "gradients are views of the buckets, not copied to them")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Around the model, with broadcasts of its buffers left to evaluation."""
+        """Wrap the model in DDP. Its buffers are broadcast only before evaluation."""
         return DdpEngine(self, config, workload)
 
 
 class DdpEngine(Peer):
-    """Communication is from the start of the first bucket to the end of the last: that is what DDP's timers tell."""
+    """DDP. Communication lasts from the start of the first bucket to the end of the last, as DDP's timers report it."""
 
     def __init__(self, options: Ddp, config: Config, workload: Trained) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +39,7 @@ class DdpEngine(Peer):
             workload.model,
             bucket_cap_mb=options.bucket_mib,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            broadcast_buffers=False,  # before evaluation is soon enough, for all engines alike
+            broadcast_buffers=False,  # `drain` broadcasts them before evaluation, for all engines
         )
         self._ddp._set_ddp_runtime_logging_sample_rate(1)
         self._timed: dict[int, dict[str, Any]] = {}
@@ -51,7 +51,7 @@ class DdpEngine(Peer):
         return nullcontext() if last else self._ddp.no_sync()
 
     def reduce(self) -> None:
-        """All is reduced; what DDP's timers say of this step is overwritten in the next."""
+        """Read DDP's timers: DDP has reduced all gradients, and overwrites its timers in the next step."""
         self._ddp.logger.set_runtime_stats_and_log()
         self._timed[id(self.seen)] = self._ddp._get_ddp_logging_data()
         self.seen.sent[str(Kind.AR)] = self._sent

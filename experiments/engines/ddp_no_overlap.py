@@ -1,4 +1,4 @@
-"""The reductions of DDP without the overlap: all of them after backward, in buckets that are in flight together."""
+"""DDP's reductions without overlap: all of them after backward, in buckets that are in flight together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class DdpNoOverlap(EngineOptions):
     bucket_mib: float = option(25.0, "gradients are reduced in buckets of about so much", above=0)
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Around the model as it is, which all ranks get from rank 0."""
+        """Use the model as it is; all ranks get rank 0's values."""
         return DdpNoOverlapEngine(self, config, workload)
 
 
 class DdpNoOverlapEngine(Peer):
-    shows_waits = shows_messages = True  # there are none in forward and backward
+    shows_waits = shows_messages = True  # forward and backward have neither
 
     def __init__(self, options: DdpNoOverlap, config: Config, workload: Trained) -> None:
         import torch.distributed as dist
@@ -62,7 +62,7 @@ class DdpNoOverlapEngine(Peer):
 
 
 def _buckets(gradients: list[Tensor], size: int) -> list[list[Tensor]]:
-    """In the order of backward, as many together as fit ``size`` bytes, and at least one."""
+    """Gradients in the order of backward, in buckets of at most ``size`` bytes or of one gradient."""
     buckets: list[list[Tensor]] = []
     free = 0
     for gradient in reversed(gradients):

@@ -23,21 +23,21 @@ class Deepspeed(EngineOptions):
 
     @property
     def label(self) -> str:
-        """For instance deepspeed 3."""
+        """For instance "deepspeed 3"."""
         return f"{self.name} {self.stage}"
 
     def require(self) -> None:
-        """DeepSpeed is an extra."""
+        """Raise ConfigError if DeepSpeed, an extra, is not installed."""
         if importlib.util.find_spec("deepspeed") is None:
             raise ConfigError("engine", "deepspeed is not installed: pip install 'mdcs[deepspeed]'")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Around the model, with the job's optimizer."""
+        """Wrap the model, with the job's optimizer."""
         return DeepspeedEngine(self, config, workload)
 
 
 class DeepspeedEngine(Peer):
-    """It shows neither messages nor waits."""
+    """DeepSpeed. It shows neither messages nor waits."""
 
     def __init__(self, options: Deepspeed, config: Config, workload: Trained) -> None:
         os.environ.setdefault("DS_ACCELERATOR", workload.device.type)
@@ -58,10 +58,10 @@ class DeepspeedEngine(Peer):
         )
         super().__init__(config, workload, self._zero, optimizer)
         self._clips = self._clip is not None
-        self._clip = None  # ZeRO does it in its step
+        self._clip = None  # ZeRO clips in its step
 
     def backward(self, loss: Tensor) -> None:
-        self._zero.backward(loss, scale_wrt_gas=False)  # it is divided already
+        self._zero.backward(loss, scale_wrt_gas=False)  # the loss is divided already
         if not self._zero.is_gradient_accumulation_boundary():
             self._zero.step()
 

@@ -1,4 +1,4 @@
-"""FairScale's ShardedDataParallel with OSS: gradients and optimizer state sharded by parameter, parameters whole."""
+"""FairScale's ShardedDataParallel with OSS: shards gradients and optimizer state by parameter; parameters are whole."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ class Fairscale(EngineOptions):
     bucket_mib: float = option(32.0, "gradients are reduced in buckets of about so much", above=0)
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Around the model, with the job's optimizer made anew by OSS."""
+        """Wrap the model. OSS makes the job's optimizer again."""
         return FairscaleEngine(self, config, workload)
 
 
 class FairscaleEngine(Peer):
-    """Backward computes until its last gradient is there, and then waits for reductions; what is in flight it does not
-    show."""
+    """ShardedDataParallel. Its messages are not shown.
+
+    Backward computes until its last gradient is ready, and then waits for reductions: the wait is measured from there.
+    """
 
     shows_waits = True
 

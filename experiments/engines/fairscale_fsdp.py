@@ -1,4 +1,4 @@
-"""FairScale's FullyShardedDataParallel, around every block and the rest. It runs on CUDA alone."""
+"""FairScale's FullyShardedDataParallel around every block and around the rest. It runs only on CUDA."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class FairscaleFsdp(EngineOptions):
     needs_cuda = True
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Around every block of the model and the rest."""
+        """Wrap every block of the model, and the rest."""
         return FairscaleFsdpEngine(config, workload)
 
 
 class FairscaleFsdpEngine(Peer):
-    """It shows neither messages nor waits."""
+    """FairScale's FSDP. It shows neither messages nor waits."""
 
     def __init__(self, config: Config, workload: Trained) -> None:
         from fairscale.nn.data_parallel import FullyShardedDataParallel

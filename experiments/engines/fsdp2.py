@@ -1,8 +1,8 @@
-"""torch's fully_shard (FSDP2), on every block and on what the blocks leave over, or as a plan of mdcs says that was taken home.
+"""torch's fully_shard (FSDP2), on every block and on the remaining parameters, or as an exported plan of mdcs says.
 
-On CPU its collectives are timed by passing through here: fully_shard takes other ones of its user. By itself it waits for
-each at once there; with `engine.prefetch` gathers are in flight while blocks before them compute. The reduce-scatter
-is the backend's own, or an all-to-all and a local sum, which sends half of what gloo's own does.
+On CPU, the collectives are replaced through fully_shard's own hooks, so that their times can be measured. By default
+fully_shard waits for each gather at once there. With `engine.prefetch`, gathers are in flight while earlier blocks
+compute. The reduce-scatter is the backend's own, or an all-to-all and a local sum, which sends half as much as gloo's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fsdp2(EngineOptions):
-    """Raises OptionError for a size of groups without groups, for groups without one, and for a plan beside what it says."""
+    """Options of FSDP2.
+
+    Raises OptionError for `reshard_group` without reshard=group, for reshard=group without `reshard_group`, and for
+    `plan` together with options that the plan decides.
+    """
 
     name = "fsdp2"
 
@@ -53,12 +57,13 @@ class Fsdp2(EngineOptions):
 
     @property
     def label(self) -> str:
-        """For instance fsdp2 never all_to_all 2."""
+        """For instance "fsdp2 never all_to_all 2"."""
         values = ("plan" if self.plan else self.reshard_group or self.reshard, self.reduce_scatter, self.prefetch)
         return " ".join([self.name, *(str(value) for value in values if value is not None)])
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for groups that the ranks cannot be divided into, and for a plan that is none, or of other ranks."""
+        """Raise ConfigError for groups that do not divide the ranks, and for a plan that is unreadable or of other ranks.
+        """
         super().check(config)
         group, ranks = self.reshard_group, config.cluster.ranks
         if group is not None and ranks % group:
@@ -84,7 +89,7 @@ class Fsdp2(EngineOptions):
             raise ConfigError("engine.reduce_scatter", f"{problem}; got {self.reduce_scatter}")
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Around every block of the model and the rest."""
+        """Wrap every block of the model, and the rest."""
         return Fsdp2Engine(self, config, workload)
 
 
@@ -111,7 +116,10 @@ class Fsdp2Engine(Peer):
         self._tune(blocks, options)
 
     def _follow(self, options: Fsdp2, config: Config, workload: Trained) -> None:
-        """A plan. Its all-reduces do not pass through here: with one, neither messages nor waits are shown."""
+        """Apply an exported plan.
+
+        If the plan has all-reduces, neither messages nor waits are shown: torch makes those messages itself.
+        """
         from mdcs.export.fsdp2 import apply_plan, parameter_groups
 
         assert options.plan is not None
@@ -125,15 +133,15 @@ class Fsdp2Engine(Peer):
             self._collect([workload.model.get_submodule(group["modules"][0]) for group in plan["groups"]], options)
 
     def _tune(self, blocks: list[nn.Module], options: Fsdp2) -> None:
-        """Prefetching and collectives, as the options say."""
+        """Set prefetching and collectives from the options."""
         ahead = options.prefetch
         if ahead is not None:
             _prefetch([self._root, *blocks], ahead)
-            self._root._set_unshard_async_op(self.workload.device.type == "cpu")  # where there is no stream to wait
+            self._root._set_unshard_async_op(self.workload.device.type == "cpu")  # a CPU has no stream to wait
         self._collect([self._root, *blocks], options)
 
     def _collect(self, modules: list[Any], options: Fsdp2) -> None:
-        """The collectives of these."""
+        """Set the collectives of these modules."""
         from experiments.engines import fsdp2_collectives as timed
 
         if self.workload.world == 1:
@@ -159,17 +167,17 @@ class Fsdp2Engine(Peer):
 
         return clip_grad_norm_(self.model.parameters(), norm)  # parameters may be on several meshes
 
-    # ---- what the collectives tell
+    # ---- called by the collectives
 
     def sent(self, kind: Kind, size: int, begin: float, end: float, *, waited: bool) -> None:
-        """``size`` is of the whole message."""
+        """Record a message. ``size`` is in bytes of the whole message."""
         self.seen.message(kind, self.collectives.sent(kind, size, self.workload.world), (begin, end))
         if waited:
             self.seen.waits.append((begin, end))
 
 
 def _prefetch(modules: list[Any], ahead: int) -> None:
-    """Each gathers the ``ahead`` next ones before it computes: in forward those behind it, in backward those before it."""
+    """Make each module gather the ``ahead`` next modules before it computes, in the order of forward or backward."""
     root, *blocks = modules
     for i, module in enumerate(modules):
         if following := modules[i + 1 : i + 1 + ahead]:

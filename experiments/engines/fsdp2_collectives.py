@@ -1,4 +1,4 @@
-"""What fully_shard calls in the place of its own collectives: the same messages, or an all-to-all, timed."""
+"""Collectives that fully_shard calls instead of its own: the same messages or an all-to-all, with measured times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from experiments.engines.base import Seen
 from mdcs.profile.link import Kind
 
-# torch 2.13 has new names, and warns of the old ones at every call.
+# torch 2.13 has new names, and warns about the old ones at every call.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Told(Protocol):
-    """The engine, which is told of every message, and of what waits for one."""
+    """The engine. It receives every message, and every wait for a message."""
 
     seen: Seen
 
@@ -32,7 +32,7 @@ class _Allocating:
 
 
 class Gather(_Allocating):
-    """The backend's own all-gather, timed."""
+    """The backend's own all-gather, with measured times."""
 
     def __init__(self, engine: Told) -> None:
         self._engine = engine
@@ -50,7 +50,7 @@ class Gather(_Allocating):
 
 
 class _Timed(dist.Work):
-    """A gather in flight: it ends when it is done, which may be before it is waited for."""
+    """A gather in flight. Its end is the end of the transfer, which may come before the call of `wait`."""
 
     def __init__(self, engine: Told, kind: Kind, size: int, begin: float, work: dist.Work) -> None:
         super().__init__()
@@ -81,7 +81,10 @@ class ReduceScatter(_Allocating):
 
 
 def all_to_all(output: Tensor, whole: Tensor, *, op: Any, group: dist.ProcessGroup) -> None:
-    """A reduce-scatter: every rank gets its part from all ranks, and sums in the order of ranks."""
+    """Reduce-scatter by all-to-all: a rank receives its part from all ranks, and sums the parts in the order of ranks.
+
+    output: [n]; whole: [n · ranks].
+    """
     parts = torch.empty_like(whole)
     dist.all_to_all_single(parts, whole, group=group)
     torch.sum(parts.view(group.size(), -1), dim=0, out=output)

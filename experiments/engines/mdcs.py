@@ -1,4 +1,4 @@
-"""mdcs itself: the job's plan through `mdcs.parallelize`."""
+"""mdcs itself: runs the job's plan through `mdcs.parallelize`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mdcs(EngineOptions):
     plans = True
 
     def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Around the model, run by the job's plan."""
+        """Wrap the model with the job's plan."""
         return MdcsEngine(config, workload)
 
 
@@ -39,7 +39,7 @@ class MdcsEngine:
         assert workload.plan is not None and workload.plan.prediction is not None
         self.workload, self.plan, self.prediction = workload, workload.plan, workload.plan.prediction
         self.optimizer = workload.optimizer
-        self._done = 0  # steps before this run's first
+        self._done = 0  # steps before the first of this run
         self._over_budget = 0  # steps
         self._parallel = mdcs.parallelize(
             workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,
@@ -54,10 +54,10 @@ class MdcsEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         if error is not None:
-            self._parallel.__exit__(kind, error, *trace)  # which tells the other ranks
+            self._parallel.__exit__(kind, error, *trace)  # tells the other ranks
             return
         self._parallel.drain()
-        self._parallel.close(whole=False)  # nobody trains on, and it need not fit
+        self._parallel.close(whole=False)  # the whole model is not needed, and might exceed the memory
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -103,7 +103,10 @@ class MdcsEngine:
         }
 
     def write(self, folder: Path) -> None:
-        """The last whole period of every rank, on the clock that starts with that of its machine's first rank."""
+        """Write timeline.json: the last whole period of every rank. Called by all ranks.
+
+        The clock of each machine starts with the period of the machine's first rank.
+        """
         import torch.distributed as dist
 
         from mdcs.calibrate.clock import machine
@@ -114,7 +117,7 @@ class MdcsEngine:
         dist.all_gather_object(gathered, own)
         if not self.workload.writes or not intervals:
             return
-        zero = dict(clock for *_, clock in reversed(gathered))  # of each machine: the first of its ranks stays
+        zero = dict(clock for *_, clock in reversed(gathered))  # reversed: the first rank of each machine wins
         ranks = tuple(
             RankTimeline(r, tuple(dataclasses.replace(i, start=i.start - zero[m], end=i.end - zero[m]) for i in theirs))
             for r, theirs, _, (m, _) in gathered

@@ -42,7 +42,7 @@ _ONLY = "only"
 
 
 def freeze(config: Config, folder: Path, identity: str | None = None) -> None:
-    """Write the resolved config for a job that starts later, in another working directory and perhaps on another machine.
+    """Write the resolved config for a job that starts later, in another working directory, perhaps on another machine.
     """
     checks.save(files_from_here(config), folder / JOB)
     record.write(folder, identity or record.identity_of(config), record.HANDED_IN)

@@ -50,8 +50,7 @@ class Profiles:
         return True
 
     def leave(self, config: Config, folder: Path) -> None:
-        """Copy the profile of an equal job, if it is known, into the folder for other programs. A profile there is kept.
-        """
+        """Copy the profile of an equal job, if it is known, into the folder for other programs, unless it has one."""
         found, target = self.find(config), folder / "profile.json"
         if found is None or target.exists():
             return

@@ -1,1 +1,1 @@
-"""What is trained: models built from numbers, and data that is on every machine."""
+"""Training tasks: models built from numbers, and data that is on every machine."""

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019) over bytes: fills in masked ones."""
+"""BERT (Devlin et al. 2019) over bytes: predicts masked bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Bert(TextTransformer):
-    """transformers' BERT with the head of a masked language model; the mask token is one more than `vocab`."""
+    """transformers' BERT with the head of a masked language model. The mask token's id is `vocab`."""
 
     @property
     def inputs(self) -> Tokens:
@@ -22,7 +22,7 @@ class Bert(TextTransformer):
         return Tokens(self.sequence, self.vocab, masked=True)
 
     def numbers(self) -> dict[str, Any]:
-        """Of BertConfig."""
+        """Arguments of BertConfig."""
         return {
             "num_hidden_layers": self.layers, "hidden_size": self.width, "num_attention_heads": self.heads,
             "intermediate_size": 4 * self.width, "max_position_embeddings": self.sequence,
@@ -30,7 +30,7 @@ class Bert(TextTransformer):
         }  # fmt: skip
 
     def make(self) -> Task:
-        """Layers are units; embeddings and head lie outside of them."""
+        """Make the task. Layers are units; embeddings and head lie outside of the layers."""
         from transformers import BertConfig, BertForMaskedLM
 
         from experiments.tasks.task import Task, cross_entropy
@@ -38,13 +38,13 @@ class Bert(TextTransformer):
         config = BertConfig(
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
-            pad_token_id=None,  # by default byte 0 would be padding, with an embedding that is never trained
+            pad_token_id=None,  # by default, byte 0 is padding and its embedding is never trained
             **self.numbers(),
             **self.library_options(),
         )
         model = self.new(BertForMaskedLM, config)
         # `predictions.bias` is a second name of `predictions.decoder.bias` when tied, and unused otherwise.
-        # Without it each parameter belongs to the module that computes with it.
+        # Without it, each parameter belongs to the module that computes with it.
         del model.cls.predictions.bias
         self.recompute(model)
         return Task(model, cross_entropy, ("BertLayer",), self.inputs)

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019) that classifies pairs of sentences."""
+"""BERT (Devlin et al. 2019) as a classifier of pairs of sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BertPairs(Transformer):
-    """transformers' BERT with a classifier over its pooled first token."""
+    """transformers' BERT with a classifier on its pooled first token."""
 
     sequence: int = option(128, "tokens of a pair", at_least=4)
     vocab: int = option(259, "tokens in the vocabulary; without a tokenizer bytes and three special ones", at_least=5)
@@ -27,14 +27,14 @@ class BertPairs(Transformer):
         return Pairs(self.sequence, self.vocab, self.classes)
 
     def numbers(self) -> dict[str, Any]:
-        """Of BertConfig."""
+        """Arguments of BertConfig."""
         return {
             "num_hidden_layers": self.layers, "hidden_size": self.width, "num_attention_heads": self.heads,
             "intermediate_size": 4 * self.width, "max_position_embeddings": self.sequence, "vocab_size": self.vocab,
         }  # fmt: skip
 
     def make(self) -> Task:
-        """Layers are units; embeddings, pooler and classifier lie outside of them."""
+        """Make the task. Layers are units; embeddings, pooler and classifier lie outside of the layers."""
         from transformers import BertConfig, BertForSequenceClassification
 
         from experiments.tasks.task import Task, cross_entropy

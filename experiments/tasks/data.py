@@ -1,12 +1,11 @@
-"""Training data that is already on every machine: no downloads, no tokenizer, no image library.
+"""Training data that is on every machine already: no downloads, no tokenizer, no image library.
 
-A data set is a dataclass with `samples`; its batches are made here. Data is held as numpy arrays on purpose: what is measured
-is torch's memory, and a data set is not part of a training step.
+A data set is a dataclass with `samples`; this module makes its batches. Data is held in numpy arrays on purpose:
+torch's memory is measured, and a data set is not part of a training step.
 
-The order of samples is a function of (seed, step) alone. Step `k` of an epoch is one global batch, a
-slice of that epoch's permutation, and rank `r` takes the `r`-th part of it. So ranks never overlap, the
-concatenated batches of N ranks are exactly the batch of a single process with an N times larger batch,
-and a run continues from any step.
+The order of samples depends only on seed and step. Step `k` of an epoch is one global batch, a slice of that epoch's
+permutation, and rank `r` takes the `r`-th part of the slice. So ranks never overlap, the concatenated batches of N
+ranks are exactly the batch of a single process with an N times larger batch, and a run can continue from any step.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from numpy.typing import NDArray
 from experiments.tasks.inputs import Images, Inputs, Tokens
 from mdcs.options import Checked, option
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a data set is chosen before any process starts
+if TYPE_CHECKING:  # importing torch takes seconds, and a data set is chosen before any process starts
     from torch import Tensor
 
 IGNORED = -100
 """Label of a position that is not part of the loss (torch's default `ignore_index`)."""
 SHUFFLE, MASK, CONTENT, SPLIT = range(4)
-"""One word of the seed sequence per purpose, so that an epoch's shuffle and its masks are independent."""
+"""One word of the seed sequence per purpose. So an epoch's shuffle and its masks are independent."""
 
 Arrays = dict[str, NDArray[np.generic]]
 Rows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""Indices of samples to windows of `sequence + 1` tokens, shape (batch, sequence + 1)."""
+"""Indices of samples [batch] → windows of `sequence + 1` tokens [batch, sequence + 1]."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A split of a data set: how many samples, and `at(indices, epoch)`, the arrays of one batch of them."""
+    """A split of a data set: the number of samples, and `at(indices, epoch)`, which returns the arrays of one batch."""
 
     count: int
     at: Callable[[NDArray[np.int64], int], Arrays]
@@ -47,7 +46,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Checked, ABC):
-    """A source of batches, with the options that all have. `name` is a class's own, for messages."""
+    """A source of batches, with the options that all sources share. `name` is for messages."""
 
     name: ClassVar[str] = "data"
 
@@ -56,23 +55,24 @@ class Data(Checked, ABC):
 
     @abstractmethod
     def require(self, inputs: Inputs) -> None:
-        """Raise ValueError when this source cannot give such inputs."""
+        """Raise ValueError if this source cannot provide such inputs."""
 
     @abstractmethod
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """The training split, or the one held out, for a model that reads `inputs`, which were required before."""
+        """The training split or the held-out split, for a model that reads `inputs`. `require` has accepted `inputs`.
+        """
 
     def batches(
         self, inputs: Inputs, *, rank: int, world: int, held_out: bool = False, epochs: int | None = None, first_step: int = 0
     ) -> Iterator[dict[str, Tensor]]:
-        """This rank's batches for a model that reads `inputs`: CPU tensors.
+        """Yield this rank's batches for a model that reads `inputs`, as CPU tensors.
 
-        Each epoch is reshuffled and drops the remainder of the last global batch. `epochs=None` never ends;
-        evaluation is one pass over the other split: `held_out=True, epochs=1`. `first_step` continues a
-        run: the first batch is the one that a run from 0 would give after `first_step` batches.
+        Each epoch is reshuffled and drops the remainder of the last global batch. `epochs=None` never ends. Evaluation
+        is one pass over the other split: `held_out=True, epochs=1`. With `first_step` a run continues: the first batch
+        is the one that a run from 0 would yield after `first_step` batches.
 
-        Raises ValueError, at the call and not at the first batch, when this source cannot give such inputs, for a rank
-        outside of the world, or fewer samples than one global batch.
+        Raises ValueError at the call, not at the first batch, if this source cannot provide such inputs, for a rank
+        outside of the world, or for fewer samples than one global batch.
         """
         if world < 1 or not 0 <= rank < world:
             raise ValueError(f"rank must be in 0 … world - 1, got rank {rank} of world {world}")
@@ -105,15 +105,15 @@ class Data(Checked, ABC):
 
 
 def random(seed: int, *words: int) -> np.random.Generator:
-    """A generator of its own for a seed and what it is used for."""
+    """A random generator for a seed and a purpose, independent of other purposes."""
     return np.random.default_rng([seed, *words])
 
 
-# ---- from what a source has to what a model reads
+# ---- from a source's samples to a model's batches
 
 
 def token_samples(count: int, rows: Rows, tokens: Tokens, seed: int) -> Samples:
-    """Windows of tokens as a language model reads them, causal or masked."""
+    """Windows of tokens in the form that a language model reads, causal or masked."""
     if tokens.masked:
         return Samples(count, partial(_masked, rows, tokens, seed))
     return Samples(count, partial(_causal, rows))
@@ -125,10 +125,9 @@ def _causal(rows: Rows, indices: NDArray[np.int64], epoch: int) -> Arrays:
 
 
 def _masked(rows: Rows, tokens: Tokens, seed: int, indices: NDArray[np.int64], epoch: int) -> Arrays:
-    """BERT's corruption: of the chosen positions 80 % become the mask token, 10 % a random token, 10 % stay.
+    """BERT's corruption: of the chosen positions, 80 % become the mask token, 10 % a random token, and 10 % stay.
 
-    Drawn per sample and epoch, never per rank, so that a sample is masked the same way in whichever
-    batch it lands.
+    Choices depend on sample and epoch, never on the rank: a sample is masked the same way in every batch.
     """
     input_ids = rows(indices)[:, :-1].copy()
     labels = np.full_like(input_ids, IGNORED)
@@ -143,7 +142,7 @@ def _masked(rows: Rows, tokens: Tokens, seed: int, indices: NDArray[np.int64], e
 
 
 def image_arrays(pixels: NDArray[np.float32], labels: NDArray[np.int64], images: Images) -> Arrays:
-    """A batch of images, (batch, channels, size, size), as the model reads them."""
+    """A batch of images [batch, channels, size, size] in the form that the model reads."""
     if images.flat:
         return {"inputs": pixels.reshape(len(pixels), images.features), "labels": labels}
     return {"pixel_values": pixels, "labels": labels}

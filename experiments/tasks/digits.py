@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, enlarged to the image size a model wants."""
+"""scikit-learn's handwritten digits, enlarged to the model's image size."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Digits(Data):
     name = "digits"
 
     def require(self, inputs: Inputs) -> None:
-        """Images, of as many classes as there are digits."""
+        """Raise ValueError unless the model reads images and has at least as many classes as there are digits."""
         if not isinstance(inputs, Images):
             raise ValueError(f"digits gives images, the model reads {described(inputs)}; use another source, or synthetic")
         if inputs.classes < _CLASSES:
             raise ValueError(f"digits has {_CLASSES} classes, the model has {inputs.classes}")
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """All of a split."""
+        """All samples of a split."""
         assert isinstance(inputs, Images)
         pixels, labels = _digits(held_out)
         return Samples(len(labels), partial(_arrays, pixels, labels, inputs))
@@ -37,8 +37,8 @@ class Digits(Data):
 
 @lru_cache(maxsize=2)
 def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Standardized digits (count, 8, 8) and their labels (count,); the split is the same for every seed."""
-    # Imported here: a second that only this source has to pay.
+    """Standardized digits [count, 8, 8] and their labels [count]. The split is the same for every seed."""
+    # Import here: it takes a second, and only this source needs it.
     from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
 
     bunch = load_digits()
@@ -53,7 +53,7 @@ def _digits(held_out: bool) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 def _arrays(
     pixels: NDArray[np.float32], labels: NDArray[np.int64], images: Images, indices: NDArray[np.int64], epoch: int
 ) -> Arrays:
-    # Nearest neighbour: needs no image library and is exact on every machine.
+    # Nearest neighbour needs no image library and is exact on every machine.
     nearest = np.arange(images.size) * pixels.shape[-1] // images.size
     enlarged = pixels[indices][:, nearest][:, :, nearest]
     return image_arrays(np.repeat(enlarged[:, None], images.channels, axis=1), labels[indices], images)

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) over bytes: predicts the next one."""
+"""GPT-2 (Radford et al. 2019) over bytes: predicts the next byte."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt2(TextTransformer):
-    """transformers' GPT-2 with a language model's head."""
+    """transformers' GPT-2 with the head of a language model."""
 
     @property
     def inputs(self) -> Tokens:
-        """Sequences with the next token of each position."""
+        """Sequences with the next token of each position as label."""
         return Tokens(self.sequence, self.vocab)
 
     def numbers(self) -> dict[str, Any]:
-        """Of GPT2Config."""
+        """Arguments of GPT2Config."""
         return {
             "n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.sequence,
             "vocab_size": self.vocab,
         }  # fmt: skip
 
     def make(self) -> Task:
-        """Blocks are units; embeddings and the last norm lie outside of them."""
+        """Make the task. Blocks are units; embeddings and the last norm lie outside of the blocks."""
         from transformers import GPT2Config, GPT2LMHeadModel
 
         from experiments.tasks.task import Task, cross_entropy

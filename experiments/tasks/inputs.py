@@ -1,4 +1,4 @@
-"""What a model reads: the one thing a data set has to know of it. Imports no torch: checks of a config ask for it."""
+"""Inputs of models, by which a data set makes its batches. Imports no torch: checks of a config use this module."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
 MASKED_SHARE = 0.15
-"""Share of a sequence's positions that a masked language model is asked for (BERT, Devlin et al. 2019)."""
+"""Share of a sequence's positions that a masked language model predicts (BERT, Devlin et al. 2019)."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Batches of a language model: `input_ids` and `labels`, both int64 of shape (batch, sequence).
+    """Batches of a language model: `input_ids` and `labels`, both int64 [batch, sequence].
 
-    Labels are aligned with positions: a causal model's label is the *next* token, so no loss has to
-    shift anything; a masked model's label is the original token where it was masked, and `IGNORED`
-    elsewhere. Every sequence has the same number of labels, so the mean of ranks' mean losses is that
-    of the global batch.
+    Labels are aligned with positions. A causal model's label is the *next* token, so no loss has to shift anything. A
+    masked model's label is the original token where it was masked, and `IGNORED` elsewhere. Every sequence has the same
+    number of labels, so the mean of the ranks' mean losses is the mean loss of the global batch.
 
     Raises ValueError when `sequence` or `vocabulary` is out of range.
     """
@@ -39,21 +38,20 @@ class Tokens:
 
     @property
     def mask_token(self) -> int:
-        """The id that stands for a masked position: the first one after the vocabulary."""
+        """The id of the mask token: the first id after the vocabulary."""
         return self.vocabulary
 
     @property
     def masked_positions(self) -> int:
-        """How many positions of each sequence are labelled in a masked batch; at least one."""
+        """Number of labelled positions of each sequence in a masked batch, at least 1."""
         return max(1, round(MASKED_SHARE * self.sequence))
 
 
 @dataclass(frozen=True)
 class Images:
-    """Batches of an image classifier: float32 images, and int64 `labels` of shape (batch,).
+    """Batches of an image classifier: float32 images, and int64 `labels` [batch].
 
-    Images are `pixel_values` of shape (batch, channels, size, size), or with `flat` `inputs` of shape
-    (batch, channels·size·size).
+    Images are `pixel_values` [batch, channels, size, size] or, with `flat`, `inputs` [batch, channels·size·size].
 
     Raises ValueError when a number is out of range.
     """
@@ -72,14 +70,15 @@ class Images:
 
     @property
     def features(self) -> int:
-        """Numbers in one image."""
+        """Number of values in one image."""
         return self.channels * self.size * self.size
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Batches of a classifier of pairs of sentences: `input_ids`, `token_type_ids` and `attention_mask`, int64 of shape
-    (batch, sequence), and int64 `labels` of shape (batch,).
+    """Batches of a classifier of pairs of sentences.
+
+    `input_ids`, `token_type_ids` and `attention_mask` are int64 [batch, sequence]; `labels` is int64 [batch].
     """
 
     what: ClassVar[str] = "pairs of sentences"
@@ -91,15 +90,16 @@ class Pairs:
 
 @runtime_checkable
 class Sampled(Protocol):
-    """Inputs of a model of one's own, which say themselves what a sample looks like: for `data=synthetic`."""
+    """Inputs of a user's own model that make their own samples, for `data=synthetic`."""
 
     def sample(self, random: Generator) -> Mapping[str, Any]:
-        """The arrays of one sample, by the names that the loss reads them by, drawn from `random`; of one shape for all."""
+        """The arrays of one sample, drawn from `random`, by the names that the loss uses. All samples have the same shapes.
+        """
 
 
 Inputs = Tokens | Images | Pairs | Sampled
 
 
 def described(inputs: object) -> str:
-    """What a model reads, for messages: in words, or the name of a class that has none."""
+    """Describe a model's inputs for messages: in words, or by the name of their class."""
     return str(getattr(inputs, "what", type(inputs).__name__))

@@ -1,4 +1,4 @@
-"""What models of transformers have in common: their weights may come from a folder, of which no number may be another."""
+"""Base class of models of transformers. Weights may come from a folder, if its model has the same numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from mdcs.options import OptionError, option, shown
 
 @dataclass(frozen=True, kw_only=True)
 class Library(Model):
-    """A model of transformers. Raises OptionError for weights that are not there, or of a model with other numbers."""
+    """A model of transformers.
+
+    Raises OptionError for weights that are missing, or that belong to a model with other numbers.
+    """
 
     weights: str | None = option(
         None, "a folder that save_pretrained has written, whose weights training starts from; null: random ones", profiled=False
@@ -36,10 +39,10 @@ class Library(Model):
 
     @abstractmethod
     def numbers(self) -> Mapping[str, Any]:
-        """What the shape of the model depends on, by transformers' names."""
+        """The numbers that determine the model's shape, by transformers' names."""
 
     def new(self, cls: Any, config: Any) -> Any:
-        """A module of this class: with the folder's weights, or random ones."""
+        """A module of class `cls`, with the folder's weights or random ones."""
         if self.weights is None:
             return cls(config)
         import torch

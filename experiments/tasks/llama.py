@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023) over bytes: predicts the next one."""
+"""Llama (Touvron et al. 2023) over bytes: predicts the next byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(TextTransformer):
-    """transformers' Llama with a language model's head. Raises OptionError when `kv_heads` does not divide `heads`."""
+    """transformers' Llama with the head of a language model. Raises OptionError unless `kv_heads` divides `heads`."""
 
     kv_heads: int = option(8, "heads of keys and values; divides heads", at_least=1)
     inner: int = option(8192, "hidden size of the gated layers", at_least=1)
@@ -27,11 +27,11 @@ class Llama(TextTransformer):
 
     @property
     def inputs(self) -> Tokens:
-        """Sequences with the next token of each position."""
+        """Sequences with the next token of each position as label."""
         return Tokens(self.sequence, self.vocab)
 
     def numbers(self) -> dict[str, Any]:
-        """Of LlamaConfig."""
+        """Arguments of LlamaConfig."""
         return {
             "num_hidden_layers": self.layers, "hidden_size": self.width, "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads, "intermediate_size": self.inner, "vocab_size": self.vocab,
@@ -39,7 +39,7 @@ class Llama(TextTransformer):
         }  # fmt: skip
 
     def make(self) -> Task:
-        """Blocks are units; embeddings and the last norm lie outside of them."""
+        """Make the task. Blocks are units; embeddings and the last norm lie outside of the blocks."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from experiments.tasks.task import Task, cross_entropy

@@ -1,4 +1,4 @@
-"""A language model of LSTM layers (Hochreiter and Schmidhuber 1997) over bytes: predicts the next one."""
+"""A language model of LSTM layers (Hochreiter and Schmidhuber 1997) over bytes: predicts the next byte."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Lstm(Model):
 
     @property
     def inputs(self) -> Tokens:
-        """Sequences with the next token of each position."""
+        """Sequences with the next token of each position as label."""
         return Tokens(self.sequence, self.vocab)
 
     def make(self) -> Task:
-        """Layers are units; embedding and head lie outside of them."""
+        """Make the task. Layers are units; embedding and head lie outside of the layers."""
         from experiments.tasks.recurrent import Recurrent
         from experiments.tasks.task import Task, cross_entropy
 

@@ -1,4 +1,4 @@
-"""Linear layers with ReLU in between: the model that starts fastest."""
+"""Linear layers with ReLU in between. It is the model that starts fastest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp(Model):
-    """`depth` linear layers: (batch, channels·image·image) → (batch, classes)."""
+    """`depth` linear layers: [batch, channels·image·image] → [batch, classes]."""
 
     depth: int = option(4, "linear layers", at_least=1)
     width: int = option(256, "hidden size", at_least=1)
@@ -25,11 +25,11 @@ class Mlp(Model):
 
     @property
     def inputs(self) -> Images:
-        """Images as rows of numbers."""
+        """Images as flat rows of values."""
         return Images(self.image, self.channels, self.classes, flat=True)
 
     def make(self) -> Task:
-        """Every layer is a unit."""
+        """Make the task. Every layer is a unit."""
         from experiments.tasks.perceptron import Perceptron
         from experiments.tasks.task import Task, cross_entropy
 

@@ -1,8 +1,7 @@
-"""What a model that can be chosen is: a dataclass of its family's numbers, which builds it from them alone.
+"""Base class of models that a config can choose: a dataclass of a family's numbers, which builds the model from them.
 
-No downloads: weights are random, or of a folder. Imports no torch: a config is checked before any process starts, and torch
-takes seconds.
-A family imports what it needs in `make`.
+Nothing is downloaded: weights are random, or from a folder. This module imports no torch: a config is checked before
+any process starts, and importing torch takes seconds. A family imports its libraries in `make`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Checked, ABC):
-    """The options that all models have. A subclass adds its numbers, and says what it reads and how it is made."""
+    """The options that all models share. A subclass adds its numbers, its inputs, and `make`."""
 
     computes: ClassVar[bool] = True
-    """Whether forward and backward take the cores' time."""
+    """Whether forward and backward use the cores."""
 
     name: str = option("", "of these numbers, in tables", profiled=False)
     wrap: str = option("block", "what becomes a unit", choices=("block", "size", "leaf"))
@@ -33,32 +32,35 @@ class Model(Checked, ABC):
 
     @property
     def checkpointing(self) -> bool | str:
-        """Whether activations are recomputed in backward; "auto" leaves that to planning. An option where a model can."""
+        """Whether backward recomputes activations. "auto" lets planning decide.
+
+        Families that support recomputation make this an option.
+        """
         return False
 
     @property
     def label(self) -> str:
-        """What tables and pictures call it."""
+        """Name of the model in tables and pictures."""
         return self.name
 
     @property
     def made_of(self) -> dict[str, str]:
-        """What a profile depends on beside the options, by name: contents of files."""
+        """Further values on which a profile depends besides the options, by name, e.g. hashes of files."""
         return {}
 
     @property
     @abstractmethod
     def inputs(self) -> Inputs:
-        """What the model reads."""
+        """The inputs that the model reads."""
 
     @abstractmethod
     def make(self) -> Task:
-        """The task with a new model; its weights come from torch's global generator."""
+        """Make the task with a new model. Its weights come from torch's global generator."""
 
     def build(self, *, seed: int = 0) -> Task:
-        """The task with a new model in training mode, on the CPU, its weights a function of `seed`.
+        """Make the task with a new model in training mode, on the CPU. Its weights depend only on `seed`.
 
-        The global generator is left as it was. `with torch.device("meta")` gives the shapes without the memory.
+        The global generator is left unchanged. Under `with torch.device("meta")` the model has shapes but no memory.
         """
         from experiments.tasks.task import seeded
 

@@ -1,7 +1,7 @@
-"""Pairs of sentences with what the first says of the second: Multi-NLI (Williams et al. 2018) and what is written like it.
+"""Pairs of sentences with their relation: Multi-NLI (Williams et al. 2018) and data sets in the same form.
 
-Read with Hugging Face's `datasets`: a name on their hub, or a file or folder of this machine. A row has `premise`, `hypothesis`
-and `label`: 0 entailment, 1 neutral, 2 contradiction; rows with other labels are left out.
+Reads with Hugging Face's `datasets`: a name on their hub, or a file or folder of this machine. A row has `premise`,
+`hypothesis` and `label`: 0 entailment, 1 neutral, 2 contradiction. Rows with other labels are left out.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _HELD_OUT_ONE_IN = 5
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 Encode = Any
-"""(premises, hypotheses, sequence) → the arrays of a batch but for its labels."""
+"""(premises, hypotheses, sequence) → the arrays of a batch, without labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nli(Data):
-    """Pairs of sentences. Raises OptionError for a path of this machine that is not there."""
+    """Pairs of sentences. Raises OptionError for a local path that does not exist."""
 
     name = "nli"
 
@@ -46,7 +46,10 @@ class Nli(Data):
             raise OptionError("tokenizer", f"no such folder: {self.tokenizer}")
 
     def require(self, inputs: Inputs) -> None:
-        """Pairs, of three classes, and a vocabulary for bytes and special tokens."""
+        """Raise ValueError unless the model reads pairs, has three classes or more, and its vocabulary is large enough.
+
+        Without a tokenizer, the vocabulary must have all bytes and three special tokens.
+        """
         if not isinstance(inputs, Pairs):
             told = f"the model reads {described(inputs)}; use another source, or synthetic"
             raise ValueError(f"nli gives pairs of sentences, {told}")
@@ -56,7 +59,7 @@ class Nli(Data):
             raise ValueError(f"nli needs a vocabulary of {SEP + 1}, the model has {inputs.vocabulary}")
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """All of a split; of a source without splits every fifth row is held out."""
+        """All samples of a split. In a source without splits, every fifth row is held out."""
         assert isinstance(inputs, Pairs)
         rows, indices, labels = _rows(self.path or str(SHIPPED), held_out)
         encode = _bytes if self.tokenizer is None else partial(_tokens, _tokenizer(self.tokenizer))
@@ -69,7 +72,7 @@ def _is_local(path: str) -> bool:
 
 @lru_cache(maxsize=2)
 def _rows(path: str, held_out: bool) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
-    """The rows of the source, which of them are in the split, and their labels. Raises ValueError where they cannot be read."""
+    """The rows of the source, the indices of the split's rows, and their labels. Raises ValueError if unreadable."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -81,7 +84,7 @@ def _rows(path: str, held_out: bool) -> tuple[Any, NDArray[np.int64], NDArray[np
             found = datasets.load_from_disk(path)
         else:
             found = datasets.load_dataset(path)
-    except Exception as error:  # of the network, of the hub, of files
+    except Exception as error:  # errors of network, hub and files have no common base class
         raise ValueError(f"data.path: {path} cannot be read: {' '.join(str(error).split())}") from error
     other = next((name for name in _HELD_OUT if name in found), None)
     rows = found[other if held_out and other is not None else "train"]
@@ -104,7 +107,7 @@ def _arrays(
 
 
 def _bytes(premises: list[str], hypotheses: list[str], sequence: int) -> Arrays:
-    """[CLS] premise [SEP] hypothesis [SEP], the longer of both cut off, and padding."""
+    """Encode as [CLS] premise [SEP] hypothesis [SEP] and padding. The longer sentence is cut first."""
     shape = (len(premises), sequence)
     ids, kinds, mask = np.full(shape, PAD, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for row, (premise, hypothesis) in enumerate(zip(premises, hypotheses, strict=True)):

@@ -1,4 +1,4 @@
-"""Optimizers that can be chosen: torch's, with a schedule of the learning rate. Imports no torch before one is made."""
+"""Optimizers that a config can choose: torch's, with a schedule of the learning rate. Imports torch only in `make`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Checked, ABC):
-    """The options that all have. Raises OptionError for `fused` and `foreach` together. `name` is a class's own."""
+    """The options that all optimizers share. Raises OptionError for `fused` and `foreach` together."""
 
     name: ClassVar[str] = "optimizer"
 
@@ -37,15 +37,16 @@ class Optimizer(Checked, ABC):
 
     @abstractmethod
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """A new optimizer of these parameters."""
+        """Make an optimizer of these parameters."""
 
     def common(self) -> dict[str, Any]:
-        """What every optimizer of torch takes."""
+        """Arguments that every optimizer of torch takes."""
         return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused, "foreach": self.foreach}
 
     def factor(self, step: int, total: int) -> float:
-        """What the learning rate of a step, counted from 0, is multiplied with: linear warm-up to 1, then constant, or down
-        to 0 after the last of `total` steps.
+        """Factor on the learning rate in `step`, which is counted from 0.
+
+        Linear warm-up to 1, then constant, or falling to 0 after the last of `total` steps.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -86,7 +87,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """torch.optim.AdamW: weight decay beside the gradient."""
+    """torch.optim.AdamW: weight decay is separate from the gradient."""
 
     name = "adamw"
 

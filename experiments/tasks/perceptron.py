@@ -1,4 +1,4 @@
-"""The module of the MLP, which torch must be there for."""
+"""The module of :class:`experiments.tasks.mlp.Mlp`, in a file of its own because it imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 
 class Perceptron(nn.Module):
-    """`depth` linear layers with ReLU in between: (batch, features) → (batch, classes)."""
+    """`depth` linear layers with ReLU in between: [batch, features] → [batch, classes]."""
 
     def __init__(self, depth: int, width: int, features: int, classes: int) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Recurrent(nn.Module):
-    """Tokens (batch, sequence) → logits (batch, sequence, vocab)."""
+    """Tokens [batch, sequence] → logits [batch, sequence, vocab]."""
 
     def __init__(self, layers: int, width: int, vocab: int, *, tie: bool) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class Recurrent(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Of every position, from those before it."""
+        """Logits at every position, computed from the tokens up to that position."""
         hidden = self.embedding(input_ids)
         for layer in self.layers:
             hidden, _ = layer(hidden)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNet(Library):
-    """transformers' ResNet. Raises OptionError for numbers that give no network."""
+    """transformers' ResNet. Raises OptionError for numbers that describe no network."""
 
     depths: tuple[int, ...] = option((3, 4, 6, 3), "residual blocks per stage", at_least=1)
     hidden_sizes: tuple[int, ...] = option((256, 512, 1024, 2048), "channels per stage", at_least=1)
@@ -39,18 +39,18 @@ class ResNet(Library):
 
     @property
     def inputs(self) -> Images:
-        """Images as they are."""
+        """Images in their own shape."""
         return Images(self.image, self.channels, self.classes)
 
     def numbers(self) -> dict[str, Any]:
-        """Of ResNetConfig."""
+        """Arguments of ResNetConfig."""
         return {
             "num_channels": self.channels, "embedding_size": self.stem // self.width_divisor, "depths": list(self.depths),
             "hidden_sizes": [size // self.width_divisor for size in self.hidden_sizes], "layer_type": "bottleneck",
         }  # fmt: skip
 
     def make(self) -> Task:
-        """Bottlenecks are units; stem and classifier lie outside of them."""
+        """Make the task. Bottlenecks are units; stem and classifier lie outside of the bottlenecks."""
         from transformers import ResNetConfig, ResNetForImageClassification
 
         from experiments.tasks.task import Task, cross_entropy

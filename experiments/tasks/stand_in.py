@@ -1,6 +1,6 @@
-"""What a stand-in is built of: units, and their uses with seconds and bytes; and that of a profile.
+"""The shape of a stand-in: units and their uses with seconds and bytes. Also derives the shape from a profile.
 
-Imports no torch: a config is checked with it.
+Imports no torch: checks of a config use this module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mdcs.profile.contents import Profile
 
 @dataclass(frozen=True)
 class Unit:
-    """A name, how many elements, and whether they are trained."""
+    """Name, number of elements, and whether they are trained."""
 
     name: str
     numel: int
@@ -22,10 +22,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Use:
-    """One forward of a unit and its backward, in seconds and bytes.
+    """One forward of a unit and its backward.
 
-    What forward keeps is held until the end of its backward; workspaces are held beside it while either runs. The `inner` uses
-    begin after this one and run inside of its module: their backward comes after its own.
+    - unit: index of the unit.
+    - forward_s, backward_s (s): time of each.
+    - kept (bytes): activations held from forward to the end of backward.
+    - forward_workspace, backward_workspace (bytes): held in addition while forward or backward runs.
+    - inner: uses that begin after this one and run inside its module. Their backward comes after the backward of this
+      use.
     """
 
     unit: int
@@ -39,24 +43,25 @@ class Use:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is to be built: units, and their uses in the order of forward."""
+    """The units of a stand-in, and their uses in the order of forward."""
 
     units: tuple[Unit, ...]
     uses: tuple[Use, ...]
 
 
 def count(uses: Sequence[Use]) -> int:
-    """Of the uses and those inside of them."""
+    """Number of uses, including inner ones."""
     return sum(1 + count(use.inner) for use in uses)
 
 
 def of_profile(profile: Profile, divisor: float = 1.0) -> Shape:
-    """The units of a profile, and their uses with the seconds and the bytes of its slots; elements and bytes are divided.
+    """The units of a profile, and their uses with the seconds and bytes of its slots.
 
-    Raises ValueError for a profile whose backward is neither that of a chain nor that of nested modules.
+    Numbers of elements and bytes are divided by `divisor`. Raises ValueError for a profile whose backward has neither
+    the order of a chain nor that of nested modules.
     """
     forward, backward = profile.slots[: profile.forward_slots], profile.slots[profile.forward_slots :]
-    live = [slot.live for slot in profile.slots[1:]]  # when a slot has ended
+    live = [slot.live for slot in profile.slots[1:]]  # live[i]: after slot i has ended
     matched: dict[int, int] = {}  # forward slot -> its backward slot: the last use of a unit has the first
     for unit in range(len(profile.units)):
         last_first = [i for i, slot in reversed(list(enumerate(forward))) if slot.unit == unit]
@@ -91,7 +96,7 @@ def of_profile(profile: Profile, divisor: float = 1.0) -> Shape:
 
 
 def backward_order(uses: Sequence[Use], reached: set[int]) -> list[int]:
-    """The units whose gradients come, of those that are `reached`, in the order in which autograd comes to them."""
+    """The `reached` units in the order in which autograd reaches them."""
     order = []
     for use in reversed(uses):
         order += [use.unit] if use.unit in reached else []

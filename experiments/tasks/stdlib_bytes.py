@@ -1,4 +1,4 @@
-"""Byte-level text that every machine has: the source files of Python's standard library."""
+"""Text that every machine has, as bytes: the source files of Python's standard library."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class StdlibBytes(Data):
-    """Windows of the text, a byte each token."""
+    """Windows of the text; every byte is a token."""
 
     name = "stdlib_bytes"
 
     max_bytes: int | None = option(None, "cut the text after so many bytes, per split", at_least=1, profiled=False)
 
     def require(self, inputs: Inputs) -> None:
-        """Tokens, with a vocabulary that has every byte."""
+        """Raise ValueError unless the model reads tokens and its vocabulary contains every byte."""
         if not isinstance(inputs, Tokens):
             raise ValueError(f"stdlib_bytes gives tokens, the model reads {described(inputs)}; use another source, or synthetic")
         if inputs.vocabulary < _BYTES:
             raise ValueError(f"stdlib_bytes needs a vocabulary of {_BYTES}, the model has {inputs.vocabulary}")
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """A window has one byte more than the sequence, the label of its last position."""
+        """Windows of the text. A window has one byte more than the sequence: the label of its last position."""
         assert isinstance(inputs, Tokens)
         read = text(held_out=held_out, max_bytes=self.max_bytes)
         count = (len(read) - 1) // inputs.sequence
@@ -46,12 +46,12 @@ class StdlibBytes(Data):
 
 @lru_cache(maxsize=4)
 def text(*, held_out: bool = False, max_bytes: int | None = None) -> NDArray[np.uint8]:
-    """The standard library's source files, joined in a fixed order: read-only uint8, one dimension.
+    """The standard library's source files, joined in a fixed order: a read-only uint8 array [bytes].
 
-    About one file in ten, chosen by its path, is held out. Third-party packages and the library's tests
-    are not read, since what of them is installed differs between machines (ranks must still run one
-    version of Python to read one text); nor are the character tables, near copies of one another that
-    would put held-out text into the training text. `max_bytes` cuts the end off.
+    About one file in ten, chosen by its path, is held out. Some files are not read. Third-party packages and the
+    library's tests: the installed files differ between machines (ranks must still run one version of Python to read one
+    text). The character tables: they are near copies of each other, which would put held-out text into the training
+    text. `max_bytes` cuts the end off.
 
     Raises ValueError when this Python has no source files (a zipped standard library).
     """
@@ -73,7 +73,7 @@ def text(*, held_out: bool = False, max_bytes: int | None = None) -> NDArray[np.
 def _sources(root: Path) -> Iterator[Path]:
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - left_out)  # in place: os.walk then goes this way and no other
+        folders[:] = sorted(set(folders) - left_out)  # in place: os.walk visits exactly these, in this order
         yield from (Path(folder, file) for file in sorted(files) if file.endswith(".py"))
 
 

@@ -21,7 +21,7 @@ class Synthetic(Data):
     name = "synthetic"
 
     def require(self, inputs: Inputs) -> None:
-        """Whatever a model reads, if its inputs are those of :mod:`experiments.tasks.inputs` or have a `sample`."""
+        """Raise ValueError unless the inputs are of :mod:`experiments.tasks.inputs` or have a method `sample`."""
         given: object = inputs
         if not isinstance(given, (Tokens, Images, Pairs, Sampled)):
             kind = type(given).__name__
@@ -31,7 +31,7 @@ class Synthetic(Data):
             )
 
     def samples(self, inputs: Inputs, held_out: bool) -> Samples:
-        """The same number of samples for every split and shape."""
+        """Random samples. Every split and shape has the same number of them."""
         if isinstance(inputs, Tokens):
             return token_samples(SAMPLES, partial(_rows, inputs, self.seed, held_out), inputs, self.seed)
         if isinstance(inputs, Pairs):
@@ -57,13 +57,13 @@ def _arrays(images: Images, seed: int, held_out: bool, indices: NDArray[np.int64
 
 
 def _own(inputs: Sampled, seed: int, held_out: bool, indices: NDArray[np.int64], epoch: int) -> Arrays:
-    """Of inputs that are not ours, which make their own samples."""
+    """Samples of inputs that make their own samples."""
     samples = [inputs.sample(random(seed, CONTENT, int(held_out), int(i))) for i in indices]
     return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
 
 
 def _pairs(pairs: Pairs, seed: int, held_out: bool, indices: NDArray[np.int64], epoch: int) -> Arrays:
-    """Two halves, without padding."""
+    """Two sentences of equal length, without padding."""
     randoms = [random(seed, CONTENT, int(held_out), int(i)) for i in indices]
     labels = np.array([each.integers(0, pairs.classes) for each in randoms], dtype=np.int64)
     tokens = np.stack([each.integers(0, pairs.vocabulary, pairs.sequence) for each in randoms])

@@ -1,7 +1,7 @@
-"""A model in training: the module, its loss, what it reads, and what makes units of it.
+"""A model for training: the module, its loss, its inputs, and the module classes that become units.
 
-Every parameter is reached by the loss: what transformers builds but the loss does not use (BERT's pooler, the
-second name of its decoder's bias) is left out, since DDP would wait for a gradient that never comes.
+The loss reaches every parameter. Parameters that transformers builds but the loss does not use (BERT's pooler, the
+second name of its decoder's bias) are removed, since DDP would wait for a gradient that never comes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A model and what training it takes.
+    """A model, and the functions and classes for its training.
 
-    loss: (model, batch) → scalar tensor. The model is an argument since it may be wrapped (DDP, FSDP) by
-        then; the batch is what `experiments.tasks.data.Data.batches` gives for `inputs`, floats in the model's dtype.
-    block_classes: names of the module classes whose instances the default wrap policy makes units of; what
-        lies outside of them (embeddings, head, stem) is in units of its own.
+    - model: the module.
+    - loss: (model, batch) → scalar tensor. The model is an argument because it may be wrapped (DDP, FSDP) by then. The
+      batch is one of `experiments.tasks.data.Data.batches` for `inputs`, with floats in the model's dtype.
+    - block_classes: names of the module classes of which the default wrap policy makes units. Parameters outside of
+      them (embeddings, head, stem) are in separate units.
+    - inputs: the inputs that the model reads.
     """
 
     model: nn.Module
@@ -42,10 +44,10 @@ class Task:
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy over the labelled positions of the batch, for tokens and for images alike.
+    """Mean cross-entropy over the labelled positions of the batch, for tokens and for images.
 
-    transformers' own losses cast logits to float32, which would also round a float64 model's; here only half
-    precision is widened, so that runs compared in float64 are float64 all the way.
+    transformers' own losses cast logits to float32, which rounds a float64 model's logits. Here only half precision is
+    widened, so runs compared in float64 are float64 throughout.
     """
     output = model(**{key: value for key, value in batch.items() if key != "labels"})
     logits = output if isinstance(output, Tensor) else output.logits
@@ -56,8 +58,8 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Weights that are made inside are a function of `seed`; the global generator is left as it was."""
-    # Only the CPU's generator: torch.manual_seed would reseed every accelerator too.
+    """Context in which new weights depend only on `seed`. The global generator is left unchanged."""
+    # Seed only the CPU's generator: torch.manual_seed would also reseed every accelerator.
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:

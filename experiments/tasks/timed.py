@@ -1,7 +1,7 @@
-"""A stand-in for a model on a device that one does not have: parameters, gradients and updates are real, computing only waits.
+"""A stand-in for a model on a missing device: parameters, gradients and updates are real, but compute only waits.
 
-Its blocks are alike, or the units of a profile: one that was measured here or on a GPU, or calculated. What computes sleeps until
-its time is over and leaves the cores to messages and updates, so that ranks on a few cores stand for as many devices.
+Its blocks are equal, or they are the units of a profile that was calculated or measured, here or on a GPU. Compute
+sleeps for its time and leaves the cores to messages and updates. So ranks on a few cores stand for as many devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _FP32 = 4  # bytes, in which block_mib counts
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Model):
-    """Blocks that wait. Raises OptionError for a profile that cannot be read or built, and for numbers of blocks beside one."""
+    """Blocks that wait.
+
+    Raises OptionError for a profile that cannot be read or built, and for options of blocks together with a profile.
+    """
 
     computes = False
 
@@ -57,18 +60,18 @@ class Timed(Model):
 
     @property
     def label(self) -> str:
-        """It never passes for a model that computes."""
+        """The name with ", timed compute", so that no table shows it as a model that computes."""
         return f"{self.name}, timed compute"
 
     @property
     def made_of(self) -> dict[str, str]:
-        """That its compute is timed, and the profile's contents."""
+        """The mark of timed compute, and a hash of the profile's contents."""
         content = {} if self.profile is None else {"contents": hashlib.sha256(Path(self.profile).read_bytes()).hexdigest()[:16]}
         return {"compute": "timed", **content}
 
     @cached_property
     def shape(self) -> Shape:
-        """Of the blocks, or of the profile."""
+        """The shape of the blocks, or of the profile."""
         if self.profile is not None:
             return of_profile(Profile.from_json(Path(self.profile).read_text(encoding="utf-8")), self.divisor)
         numel, kept = round(self.block_mib * MIB / _FP32), round(self.activations_mib * MIB)
@@ -78,11 +81,11 @@ class Timed(Model):
 
     @property
     def inputs(self) -> Images:
-        """A number per use of a unit; labels are what their weighted sum is drawn to."""
+        """One number per use of a unit. Labels are the targets of the weighted sum of the numbers."""
         return Images(1, count(self.shape.uses), 2, flat=True)
 
     def make(self) -> Task:
-        """Every unit is a block."""
+        """Make the task. Every unit is a block."""
         from experiments.tasks.task import Task
         from experiments.tasks.waiting import Waiting, squared_error
 

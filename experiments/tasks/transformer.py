@@ -1,4 +1,4 @@
-"""What transformers have in common: their numbers, and how transformers' classes are told of them."""
+"""Base classes of transformers: their numbers, and the arguments for transformers' classes."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Transformer(Library):
             raise OptionError("heads", f"must divide width={self.width}, got {self.heads}")
 
     def recompute(self, model: Any) -> None:
-        """Make transformers' model checkpoint its blocks, if the options say so."""
+        """Make transformers' model checkpoint its blocks if the options say so."""
         if self.checkpointing is True:
-            # The first name is the newer one; both take the keyword arguments of torch.utils.checkpoint first.
+            # The first name is newer. Both methods take the keyword arguments of torch.utils.checkpoint first.
             newer = getattr(model, "activation_checkpointing_enable", None)
             (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextTransformer(Transformer):
-    """One that reads tokens."""
+    """A transformer that reads tokens."""
 
     sequence: int = option(512, "tokens in a sequence", at_least=1)
     vocab: int = option(256, "tokens in the vocabulary", at_least=2)
     tie: bool = option(True, "input and output embeddings are one parameter")
 
     def library_options(self) -> dict[str, Any]:
-        """What a config of transformers is given whatever the family."""
+        """Arguments of transformers' configs that do not depend on the family."""
         return {
             "tie_word_embeddings": self.tie,
-            "use_cache": False,  # a cache would keep every layer's keys and values alive until the end of forward
+            "use_cache": False,  # a cache would hold every layer's keys and values until the end of forward
             "attn_implementation": "sdpa",
         }

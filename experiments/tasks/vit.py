@@ -29,11 +29,11 @@ class Vit(Transformer):
 
     @property
     def inputs(self) -> Images:
-        """Images as they are."""
+        """Images in their own shape."""
         return Images(self.image, self.channels, self.classes)
 
     def numbers(self) -> dict[str, Any]:
-        """Of ViTConfig."""
+        """Arguments of ViTConfig."""
         return {
             "num_hidden_layers": self.layers, "hidden_size": self.width, "num_attention_heads": self.heads,
             "intermediate_size": 4 * self.width, "image_size": self.image, "patch_size": self.patch,
@@ -41,7 +41,7 @@ class Vit(Transformer):
         }  # fmt: skip
 
     def make(self) -> Task:
-        """Layers are units; patches' embeddings and the classifier lie outside of them."""
+        """Make the task. Layers are units; the embeddings of patches and the classifier lie outside of the layers."""
         from transformers import ViTConfig, ViTForImageClassification
 
         from experiments.tasks.task import Task, cross_entropy

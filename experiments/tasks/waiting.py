@@ -1,12 +1,12 @@
-"""The modules of a stand-in: real parameters and gradients, and computing that waits.
+"""The modules of a stand-in: real parameters and gradients, and compute that waits.
 
-*The clock.* A slot takes its time from when it begins, so what compute waits for is never hidden in it. A core that comes late
-does not delay the device that is stood in for: what a wait has overslept, the next one is shorter by, unless compute has waited
-for something in between. No core is kept busy to be exact.
+*The clock.* A slot's time counts from its beginning, so waits of compute are never hidden in it. A late core does not
+delay the device that the stand-in represents: when a wait oversleeps, the next wait is shorter by that time, unless
+compute has waited for something else in between. No core is kept busy for exact times.
 
-*The sum.* The model is a weighted sum of its inputs: one per use, times what a few elements of each parameter of the unit come
-to. All elements of a parameter get the gradient of those few. So gradients cost one pass over memory, depend on the batch and on
-every unit, and a weight that is stale, or a gradient that is lost, changes the next loss.
+*The sum.* The model is a weighted sum of its inputs, with one input per use. The weight of an input is a sum over a few
+elements of each parameter of the unit. All elements of a parameter get the gradient of those few. So gradients cost one
+pass over memory and depend on the batch and on every unit. A stale weight or a lost gradient changes the next loss.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from experiments.tasks.stand_in import Shape, Use, count
 
 _AT_ONCE = 1e-3
-"""Seconds: compute that goes on later than that after a wait has waited for something else."""
+"""Seconds. If compute starts later than this after a wait, it has waited for something else."""
 _SAMPLED = 256
-"""Elements of a parameter that the loss depends on, spread evenly."""
+"""About how many elements of a parameter the loss depends on, evenly spaced."""
 
 
 class Clock:
@@ -34,7 +34,7 @@ class Clock:
         self._ended = self._overslept = 0.0
 
     def wait(self, seconds: float) -> None:
-        """Return when so much time has passed since now, or since the last wait should have ended if it has ended just now."""
+        """Sleep `seconds` from now on, less the time that the last wait overslept if that wait has just ended."""
         begin = time.perf_counter()
         if begin - self._ended < _AT_ONCE:
             begin -= self._overslept
@@ -57,7 +57,7 @@ class Block(nn.Module):
         self._clock = clock
 
     def forward(self, total: Tensor, inputs: Tensor, use: Use, rest: Sequence[Block], first: int) -> Tensor:
-        """The total with the term of this use, input `first`, and of those inside of it; `rest` are all blocks."""
+        """The total plus the terms of this use, with input `first`, and of its inner uses. `rest` has all blocks."""
         kept = _bytes(use.kept, total)
         workspace = _bytes(use.forward_workspace, total)
         self._clock.wait(use.forward_s)
@@ -66,13 +66,13 @@ class Block(nn.Module):
         own = inputs[:, first]
         share = use.backward_s / len(self._names)
         for name in self._names:
-            held = kept if name == self._names[0] else None  # backward comes to it last
+            held = kept if name == self._names[0] else None  # its backward runs last
             total = _Term.apply(total, own, getattr(self, name), self._clock, share, held, use.backward_workspace)
         return total
 
 
 def run(uses: Sequence[Use], blocks: Sequence[Block], total: Tensor, inputs: Tensor, first: int) -> Tensor:
-    """The total with the terms of these uses; the first has the input `first`."""
+    """Return the total plus the terms of these uses. The first use has the input `first`."""
     for use in uses:
         total = blocks[use.unit](total, inputs, use, blocks, first)
         first += 1 + count(use.inner)
@@ -80,7 +80,7 @@ def run(uses: Sequence[Use], blocks: Sequence[Block], total: Tensor, inputs: Ten
 
 
 class Waiting(nn.Module):
-    """The stand-in of a shape: (batch, uses) → (batch,)."""
+    """The stand-in of a shape: [batch, uses] → [batch]."""
 
     def __init__(self, shape: Shape, tensors: int) -> None:
         super().__init__()
@@ -89,19 +89,19 @@ class Waiting(nn.Module):
         self._uses = shape.uses
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """All uses, one after the other."""
+        """Run all uses, one after another."""
         blocks: Any = self.blocks
         return run(self._uses, blocks, inputs.new_zeros(len(inputs)), inputs, 0)
 
 
 def squared_error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean square of what the sums are beside their labels."""
+    """Mean squared difference between the sums and their labels."""
     total: Tensor = model(batch["inputs"])
     return (total - batch["labels"]).square().mean()
 
 
 class _Term(torch.autograd.Function):
-    """total + inputs · (Σ of a few elements of the weight) / √(how many); its backward waits, then fills the gradient."""
+    """total + inputs · (Σ of n elements of the weight) / √n. Its backward waits, then fills the gradient."""
 
     @staticmethod
     def forward(
@@ -130,5 +130,5 @@ class _Term(torch.autograd.Function):
 
 
 def _bytes(count: int, like: Tensor) -> Tensor | None:
-    """Memory that is asked for and never written."""
+    """Memory that is allocated and never written."""
     return torch.empty(count, dtype=torch.uint8, device=like.device) if count else None

@@ -1,1 +1,1 @@
-"""Where a run is shown beside metrics.jsonl: Weights & Biases, TensorBoard, or whatever a config names."""
+"""Trackers, which show a run besides metrics.jsonl: Weights & Biases, TensorBoard, or a class that a config names."""

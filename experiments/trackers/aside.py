@@ -1,4 +1,4 @@
-"""A mirror that cannot stop a run: it works in a thread of its own, and its first failure, or its silence, is one warning."""
+"""A mirror that cannot stop a run: it works in its own thread, and its first failure or silence is one warning."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ SECRETS = ("WANDB_API_KEY",)
 
 
 class Aside:
-    """Calls a mirror's methods in turn, elsewhere; the caller never waits, but for at most `timeout_s` at the end.
+    """Calls a mirror's methods in order, in another thread. The caller waits only in `finish`.
 
-    title: for warnings. make: the mirror's start. Warnings come from the caller's thread, at its next call.
+    title: for warnings. timeout_s (s): the mirror is given up when one call takes longer. make: starts the mirror.
+    Warnings come from the caller's thread, at its next call.
     """
 
     def __init__(self, title: str, timeout_s: float, make: Callable[[], Mirror]) -> None:
         self._title, self._timeout_s, self._make = title, timeout_s, make
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._doing: tuple[str, float] | None = ("start", time.monotonic())  # and since when
+        self._doing: tuple[str, float] | None = ("start", time.monotonic())  # (activity, its start)
         self._failure: str | None = None
         self._left_alone = False
         self._thread = threading.Thread(target=self._work, name=title, daemon=True)
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Have the mirror do this when it has done what it was asked before."""
+        """Have the mirror call `method` after all earlier calls."""
         self._look()
         if not self._left_alone:
             self._calls.put((method, arguments))
 
     def finish(self, ok: bool) -> None:
-        """Have it finish, and wait for that, for as long as its answers come in time."""
+        """Have the mirror finish, and wait for it while each call ends within `timeout_s`."""
         self.call("finish", ok)
         while self._thread.is_alive() and not self._left_alone:
             self._thread.join(0.05)
@@ -64,7 +65,7 @@ class Aside:
                 getattr(mirror, method)(*arguments)
                 if method == "finish":
                     return
-        except Exception as error:  # whatever a tracker does, training goes on
+        except Exception as error:  # a tracker may raise anything; training continues
             reason = " ".join(_without_secrets(str(error)).split()) or "no reason given"
             what = "start" if self._doing is None else self._doing[0]
             self._failure = f"could not {what}, the run goes on without it: {type(error).__name__}: {reason}"

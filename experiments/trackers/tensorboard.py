@@ -22,12 +22,12 @@ class TensorBoard(Tracker):
     title = "TensorBoard"
 
     def mirror(self, run: Shown) -> Mirror:
-        """Event files in the folder."""
+        """A mirror that writes event files in the run's folder."""
         return TensorBoardMirror(run)
 
 
 class TensorBoardMirror(Mirror):
-    """The event files of one run; a run that goes on has them written anew."""
+    """The event files of one run. A resumed run writes them anew."""
 
     def __init__(self, run: Shown) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -39,7 +39,7 @@ class TensorBoardMirror(Mirror):
         self._text("run", {"id": run.id, "name": run.name, "group": run.group, "kind": run.kind})
 
     def event(self, event: Event) -> None:
-        """Numbers of steps and evaluations as curves, the rest as text."""
+        """Write numbers of steps and evaluations as curves, other events as text."""
         name = event["event"]
         if name == "step":
             self._scalars(train_values(event), int(event["step"]))
@@ -51,7 +51,7 @@ class TensorBoardMirror(Mirror):
         self._writer.flush()
 
     def pictures(self, files: Sequence[Path]) -> None:
-        """Under the names of the files."""
+        """Add the pictures under the names of their files."""
         import numpy as np
         from PIL import Image
 
@@ -59,16 +59,16 @@ class TensorBoardMirror(Mirror):
             self._writer.add_image(file.stem, np.asarray(Image.open(file).convert("RGB")), dataformats="HWC")
 
     def document(self, kind: str, file: Path) -> None:
-        """That it is there, for it is beside the event files."""
+        """Add the path of the file, which is in the same folder as the event files."""
         self._writer.add_text(kind, str(file))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """As Markdown."""
+        """Add the table as Markdown."""
         lines = [columns, ["---"] * len(columns), *rows]
         self._writer.add_text("runs", "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines))
 
     def finish(self, ok: bool) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()
 
     def _scalars(self, values: dict[str, Any], step: int) -> None:

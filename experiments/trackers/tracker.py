@@ -1,4 +1,4 @@
-"""What a tracker is: an option that makes a mirror of one run. Imports none of the packages that it may need."""
+"""Base classes of trackers: an option of a config that makes a mirror of one run. Imports no tracker's package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Shown:
-    """What a mirror is told of its run.
+    """Description of a run for its mirror.
 
-    folder: for the tracker's own files. id: begins alike for jobs that are equal. kind: profile, plan, train, compare, or sweep,
-    which stands for all runs of a group. config: the resolved one as plain containers.
+    - folder: for the tracker's own files.
+    - id: unique; ids of equal jobs begin with the same text.
+    - name: of the run.
+    - group: of the runs of a sweep.
+    - kind: profile, plan, train, compare, or sweep, which stands for all runs of a group.
+    - config: the resolved config as plain containers.
     """
 
     folder: Path
@@ -30,63 +34,63 @@ class Shown:
 
 
 class Mirror:
-    """Something that is shown a run's events and files; of what it does not override it shows nothing. It may raise."""
+    """Receives a run's events and files. A method that is not overridden shows nothing. Methods may raise."""
 
     def past(self, steps: Sequence[Event]) -> None:
-        """The steps and evaluations of a run that goes on, from before: shown again, unless a mirror has kept them."""
+        """Show the earlier steps and evaluations of a resumed run again. A mirror that has kept them overrides this."""
         for step in steps:
             self.event(step)
 
     def event(self, event: Event) -> None:
-        """An event of metrics.jsonl (:mod:`analysis.events`)."""
+        """Show an event of metrics.jsonl (:mod:`analysis.events`)."""
 
     def pictures(self, files: Sequence[Path]) -> None:
-        """PNG files."""
+        """Show PNG files."""
 
     def document(self, kind: str, file: Path) -> None:
-        """A file that says what the run is: its "profile" or its "plan"."""
+        """Show a file that describes the run: its "profile" or its "plan"."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A sweep's: a row per run."""
+        """Show a sweep's table, a row per run."""
 
     def finish(self, ok: bool) -> None:
-        """The last call."""
+        """End the mirror. This is the last call."""
 
 
 @dataclass(frozen=True)
 class Tracker(Checked, ABC):
-    """What a config chooses. `name` is a class's own, `title` what people call it."""
+    """The tracker that a config chooses. `name` is for configs, `title` is for people."""
 
     name: ClassVar[str] = "tracker"
     title: ClassVar[str] = "the tracker"
 
     shows: ClassVar[bool] = True
-    """Whether anything is shown: else no mirror is made, and no pictures for it."""
+    """Whether the tracker shows anything. If not, neither a mirror nor pictures are made."""
 
     @property
     def patience_s(self) -> float:
-        """An answer that takes longer is not waited for."""
+        """Seconds that a call of the mirror may take before it is given up."""
         return 30.0
 
     @abstractmethod
     def mirror(self, run: Shown) -> Mirror:
-        """What is shown the run. Called, like all of the mirror, in a thread of its own."""
+        """Make the mirror of a run. Called, like all methods of the mirror, in a thread of its own."""
 
 
 @dataclass(frozen=True)
 class NoTracker(Tracker):
-    """metrics.jsonl alone."""
+    """No tracker: metrics.jsonl alone."""
 
     name = "none"
     shows = False
 
     def mirror(self, run: Shown) -> Mirror:
-        """Nothing."""
+        """A mirror that shows nothing."""
         return Mirror()
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by "/"; nulls are left out."""
+    """Flatten nested mappings; keys are joined by "/", and values of None are left out."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -100,5 +104,6 @@ _CHARTS = {"loss": "loss_rank0"}
 
 
 def train_values(step: Event) -> dict[str, Any]:
-    """A step event, keys as charts have them: train/step, train/step_s, train/bytes/AR and so on. Its loss is rank 0's."""
+    """The values of a step event by the names of charts: train/step, train/step_s, train/bytes/AR. The loss is rank 0's.
+    """
     return flat({_CHARTS.get(key, key): value for key, value in step.items() if key != "event"}, "train/")

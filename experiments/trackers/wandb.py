@@ -1,4 +1,4 @@
-"""Weights & Biases: a run per job, and one per sweep that has its table."""
+"""Weights & Biases: a run per job, and a run per sweep with the sweep's table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mdcs.options import option
 
 STEP = "train/step"
 SCATTER = ("budget_gib", "step_s")
-"""Columns of a sweep's table that are drawn over each other."""
+"""Columns of a sweep's table for a scatter plot: x, y."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Wandb(Tracker):
 
     @property
     def patience_s(self) -> float:
-        """As the option says."""
+        """The option `timeout_s`."""
         return self.timeout_s
 
     def mirror(self, run: Shown) -> Mirror:
-        """A run of W&B, its files in the folder."""
+        """A run of W&B with its files in the run's folder."""
         return WandbMirror(self, run)
 
 
@@ -56,7 +56,7 @@ class WandbMirror(Mirror):
         mode = tracker.mode or default_mode(os.environ)
         self._kept = resumes and mode == "online"
         own = run.id if tracker.id is None or run.kind == "sweep" else tracker.id
-        if not self._kept:  # it is rebuilt, and sent once
+        if not self._kept:  # the run is written anew: remove its offline files, so that they are not sent twice
             for former in run.folder.glob(f"wandb/offline-run-*-{own}"):
                 shutil.rmtree(former)
         self._run = self._wandb.init(
@@ -65,7 +65,7 @@ class WandbMirror(Mirror):
             resume="allow" if self._kept else None, reinit="create_new", save_code=False,
             settings=wandb.Settings(
                 console="off", silent=True, init_timeout=tracker.timeout_s, finish_timeout=tracker.timeout_s,
-                # What it would find out by itself may hold more than a config: arguments, remotes, the host.
+                # W&B would collect more than the config by itself: arguments, git remotes, the host.
                 disable_git=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
                 x_save_requirements=False, host="not told",
             ),
@@ -75,12 +75,12 @@ class WandbMirror(Mirror):
             self._run.define_metric(names, step_metric=STEP)
 
     def past(self, steps: Sequence[Event]) -> None:
-        """W&B goes on with a run online; offline it cannot, and is told all again."""
+        """Show earlier steps again, unless the run is online: W&B then continues the run and has them."""
         if not self._kept:
             super().past(steps)
 
     def event(self, event: Event) -> None:
-        """Steps and evaluations over train/step; what was asked for in the config; anything else in the summary."""
+        """Show steps and evaluations over train/step, job and start in the config, and other events in the summary."""
         values = {key: value for key, value in event.items() if key != "event"}
         match event["event"]:
             case "step":
@@ -93,18 +93,18 @@ class WandbMirror(Mirror):
                 self._run.summary.update(flat(values))
 
     def pictures(self, files: Sequence[Path]) -> None:
-        """Under the names of the files."""
+        """Log the pictures under the names of their files."""
         if files:
             self._run.log({file.stem: self._wandb.Image(str(file)) for file in files})
 
     def document(self, kind: str, file: Path) -> None:
-        """An artifact: a plan goes by the run's id, with its file."""
+        """Log the file as an artifact, named by its kind and the run's id."""
         artifact = self._wandb.Artifact(f"{kind}-{self._run.id}", type=kind)
         artifact.add_file(str(file))
         self._run.log_artifact(artifact)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """The table, and step time over budget where runs have one."""
+        """Log the table, and a plot of step time over budget for runs that have both."""
         made = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
         self._run.log({"runs": made})
         x, y = (columns.index(name) for name in SCATTER)
@@ -114,15 +114,14 @@ class WandbMirror(Mirror):
             self._run.log({"step time over budget": self._wandb.plot.scatter(drawn, *SCATTER, title="step time over budget")})
 
     def finish(self, ok: bool) -> None:
-        """End it, as failed or not."""
+        """End the run, as failed or not."""
         self._run.finish(exit_code=0 if ok else 1)
 
 
 def default_mode(env: Mapping[str, str]) -> str:
-    """What W&B does when the config leaves it open: as $WANDB_MODE says, online with an account, else
-    offline.
+    """W&B's mode when the config has none: $WANDB_MODE, else online with an account, else offline.
 
-    Without an account W&B would ask for one on the terminal, or fail where there is none.
+    Without an account W&B would ask for one on the terminal, or fail where there is no terminal.
     """
     if mode := env.get("WANDB_MODE"):
         return mode
@@ -136,9 +135,9 @@ def default_mode(env: Mapping[str, str]) -> str:
 
 
 def report(entity: str, project: str, group: str, title: str) -> str:
-    """Write a report of a sweep's runs, which are online, and return its address: step time over budget, steps, the table.
+    """Write a report of a sweep's online runs: step time over budget, curves of steps, the table. Return its address.
 
-    Needs an account, wandb-workspaces, and network: W&B has reports on its server only.
+    Needs an account, wandb-workspaces, and network: W&B keeps reports only on its server.
     """
     import wandb_workspaces.reports.v2 as reports
 

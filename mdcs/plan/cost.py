@@ -72,7 +72,7 @@ class CostModel:
         link, contention = self.profile.link, self.profile.contention
         per_byte = contention.seconds_per_byte
         if kind.in_node:
-            world = (link.beta_of(Kind.RS) + link.beta_of(Kind.AG_F)) / 2  # contention was measured with these two kinds
+            world = (link.beta_of(Kind.RS) + link.beta_of(Kind.AG_F)) / 2  # contention was measured with these kinds
             per_byte = max(0.0, per_byte - world) + link.beta_of(kind)
         least = contention.message_seconds + per_byte * wire
         return max(link.beta_of(kind) * wire, least - link.gap_of(kind))

@@ -8,8 +8,7 @@ Two views of one plan:
 * effects: bytes that a message or slot allocates, and bytes that it frees when it ends (:class:`MessageBytes`,
   :class:`SlotBytes`). The simulator and the runtime apply the effects in the order of events.
 * :func:`smallest_budget`: bytes that must be free for the plan to run *with any timing*. Compute may wait for messages
-  issued so
-  far, never for later ones. A plan that needs no more than its budget cannot deadlock.
+  issued so far, never for later ones. A plan that needs no more than its budget cannot deadlock.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 * traffic: the fewest bytes that strategies within the budget can send, at the link's bandwidth, all overlapped with
   compute.
 * structural: the same with the windows of operations. The first unit has no window, except for gradients that are ready
-  before its
-  slot ends.
+  before its slot ends.
 * solver: the bound that a planner's solver has proven for the whole slot model.
 
 The first two are linear relaxations of the loose slot model (:mod:`mdcs.planner.ilp.slot_model`): the schedule needs no

@@ -29,7 +29,8 @@ from mdcs.simulator.kernel import Circle, Messages
 from mdcs.simulator.machine_code import compile_loops, for_loops, numbers
 from mdcs.simulator.recurrence import circle, room_for
 
-_TIGHT, _POWER = 0.05, 4  # penalty of bytes, as a fraction of the step: _TIGHT · mean over slots of (bytes / budget) ** _POWER
+# Penalty of bytes, as a fraction of the step: _TIGHT · mean over slots of (bytes / budget) ** _POWER.
+_TIGHT, _POWER = 0.05, 4
 
 class Candidate(NamedTuple):
     """A plan in numbers.

@@ -34,7 +34,7 @@ class InfeasibleBudget(ValueError):
         super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
         self.budget, self.smallest, self.what, self.is_bound = budget, smallest, what, is_bound
 
-    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool]]:  # pickled: rank 0 sends its error to all ranks
+    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool]]:  # rank 0 sends its error to all ranks
         return type(self), (self.budget, self.smallest, self.what, self.is_bound)
 
 

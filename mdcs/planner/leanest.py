@@ -32,7 +32,7 @@ def leanest(job: Job) -> tuple[Strategy, ...]:
     search = _Search(job)
     alike = [(strategy,) * len(job.profile.units) for strategy in (Strategy.fsdp, *choices(job.profile))]
     starts = alike[0], min(alike, key=search.peak)
-    return min([search.descended(start) for start in starts], key=search.peak)  # of equal peaks, the first start: all fsdp
+    return min([search.descended(start) for start in starts], key=search.peak)  # ties: all fsdp, the first start
 
 
 @dataclass

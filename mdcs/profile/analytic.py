@@ -14,12 +14,10 @@ nodes per device:
 - all-gather and reduce-scatter over the world of n · g: (g-1) α_intra + (n-1) α_inter
   + S (g-1)/g · β_intra + S (n-1)/(n g) · β_inter. An all-reduce takes both.
 - ``group=node``: parameters are sharded over the g devices of a node, and every node has all of them. An all-gather
-  stays
-  within the node: (g-1) α_intra + S (g-1)/g · β_intra. A reduction is followed by an all-reduce of each shard across
-  nodes,
-  which adds 2 (n-1) α_inter + 2 · S (n-1)/(n g) · β_inter (hybrid sharding; Zhao et al. 2023,
-  https://arxiv.org/abs/2304.11277).
-  The all-reduce is a reduce-scatter, the update and an all-gather, so the nodes share the optimizer state.
+  stays within the node: (g-1) α_intra + S (g-1)/g · β_intra. A reduction is followed by an all-reduce of each shard
+  across nodes, which adds 2 (n-1) α_inter + 2 · S (n-1)/(n g) · β_inter (hybrid sharding; Zhao et al. 2023,
+  https://arxiv.org/abs/2304.11277). The all-reduce is a reduce-scatter, the update and an all-gather, so the nodes
+  share the optimizer state.
 
 In the profile of ``group=node`` the world is g, and β is per byte that a rank sends within its node.
 """

@@ -72,8 +72,7 @@ class Link:
       each). Otherwise 0.
 
     ``alpha``, ``beta`` and ``gap`` follow the order of :class:`Kind`: AR, RS, AG_F, AG_B, and with two levels the kinds
-    within nodes.
-    Raises ValueError for a value out of range.
+    within nodes. Raises ValueError for a value out of range.
     """
 
     alpha: tuple[float, ...]

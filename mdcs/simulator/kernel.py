@@ -245,7 +245,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
         count[k] = 0
     if cap >= 0 and n > 0:
         count[SENT] = n + depth
-        count[MOST] = most_in_flight(transient, count, depth, 0)  # upper bound for any messages: a quick test in admit()
+        count[MOST] = most_in_flight(transient, count, depth, 0)  # upper bound, for a quick test in admit()
     count[HELD], count[SENT] = c.rest, 0
     now = last_start = last_done = begin = work = 0.0
     last_finish = LONG_AGO

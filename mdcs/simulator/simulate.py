@@ -71,10 +71,9 @@ class Replay:
 def replay(plan: Plan, *, ledger: Ledger | None = None, course: Course | None = None) -> Replay:
     """Replay a plan until its period repeats.
 
-    - ``ledger``, ``course``: those of the plan, if the caller has them. Raises PlanError, naming the slot, when admission
-      under the
+    - ``ledger``, ``course``: those of the plan, if the caller has them.
 
-    plan's budget deadlocks.
+    Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
     """
     if plan.budget is not None:
         ledger = ledger or Ledger(plan)

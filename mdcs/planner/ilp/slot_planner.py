@@ -45,7 +45,7 @@ from mdcs.sizes import MIB
 
 _COARSER = 8  # blocks merged into one: plans with few messages are replayed faster in the search
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
-_FUSED_BLOCKS, _MOST_FUSED = 4, 4 << 20  # most blocks and bytes of fused neighbours: larger messages wait for their last unit
+_FUSED_BLOCKS, _MOST_FUSED = 4, 4 << 20  # most blocks and bytes in a fused message: a larger one waits for its last unit
 _SMALL = 36  # up to this many slots only the integer program is solved
 _WHOLE = 60  # up to this many slots the integer program is solved in addition to the relaxation
 _COARSE = 24  # bins of the first relaxation
@@ -112,7 +112,7 @@ def solve_plan(
         raise PlanError(f"{name}: no plan was found: {found.status}")
     price_s = math.inf
     enough_s = (found.bound or 0.0) * (1 + _WORTH)
-    while enough_s < (best := min(map(_price_s, candidates))) < price_s * (1 - _WORTH):  # while searches still gain enough
+    while enough_s < (best := min(map(_price_s, candidates))) < price_s * (1 - _WORTH):  # the last search paid off
         price_s = best
         candidates += asked.raced(candidates, 1 - _FEWER - _LEANER, found.bound, most=1)
     step_s, plan = _of_few_messages(min(candidates, key=_price_s), asked.at(1 - _LEANER))
@@ -228,8 +228,7 @@ def _found(asked: _Asked, known: list[Timed], heuristics: bool) -> _Found:
     - Small problems are solved as integer programs, large ones are relaxed and rounded, those between are solved in
       both ways.
     - Models for plans spread the costs of a message over a block, and leave room for messages in flight, which the
-      model does not
-      count. Small problems are also solved without this room.
+      model does not count. Small problems are also solved without this room.
     - Models for bounds use costs that no plan can go below.
     """
     judge, slots = asked.judge, asked.judge.job.period.length

@@ -82,7 +82,7 @@ class Answer:
 class Solving(Checked):
     """Options of planners that use a solver."""
 
-    solver: str = option("HIGHS", "through python-mip", choices=SOLVERS)  # python-mip silently replaces a missing solver
+    solver: str = option("HIGHS", "through python-mip", choices=SOLVERS)  # python-mip replaces a missing one silently
     seconds: float = option(20.0, "limit of the solver, seconds", above=0)
 
 

@@ -23,17 +23,17 @@ T = TypeVar("T")
 LIMITS = ("choices", "above", "at_least", "at_most", "below", "length")
 """Limits that :func:`option` takes.
 
-``choices``: the allowed values.
-``above``, ``at_least``, ``at_most``, ``below``: limits of a number, or of each number of a list.
-``length``: the length of a list.
+- ``choices``: the allowed values.
+- ``above``, ``at_least``, ``at_most``, ``below``: limits of a number, or of each number of a list.
+- ``length``: the length of a list.
 """
 
 
 class OptionError(ValueError):
     """A value that an option must not have.
 
-    ``option``: the field's name.
-    ``complaint``: the rule that the value breaks.
+    - ``option``: the field's name.
+    - ``complaint``: the rule that the value breaks.
     """
 
     def __init__(self, option: str, complaint: str) -> None:
@@ -47,10 +47,10 @@ class OptionError(ValueError):
 def option(default: T, about: str, **limits: Any) -> T:
     """Return a dataclass field with a description and limits.
 
-    ``default``: the default value. A list is copied for every object.
-    ``about``: a few words that describe the option, with its unit.
-    ``limits``: limits by the names in :data:`LIMITS`. Other names are kept as metadata for the code that declares the
-        class.
+    - ``default``: the default value. A list is copied for every object.
+    - ``about``: a few words that describe the option, with its unit.
+    - ``limits``: limits by the names in :data:`LIMITS`. Other names are kept as metadata for the code that declares the
+      class.
     """
     metadata = {"about": about, **limits}
     made = (

@@ -23,13 +23,13 @@ from mdcs.profile.link import Kind
 class Cost(NamedTuple):
     """Seconds of a message, in the order in which they are spent.
 
-    ``alpha``: latency on the link.
-    ``gap``: pause after the previous message.
-    ``transfer``: time of its bytes on the link.
-    ``copy``: summing and unpacking.
-    ``update``: the update.
-    ``idle``: ``transfer`` while nothing computes.
-    ``lost``: compute time lost when the message completes while something computes.
+    - ``alpha``: latency on the link.
+    - ``gap``: pause after the previous message.
+    - ``transfer``: time of its bytes on the link.
+    - ``copy``: summing and unpacking.
+    - ``update``: the update.
+    - ``idle``: ``transfer`` while nothing computes.
+    - ``lost``: compute time lost when the message completes while something computes.
     """
 
     alpha: float
@@ -101,8 +101,10 @@ class CostModel:
     def lost_s(self, kind: Kind, wire: int, work: float) -> float:
         """Return the compute seconds lost to a message of ``wire`` bytes.
 
-        ``work``: seconds of copies and updates that the message causes. The result is
-        compute_per_message + compute_per_byte·wire + compute_per_work·work, times ``all_reduce`` for an all-reduce.
+        - ``work``: seconds of copies and updates that the message causes.
+
+        The result is compute_per_message + compute_per_byte·wire + compute_per_work·work, times ``all_reduce`` for an
+        all-reduce.
         """
         c = self.profile.contention
         lost = c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
@@ -115,7 +117,7 @@ class CostModel:
 
         See :meth:`payload` for ``elements`` and ``width``.
 
-        ``blocking``: compute waits for the message, so compute does not slow it down.
+        - ``blocking``: compute waits for the message, so compute does not slow it down.
         """
         key = kind, elements, parts, blocking, width
         cost = self._known.get(key)
@@ -155,7 +157,7 @@ class CostModel:
     def extra_communication_s(self, sent: dict[str, int]) -> float:
         """Return the seconds per iteration of traffic beyond that of all-dp: β·bytes sent - β·bytes of all-dp.
 
-        ``sent``: wire bytes by kind (:meth:`Plan.sent_bytes`).
+        - ``sent``: wire bytes by kind (:meth:`Plan.sent_bytes`).
         """
         profile = self.profile
         all_dp = sum(

@@ -43,7 +43,7 @@ def early(
 def part_of_slot(period: Period, blocks: Sequence[tuple[int, ...]], message: Message, first: int) -> float:
     """Return the fraction of the slot before ``first`` after which all gradients of a reduction are ready.
 
-    ``first``: the first slot at which the reduction can be issued.
+    - ``first``: the first slot at which the reduction can be issued.
     """
     return max(
         parts_of_slot(period.profile, u, blocks[u])[b]

@@ -49,15 +49,15 @@ Effects = tuple[tuple[str, int], ...]
 class MessageBytes:
     """Bytes that one message allocates and frees.
 
-    ``full``: (unit, bytes) of full parameters, for units that this message is the first to gather. Allocated at its
-        start.
-    ``staging``: buffers of the collective. Allocated at its start, freed when the collective ends.
-    ``shards``: gradient shards. Allocated at its start.
-    ``scratch``: temporary memory of the update. Allocated when the collective ends, freed after the update.
-    ``shards_freed``: gradient shards that are freed after the update. In barrier mode the last reduction frees the
-        shards of all reductions.
-    ``gradients_after_link``: (unit, bytes) of full gradients that are freed when the collective ends (RS).
-    ``gradients_after_update``: (unit, bytes) of full gradients that are freed after the update (AR).
+    - ``full``: (unit, bytes) of full parameters, for units that this message is the first to gather. Allocated at its
+      start.
+    - ``staging``: buffers of the collective. Allocated at its start, freed when the collective ends.
+    - ``shards``: gradient shards. Allocated at its start.
+    - ``scratch``: temporary memory of the update. Allocated when the collective ends, freed after the update.
+    - ``shards_freed``: gradient shards that are freed after the update. In barrier mode the last reduction frees the
+      shards of all reductions.
+    - ``gradients_after_link``: (unit, bytes) of full gradients that are freed when the collective ends (RS).
+    - ``gradients_after_update``: (unit, bytes) of full gradients that are freed after the update (AR).
     """
 
     full: tuple[tuple[int, int], ...]
@@ -97,10 +97,10 @@ class MessageBytes:
 class SlotBytes:
     """Bytes that one slot allocates and frees.
 
-    ``gradients``: (unit, bytes) of full gradients, allocated when the slot starts.
-    ``released``: (unit, bytes) of full parameters, freed when the slot ends.
-    ``live``, ``peak``: bytes of activations and workspace, as in :class:`mdcs.profile.contents.Slot`.
-    ``allocated``, ``freed``: sums of ``gradients`` and of ``released``.
+    - ``gradients``: (unit, bytes) of full gradients, allocated when the slot starts.
+    - ``released``: (unit, bytes) of full parameters, freed when the slot ends.
+    - ``live``, ``peak``: bytes of activations and workspace, as in :class:`mdcs.profile.contents.Slot`.
+    - ``allocated``, ``freed``: sums of ``gradients`` and of ``released``.
     """
 
     gradients: tuple[tuple[int, int], ...]
@@ -153,9 +153,9 @@ def _runs(
 class _Cuts(NamedTuple):
     """Extra runs of a unit's updates, where segment boundaries cut the part of a rank. A block without cuts is one run.
 
-    ``everywhere``: cuts that every rank has.
-    ``on_rank``: (rank, further cuts) of the ranks that have some.
-    ``largest``: for each block, the longest run of any rank (elements).
+    - ``everywhere``: cuts that every rank has.
+    - ``on_rank``: (rank, further cuts) of the ranks that have some.
+    - ``largest``: for each block, the longest run of any rank (elements).
     """
 
     everywhere: int
@@ -167,8 +167,9 @@ class _Cuts(NamedTuple):
 def _cuts(ends: tuple[int, ...], blocks: tuple[int, ...], parts: int) -> _Cuts:
     """Return the cuts of a unit.
 
-    ``ends``: ends of its segments (elements).
-    ``parts``: number of ranks that share an update (:meth:`Strategy.parts`). Ranks in the result are modulo ``parts``.
+    - ``ends``: ends of its segments (elements).
+    - ``parts``: number of ranks that share an update (:meth:`Strategy.parts`). Ranks in the result are modulo
+      ``parts``.
     """
     counts: Counter[int] = Counter()
     largest = []
@@ -230,9 +231,9 @@ def rest_of(profile: Profile, unit: int, strategy: Strategy) -> dict[str, int]:
 class MixBytes:
     """Bytes that depend only on strategies and blocks, not on the order of messages.
 
-    ``at_rest``: bytes by category between steps.
-    ``scratch``: temporary bytes of the update of each (unit, block).
-    ``slots``: bytes of each slot.
+    - ``at_rest``: bytes by category between steps.
+    - ``scratch``: temporary bytes of the update of each (unit, block).
+    - ``slots``: bytes of each slot.
 
     ``blocks`` are in elements. Segment boundaries cut the shards of the ranks differently, which changes optimizer
     state and scratch. The result is that of ``rank``, or with None (for planning) the most that any rank needs.
@@ -347,8 +348,8 @@ class Ledger(MixBytes):
 class Need(NamedTuple):
     """Bytes that must fit at a slot.
 
-    ``arrival``: when compute arrives, while it waits for messages.
-    ``running``: while the slot runs.
+    - ``arrival``: when compute arrives, while it waits for messages.
+    - ``running``: while the slot runs.
     """
 
     arrival: int
@@ -420,7 +421,7 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     """Return the bytes needed at each slot: the larger of prologue and steady period, with all earlier messages done.
 
     Compute can always wait for messages that are issued. Therefore admission cannot deadlock if these bytes fit.
-    ``ledger``: the plan's ledger, if the caller has it.
+    - ``ledger``: the plan's ledger, if the caller has it.
     """
     ledger = ledger or Ledger(plan)
     issued: list[list[tuple[bool, int, int]]] = [[] for _ in ledger.slots]  # in the prologue?, peak bytes, net bytes

@@ -20,10 +20,10 @@ class Op(NamedTuple):
 class PeriodSlot(NamedTuple):
     """A slot of the period.
 
-    ``unit``: index of its unit.
-    ``phase``: F or B.
-    ``micro``: its micro-step.
-    ``place``: its index in :attr:`Profile.slots`.
+    - ``unit``: index of its unit.
+    - ``phase``: F or B.
+    - ``micro``: its micro-step.
+    - ``place``: its index in :attr:`Profile.slots`.
     """
 
     unit: int
@@ -48,10 +48,10 @@ class Period:
 
     It starts at the first backward slot of the last micro-step.
 
-    ``turn``: index of the first forward slot.
-    ``length``: number of slots.
-    ``slots``: the slots in order.
-    ``seconds``: profiled seconds of each slot.
+    - ``turn``: index of the first forward slot.
+    - ``length``: number of slots.
+    - ``slots``: the slots in order.
+    - ``seconds``: profiled seconds of each slot.
 
     Indices in windows and releases are *unrolled*: they may exceed ``length`` and then lie in the next period.
     """

@@ -13,16 +13,17 @@ Times = TypeVar("Times", bound="StepTimes")
 class StepTimes:
     """Parts of one rank's step, in seconds. None: unknown.
 
-    compute_s: computing runs.
-    communication_s: at least one message runs.
-    overlap_s: both run.
+    - compute_s: computing runs.
+    - communication_s: at least one message runs.
+    - overlap_s: both run.
 
     Derived:
 
-    exposed_s = communication_s - overlap_s: messages run and computing does not.
-    stalled_s = step_s - compute_s: computing does not run, because it waits for messages, updates or the training loop.
-    idle_s = stalled_s - exposed_s: neither runs.
-    overlap_ratio = overlap_s / communication_s, 0 without communication.
+    - exposed_s = communication_s - overlap_s: messages run and computing does not.
+    - stalled_s = step_s - compute_s: computing does not run, because it waits for messages, updates or the training
+      loop.
+    - idle_s = stalled_s - exposed_s: neither runs.
+    - overlap_ratio = overlap_s / communication_s, 0 without communication.
     """
 
     step_s: float
@@ -67,8 +68,8 @@ def _less(whole: float | None, part: float | None) -> float | None:
 class Prediction(StepTimes):
     """Result of the replay of a plan: seconds per period, and bytes per rank.
 
-    ``peak_bytes``: peak of all categories together.
-    ``memory``: peak of each category (at its own time), and of all together as "total".
+    - ``peak_bytes``: peak of all categories together.
+    - ``memory``: peak of each category (at its own time), and of all together as "total".
     """
 
     peak_bytes: int = field(kw_only=True)

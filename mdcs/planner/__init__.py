@@ -1,9 +1,9 @@
 """Planners: from a profile and a byte budget to a plan.
 
-``strategies``, ``schedulers``: heuristics.
-``ilp``: planners that use a solver.
-``make``: combines a strategy planner and a scheduler.
-``bounds``, ``curve``, ``explain``: analysis of plans.
+- ``strategies``, ``schedulers``: heuristics.
+- ``ilp``: planners that use a solver.
+- ``make``: combines a strategy planner and a scheduler.
+- ``bounds``, ``curve``, ``explain``: analysis of plans.
 
 Planners are judged by replays. Imports `mdcs.simulator` and the layers below it. The runtime does not import planners.
 """

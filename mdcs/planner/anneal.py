@@ -37,11 +37,11 @@ def annealed(
 ) -> Plan:
     """Return the fastest plan found by a search from ``plan``, or ``plan`` if none is faster.
 
-    ``seconds``: approximate time limit.
-    ``bound``: the search ends at this step time (seconds).
-    ``strategies``: whether strategies may change.
-    ``stop``: the search ends when it returns True.
-    ``seed``: seed of the search.
+    - ``seconds``: approximate time limit.
+    - ``bound``: the search ends at this step time (seconds).
+    - ``strategies``: whether strategies may change.
+    - ``stop``: the search ends when it returns True.
+    - ``seed``: seed of the search.
 
     Plans are judged by replay and stay within the budget of ``plan``. The number of candidates grows with the plan. If
     the time suffices for all of them, the same ``seed`` gives the same plan.

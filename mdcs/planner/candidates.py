@@ -35,9 +35,9 @@ _TIGHT, _POWER = 0.05, 4
 class Candidate(NamedTuple):
     """A plan in numbers.
 
-    ``messages``: numbers of the messages in wire order.
-    ``slots``: slot at which each is issued.
-    ``strategies``, ``blocks``: the mix.
+    - ``messages``: numbers of the messages in wire order.
+    - ``slots``: slot at which each is issued.
+    - ``strategies``, ``blocks``: the mix.
     """
 
     messages: list[int]
@@ -49,14 +49,14 @@ class Candidate(NamedTuple):
 class Score(NamedTuple):
     """Result of a candidate's replay, in seconds. All but ``step_s`` and ``energy`` describe the last period.
 
-    ``step_s``: the step.
-    ``energy``: the value that annealing minimizes: the step plus a penalty for bytes. Bytes that are held without need
-        block later moves, most of all where the budget is tight.
-    ``gaps``: [messages] idle time of the link before each message.
-    ``gap_begins``: [messages] when the idle time begins.
-    ``arrivals``: [slots] when compute arrives.
-    ``waits``: [slots] how long compute waits.
-    ``needed``: [slots] number of messages that must be done (unrolled).
+    - ``step_s``: the step.
+    - ``energy``: the value that annealing minimizes: the step plus a penalty for bytes. Bytes that are held without
+      need block later moves, most of all where the budget is tight.
+    - ``gaps``: [messages] idle time of the link before each message.
+    - ``gap_begins``: [messages] when the idle time begins.
+    - ``arrivals``: [slots] when compute arrives.
+    - ``waits``: [slots] how long compute waits.
+    - ``needed``: [slots] number of messages that must be done (unrolled).
     """
 
     step_s: float

@@ -25,11 +25,11 @@ Share None: the slack is not divided. Raises InfeasibleBudget.
 class Point:
     """The plan for a budget and a share, or the reason why there is none.
 
-    ``budget``: bytes.
-    ``share``: part of the slack for the schedule. None: not divided.
-    ``plan``: the plan, or None.
-    ``reason``: why there is no plan.
-    ``planned_for``: the budget that the plan was made for, if smaller than ``budget``.
+    - ``budget``: bytes.
+    - ``share``: part of the slack for the schedule. None: not divided.
+    - ``plan``: the plan, or None.
+    - ``reason``: why there is no plan.
+    - ``planned_for``: the budget that the plan was made for, if smaller than ``budget``.
     """
 
     budget: int

@@ -24,13 +24,13 @@ from mdcs.simulator.simulate import replay
 class UnitChoice:
     """The strategy of one unit, compared with another.
 
-    ``unit``: name of the unit.
-    ``bytes``: bytes of its parameters.
-    ``strategy``: its strategy.
-    ``messages``: number of its messages by kind. A fused message counts for each of its units.
-    ``instead``: the strategy that it is compared with.
-    ``costs_bytes``: increase of the peak over ``instead``. May be negative.
-    ``buys_s``: decrease of the step (seconds) from ``instead``. May be negative.
+    - ``unit``: name of the unit.
+    - ``bytes``: bytes of its parameters.
+    - ``strategy``: its strategy.
+    - ``messages``: number of its messages by kind. A fused message counts for each of its units.
+    - ``instead``: the strategy that it is compared with.
+    - ``costs_bytes``: increase of the peak over ``instead``. May be negative.
+    - ``buys_s``: decrease of the step (seconds) from ``instead``. May be negative.
 
     The last three are None when there is no other strategy to compare with.
     """

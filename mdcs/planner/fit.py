@@ -101,9 +101,9 @@ def _moved(plan: Plan, slots: list[int]) -> tuple[Message, ...]:
 def _later_gathers(plan: Plan, ledger: Ledger, over: list[tuple[int, int]]) -> tuple[Message, ...] | None:
     """Return the messages with later gathers, so that the slots in ``over`` fit. None if no gather can be later.
 
-    ``over``: (slot, excess bytes). For each slot in turn, gathers that are issued before it and needed only after it
-        move behind it. The gather that is needed last moves first, until the excess is gone. The walk stops at the
-        first slot without such a gather.
+    - ``over``: (slot, excess bytes). For each slot in turn, gathers that are issued before it and needed only after it
+      move behind it. The gather that is needed last moves first, until the excess is gone. The walk stops at the first
+      slot without such a gather.
     """
     length = plan.period.length
     gathers: list[tuple[int, int, int, Op]] = []  # slot, need, bytes, operation

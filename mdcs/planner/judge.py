@@ -20,10 +20,10 @@ from mdcs.sizes import GIB
 class InfeasibleBudget(ValueError):
     """No plan fits the budget.
 
-    ``budget``: bytes.
-    ``smallest``: the smallest feasible budget (bytes). None: no budget is feasible.
-    ``what``: the part of the plan that does not fit.
-    ``is_bound``: the model has not been measured. ``smallest`` is then a lower bound: every plan needs more.
+    - ``budget``: bytes.
+    - ``smallest``: the smallest feasible budget (bytes). None: no budget is feasible.
+    - ``what``: the part of the plan that does not fit.
+    - ``is_bound``: the model has not been measured. ``smallest`` is then a lower bound: every plan needs more.
     """
 
     def __init__(self, budget: int, smallest: int | None, what: str, is_bound: bool = False) -> None:

@@ -36,12 +36,12 @@ def make_plan(
 ) -> Plan:
     """Return a plan within ``budget`` bytes per rank (None: unlimited), with the prediction of its replay.
 
-    ``job``: a job, or a profile, which counts as a job with default settings.
-    ``strategy``: a strategy planner, or a joint planner. A joint planner takes no scheduler and no share.
-    ``schedule_share``: part s in [0, 1] of the slack above the floor that is for the schedule. The strategies may use
-        floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
-        sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule
-        the rest.
+    - ``job``: a job, or a profile, which counts as a job with default settings.
+    - ``strategy``: a strategy planner, or a joint planner. A joint planner takes no scheduler and no share.
+    - ``schedule_share``: part s in [0, 1] of the slack above the floor that is for the schedule. The strategies may use
+      floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
+      sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule the
+      rest.
 
     Raises InfeasibleBudget, with the smallest feasible budget in bytes, and ValueError for arguments that contradict
     each other.

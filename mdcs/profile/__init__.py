@@ -1,10 +1,10 @@
 """The profile of a job, which planning starts from.
 
-``contents``: units, slots and bytes.
-``layout``: the flat buffers of a unit.
-``link``: latency and bandwidth.
-``algorithms``: bytes that collective algorithms send and hold.
-``analytic``: profiles that are calculated instead of measured.
+- ``contents``: units, slots and bytes.
+- ``layout``: the flat buffers of a unit.
+- ``link``: latency and bandwidth.
+- ``algorithms``: bytes that collective algorithms send and hold.
+- ``analytic``: profiles that are calculated instead of measured.
 
 Plain data. Imports only `mdcs.sizes` of mdcs, no torch and no Hydra.
 """

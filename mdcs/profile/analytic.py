@@ -42,13 +42,13 @@ _UPDATE_TRAFFIC = 2 * _STATE_BYTES + 2 * _WIDTH  # bytes of memory read and writ
 class Transformer:
     """A decoder with tied embeddings.
 
-    ``layers``: number of blocks.
-    ``width``: model width.
-    ``heads``: attention heads.
-    ``sequence``: tokens per sequence.
-    ``vocab``: tokens in the vocabulary.
-    ``batch``: sequences per device and micro-step.
-    ``checkpointing``: whether backward recomputes each block (activation checkpointing).
+    - ``layers``: number of blocks.
+    - ``width``: model width.
+    - ``heads``: attention heads.
+    - ``sequence``: tokens per sequence.
+    - ``vocab``: tokens in the vocabulary.
+    - ``batch``: sequences per device and micro-step.
+    - ``checkpointing``: whether backward recomputes each block (activation checkpointing).
 
     Raises ValueError for a number that is not positive.
     """
@@ -84,9 +84,9 @@ class Transformer:
 class Device:
     """A compute device.
 
-    ``peak_flops``: peak rate in FLOP/s.
-    ``efficiency``: fraction of the peak rate that is reached.
-    ``memory_rate``: memory bandwidth in bytes/s.
+    - ``peak_flops``: peak rate in FLOP/s.
+    - ``efficiency``: fraction of the peak rate that is reached.
+    - ``memory_rate``: memory bandwidth in bytes/s.
 
     Raises ValueError for a number that is not positive, or an efficiency above 1.
     """
@@ -109,8 +109,8 @@ class Device:
 class Network:
     """``nodes`` of ``per_node`` devices, with the latency and bandwidth of both levels.
 
-    ``intra_alpha``, ``inter_alpha``: seconds per hop.
-    ``intra_beta``, ``inter_beta``: seconds per byte of one device.
+    - ``intra_alpha``, ``inter_alpha``: seconds per hop.
+    - ``intra_beta``, ``inter_beta``: seconds per byte of one device.
 
     Raises ValueError for a number that is not positive.
     """
@@ -133,8 +133,8 @@ class Network:
     def link(self, group: str, depth: int = 1) -> Link:
         """Return the link of collectives over a sharding group, by the formulas above.
 
-        ``group``: ``node`` or ``world``.
-        ``depth``: messages in flight.
+        - ``group``: ``node`` or ``world``.
+        - ``depth``: messages in flight.
 
         Raises ValueError as :meth:`group_size` does.
         """

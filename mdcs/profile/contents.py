@@ -133,10 +133,8 @@ class Contention:
     - ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.
     - ``compute_per_work`` (fraction): compute time lost per second of copying, summing and updating that the message
       causes.
-
-    ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
-        gap and β are measured while nothing computes. The longer of the two counts, never their sum.
-
+    - ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
+      gap and β are measured while nothing computes. The longer of the two counts, never their sum.
     - ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
     - ``compute_per_wait`` (fraction): compute after a wait takes longer by this fraction of the wait, because caches are
       cold and the core has slept.

@@ -18,11 +18,11 @@ def pad(numel: int, world: int) -> int:
 class Section:
     """Consecutive elements of a unit that have one type, without padding.
 
-    ``numel``: elements.
-    ``param_bytes``: bytes of a parameter element in compute.
-    ``grad_bytes``: bytes of a gradient element on the wire and in shards.
-    ``master_bytes``: bytes of an element of the copy that the optimizer updates. 0: the optimizer updates the parameter
-        itself.
+    - ``numel``: elements.
+    - ``param_bytes``: bytes of a parameter element in compute.
+    - ``grad_bytes``: bytes of a gradient element on the wire and in shards.
+    - ``master_bytes``: bytes of an element of the copy that the optimizer updates. 0: the optimizer updates the
+      parameter itself.
 
     Raises ValueError for numbers out of range.
     """

@@ -56,8 +56,8 @@ BY_MESSAGE = Shape._fields[: Shape._fields.index("buffer_bytes")]
 def place(s: Shape, turn: int, order: Numbers, slots: Numbers, issued: Numbers, needed: Numbers) -> bool:
     """Fill ``issued`` and ``needed``, and return whether the order is valid.
 
-    ``issued[q]``: number of messages issued by slot q.
-    ``needed[q]``: number of messages that must be done when slot q begins (unrolled).
+    - ``issued[q]``: number of messages issued by slot q.
+    - ``needed[q]``: number of messages that must be done when slot q begins (unrolled).
 
     An order is valid if all messages lie in their windows and nothing is gathered before its update.
     """

@@ -19,9 +19,9 @@ _REPEATS = 1e-9  # fraction of a period: periods that differ by less count as eq
 SETTLED, UNSETTLED, DEADLOCK = 0, 1, 2
 """How a replay ended.
 
-``SETTLED``: the period repeats.
-``UNSETTLED``: the period still changed after ``MAX_PERIODS``.
-``DEADLOCK``: the bytes of a message or slot never fitted.
+- ``SETTLED``: the period repeats.
+- ``UNSETTLED``: the period still changed after ``MAX_PERIODS``.
+- ``DEADLOCK``: the bytes of a message or slot never fitted.
 """
 
 Numbers = Any
@@ -113,7 +113,7 @@ def slowed(start: Numbers, finish: Numbers, count: Numbers, slowdown: float, now
 def delayed(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: float) -> float:
     """Return when a slot ends, with the compute time lost to messages that complete during the slot.
 
-    ``begin``, ``end``: the slot without the lost time.
+    - ``begin``, ``end``: the slot without the lost time.
     """
     n, g = len(lost), count[PAID]
     while g < count[SENT] and done[g] <= end:
@@ -209,9 +209,9 @@ def repeats(
 
     Return their number k if both are equal, otherwise -1 - k.
 
-    ``base``: first message of the period.
-    ``before``: number of messages in flight at the last turn.
-    ``tolerance``: largest difference (seconds) of equal times.
+    - ``base``: first message of the period.
+    - ``before``: number of messages in flight at the last turn.
+    - ``tolerance``: largest difference (seconds) of equal times.
     """
     room, many = len(flight) // 2, 0
     for g in range(base, sent):
@@ -229,8 +229,9 @@ def repeats(
 def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> int:
     """Replay until the period repeats. Return how the replay ended.
 
-    ``issued[q]``: number of messages issued by slot q. ``needed[q]``: number of messages that must be done when slot q
-    begins. Unrolled: 0 or less refers to the period before.
+    - ``issued[q]``: number of messages issued by slot q.
+    - ``needed[q]``: number of messages that must be done when slot q begins. Unrolled: 0 or less refers to the period
+      before.
 
     In ``t`` the last ``n`` messages and the last ``len(c.seconds)`` slots are the last period.
     """

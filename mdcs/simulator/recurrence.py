@@ -31,11 +31,11 @@ class Trace:
     Messages are counted in FIFO order and slots in executed order, both from the prologue. The last ``slots`` slots and
     the last ``messages`` messages are the last period.
 
-    ``spans``: (start, end) of each message on the link.
-    ``processed``: when each message is summed or unpacked, and updated.
-    ``arrivals``: when compute arrives at each slot. The last entry is the end of the replay.
-    ``begins``: when compute begins to run each slot.
-    ``settled``: whether the last period repeats the one before.
+    - ``spans``: (start, end) of each message on the link.
+    - ``processed``: when each message is summed or unpacked, and updated.
+    - ``arrivals``: when compute arrives at each slot. The last entry is the end of the replay.
+    - ``begins``: when compute begins to run each slot.
+    - ``settled``: whether the last period repeats the one before.
     """
 
     def __init__(self, costs: Sequence[Cost], needed: Sequence[int], slots: int, track: Track, settled: bool) -> None:

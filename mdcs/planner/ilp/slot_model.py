@@ -48,11 +48,11 @@ from mdcs.simulator.simulate import steady_state
 class Sending:
     """Columns of one operation: the fraction sent by the end of each stage.
 
-    ``op``: the operation.
-    ``seconds``: link time of the whole operation.
-    ``stages``: the stages of its window. A stage is 3·bin (unrolled) when compute waits at the first slot of the bin,
-        3·bin + 1 while compute runs, 3·bin + 2 when compute waits at a later slot of the bin.
-    ``columns``: one column per stage.
+    - ``op``: the operation.
+    - ``seconds``: link time of the whole operation.
+    - ``stages``: the stages of its window. A stage is 3·bin (unrolled) when compute waits at the first slot of the bin,
+      3·bin + 1 while compute runs, 3·bin + 2 when compute waits at a later slot of the bin.
+    - ``columns``: one column per stage.
     """
 
     op: Op
@@ -75,8 +75,8 @@ class Sending:
 class Decision:
     """A solution: a strategy per unit, and the slots (unrolled) that bound its operations.
 
-    ``opens``: first slot at which an operation is issued.
-    ``closes``: slot at which it must be done.
+    - ``opens``: first slot at which an operation is issued.
+    - ``closes``: slot at which it must be done.
     """
 
     strategies: tuple[Strategy, ...]
@@ -92,12 +92,12 @@ class Decision:
 class SlotModel:
     """The integer program of one job under ``judge.budget``.
 
-    ``fixed``: strategies of the units. Only the schedule is then open.
-    ``width``: slots per bin. More than one makes a coarser model, a relaxation.
-    ``reach``: number of slots by which a reduction may be late or a gather early. Fewer than the period make a smaller
-        model, whose bound proves nothing.
-    ``loose``: leave out the memory of the schedule, so that buffers live only while compute uses them. A relaxation,
-        too.
+    - ``fixed``: strategies of the units. Only the schedule is then open.
+    - ``width``: slots per bin. More than one makes a coarser model, a relaxation.
+    - ``reach``: number of slots by which a reduction may be late or a gather early. Fewer than the period make a
+      smaller model, whose bound proves nothing.
+    - ``loose``: leave out the memory of the schedule, so that buffers live only while compute uses them. A relaxation,
+      too.
     """
 
     def __init__(
@@ -478,9 +478,9 @@ class SlotModel:
     def decide(self, values: Sequence[float], strategies: tuple[Strategy, ...] | None = None, sent: float = 0.5) -> Decision:
         """Return the decision of a solution: strategies, and the slots in which memory allows each operation.
 
-        ``strategies``: taken from the solution unless given.
-        ``sent``: threshold for fractional solutions. A buffer is held from the slot by which this fraction of its
-            gather is sent.
+        - ``strategies``: taken from the solution unless given.
+        - ``sent``: threshold for fractional solutions. A buffer is held from the slot by which this fraction of its
+          gather is sent.
         """
         mix = self.judge.mix(strategies or tuple(max(z, key=lambda k: values[z[k]]) for z in self.z))
         opens, closes = {}, {}

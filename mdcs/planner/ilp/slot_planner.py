@@ -70,7 +70,7 @@ Timed = tuple[float, Plan]
 class SlotPlanner(Solving):
     """Base of the planners that use the slot model.
 
-    ``heuristics`` False: only the solver's own plans are compared, to evaluate the solver.
+    - ``heuristics`` False: only the solver's own plans are compared, to evaluate the solver.
     """
 
     block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
@@ -96,9 +96,9 @@ def solve_plan(
 ) -> Plan:
     """Return the best plan found within ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
 
-    ``fixed``: strategies of the units. Only the schedule is then open.
-    ``block_bytes``: size of a block. 0: the default of the profile.
-    ``heuristics``: whether the search also starts from heuristic plans.
+    - ``fixed``: strategies of the units. Only the schedule is then open.
+    - ``block_bytes``: size of a block. 0: the default of the profile.
+    - ``heuristics``: whether the search also starts from heuristic plans.
 
     The outcome ends with the gap, (step - bound) / step. ``optimal`` refers to the slot model, and the replay may be
     slower. Raises PlanError if no plan was found.
@@ -212,9 +212,9 @@ class _Asked:
 class _Found:
     """Result of the solver.
 
-    ``status``: status of the solver.
-    ``bound``: proven lower bound (seconds) of any plan's step time.
-    ``plans``: plans with their step times.
+    - ``status``: status of the solver.
+    - ``bound``: proven lower bound (seconds) of any plan's step time.
+    - ``plans``: plans with their step times.
     """
 
     status: str

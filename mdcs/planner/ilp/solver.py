@@ -68,9 +68,9 @@ class Problem:
 class Answer:
     """The answer of the solver.
 
-    ``status``: ``optimal``, ``feasible``, ``infeasible``, or the reason why there is no solution.
-    ``values``: the solution, or None.
-    ``bound``: proven lower bound of the cost. None: nothing was proven.
+    - ``status``: ``optimal``, ``feasible``, ``infeasible``, or the reason why there is no solution.
+    - ``values``: the solution, or None.
+    - ``bound``: proven lower bound of the cost. None: nothing was proven.
     """
 
     status: str
@@ -96,8 +96,8 @@ def solve(
 ) -> Answer:
     """Solve a problem within ``seconds``. After that the solver is killed.
 
-    ``start``: a solution to start from, with a value for every column.
-    ``relax``: drop integrality and solve the linear program, by an interior point method if the solver has one.
+    - ``start``: a solution to start from, with a value for every column.
+    - ``relax``: drop integrality and solve the linear program, by an interior point method if the solver has one.
     """
     deadline = time.monotonic() + seconds
     data = json.dumps(

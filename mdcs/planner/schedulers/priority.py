@@ -75,9 +75,9 @@ def nearest_deadline_first(
 ) -> list[Draft]:
     """Return drafts: walk the slots, and whenever the link is free send the ready block with the nearest deadline.
 
-    ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
-        gradient earlier.
-    ``seconds``: seconds of the period's slots, if not the profiled ones.
+    - ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
+      gradient earlier.
+    - ``seconds``: seconds of the period's slots, if not the profiled ones.
     """
     length, turn = mix.period.length, mix.period.turn
     seconds = seconds or [mix.profile.slots[slot.place].seconds for slot in mix.period.slots]

@@ -65,8 +65,8 @@ class Greedy:
 def _is_too_much(judge: Judge, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy) -> bool:
     """Whether a unit of this strategy certainly exceeds the budget, found without making a schedule.
 
-    ``held``: bytes of the mix by slot. Between its forward and its backward the unit holds its extra bytes, and nothing
-        else changes.
+    - ``held``: bytes of the mix by slot. Between its forward and its backward the unit holds its extra bytes, and
+      nothing else changes.
     """
     if judge.budget is None:
         return False

@@ -1,11 +1,11 @@
-"""How well step times are predicted: runs, each beside the replay of its plan.
+"""Compare predicted with measured step times: each run beside the replay of its plan.
 
     python experiments/accuracy.py [--models gpt2 bert resnet] [--ranks 2 3] [override …]     # on the emulated link
     python experiments/accuracy.py --timed [--ranks 2 4] [override …]     # compute that takes no core, behind real links
 
-The rate of the link is set so that the communication of all-zero1 takes 0.5, 1 and 3 × as long as computing. Strategies,
-schedulers and, with `--timed`, budgets take turns. The error is (predicted - measured) / measured of the median step.
-`--json FILE` writes all runs.
+The rate of the link is chosen so that the communication of a plan with all units zero1 takes 0.5, 1 and 3 × as long as
+compute. Strategies, schedulers and, with `--timed`, budgets take turns. The error is (predicted - measured) / measured,
+with the median of the measured steps. `--json FILE` writes all runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PLANS = (
     "strategy=fsdp scheduler=sequential",
     "strategy=greedy scheduler=memory_aware budget=over_floor budget.over_floor=0.2",
 )
-PER_RATIO = 2  # plans, the next in turn
+PER_RATIO = 2  # plans per ratio, taken in turn from PLANS
 TIMED = "model=timed data=synthetic optimizer.fused=true cluster.threads=1"
 TIMED_PLANS = (
     "strategy=zero1 scheduler=priority",
@@ -73,9 +73,9 @@ STEPS = "run.steps=26 run.warmup_steps=5 run.profile_iterations=12"
 
 
 Row = tuple[str, int, float, dict[str, Any]]
-"""Model, ranks, ratio, and what the run gave."""
+"""Model, ranks, ratio, and the run's row of results."""
 KEPT = ("strategy", "scheduler", "budget_gib", "shaped_gbit", "predicted_step_s", "step_s", "step_s_p10", "step_s_p90")
-"""Of what the run gave: written as JSON."""
+"""Columns of the results that are written as JSON."""
 
 
 def main() -> int:
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Run everything and show the table, of the runs that ended well; returns the exit code. Raises ConfigError."""
+    """Run everything and show the table of the runs that ended well. Return the exit code. Raises ConfigError."""
     models = {"timed": TIMED} if arguments.timed else MODELS
     turn, each = (TIMED_PLANS, TIMED_PER_RATIO) if arguments.timed else (PLANS, PER_RATIO)
     in_turn, failed = itertools.cycle(turn), 0
@@ -98,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="mdcs-accuracy-") as folder:
         for model, ranks in itertools.product(models, arguments.ranks or ([2, 4] if arguments.timed else [2, 3])):
             plans = list(itertools.islice(in_turn, len(RATIOS) * each))
-            if not arguments.timed and model not in arguments.models:  # the others keep their plans
+            if not arguments.timed and model not in arguments.models:  # the plans of other models do not shift
                 continue
             common = [*f"{models[model]} cluster.ranks={ranks} {STEPS}".split(), *arguments.overrides]
             for row in compare(Path(folder) / f"{model}-{ranks}", common, plans, shaped=arguments.timed):
@@ -114,7 +114,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def compare(
     folder: Path, common: list[str], plans: list[str], *, shaped: bool
 ) -> Iterator[tuple[float, dict[str, Any]] | None]:
-    """The runs of one model on so many ranks, each with its ratio; None for one that failed."""
+    """Run one model on one number of ranks. Yield (ratio, results) of each run, and None for a run that failed."""
     known, console = Profiles(), Console(stderr=True)
 
     def run(name: str, *overrides: str, only: str | None = None) -> Path | None:
@@ -138,7 +138,8 @@ def compare(
 
 
 def rate_gbit(profile: Profile, ratio: float) -> float:
-    """The rate at which a reduce-scatter and an all-gather of the whole model take ``ratio`` × the compute time."""
+    """Rate (Gbit/s) at which a reduce-scatter and an all-gather of the whole model take ``ratio`` × the compute time.
+    """
     size = sum(u.numel for u in profile.units) * (profile.param_bytes + profile.grad_bytes)
     sent = size * (profile.world - 1) / profile.world
     return sent * 8e-9 / (ratio * sum(slot.seconds for slot in profile.slots))

@@ -1,9 +1,9 @@
-"""How much faster than `sequential` the overlapping schedulers are, in paired and interleaved runs.
+"""Measure how much faster the overlapping schedulers are than `sequential`, in paired and interleaved runs.
 
     python experiments/bench.py [--rounds 3] [override …]        # make bench
 
-Machines are shared and noisy, so every round runs all candidates, one after the other, with one profile, and the
-figure is the median over rounds of the ratio within a round.
+Machines are shared and noisy. So every round runs all candidates, one after another, with one profile. The result is
+the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def compare(rounds: int, overrides: list[str], console: Console) -> int:
-    """Run all candidates in every round and show the table; returns the exit code. Raises ConfigError."""
+    """Run all candidates in every round and show the table. Return the exit code. Raises ConfigError."""
     profiles = Profiles()
     steps: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     overlap: dict[str, list[float]] = {name: [] for name in CANDIDATES}

@@ -4,13 +4,17 @@
     python experiments/collectives.py cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
     python experiments/collectives.py cluster=shaped cluster.rate_gbit=0.5 --repeat 10
 
-`experiment=collectives` has four ranks. Prints median milliseconds per message in trains by algorithm and message size, in which
-* is the fastest, what one rank sends and holds, and at which rate it sends the largest message; then the same of trains in which
-the operations take turns, as in a plan, by the fastest of each and by one algorithm for all. It leaves a picture in the job's
-folder. With --repeat it measures the link as often as a profile would, and prints how far that differs from time to time:
-rate, gap and latency, what was chosen, and how much slower that is than the fastest in trains of all algorithms that are sent
-meanwhile, with two messages in flight and with one.
-An emulated link would make all algorithms alike: this always measures the real one.
+`experiment=collectives` has four ranks. The first table has median milliseconds per message in trains of messages, by
+algorithm and message size. * marks the fastest. The table also has the bytes that one rank sends and its buffer, per
+byte of the message, and the rate of the largest message. The second table has trains in which the operations take
+turns, as in a plan: with the fastest algorithm of each operation, and with one algorithm for all. A picture is left in
+the job's folder.
+
+With --repeat, the link is measured repeatedly, as for a profile. The table shows how far the measurements differ: rate,
+gap and latency, the chosen algorithms, and how much slower a choice is than the fastest algorithm. For that comparison,
+trains of all algorithms are measured in between, with two messages in flight and with one.
+
+On an emulated link all algorithms would be equal, so this program always measures the real link.
 """
 
 from __future__ import annotations
@@ -52,13 +56,13 @@ if TYPE_CHECKING:
     from mdcs.calibrate.link_timing import Timing
 
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
-TURNS = MIB, 4 * MIB  # of these, operations take turns
+TURNS = MIB, 4 * MIB  # message sizes of the trains in which operations take turns
 FILE, REPEAT, PICTURE = "collectives.json", "repeat", "collectives.png"
-_BLOCK = MIB  # payload bytes of the messages by which repeated choices are judged
+_BLOCK = MIB  # payload bytes of the messages that compare repeated choices
 
 
 def main() -> int:
-    """Measure what the command line asks for and print the table; returns the exit code."""
+    """Run the measurements of the command line and print the tables. Return the exit code."""
     console = Console(width=110)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--repeat", type=int, default=0)
@@ -88,7 +92,7 @@ def main() -> int:
 
 
 def measure(folder: Path) -> None:
-    """A rank's part; rank 0 writes what was found."""
+    """Run the measurements of one rank. Rank 0 writes the results."""
     import torch.distributed as dist
 
     from experiments.job.worker import start
@@ -99,7 +103,7 @@ def measure(folder: Path) -> None:
     repeat = int((folder / REPEAT).read_text(encoding="utf-8"))
     device, candidates = start(config), ALGORITHMS[config.cluster.resolved_backend()]
     links: list[dict[str, Any]] = []
-    trains: list[list[Timing]] = []  # a few at a time: a rank may not be silent for long
+    trains: list[list[Timing]] = []  # in small parts: a rank must report its status often
     one_by_one: list[list[Timing]] = []
     for _ in range(repeat):
         status.set()
@@ -129,7 +133,7 @@ def measure(folder: Path) -> None:
 
 
 def _rows(trains: list[list[Timing]]) -> list[dict[str, Any]]:
-    """One of each algorithm: seconds by size, medians over all its trains."""
+    """One row per algorithm: median seconds by size, over all its trains."""
     samples: dict[tuple[str, str], dict[int, list[float]]] = {}
     for t in itertools.chain(*trains):
         for size, seconds in t.samples.items():
@@ -141,8 +145,10 @@ def _rows(trains: list[list[Timing]]) -> list[dict[str, Any]]:
 
 
 def _teams(rows: list[dict[str, Any]], backend: str) -> list[Collectives]:
-    """The fastest of each operation at the sizes that take turns, what is taken where nothing is measured, and one for
-    all operations. Rows are the same on all ranks.
+    """Combinations of algorithms to compare; the same on all ranks.
+
+    They are: the fastest of each operation at the sizes of TURNS, the default without measurements, and each algorithm
+    that all operations have.
     """
     own = {op: [row for row in rows if row["operation"] == op] for op in KIND}
     fastest = {
@@ -155,13 +161,13 @@ def _teams(rows: list[dict[str, Any]], backend: str) -> list[Collectives]:
 
 
 def shaped_link(config: Config) -> str:
-    """For the title; empty for a link that is not shaped."""
+    """The shaped link for a title; empty for a link that is not shaped."""
     link = config.cluster.shaped_link()
     return f", link shaped to {link} ({network.congestion_control()})" if link else ""
 
 
 def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
-    """``seconds`` of a row are by size; bytes sent and held are per byte of the message."""
+    """The table of algorithms. ``seconds`` of a row is by size; bytes sent and buffer are per byte of the message."""
     made = Table(title=f"{backend}, {world} ranks{link}: median ms per message", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("operation", "algorithm"):
         made.add_column(heading, no_wrap=True)
@@ -181,7 +187,7 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
 
 
 def turns(took: list[dict[str, Any]], world: int, backend: str) -> Table:
-    """Milliseconds per message of trains in which the operations take turns, a row for each combination of algorithms."""
+    """Milliseconds per message of trains in which the operations take turns, a row per combination of algorithms."""
     made = Table(title="operations in turns: median ms per message", title_justify="left", box=box.SIMPLE_HEAD)
     for operation in KIND:
         made.add_column(operation, no_wrap=True)
@@ -201,7 +207,7 @@ def turns(took: list[dict[str, Any]], world: int, backend: str) -> Table:
 
 @style.styled
 def picture(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Figure:
-    """Seconds per message over its size, both logarithmic: an operation per axes, a line per algorithm."""
+    """Plot of seconds per message over its size, both logarithmic: axes per operation, a line per algorithm."""
     looks = style.look(row["algorithm"] for row in rows)
     figure = style.new_figure(9.2, 3.4, f"{backend}, {world} ranks{link}: median time per message")
     for axes, operation in zip(figure.subplots(1, len(KIND), sharey=True), KIND, strict=True):
@@ -221,9 +227,10 @@ def _size(size: int) -> str:
 
 
 def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Table:
-    """How far repeated measurements differ: least and most; of the rate, also in percent of the median.
+    """Range of repeated measurements, least and greatest; for the rate, also in percent of the median.
 
-    How much slower than the fastest the slowest that was chosen is: in trains, and one by one.
+    "slower than the fastest" compares the slowest algorithm that was chosen with the fastest: in trains, and one by
+    one.
     """
     seconds = statistics.median(each["seconds"] for each in links)
     title = f"{backend}, {world} ranks{link}: the link, measured {len(links)} times in {seconds:.1f} s each (median)"

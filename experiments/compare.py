@@ -1,13 +1,13 @@
-"""mdcs beside its peers, under one or several budgets: paired runs that take turns, in one session.
+"""Compare mdcs with its peers, under one or several budgets: paired runs that take turns, in one session.
 
     python experiments/compare.py [--rounds 3] [--budgets 10%,30%,none] [--engines ddp,fsdp2] [override …]
 
-Every round runs mdcs once per budget and every peer once; the next round begins with the next one. A budget is GiB, a share
-of mdcs's floor on top of that floor (10%), or none; a peer fits it if no rank ever held more. Ratios are taken within a
-round. All losses are compared with those of the first run of mdcs. Overrides of strategy, scheduler, collectives and profile
-are for mdcs alone, FSDP2 has a group per block whatever `model.wrap` says, and `--mdcs 'strategy=greedy scheduler=wfbp'` adds
-mdcs with another plan. comparison.json, comparison.png and the runs are left in `--out`; a session that is interrupted shows
-the rounds that ended.
+Every round runs mdcs once per budget and every peer once. Each round starts with the next candidate. A budget is in
+GiB, a share of mdcs's floor on top of that floor (10%), or none. A peer fits a budget if no rank ever exceeded it.
+Ratios are taken within a round. All losses are compared with those of the first run of mdcs. Overrides of strategy,
+scheduler, collectives and profile apply only to mdcs. FSDP2 has a group per block whatever `model.wrap` is.
+`--mdcs 'strategy=greedy scheduler=wfbp'` adds mdcs with another plan. The files comparison.json and comparison.png and
+the runs are left in `--out`. An interrupted session shows the rounds that ended.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.sizes import MIB
 
 SCHEMA = 2
-WIDTH = 150  # of tables where there is no terminal
-BOUNDS_S = 20.0  # for each of two solves
+WIDTH = 150  # columns of tables where there is no terminal
+BOUNDS_S = 20.0  # time limit of each of two solves
 PEERS = {
     "ddp": "engine=ddp",
     "ddp-8MiB": "engine=ddp engine.bucket_mib=8",
     "ddp-4MiB": "engine=ddp engine.bucket_mib=4",
     "ddp-1MiB": "engine=ddp engine.bucket_mib=1",
     "ddp-no-overlap": "engine=ddp_no_overlap",
-    "fsdp2": "engine=fsdp2 model.wrap=block",  # a group per block of the model, as its users have
+    "fsdp2": "engine=fsdp2 model.wrap=block",  # a group per block of the model, as users of FSDP2 choose
     "fsdp2-keep": "engine=fsdp2 model.wrap=block engine.reshard=never",
     "fsdp2-a2a": "engine=fsdp2 model.wrap=block engine.prefetch=2 engine.reduce_scatter=all_to_all",
     "fsdp2-keep-a2a": "engine=fsdp2 model.wrap=block engine.reshard=never engine.prefetch=2 engine.reduce_scatter=all_to_all",
@@ -72,12 +72,12 @@ PEERS = {
 }
 BASE = "mdcs"
 PLANNED = ("strategy", "scheduler", "collectives", "profile", "link", "run.cross_iteration")
-"""Groups and a key that only mdcs has a use for, as far as peers can run."""
+"""Groups and a key that are removed from the configs of peers: only mdcs uses them."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What takes its turn in every round: a peer, or mdcs under a budget."""
+    """One of the engines that take turns in every round: a peer, or mdcs under a budget."""
 
     name: str
     config: Config
@@ -85,7 +85,7 @@ class Candidate:
 
 
 def main(module: str = jobs.WORKER) -> int:
-    """Compare what the command line asks for; returns the exit code. Jobs run the module `module`."""
+    """Run the comparison of the command line. Return the exit code. The jobs' ranks run the module `module`."""
     parser = argparse.ArgumentParser(prog="python experiments/compare.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=positive, default=3, help="how often each engine runs")
     parser.add_argument("--budgets", type=_each(_budget), default=[Budget()], help="e.g. 10%%,1.5GiB,none")
@@ -105,7 +105,7 @@ def main(module: str = jobs.WORKER) -> int:
 
 
 class Comparison:
-    """One session: the candidates, and what their runs gave. Raises ConfigError before anything is started."""
+    """One session: the candidates and the results of their runs. Raises ConfigError before anything is started."""
 
     def __init__(self, arguments: argparse.Namespace, module: str) -> None:
         self.asked, self.module, self.out = arguments, module, arguments.out.resolve()
@@ -121,10 +121,10 @@ class Comparison:
         self.runs: dict[tuple[str, Budget | None], list[Row]] = {}
         self.curves: dict[str, list[list[float]]] = {}
         self.failed: dict[str, str] = {}
-        self.rounds = 0  # that have ended
+        self.rounds = 0  # rounds that have ended
 
     def _peers(self, names: Sequence[str] | None, overrides: Sequence[str]) -> Iterable[Candidate]:
-        """Raises ConfigError for one that was asked for and cannot run; one that was not is left out."""
+        """Yield the peers. Raises ConfigError for a requested peer that cannot run; other peers are left out."""
         if self.config.link.name == "emulated":
             raise ConfigError("link.name", "an emulated link paces mdcs alone: peers are compared on a real one")
         kept = [o for o in overrides if not {_group(o), o.partition("=")[0]} & {*PLANNED}]
@@ -140,7 +140,7 @@ class Comparison:
                 self.left_out[name] = str(error)
 
     def run(self) -> int:
-        """All rounds, and what is shown and written; returns the exit code."""
+        """Run all rounds, show and write the results. Return the exit code."""
         floor = self._floor()
         if floor is None:
             return 1
@@ -172,7 +172,8 @@ class Comparison:
                 self._turn(number, candidate)
 
     def _floor(self) -> int | None:
-        """Of the profile, which is measured if it is not known; None, and a line, if that fails."""
+        """The floor in bytes by the profile, which is measured if it is not known. None, after one line, if that fails.
+        """
         folder = self.out / "runs" / "profile"
         outcome = jobs.run(self.config, folder, self.console, known=self.known, only="profile", worker=self.module)
         if not outcome.ok:
@@ -182,7 +183,7 @@ class Comparison:
         return mdcs.floor_bytes(job_of(self.config, profile))
 
     def _own(self, floor: int) -> Iterable[Candidate]:
-        """mdcs with every plan under every budget; under one below the floor it cannot run."""
+        """Yield mdcs with every plan under every budget. A budget below the floor is left out."""
         for budget in self.asked.budgets:
             if (limit := budget.bytes(floor)) is not None and limit < floor:
                 self.left_out[f"{BASE} @ {budget}"] = f"the smallest feasible budget is {floor} bytes, got {limit}"
@@ -204,7 +205,7 @@ class Comparison:
     # ---- what is written and shown
 
     def document(self, floor: int) -> dict[str, Any]:
-        config, whole = self.config, max(1, self.rounds)  # of the first one there is what was measured
+        config, whole = self.config, max(1, self.rounds)  # an interrupted first round counts with its runs so far
         complete = {key: rows[:whole] for key, rows in self.runs.items() if len(rows) >= whole}
         own = [key for key in self.curves if key.partition(" @ ")[0] == BASE]
         base = next(iter([*own, *self.curves]), None)
@@ -240,7 +241,7 @@ class Comparison:
 
 
 def show(document: dict[str, Any]) -> None:
-    """A table per budget of what fits, what does not, and whether the losses are equal."""
+    """Print a table per budget of the engines that fit, the engines that do not, and whether the losses are equal."""
     console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else WIDTH
     for part in document["budgets"]:
@@ -266,7 +267,7 @@ def show(document: dict[str, Any]) -> None:
 
 
 def over_ddp(document: dict[str, Any], part: dict[str, Any]) -> str:
-    """What could be won over DDP without a limit, by the simulator, and what was."""
+    """The possible gain over DDP without a limit, as simulated, and the measured gain."""
     ideal, bound = part["ideal_ddp_s"], part["bounds"]["structural"]
     words = f"an ideal DDP: {ideal * 1e3:.1f} ms, {ideal / bound:.3f} × the structural bound"
     steps = {line["engine"]: line["step_s"]["median"] for line in part["lines"]}
@@ -307,7 +308,10 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
 
 
 def overview(document: dict[str, Any]) -> Table:
-    """A row per budget: of what fits, the best variant of each peer and the best plan of mdcs; its prediction, and the bound."""
+    """A table with a row per budget: the best variant of each peer and the best plan of mdcs that fit.
+
+    For mdcs, the row has the prediction and the bound, too.
+    """
     table = Table(title="the best of each that fits, step ms", title_justify="left", box=box.SIMPLE_HEAD)
     families = {"DDP": "ddp", "FSDP2": "fsdp2", "other peers": ""}
     base = document["base"]
@@ -333,13 +337,13 @@ def overview(document: dict[str, Any]) -> Table:
 
 
 def _family(name: str) -> str:
-    """DDP and FSDP2 have several variants that overlap; of all others one name."""
+    """Name of the family of an engine: ddp and fsdp2 have several variants that overlap. Empty for all others."""
     family = name.partition("-")[0]
     return family if family in ("ddp", "fsdp2") and name != "ddp-no-overlap" else ""
 
 
 def _best(steps: dict[str, float]) -> str:
-    """The least, with its name."""
+    """The shortest step, with its engine's name."""
     name = min(steps, key=steps.__getitem__, default=None)
     return "–" if name is None else f"{steps[name] * 1e3:.1f}\n{name}"
 
@@ -376,7 +380,10 @@ def _group(override: str) -> str:
 
 
 def _planned(overrides: Sequence[str]) -> list[str]:
-    """What mdcs is composed of; its strategy is joint if none is named. Raises ConfigError for what has an argument here."""
+    """Overrides of mdcs. The strategy is joint if none is named.
+
+    Raises ConfigError for an override of a group that this program sets by an argument.
+    """
     groups = {_group(override): override for override in overrides}
     for group, argument in (("engine", "--engines"), ("budget", "--budgets")):
         if group in groups:
@@ -385,13 +392,13 @@ def _planned(overrides: Sequence[str]) -> list[str]:
 
 
 def _without(overrides: Sequence[str], others: Sequence[str]) -> list[str]:
-    """The overrides but those of strategy and scheduler, if the others have any."""
+    """The overrides without strategy and scheduler, if `others` set either."""
     replaced = {"strategy", "scheduler"} if {"strategy", "scheduler"} & set(map(_group, others)) else set()
     return [o for o in overrides if _group(o) not in replaced]
 
 
 def _key(candidate: Candidate) -> str:
-    """Its name, with its budget if it has one: mdcs @ 10%."""
+    """Name of the candidate, with its budget if it has one: mdcs @ 10%."""
     is_limited = candidate.budget not in (None, Budget())
     return f"{candidate.name} @ {candidate.budget}" if is_limited else candidate.name
 

@@ -1,19 +1,19 @@
-"""Take a plan home: write how torch's FSDP2 comes nearest to it, as a JSON file, and say what is lost and what it costs.
+"""Export a plan: write the nearest configuration of torch's FSDP2 as JSON, and show what is lost and what it costs.
 
     python experiments/export.py outputs/first
     python experiments/export.py outputs/first/plan.json --to fsdp2.json
     python experiments/export.py outputs/first --format json
 
-The folder is that of a run or of experiments/plan.py. The file is fsdp2.json beside the plan unless --to names another; it
-explains its keys. In a loop of your own:
+The folder is that of a run or of experiments/plan.py. The file is fsdp2.json beside the plan unless --to names another
+one. The file explains its keys. In a loop of your own:
 
     from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
     apply_plan(model, json.load(open("fsdp2.json")))                  # calls fully_shard
     optimizer = torch.optim.AdamW(parameter_groups(model))            # afterwards
     clip_grad_norm_(model.parameters(), 1.0)                          # if some units are replicated, or sharded within nodes
 
-A plan for several hosts may shard units within each: their mesh is of hosts x ranks, 2 x 4 for instance.
-docs/export.md has a loader of 20 lines that needs torch alone.
+A plan for several hosts may shard units within each host. The mesh of such units is hosts x ranks, for instance 2 x 4.
+docs/export.md has a loader of 20 lines that needs only torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mdcs.sizes import MIB
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file of the plan that the command line names; returns the exit code, 2 for what is no plan."""
+    """Write the file of the plan that the command line names. Return the exit code, 2 for an unusable plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="folder of a run, or its plan.json")
     parser.add_argument("--to", type=Path, metavar="FILE", help="what to write; fsdp2.json beside the plan if not given")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _other(to: Path, text: str) -> str | None:
-    """What a file is that would be lost; None if there is none, or it is the same plan's."""
+    """Describe the file that would be overwritten. None if there is none, or if it is an export of the same plan."""
     if not to.exists():
         return None
     there = to.read_text(encoding="utf-8", errors="replace")
@@ -88,7 +88,7 @@ def _other(to: Path, text: str) -> str | None:
 
 
 def show(made: dict[str, Any], console: Console) -> None:
-    """Groups, what is lost, and what is predicted of both."""
+    """Print the groups, the losses of the export, and the predictions for the plan and for FSDP2."""
     title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("modules", "strategy", "mesh", "reshard_after_forward", "gathers ahead: forward", "backward"):
@@ -116,7 +116,7 @@ def show(made: dict[str, Any], console: Console) -> None:
 
 
 def _budget(made: dict[str, Any]) -> str:
-    """Whether FSDP2 is predicted to keep the plan's budget, and what would."""
+    """Whether FSDP2 is predicted to keep the plan's budget; if not, a change that would keep it."""
     budget, peak = made["budget"], made["predicted"]["fsdp2"]["peak_bytes"]
     words = f"The plan's budget is {budget['bytes'] / MIB:.2f} MiB"
     words += f", {budget['reserve'] / MIB:.2f} of them in reserve" if budget["reserve"] else ""

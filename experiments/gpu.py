@@ -1,10 +1,10 @@
-"""Qualify a machine with a GPU: tests, mdcs beside its peers, emulated worlds, a trade-off curve, overlap and the allocator.
+"""Qualify a machine with a GPU: tests, mdcs and its peers, emulated worlds, a trade-off curve, overlap, the allocator.
 
     python experiments/gpu.py [--out results/gpu] [--minutes 10] [--only worlds,curve]        # make gpu
 
-Every part runs in a process of its own, in the order of what matters most, until the time is over. Prints one table of
-what was wanted and what was found, and leaves gpu.json, gpu.png and what each part printed in `--out`. Where there is no
-GPU it says so, and claims nothing. docs/gpu.md says what the parts are.
+Every part runs in its own process, the most important first, until the time is over. The program prints one table of
+wanted and found values, and leaves gpu.json, gpu.png and the output of each part in `--out`. Where there is no GPU it
+says so, and claims nothing. docs/gpu.md describes the parts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A measurement in :mod:`experiments.gpu_parts`, at most so many seconds of it, with more in its environment."""
+    """A measurement of :mod:`experiments.gpu_parts`.
+
+    - name: of the part.
+    - seconds (s): time limit.
+    - measure: name of the function.
+    - environment: additional variables.
+    """
 
     name: str
     seconds: float
@@ -66,7 +72,7 @@ PARTS = (
 
 @dataclass
 class Result:
-    """What a part came to: its rows, or the reason why it has none."""
+    """Result of a part: its rows, or the reason why it has none."""
 
     name: str
     seconds: float
@@ -76,7 +82,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the table; ``ok`` is None where nothing is wanted."""
+    """A line of the table. ``ok`` is None where no value is wanted."""
 
     part: str
     what: str
@@ -90,7 +96,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="where gpu.json, gpu.png and the output go")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long all parts may take together")
     parser.add_argument("--only", default="", help="names of parts, with commas")
-    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # what this program asks of itself
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # used by this program for its own parts
     arguments = parser.parse_args()
     console = Console(width=110)
     import torch
@@ -115,11 +121,11 @@ def main() -> int:
 
 
 Run = Callable[[Part, Path, float], list[Row]]
-"""(part, its folder, seconds) → rows; raises RuntimeError with the reason."""
+"""(part, folder of the part, time limit in seconds) → rows. Raises RuntimeError with the reason of a failure."""
 
 
 def run_all(parts: Sequence[Part], out: Path, seconds: float, run: Run, console: Console) -> list[Result]:
-    """Every part for which there is time, one after the other: one that fails does not end the others."""
+    """Run the parts one after another while there is time. A failed part does not end the others."""
     deadline = time.monotonic() + seconds
     results = []
     for part in parts:
@@ -140,7 +146,7 @@ def run_all(parts: Sequence[Part], out: Path, seconds: float, run: Run, console:
 
 
 def in_a_process(part: Part, folder: Path, seconds: float) -> list[Row]:
-    """Run a part in a process of its own, whose output is kept."""
+    """Run a part in a process of its own, and keep its output. Raises RuntimeError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     written, output = folder / "rows.json", folder / "output.txt"
     written.unlink(missing_ok=True)
@@ -159,7 +165,7 @@ def in_a_process(part: Part, folder: Path, seconds: float) -> list[Row]:
 
 
 def machine() -> dict[str, str]:
-    """What the figures are of."""
+    """Description of the machine and the software for the report."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -180,11 +186,11 @@ def machine() -> dict[str, str]:
     }
 
 
-# ---- what was found
+# ---- the report
 
 
 def report(results: Sequence[Result], about: Mapping[str, str], out: Path, console: Console) -> int:
-    """Write gpu.json and gpu.png, print the table; 1 where a part failed or what was wanted was not found."""
+    """Write gpu.json and gpu.png, and print the table. Return 1 if a part failed or a wanted value was not reached."""
     found = findings(results)
     document = {
         "schema": SCHEMA, "machine": dict(about), "parts": [asdict(r) for r in results], "findings": [asdict(f) for f in found],
@@ -201,7 +207,7 @@ def report(results: Sequence[Result], about: Mapping[str, str], out: Path, conso
 
 
 def findings(results: Sequence[Result]) -> list[Finding]:
-    """What the table says of each part that has rows."""
+    """The lines of the table, for all parts that have rows."""
     say = {
         "tests": _of_tests, "world of one": _of_one, "worlds": _of_emulated, "curve": _of_curve, "overlap": _of_overlap,
         "allocator": _of_allocator, "allocator, expandable": _of_allocator,
@@ -277,7 +283,7 @@ def _of_allocator(part: str, rows: Sequence[Row]) -> list[Finding]:
 
 
 def table(found: Sequence[Finding], about: Mapping[str, str]) -> Table:
-    """One line per finding."""
+    """A table with one line per finding."""
     title = f"{about['device']} · torch {about['torch']} · CUDA {about['cuda']} · driver {about['driver']} · {about['date'][:10]}"
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("part", "what", "wanted", "found", ""):
@@ -291,7 +297,7 @@ def table(found: Sequence[Finding], about: Mapping[str, str]) -> Table:
 
 
 def picture(results: Sequence[Result], path: Path) -> bool:
-    """Measured over predicted step times, and the trade-off curves; False where neither was measured."""
+    """Draw measured over predicted step times, and the trade-off curves. Return False where neither was measured."""
     rows = {r.name: r.rows for r in results if r.rows}
     if not {"worlds", "curve"} & set(rows):
         return False

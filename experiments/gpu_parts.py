@@ -1,6 +1,6 @@
-"""What ``experiments/gpu.py`` measures, a function per part: (scale, folder) → rows of figures for gpu.json.
+"""The parts of ``experiments/gpu.py``, a function each: (scale, folder) → rows of figures for gpu.json.
 
-Seconds and bytes throughout. Steps are timed to the end of what the device was given; candidates take turns.
+All values are in seconds and bytes. A step's time includes all work that it gave to the device. Candidates take turns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scale:
-    """How large all is. ``large`` are the layers and the width of what the trade-off curve is of."""
+    """Sizes of the measurements. ``large`` is (layers, width) of the model of the trade-off curve."""
 
     device: torch.device
     layers: int = 24
@@ -63,7 +63,7 @@ FULL = Scale(torch.device("cuda", 0))
 
 
 def model_of(scale: Scale, layers: int, width: int) -> nn.Module:
-    """The same weights every time."""
+    """A GPT-2 in bf16. Its weights are the same at every call."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def tokens_of(scale: Scale) -> Tensor:
 
 
 class Masters:
-    """An optimizer of fp32 copies, as a plain loop in bf16 has it."""
+    """An optimizer of fp32 masters for bf16 parameters, as in a plain loop."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -99,7 +99,7 @@ class Masters:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the copies, and the parameters from them."""
+        """Update the masters, and copy them to the parameters."""
         for copy, p in zip(self.copies, self.parameters, strict=True):
             assert p.grad is not None
             copy.grad, p.grad = p.grad.float(), None
@@ -111,7 +111,7 @@ class Masters:
 
 @contextmanager
 def alone(scale: Scale) -> Iterator[None]:
-    """A process group of this process."""
+    """A process group that has only this process."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if scale.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -127,7 +127,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(step: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of a step, and those of them that the host took to enqueue it."""
+    """Seconds per step, and the part of them in which the host enqueued the step."""
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(steps):
@@ -141,17 +141,17 @@ def timed(step: Callable[[], object], steps: int, device: torch.device) -> tuple
 
 
 def tests(scale: Scale, folder: Path) -> list[Row]:
-    """The tests that are marked gpu; two ranks on the one GPU are among them."""
+    """Run the tests marked gpu, among them two ranks on one GPU."""
     xml = folder / "tests.xml"
     options = ["-m", "gpu", "-o", "addopts=", "-rA", f"--junitxml={xml.resolve()}", "tests/mdcs/runtime/test_cuda.py"]
-    subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, check=False)  # what failed is in the file
+    subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, check=False)  # the file has the failures
     if not xml.exists():
         raise RuntimeError("pytest has written no results")
     return [counts(xml, "tests on the GPU"), counts(xml, "two ranks on one GPU train as one", "two_ranks")]
 
 
 def counts(xml: Path, what: str, of: str = "") -> Row:
-    """Passed, failed and skipped tests in a JUnit file, of those whose name has ``of`` in it."""
+    """Count passed, failed and skipped tests in a JUnit file, of the tests whose name contains ``of``."""
     row: Row = {"what": what, "passed": 0, "failed": 0, "skipped": 0}
     for case in ElementTree.parse(xml).iter("testcase"):
         if of in case.get("name", ""):
@@ -161,7 +161,7 @@ def counts(xml: Path, what: str, of: str = "") -> Row:
 
 
 def world_of_one(scale: Scale, folder: Path) -> list[Row]:
-    """A rank that has nobody to talk to, over NCCL: what every engine adds to a plain loop."""
+    """Overhead of every engine over a plain loop: a single rank, over NCCL."""
     tokens = tokens_of(scale)
     with alone(scale), ExitStack() as stack:
         engines = {
@@ -186,7 +186,7 @@ def world_of_one(scale: Scale, folder: Path) -> list[Row]:
 
 
 def plain(scale: Scale, tokens: Tensor) -> Callable[[], None]:
-    """One process, no groups."""
+    """A plain loop: one process, no process group."""
     model = model_of(scale, scale.layers, scale.width)
     masters = Masters(model)
 
@@ -198,7 +198,7 @@ def plain(scale: Scale, tokens: Tensor) -> Callable[[], None]:
 
 
 def ddp(scale: Scale, tokens: Tensor) -> Callable[[], None]:
-    """Torch's, with its default buckets."""
+    """torch's DDP with its default buckets."""
     model = model_of(scale, scale.layers, scale.width)
     masters, wrapped = Masters(model), nn.parallel.DistributedDataParallel(model)
 
@@ -210,7 +210,7 @@ def ddp(scale: Scale, tokens: Tensor) -> Callable[[], None]:
 
 
 def fsdp2(scale: Scale, tokens: Tensor) -> Callable[[], None]:
-    """Torch's, a group per block."""
+    """torch's FSDP2 with a group per block."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = model_of(scale, scale.layers, scale.width).float()
@@ -229,7 +229,7 @@ def fsdp2(scale: Scale, tokens: Tensor) -> Callable[[], None]:
 
 
 def ours(scale: Scale, tokens: Tensor, stack: ExitStack, strategy: Any, scheduler: Any) -> Callable[[], None]:
-    """A plan for one rank."""
+    """mdcs with a plan for one rank."""
     model = model_of(scale, scale.layers, scale.width)
     optimizer, units = optimizer_of(model), units_of(model)
     profile = profile_of(model, units, optimizer, tokens, mdcs.Link.uniform(400.0, 10.0, depth=1), 1)
@@ -258,7 +258,7 @@ def profile_of(
 
 
 def worlds(scale: Scale, folder: Path) -> list[Row]:
-    """This process as a rank of emulated worlds: predicted and measured time and peak."""
+    """Predicted and measured step time and peak, with this process as a rank of emulated worlds."""
     rows = []
     for world in scale.worlds:
         for rate in scale.rates_gbit:
@@ -275,7 +275,7 @@ def worlds(scale: Scale, folder: Path) -> list[Row]:
 
 
 def emulated(scale: Scale, model: nn.Module, link: mdcs.Link, world: int, make: Callable[[mdcs.Profile], mdcs.Plan]) -> Row:
-    """A few steps of rank 1 of the world, beside what was predicted."""
+    """Run a few steps of rank 1 of the world, and return them with the prediction."""
     tokens, units, optimizer = tokens_of(scale), units_of(model), optimizer_of(model)
     plan = make(profile_of(model, units, optimizer, tokens, link, world))
     return run(scale, model, optimizer, units, plan, tokens)
@@ -284,7 +284,7 @@ def emulated(scale: Scale, model: nn.Module, link: mdcs.Link, world: int, make: 
 def run(
     scale: Scale, model: nn.Module, optimizer: torch.optim.Optimizer, units: list[mdcs.ModelUnit], plan: mdcs.Plan, tokens: Tensor
 ) -> Row:
-    """Train by a plan, on its emulated link."""
+    """Train with a plan on its emulated link."""
     assert plan.prediction is not None
     retries = _retries(scale.device)
     with mdcs.parallelize(model, optimizer, plan, units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
@@ -313,7 +313,7 @@ def _retries(device: torch.device) -> int:
 
 
 def _reserved(device: torch.device) -> tuple[int, list[int]]:
-    """What the allocator has taken of the device at most, and now by stream."""
+    """Peak bytes that the allocator has reserved, and bytes reserved now, by stream."""
     if device.type != "cuda":
         return 0, []
     pools: dict[int, int] = {}
@@ -323,7 +323,7 @@ def _reserved(device: torch.device) -> tuple[int, list[int]]:
 
 
 def curve(scale: Scale, folder: Path) -> list[Row]:
-    """Step time over budgets from the floor to all dp, for heuristics and for the joint plan."""
+    """Step time over budgets from the floor to the peak of all dp, for heuristics and for the joint plan."""
     link = mdcs.Link.uniform(scale.rates_gbit[0], 15.0, depth=1, emulated=True)
     model = model_of(scale, *scale.large)
     tokens, units, optimizer = tokens_of(scale), units_of(model), optimizer_of(model)
@@ -345,7 +345,7 @@ def curve(scale: Scale, folder: Path) -> list[Row]:
 
 
 def overlap(scale: Scale, folder: Path) -> list[Row]:
-    """Our ratio of hidden to all communication, and the profiler's of the same steps."""
+    """The overlap ratio by mdcs, and by the profiler for the same steps."""
     link = mdcs.Link.uniform(scale.rates_gbit[-1], 15.0, depth=1, emulated=True)
     rows = []
     for strategy, scheduler in ((Uniform("dp"), Wfbp()), (Uniform("fsdp"), Priority())):
@@ -374,7 +374,7 @@ def overlap(scale: Scale, folder: Path) -> list[Row]:
 
 
 def allocator(scale: Scale, folder: Path) -> list[Row]:
-    """What the allocator adds to what is asked of it, by the settings of this process's environment."""
+    """Reserved against requested bytes, with the allocator's settings in this process's environment."""
     link = mdcs.Link.uniform(scale.rates_gbit[-1], 15.0, depth=1, emulated=True)
     model = model_of(scale, scale.layers, scale.width)
     return [emulated(scale, model, link, scale.worlds[0], lambda profile: mdcs.make_plan(profile, Uniform("fsdp"), Priority()))]
@@ -386,7 +386,7 @@ Kernel = tuple[str, Span]
 
 
 def traced(step: Callable[[], object], scale: Scale, folder: Path) -> list[Kernel]:
-    """What ran on the device in a few steps: names, with begin and end in seconds."""
+    """Kernels that ran on the device in a few steps: names, with begin and end in seconds."""
     from torch.profiler import ProfilerActivity, profile
 
     if scale.device.type != "cuda":
@@ -401,7 +401,7 @@ def traced(step: Callable[[], object], scale: Scale, folder: Path) -> list[Kerne
 
 
 def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
-    """Of a Chrome trace."""
+    """The kernels in a Chrome trace."""
     return [
         (e["name"], (e["ts"] * 1e-6, (e["ts"] + e["dur"]) * 1e-6))
         for e in trace["traceEvents"]
@@ -410,16 +410,16 @@ def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def busy(kernels: Sequence[Kernel]) -> float:
-    """The share of time, from the first kernel to the last, in which the device does something."""
+    """Share of the time from the first kernel to the last in which the device is busy."""
     spans = [span for _, span in kernels]
     whole = max((end for _, end in spans), default=0.0) - min((begin for begin, _ in spans), default=0.0)
     return length(spans) / whole if whole else 0.0
 
 
 def hidden_share(kernels: Sequence[Kernel]) -> float:
-    """Time in which communication and computation both run, over that in which communication runs: as HTA has it.
+    """Time in which communication and compute both run, over the time of communication. HTA defines overlap this way.
 
-    Communication is NCCL's kernels, and the one that stands for an emulated link.
+    Communication is NCCL's kernels, and the kernel that stands for an emulated link.
     """
     sent = [span for name, span in kernels if _communicates(name)]
     computed = [span for name, span in kernels if not _communicates(name)]

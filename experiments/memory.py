@@ -1,9 +1,9 @@
-"""Memory by layer: what a rank holds at most while each unit is computed, of all runs of a sweep beside each other.
+"""Memory by layer: the peak of a rank while each unit is computed, for all runs of a sweep side by side.
 
     python experiments/train.py experiment=memory_dp_fsdp_precision hydra.sweep.dir=multirun/memory
     python experiments/memory.py multirun/memory
 
-Prints a row per unit with the measured peak (predicted where nothing was measured) in MiB of every run, and leaves
+Prints a row per unit with the measured peak of every run in MiB (predicted where nothing was measured), and leaves
 memory_by_layer.csv and memory_by_layer.png in the folder.
 """
 
@@ -33,7 +33,7 @@ from mdcs.sizes import MIB
 
 
 def main() -> int:
-    """Show the sweep that the command line names; returns the exit code."""
+    """Show the sweep that the command line names. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python experiments/memory.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="of a sweep or a run")
     folder = parser.parse_args().folder
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def by_layer(runs: list[Path]) -> pd.DataFrame:
-    """A row per unit, in the order of forward, a column per run: the most MiB per rank in any of the unit's slots."""
+    """A row per unit, in the order of forward, and a column per run: peak MiB per rank over the unit's slots."""
     columns = {}
     for folder in runs:
         config, run = load(folder / "config.yaml"), analysis.load_run(folder)
@@ -92,7 +92,7 @@ def picture(frame: pd.DataFrame) -> Figure:
 
 
 def show(frame: pd.DataFrame) -> None:
-    """The table, and the peak of each run."""
+    """Print the table, and the peak of each run."""
     table = Table(title="memory by layer, MiB per rank", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("unit", *map(str, frame.columns)):
         table.add_column(heading, justify="left" if heading == "unit" else "right")

@@ -1,13 +1,13 @@
-"""Measure what a message costs a rank in processor time, beside what the backend alone takes for the same messages.
+"""Measure the processor time of a message on a rank, and compare it with the backend alone for the same messages.
 
     python experiments/messages.py cluster.ranks=2 collectives=direct
     python experiments/messages.py cluster=shaped cluster.rate_gbit=2 cluster.ranks=4
 
-Twelve blocks of 6 MiB whose passes only wait, with real parameters, gradients and fused Adam, are trained with their
-messages cut finer and finer. Prints milliseconds of processor time per step: of the loop without messages (its update is
-one), of the backend with a plan's messages one after the other, and of mdcs; and how many microseconds a message takes
-beyond those two, in all and outside of gloo's own threads, whose time depends most on what else the machine does. All take
-turns, and the least of the rounds counts: other work only adds to it.
+Twelve blocks of 6 MiB, whose passes only wait, are trained with real parameters, gradients and fused Adam. Their
+messages are cut finer and finer. The table has milliseconds of processor time per step: of the loop without messages
+(it has one update), of the backend with a plan's messages one after another, and of mdcs. It also has the microseconds
+per message beyond loop and backend, in total and outside of gloo's threads, whose time depends most on other work on
+the machine. All take turns, and the least of the rounds counts, because other work only adds time.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from mdcs.runtime.communicator import Communicator
 from mdcs.sizes import MIB
 
 BLOCKS, ELEMENTS = 12, 6 * MIB // 4
-FORWARD_S, BACKWARD_S = 0.004, 0.008  # of a block
+FORWARD_S, BACKWARD_S = 0.004, 0.008  # per block
 CASES = (("zero1", 6.0), ("zero1", 1.0), ("zero1", 0.25), ("zero1", 0.0625), ("fsdp", 0.25), ("dp", 0.25))  # MiB a message
 ROUNDS, STEPS = 3, 2
 FILE = "messages.json"
 
 
 def main() -> int:
-    """Measure what the command line asks for and print the table; returns the exit code."""
+    """Run the measurements of the command line and print the table. Return the exit code."""
     console = Console(width=110)
 
     def measured(config: Config, folder: Path) -> str:
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def measure(folder: Path) -> None:
-    """A rank's part; rank 0 writes the medians."""
+    """Run the measurements of one rank. Rank 0 writes the results."""
     config = load(folder / "config.yaml")
     start(config)
     collectives = replace(Collectives.default("gloo"), **config.collectives.named())
@@ -91,7 +91,7 @@ def measure(folder: Path) -> None:
 
 
 def row(strategy: str, block_mib: float, collectives: Collectives, depth: int) -> dict[str, Any]:
-    """Processor seconds of a step by who takes them, with and without gloo's threads; means over ranks."""
+    """Processor seconds of a step for loop, backend and mdcs: (in total, without gloo's threads), means over ranks."""
     plan = plan_of(strategy, block_mib, collectives, depth)
     loops: dict[str, Callable[[int], None]] = {"alone": alone(plan), "backend": Backend(plan).run}
     model, optimizer = made()
@@ -118,7 +118,7 @@ def row(strategy: str, block_mib: float, collectives: Collectives, depth: int) -
 
 
 def processor_seconds() -> tuple[float, float]:
-    """Of this process, and of its threads that are not gloo's."""
+    """Processor seconds of this process: (in total, without gloo's threads)."""
     whole, gloo = time.process_time(), 0
     for task in Path("/proc/self/task").iterdir():
         if "gloo" in (task / "comm").read_text():
@@ -127,14 +127,14 @@ def processor_seconds() -> tuple[float, float]:
 
 
 class Block(nn.Module):
-    """Parameters, and passes that wait."""
+    """A module with parameters whose passes wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(ELEMENTS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same numbers, later."""
+        """Return a copy of `x`, after a wait."""
         out: Tensor = _Wait.apply(x, self.weight)
         return out
 
@@ -153,13 +153,13 @@ class _Wait(torch.autograd.Function):
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The stack, and its optimizer."""
+    """The model and its optimizer."""
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     return model, torch.optim.Adam(model.parameters(), fused=True)
 
 
 def plan_of(strategy: str, block_mib: float, collectives: Collectives, depth: int) -> mdcs.Plan:
-    """The same on every rank; its link is made up."""
+    """The plan, the same on every rank. Its profile has an invented link."""
 
     def plan() -> mdcs.Plan:
         model, optimizer = made()
@@ -173,8 +173,9 @@ def plan_of(strategy: str, block_mib: float, collectives: Collectives, depth: in
 
 
 def alone(plan: mdcs.Plan) -> Callable[[int], None]:
-    """The loop without messages: gradients go into flat buffers as they do with a plan, and one update is of all that the
-    rank updates.
+    """The loop without messages.
+
+    Gradients go into flat buffers as they do with a plan, and one update covers all elements that the rank updates.
     """
     model, _ = made()
     share = 1 if plan.strategies[0].value == "dp" else plan.world
@@ -197,8 +198,10 @@ def alone(plan: mdcs.Plan) -> Callable[[int], None]:
 
 
 class Backend:
-    """The messages of a plan in its order, as many in flight as with it, each to and from its place among the model's
-    parameters or gradients, which are there: nothing else is done.
+    """The messages of a plan through the backend alone.
+
+    They keep the plan's order and its number of messages in flight. Each message goes to and from its place in the
+    model's parameters or gradients, which always exist. Nothing else is done.
     """
 
     def __init__(self, plan: mdcs.Plan) -> None:
@@ -212,7 +215,7 @@ class Backend:
         self.shards = [torch.zeros(longest // self.world) for _ in self.received]
 
     def run(self, steps: int) -> None:
-        """Those of so many steps."""
+        """Send the messages of `steps` steps."""
         in_flight: deque[Callable[[], None]] = deque()
         for step in range(steps):
             for i, message in enumerate(self.plan.messages):
@@ -223,7 +226,7 @@ class Backend:
             in_flight.popleft()()
 
     def send(self, message: Any, k: int) -> Callable[[], None]:
-        """Start a message with the k-th buffers; returns what waits for it."""
+        """Start a message with the k-th buffers. Return the function that waits for it."""
         [(unit, block)], n = message.parts, self.plan.elements(message)
         start = self.plan.offsets[unit][block]
         buffer = (self.parameters if message.kind.is_gather else self.gradients)[unit][start : start + n]
@@ -245,7 +248,7 @@ class Backend:
 
 
 def table(rows: list[dict[str, Any]], config: Config) -> Table:
-    """Milliseconds a step, and microseconds a message."""
+    """Milliseconds per step, and microseconds per message."""
     link = config.cluster.shaped_link()
     shaped = f", link shaped to {link} ({network.congestion_control()})" if link else ""
     title = f"gloo, {config.cluster.ranks} ranks{shaped}: ms of processor time per step and rank"

@@ -1,4 +1,4 @@
-"""Plan without training: print the plan that `train.py` would run, what it is predicted to cost, and why.
+"""Plan without training: print the plan that `train.py` would run, its predicted costs, and the reasons.
 
     python experiments/plan.py strategy=greedy scheduler=fusion budget.gib=0.5
     python experiments/plan.py strategy=greedy scheduler=dear budget.gib=0.5 profile.path=outputs/…/profile.json
@@ -6,8 +6,8 @@
     python experiments/plan.py --format json strategy=greedy budget.gib=0.5
     python experiments/plan.py -m strategy=greedy scheduler=priority,dear budget.over_floor=0.05,0.1,0.2
 
-A profile that is known already (named, calculated, or kept by an earlier job) is planned with at once; else the job's
-own ranks are started to measure one. With -m a row for every plan, which share what they measure. `--format json` prints one
+A known profile (named, calculated, or kept by an earlier job) is used at once. Else the job's own ranks are started to
+measure one. With -m there is a row for every plan, and the plans share measured profiles. `--format json` prints one
 JSON document and nothing else.
 """
 
@@ -46,19 +46,19 @@ from mdcs.planner.schedulers.priority import Priority
 from mdcs.sizes import MIB
 
 SCHEMA = 2
-BOUNDS_S = 20.0  # for each of two solves
+BOUNDS_S = 20.0  # time limit of each of two solves
 _COLUMNS = ("strategy", "scheduler", "budget", "budget.gib", "budget.over_floor")
-"""Keys that every table of plans has a column of."""
-_MANY = 4  # rows of units that are alike: one row says it
+"""Keys that have a column in every table of plans."""
+_MANY = 4  # equal rows of units from which they become one row
 
 
 def main(module: str = jobs.WORKER) -> int:
-    """Print the plan for what the command line asks for; returns the exit code. Jobs run the module `module`."""
+    """Print the plan for the command line. Return the exit code. The jobs' ranks run the module `module`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     options, sys.argv[1:] = parser.parse_known_args()
     if as_json := options.format == "json":
-        sys.argv.append("hydra/hydra_logging=disabled")  # which would be on stdout too
+        sys.argv.append("hydra/hydra_logging=disabled")  # Hydra logs to stdout
     console = Console(stderr=as_json)
     console.width = console.width if console.is_terminal else WIDTH
 
@@ -71,7 +71,7 @@ def main(module: str = jobs.WORKER) -> int:
         if reason:
             return reason
         made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
-        # One that solves for a while is not asked again for every unit, nor can there be one of joint.
+        # Explanations schedule once per unit: a scheduler that solves for long, or none (joint), is replaced.
         scheduler = Priority() if config.scheduler is None or hasattr(config.scheduler, "seconds") else config.scheduler
         if in_sweep:
             plans.append(made)
@@ -97,7 +97,7 @@ def main(module: str = jobs.WORKER) -> int:
 
 
 def told(plan: Plan) -> dict[str, Any]:
-    """What says which plan it is, and what is predicted of it: seconds and bytes."""
+    """Identity and prediction of a plan, in seconds and bytes."""
     assert plan.prediction is not None
     return {
         "plan": plan.hash, "strategy": plan.strategy, "scheduler": plan.scheduler, "outcome": plan.outcome, "world": plan.world,
@@ -107,8 +107,10 @@ def told(plan: Plan) -> dict[str, Any]:
 
 
 def sweep_table(plans: Sequence[Plan], varied: Sequence[Sequence[str]]) -> Table:
-    """A row for each plan, as they were asked for; `varied`: the settings, KEY=VALUE, that tell each from the others beside the
-    columns that all have.
+    """A row for each plan, in the order of the jobs.
+
+    varied: for each plan, the settings KEY=VALUE that distinguish it from the others, besides the columns of every
+    table.
     """
     table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
     swept = list(dict.fromkeys(setting.partition("=")[0] for settings in varied for setting in settings))
@@ -128,7 +130,7 @@ def sweep_table(plans: Sequence[Plan], varied: Sequence[Sequence[str]]) -> Table
 
 
 def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
-    """Everything that is shown, for machines: seconds and bytes."""
+    """Everything that `show` prints, for JSON: seconds and bytes."""
     return {
         "schema": SCHEMA,
         **told(plan),
@@ -141,7 +143,7 @@ def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
 
 
 def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
-    """Print the plan's units and why, its prediction and bounds, and its memory."""
+    """Print the plan's units with the reasons, its prediction and bounds, and its memory."""
     console.print(units_table(plan, scheduler))
     schedule = explain.schedule_choice(plan)
     words = f"{schedule.costs_bytes / MIB:+.2f} MiB and buys {schedule.buys_s * 1e3:+.1f} ms"
@@ -159,8 +161,9 @@ def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
 
 
 def units_table(plan: Plan, scheduler: Scheduler) -> Table:
-    """A row per unit, or per run of units of which all is alike: bytes, strategy, messages per kind, what the strategy costs and
-    saves.
+    """A row per unit: bytes, strategy, messages per kind, costs and gains of the strategy.
+
+    Consecutive units with equal values share a row.
     """
     table = Table(
         title=f"plan {plan.hash}: {plan.strategy}, {plan.scheduler}; {ranks(plan.profile)},"
@@ -182,7 +185,7 @@ def units_table(plan: Plan, scheduler: Scheduler) -> Table:
 
 
 def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
-    """What the table says of a unit beside its name."""
+    """The cells of a unit's row after its name."""
     messages = ", ".join(f"{count} {kind}" for kind, count in choice.messages.items())
     cells = (f"{choice.bytes / 1e6:.2f}", choice.strategy, messages, choice.instead or "–")
     if choice.costs_bytes is None or choice.buys_s is None:
@@ -191,7 +194,7 @@ def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
 
 
 def prediction_table(plan: Plan) -> Table:
-    """What the replay of the plan predicts for one step. Raises ValueError when the plan was not replayed."""
+    """Prediction of one step by the replay of the plan. Raises ValueError when the plan was not replayed."""
     if plan.prediction is None:
         raise ValueError("the plan has no prediction")
     predicted = plan.prediction
@@ -207,7 +210,7 @@ def prediction_table(plan: Plan) -> Table:
 
 
 def bounds_table(plan: Plan) -> Table:
-    """How far the predicted step is from what no plan within the budget can beat."""
+    """Distance of the predicted step from lower bounds for all plans within the budget."""
     assert plan.prediction is not None
     table = Table(title="no plan within the budget is faster than", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("bound")
@@ -229,7 +232,7 @@ def bounds_table(plan: Plan) -> Table:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Predicted bytes by category: each at its own peak, and in the slot where their sum is highest; floor and budget."""
+    """Predicted bytes by category: each at its own peak, and in the slot with the highest sum; floor and budget."""
     if plan.prediction is None:
         raise ValueError("the plan has no prediction")
     binding = explain.binding_slot(plan)

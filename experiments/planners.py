@@ -1,9 +1,10 @@
-"""How good the planners are on seeded instances, as judged by the simulator. No ranks, no measurement.
+"""Compare the planners on seeded instances, as judged by the simulator. No ranks, no measurement.
 
     python experiments/planners.py instances [--count 200] [--workers 2]   # joint against two steps, heuristics and chance
     python experiments/planners.py gaps [--solver HIGHS] [--units 24 48 96]  # distance to the proven bound
 
-Among instances the solvers begin without heuristics, to compare them with these; gaps are those of what users get.
+For `instances`, the solvers start without heuristics, so that they can be compared with the heuristics. For `gaps`,
+they start as they do for users.
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEURISTIC_SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear")
 LIMITS_S = {24: 20.0, 48: 60.0, 96: 120.0}
 COMMITTED = ((24, 0), (24, 1), (24, 2), (48, 0), (48, 1), (48, 2), (96, 0), (96, 1), (96, 2))
-"""Units and seed of the instances of the table of gaps: 30 % above the floor, gathering all takes 1.5 × the forward pass."""
+"""(units, seed) of the instances of the table of gaps.
+
+The budget is 30 % above the floor. Gathering the whole model takes 1.5 × as long as the forward pass.
+"""
 
 
 def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: float = 0.0, depth: int = 2) -> Profile:
-    """A chain of uneven layers; ``ratio`` is the time of one all-gather of the model over that of the forward pass."""
+    """A chain of uneven layers. ``ratio`` is the time of one all-gather of the model over the time of the forward pass.
+    """
     rng = random.Random(seed)
     sizes = [rng.choice([1, 1, 2, 4]) * rng.randint(200_000, 400_000) for _ in range(units)]
     forward = [rng.uniform(2e-3, 6e-3) for _ in range(units)]
@@ -80,7 +85,7 @@ def chain(units: int, seed: int, *, ratio: float, world: int = 4, interference: 
 
 @dataclass(frozen=True)
 class Result:
-    """Step times in seconds, by replay; ``bound`` is what the joint solve has proven."""
+    """Step times in seconds, by replay. ``bound`` is the bound that the joint solve has proven."""
 
     seed: int
     bound: float
@@ -118,7 +123,7 @@ def judge_planners(seed: int, seconds: float = 20.0) -> Result:
 
 
 def best_of_the_others(profile: Profile, budget: int) -> float:
-    """The shortest step of one strategy for all units, and of the strategy ILP, under the simple schedulers."""
+    """The shortest step of uniform strategies and of the strategy ILP, under the simple schedulers."""
     return fastest(profile, budget, [*(Uniform(str(k)) for k in Strategy), Ilp()], heuristic_schedulers(), (None,))
 
 
@@ -133,7 +138,7 @@ def fastest(
     schedulers: list[Scheduler],
     shares: Iterable[float | None],
 ) -> float:
-    """The shortest step of all combinations that fit."""
+    """The shortest step of all combinations that fit; infinite if none fits."""
     steps = [math.inf]
     for strategy in strategies:
         for share in shares:
@@ -142,7 +147,7 @@ def fastest(
 
 
 def random_steps(profile: Profile, budget: int, count: int) -> Iterator[float]:
-    """Steps of random feasible plans: random strategies under a random order."""
+    """Yield the steps of random feasible plans: random strategies in a random order."""
     seed = 0
     while count:
         found = step(profile, budget, RandomMix(seed), SCHEDULERS["random"](seed=seed), None)  # type: ignore[call-arg]

@@ -3,7 +3,8 @@
     python experiments/profile.py model=gpt2-small link=emulated link.rate_gbit=10
     python experiments/profile.py model=gpt2-small profile.refresh=true
 
-The command line is that of `train.py`. What an equal job has measured is shown again; `profile.refresh=true` measures anew.
+The command line is that of `train.py`. A profile that an equal job has measured is shown again, unless
+`profile.refresh=true` measures anew.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mdcs.sizes import MIB
 
 
 def main(worker: str = jobs.WORKER) -> int:
-    """Show the profile of what the command line asks for, measured if need be; returns the exit code."""
+    """Show the profile for the command line; measure it if needed. Return the exit code."""
     console = Console()
     console.width = console.width if console.is_terminal else WIDTH
 
@@ -54,7 +55,7 @@ def main(worker: str = jobs.WORKER) -> int:
 
 
 def show(profile: Profile, console: Console) -> None:
-    """Print the profile's units, its link, and what computing and communicating cost each other."""
+    """Print the profile's units, its link, and the interference between compute and communication."""
     console.print(units_table(profile))
     console.print(link_table(profile))
     console.print(interference_table(profile))
@@ -63,8 +64,7 @@ def show(profile: Profile, console: Console) -> None:
 
 
 def units_table(profile: Profile) -> Table:
-    """A row per unit: its bytes, the seconds of its slots with their spread, of the update of a shard, and the
-    activations that its forward keeps.
+    """A row per unit: its bytes, the times of its slots with their spread, its shard's update, the activations it keeps.
     """
     table = Table(
         title=f"{ranks(profile)}; medians, with the 10th and the 90th percentile",
@@ -81,7 +81,7 @@ def units_table(profile: Profile) -> Table:
 
 
 def link_table(profile: Profile) -> Table:
-    """A row per collective kind: latency, gap, rate, and how much of it blocks that follow each other reach."""
+    """A row per collective kind: latency, gap, rate, and the share of the rate that consecutive blocks reach."""
     link = profile.link
     kind = "emulated link" if link.emulated else "link"
     if shaped := profile.about.get("shaped_link"):
@@ -105,7 +105,7 @@ def link_table(profile: Profile) -> Table:
 
 
 def _between(profile: Profile, name: str, scale: float) -> str:
-    """The percentiles of what was measured by this name, times ``scale``; nothing if it was not."""
+    """The 10th and 90th percentile of a measurement, times ``scale``; empty if it was not measured."""
     measured = profile.spread.get(name)
     if measured is None:
         return ""
@@ -114,7 +114,7 @@ def _between(profile: Profile, name: str, scale: float) -> str:
 
 
 def interference_table(profile: Profile) -> Table:
-    """What was seen of a step beside messages of several sizes, and what was fitted."""
+    """Measured steps beside messages of several sizes, and the fitted constants."""
     table = Table(title="computing and communicating at the same time", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -136,7 +136,7 @@ def interference_table(profile: Profile) -> Table:
 
 
 def _slots(profile: Profile, unit: int, phase: str) -> str:
-    """Seconds of the unit's slots, summed, with the sum of their percentiles."""
+    """Milliseconds of the unit's slots, summed, with the sum of their percentiles."""
     own = [i for i, slot in enumerate(profile.slots) if (slot.unit, slot.phase) == (unit, phase)]
     if not own:
         return "–"

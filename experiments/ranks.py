@@ -1,11 +1,11 @@
-"""Step time and processor time over the number of ranks: one job, run with each.
+"""Measure step time and processor time over the number of ranks: one job, run with each number.
 
     python experiments/ranks.py experiment=timed-8                       # 2, 3, 4, 6 and 8 ranks
     python experiments/ranks.py --ranks 2 4 8 --rounds 3 experiment=timed-8 strategy=zero1 scheduler=priority
 
-Every round runs all numbers of ranks, one after the other; figures are medians over rounds. The processor time is that of rank 0
-in a step, all threads. The bound is the structural one. Ranks that compute on shared cores slow each other down, so this is for
-compute that takes none (`model=timed`). ranks.json and the runs are left in `--out`.
+Every round runs all numbers of ranks, one after another; figures are medians over rounds. The processor time is that of
+all threads of rank 0 in a step. The bound is the structural one. Ranks that compute on shared cores slow each other
+down, so this program is for compute that uses no core (`model=timed`). ranks.json and the runs are left in `--out`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from mdcs.planner.bounds import bounds_of
 
 SCHEMA = 1
 COUNTS = [2, 3, 4, 6, 8]
-BOUND_S = 20.0  # for each of two solves
+BOUND_S = 20.0  # time limit of each of two solves
 FIGURES = ("step_s", "predicted_step_s", "compute_s", "exposed_s", "stalled_s", "processor_s", "messages_total")
 
 
 def main(module: str = jobs.WORKER) -> int:
-    """Run what the command line asks for and show the table; returns the exit code. Jobs run the module `module`."""
+    """Run the jobs of the command line and show the table. Return the exit code. The ranks run the module `module`."""
     parser = argparse.ArgumentParser(prog="python experiments/ranks.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=positive, nargs="+", default=COUNTS, help="how many, one after the other")
     parser.add_argument("--rounds", type=positive, default=1, help="how often each number runs")
@@ -53,7 +53,10 @@ def main(module: str = jobs.WORKER) -> int:
 
 
 def measure(arguments: argparse.Namespace, module: str) -> int:
-    """Returns the exit code. Raises ConfigError before anything is started."""
+    """Run all jobs, write ranks.json and show the table. Return the exit code.
+
+    Raises ConfigError before anything is started.
+    """
     console, known, out = Console(stderr=True), Profiles(), arguments.out.resolve()
     configs = {ranks: compose_config([*arguments.overrides, f"cluster.ranks={ranks}"]) for ranks in arguments.ranks}
     runs: dict[int, list[Path]] = {ranks: [] for ranks in configs}
@@ -76,7 +79,7 @@ def measure(arguments: argparse.Namespace, module: str) -> int:
 
 
 def line(ranks: int, folders: list[Path]) -> dict[str, Any]:
-    """Medians over the runs, in seconds; None for what none of them tells."""
+    """Medians over the runs, in seconds; None for a figure that no run has."""
     rows = [load_run(folder).row() for folder in folders]
     figures: dict[str, Any] = {"ranks": ranks}
     for name in FIGURES:
@@ -90,7 +93,7 @@ def line(ranks: int, folders: list[Path]) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any]) -> None:
-    """A row per number of ranks, on stdout."""
+    """Print a row per number of ranks on stdout."""
     link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
     table = Table(title=f"{document['model']}{link}, medians of {document['rounds']} rounds", title_justify="left",
                   box=box.SIMPLE_HEAD)  # fmt: skip

@@ -1,10 +1,10 @@
-"""How many plans the simulator replays in a second, on one core.
+"""Measure how many plans the simulator replays in a second, on one core.
 
     python experiments/replays.py [--units 48] [--interference 0.2]
 
-The plan has one message per unit and kind: units are zero1, sdp and fsdp in turn, the scheduler is wfbp. "Again" has its
-ledger and its course at hand; a "new" one is made, checked and prepared anew every time, as in a local search. Rates
-are of CPU time, the best of several rounds.
+The plan has one message per unit and kind: units are zero1, sdp and fsdp in turn, the scheduler is wfbp. "Again"
+replays a plan whose ledger and course exist already. "New" makes, checks and prepares a new plan every time, as a local
+search does. Rates are of CPU time, the best of several rounds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def example(units: int, interference: float) -> Plan:
-    """A transformer-like chain on 4 ranks and a link that is about as busy as compute."""
+    """A transformer-like chain on 4 ranks, with a link that is about as busy as compute."""
     forward = [Slot(u, "F", 2e-3 + u * 1e-5, 10**6 * u, 10**6 * (u + 1)) for u in range(units)]
     backward = [Slot(u, "B", 4e-3 + u * 1e-5, 10**6 * (u + 1), 10**6 * (u + 1)) for u in reversed(range(units))]
     profile = Profile(

@@ -3,12 +3,12 @@
     python experiments/search.py experiment=search_timed --trials 20
     python experiments/search.py --trials 40 --search=scheduler=fusion,priority --search=scheduler.bucket_mib=1..64 …
 
-Optuna proposes, the job measures. By default it searches the fusion bytes of `scheduler=fusion`, the block bytes of
-`scheduler=priority`, `budget.schedule_share` where there is a budget, and `link.depth`; `--search` names other keys instead,
-each with LOW..HIGH (whole numbers if both are; logarithmic from a factor of ten on) or a list of values. A key of an option is
-searched where that option is chosen: `scheduler.bucket_mib` belongs to fusion. A trial that cannot be planned or run, or whose
-measured peak is over the budget, is pruned, with the reason. All of it is in `--out`: the study (study.db), trials.csv and the
-runs. The same command goes on with it until it has `--trials` trials.
+Optuna proposes settings, and a job measures them. By default the search covers the fusion bytes of `scheduler=fusion`,
+the block bytes of `scheduler=priority`, `budget.schedule_share` where there is a budget, and `link.depth`. `--search`
+names other keys instead, each with LOW..HIGH (whole numbers if both are; logarithmic from a factor of ten on) or a list
+of values. A key of an option is searched only where that option is chosen: `scheduler.bucket_mib` belongs to fusion. A
+trial is pruned, with the reason, if it cannot be planned or run, or if its measured peak exceeds the budget. `--out`
+has the study (study.db), trials.csv and the runs. The same command continues the study until it has `--trials` trials.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from launch.claim import Occupied, claim
 from mdcs.sizes import MIB
 
 DEFAULT = ("scheduler=fusion,priority", "scheduler.bucket_mib=0.25..64", "scheduler.block_mib=0.0625..8", "link.depth=1..4")
-SHARE = "budget.schedule_share=0.0..1.0"  # where there is a budget to divide
+SHARE = "budget.schedule_share=0.0..1.0"  # added if there is a budget to divide
 STUDY, TABLE = "study.db", "trials.csv"
-_LOGARITHMIC = 10.0  # from this factor between both ends on
-_STARTUP = 8  # trials at random before Optuna models them
+_LOGARITHMIC = 10.0  # ratio of HIGH to LOW from which an axis is logarithmic
+_STARTUP = 8  # random trials before Optuna fits a model
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and what it may be: from low to high, or one of the choices."""
+    """A key and its possible values: from low to high, or one of the choices."""
 
     key: str
     low: float = 0
@@ -78,7 +78,7 @@ class Axis:
 
     @property
     def first(self) -> str:
-        """One of its values."""
+        """One of the values."""
         return self.choices[0] if self.choices else str(self.low)
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Axis:
 
 
 def main(module: str = jobs.WORKER) -> int:
-    """Search for what the command line asks for; returns the exit code. Jobs run the module `module`."""
+    """Run the search of the command line. Return the exit code. The jobs' ranks run the module `module`."""
     parser = argparse.ArgumentParser(prog="python experiments/search.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trials", type=positive, default=20, help="in all, those of earlier calls included")
     parser.add_argument("--search", type=Axis.parse, action="append", default=[], metavar="KEY=…", help="an axis; again for more")
@@ -123,7 +123,7 @@ class Search:
         self.out.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(storage=f"sqlite:///{self.out / STUDY}", study_name="mdcs", load_if_exists=True)
-        # A sampler that begins anew with its seed would propose the same again.
+        # With the same seed, the sampler of a continued study would repeat its proposals.
         self.study.sampler = optuna.samplers.TPESampler(seed=asked.seed + len(self.study.trials), n_startup_trials=_STARTUP)
         of, wanted = self.study.user_attrs.get("of"), [*sorted(asked.overrides), *map(str, self.axes)]
         if of not in (None, wanted):
@@ -131,7 +131,10 @@ class Search:
         self.study.set_user_attr("of", wanted)
 
     def run(self) -> int:
-        """Go on until there are so many trials; 1 if none has ended well. Raises ConfigError where another search goes on."""
+        """Run trials until there are enough. Return 1 if none has ended well, else 0.
+
+        Raises ConfigError if another search runs in the folder.
+        """
         try:
             with claim(self.out):
                 return self._run()
@@ -139,7 +142,7 @@ class Search:
             raise ConfigError("--out", str(error)) from error
 
     def _run(self) -> int:
-        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):  # of a search that was killed
+        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):  # left by a search that was killed
             self.study.tell(trial.number, state=TrialState.FAIL)
         while len(self._ended()) < self.asked.trials:
             self._try(self.study.ask())
@@ -165,9 +168,9 @@ class Search:
             self._say(f"trial {trial.number}: {' '.join(overrides)}: {step_s * 1e3:.1f} ms")
 
     def _options_with(self, axis: Axis) -> set[str] | None:
-        """The options of the axis' group, of those that are searched, that have its key; None where none are searched.
+        """The searched options of the axis' group that have its key; None where the group is not searched.
 
-        Raises ConfigError for a key that none has, and for a value that it may not have.
+        Raises ConfigError for a key that none of the options has, and for a value that is not allowed.
         """
         chosen = next((each.choices for each in self.axes if each.key == axis.group), None)
         found, wrong = set(), None
@@ -183,7 +186,7 @@ class Search:
         return None if chosen is None or axis.key == axis.group else found
 
     def _overrides(self, trial: Trial) -> list[str]:
-        """What Optuna proposes; keys that the option which it has chosen does not have are left out."""
+        """Optuna's proposal as overrides, without keys that the chosen option does not have."""
         made: dict[str, str] = {}
         for axis in sorted(self.axes, key=lambda axis: axis.key.count(".")):
             only_with = self.only_with[axis]
@@ -209,11 +212,11 @@ class Search:
 
 
 class Pruned(Exception):
-    """Why a trial has no step time."""
+    """Raised for a trial without a step time. The message is the reason."""
 
 
 def show(trials: Sequence[FrozenTrial]) -> None:
-    """A row per trial, the fastest first, then those that were pruned."""
+    """Print a row per trial, the fastest first and pruned trials last."""
     table = Table(title="trials, the fastest first", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("trial", "step ms", "predicted ms", "what"):
         table.add_column(heading, justify="left" if heading == "what" else "right")

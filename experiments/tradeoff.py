@@ -4,9 +4,9 @@
     python experiments/tradeoff.py 'tradeoff.strategies=[greedy,zero1]' 'tradeoff.schedulers=[dear,priority]' …
     python experiments/tradeoff.py … tradeoff.measure=stop
 
-With a budget: the curve over `budget.schedule_share` and its stop point, which a search finds with a part of the plans.
-For `tradeoff.budgets`: the front of step time over memory. All of it is predicted by replay; `tradeoff.measure` trains
-the jobs of some points as well.
+With a budget, the program makes the curve over `budget.schedule_share` and finds its stop point; a search finds the
+stop point with a part of the plans. For `tradeoff.budgets`, it makes the front of step time over memory. Times are
+predicted by replay. `tradeoff.measure` also trains the jobs of some points.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MEASURED = ("step_s", "step_s_p10", "step_s_p90", "overlap_s", "exposed_s", "sta
 
 @dataclass(frozen=True)
 class Planner:
-    """A strategy planner with a scheduler: a job's config with these, in which only the budget is open."""
+    """A strategy planner with a scheduler: a job's config in which only the budget is open."""
 
     config: Config
     profile: mdcs.Profile
@@ -76,13 +76,13 @@ class Planner:
 
 @dataclass(frozen=True)
 class Entry:
-    """A point of a planner, and the folder of the run that measured it, if one did."""
+    """A point of a planner, and the folder of the run that measured the point, if there is one."""
 
     planner: Planner
     point: Point
-    part: str  # of what: the curve or the front
+    part: str  # "curve" or "front"
     is_stop: bool = False
-    found: str = ""  # of a stop point: how the search did
+    found: str = ""  # for a stop point: the result of the search
     run: Path | None = None
 
     @property
@@ -90,7 +90,7 @@ class Entry:
         return self.point.planned_for or self.point.budget, self.point.share
 
     def row(self) -> dict[str, Any]:
-        """A row for :mod:`analysis`: the prediction, and what was measured."""
+        """A row for :mod:`analysis`: the prediction and the measurements."""
         point, planner = self.point, self.planner
         config = planner.job(*self.planned_for)
         if point.plan is None:
@@ -108,7 +108,7 @@ class Entry:
 
 
 def main(module: str = jobs.WORKER) -> int:
-    """Search for what the command line asks for; returns the exit code. Jobs run the module `module`."""
+    """Run the trade-off of the command line. Return the exit code. The jobs' ranks run the module `module`."""
     console = Console()
     console.width = console.width if console.is_terminal else WIDTH
 
@@ -136,23 +136,25 @@ def main(module: str = jobs.WORKER) -> int:
 
 
 def compared(config: Config) -> list[Config]:
-    """The job with every strategy and scheduler that is compared. Raises ConfigError for one that cannot be."""
+    """The job with every strategy and scheduler to compare. Raises ConfigError for a combination that is not possible.
+    """
     made: list[Config] = []
     for strategy, scheduler in itertools.product(config.tradeoff.strategies or [""], config.tradeoff.schedulers or [""]):
         chosen = {group: name for group, name in (("strategy", strategy), ("scheduler", scheduler)) if name}
         given = [o for o in HydraConfig.get().overrides.task if o.partition("=")[0] not in chosen]
         one = compose_config([*given, *(f"{group}={name}" for group, name in chosen.items())])
-        made += [one] if one not in made else []  # a strategy that decides the schedule is the same with all of them
+        made += [one] if one not in made else []  # a strategy that decides the schedule gives equal configs
     return made
 
 
 def _unlimited(config: Config) -> Config:
-    """A job whose profile is wanted: any plan will do."""
+    """The job without a budget, for measuring its profile: any plan will do."""
     return dataclasses.replace(config, budget=BudgetConfig())
 
 
 def entries_of(planner: Planner, config: Config) -> list[Entry]:
-    """The curve of the config's budget, if it has one, with its stop point, and the front over `tradeoff.budgets`."""
+    """The curve of the config's budget with its stop point, if it has a budget, and the front over `tradeoff.budgets`.
+    """
     make, asked = cache(planner.make), config.tradeoff
     divides = planner.config.scheduler is not None
     of = tradeoff.shares(asked.shares) if divides else ()
@@ -173,8 +175,9 @@ def entries_of(planner: Planner, config: Config) -> list[Entry]:
 
 
 def measure(entries: list[Entry], profile: Path, folder: Path, console: Console, module: str) -> list[str]:
-    """Train the jobs of the points that `tradeoff.measure` names, write tradeoff.json after each, and put the runs
-    into `entries`. Returns what failed: the other jobs go on.
+    """Train the jobs of the points that `tradeoff.measure` names. Return the failures.
+
+    Writes tradeoff.json after each job, and puts the runs into `entries`. After a failure the other jobs are still run.
     """
     what = entries[0].planner.config.tradeoff.measure if entries else "none"
     runs: dict[tuple[Any, ...], Path] = {}
@@ -199,7 +202,8 @@ def measure(entries: list[Entry], profile: Path, folder: Path, console: Console,
 
 
 def keep_fastest(entries: list[Entry]) -> None:
-    """Give each budget of a front the fastest run of those measured within it: what fits a smaller budget fits it, too."""
+    """Give each budget of a front the fastest run measured within it. A plan that fits a smaller budget fits it, too.
+    """
     fastest: dict[str, tuple[float, Path]] = {}
     for i in sorted(range(len(entries)), key=lambda i: entries[i].point.budget):
         entry = entries[i]
@@ -210,11 +214,11 @@ def keep_fastest(entries: list[Entry]) -> None:
         entries[i] = dataclasses.replace(entry, run=fastest[label][1])
 
 
-# ---- what is shown and written
+# ---- output
 
 
 def write(entries: Sequence[Entry], folder: Path) -> None:
-    """tradeoff.json: every point with what is predicted and, where a run was made, measured."""
+    """Write tradeoff.json: every point with its prediction and, if there was a run, its measurements."""
     points = []
     for entry in entries:
         row, point = entry.row(), entry.point
@@ -241,7 +245,7 @@ def write(entries: Sequence[Entry], folder: Path) -> None:
 
 
 def show(entries: Sequence[Entry], console: Console) -> None:
-    """A table for the curve and one for the front, then each planner's stop point."""
+    """Print a table for the curve and one for the front, then each planner's stop point."""
     for part, title in (("curve", "curve over budget.schedule_share"), ("front", "front over budgets")):
         rows = [entry for entry in entries if entry.part == part]
         if rows:

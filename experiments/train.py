@@ -27,7 +27,7 @@ from launch.warm import Warm
 
 
 def main(worker: str = jobs.WORKER) -> int:
-    """Run what the command line asks for; returns the exit code. The ranks run the module `worker`."""
+    """Run the jobs of the command line. Return the exit code. The ranks run the module `worker`."""
     try:
         joined = place()
     except NoPlace as error:
@@ -41,7 +41,7 @@ def main(worker: str = jobs.WORKER) -> int:
 
 
 def program(worker: str, *, start: jobs.Start | None = None, adapt: Callable[[Config], Config] = lambda config: config) -> int:
-    """The program, with ranks that `start` starts for the configs that `adapt` makes of those that were composed."""
+    """The program itself. `start` starts the ranks, and `adapt` changes composed configs to these ranks."""
     started, console, profiles = time.time(), Console(), Profiles()
 
     def train(config: Config, folder: Path) -> str:

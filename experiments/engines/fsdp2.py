@@ -62,7 +62,7 @@ class Fsdp2(EngineOptions):
         return " ".join([self.name, *(str(value) for value in values if value is not None)])
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for groups that do not divide the ranks, and for a plan that is unreadable or of other ranks.
+        """Raise ConfigError for groups that do not divide the ranks, and for an unreadable plan or one of other ranks.
         """
         super().check(config)
         group, ranks = self.reshard_group, config.cluster.ranks

@@ -93,8 +93,7 @@ class Sampled(Protocol):
     """Inputs of a user's own model that make their own samples, for `data=synthetic`."""
 
     def sample(self, random: Generator) -> Mapping[str, Any]:
-        """The arrays of one sample, drawn from `random`, by the names that the loss uses. All samples have the same shapes.
-        """
+        """The arrays of one sample, drawn from `random`, by the names that the loss uses. All have the same shapes."""
 
 
 Inputs = Tokens | Images | Pairs | Sampled

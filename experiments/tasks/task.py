@@ -26,8 +26,8 @@ class Task:
     """A model, and the functions and classes for its training.
 
     - model: the module.
-    - loss: (model, batch) → scalar tensor. The model is an argument because it may be wrapped (DDP, FSDP) by then. The
-      batch is one of `experiments.tasks.data.Data.batches` for `inputs`, with floats in the model's dtype.
+    - loss: (model, batch) → scalar tensor. The model is an argument because it may be wrapped (DDP, FSDP) by then.
+      The batch is one of `experiments.tasks.data.Data.batches` for `inputs`, with floats in the model's dtype.
     - block_classes: names of the module classes of which the default wrap policy makes units. Parameters outside of
       them (embeddings, head, stem) are in separate units.
     - inputs: the inputs that the model reads.

@@ -104,6 +104,5 @@ _CHARTS = {"loss": "loss_rank0"}
 
 
 def train_values(step: Event) -> dict[str, Any]:
-    """The values of a step event by the names of charts: train/step, train/step_s, train/bytes/AR. The loss is rank 0's.
-    """
+    """Values of a step event by the names of charts: train/step, train/step_s, train/bytes/AR. The loss is rank 0's."""
     return flat({_CHARTS.get(key, key): value for key, value in step.items() if key != "event"}, "train/")

@@ -64,8 +64,7 @@ def show(profile: Profile, console: Console) -> None:
 
 
 def units_table(profile: Profile) -> Table:
-    """A row per unit: its bytes, the times of its slots with their spread, its shard's update, the activations it keeps.
-    """
+    """A row per unit: its bytes, the times of its slots with their spread, its shard's update, its kept activations."""
     table = Table(
         title=f"{ranks(profile)}; medians, with the 10th and the 90th percentile",
         title_justify="left",

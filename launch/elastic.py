@@ -262,8 +262,8 @@ def outcome_of(run_dir: Path, cluster: Cluster, agent_code: int, stuck: str | No
 def _silent(run_dir: Path, cluster: Cluster, error: dict[str, Any]) -> str:
     """Name the silent ranks, if the failed rank had waited for others; else return an empty text.
 
-    A rank is silent when its status has not changed for at least half of the timeout. The silent ranks at the lowest step
-    are named, unless that step is more than one ahead of the failed rank.
+    A rank is silent when its status has not changed for at least half of the timeout. The silent ranks at the lowest
+    step are named, unless that step is more than one ahead of the failed rank.
     """
     if not _HAS_WAITED.search(error["message"]):
         return ""

@@ -393,9 +393,9 @@ class _Line(threading.Thread):
         self._followed = tuple(keys)
 
     def unchanged(self, key: str) -> float:
-        """Seconds for which the value of `key` has not changed; 0 while the store itself does not answer.
+        """Seconds for which the value of `key` had not changed at the store's last answer; 0 if it was never read.
 
-        A silent store says nothing about the process behind `key`.
+        Time in which the store is silent does not count: the process behind `key` is not to blame for it.
         """
         return max(0.0, self.answered - self._changed.get(key, self.answered))
 

@@ -24,7 +24,7 @@ asked = threading.Event()
 
 
 def expected() -> bool:
-    """Whether this job continues later after it is told to stop."""
+    """Whether this job continues later after a signal to stop."""
     return REQUEUE in os.environ
 
 

@@ -82,7 +82,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# ---- the tracker beside it
+# ---- the tracker
 
 
 class Follower:

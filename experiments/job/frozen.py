@@ -1,6 +1,7 @@
 """A job whose config was resolved when it was handed in: `python -m experiments.job.frozen RUN_DIR`, on every rank.
 
-Rank 0's folder is RUN_DIR, with config.yaml in it; the other ranks have temporary folders (`experiments.job.member`).
+Rank 0's folder is RUN_DIR, with the config in frozen.yaml. Other ranks have temporary folders
+(`experiments.job.member`).
 """
 
 from __future__ import annotations

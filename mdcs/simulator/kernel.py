@@ -124,6 +124,20 @@ def delayed(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: flo
     return end
 
 
+def leave(
+    start: Numbers, finish: Numbers, done: Numbers, lost: Numbers, arrival: Numbers, count: Numbers, slowdown: float,
+    contended: bool, released: int, begin: float, work: float,
+) -> float:  # fmt: skip
+    """Return the end of the slot that computes from ``begin`` for ``work`` seconds; record it, and free ``released`` bytes."""
+    end = slowed(start, finish, count, slowdown, begin, work)
+    if contended:
+        end = delayed(done, lost, count, begin, end)
+    count[HELD] -= released
+    arrival[count[ARRIVALS]] = end
+    count[ARRIVALS] += 1
+    return end
+
+
 def hurry(c: Circle, m: Messages, t: Track, now: float, awaited: int) -> None:
     """Retime the messages in flight while compute waits for message ``awaited`` from ``now`` on.
 
@@ -250,15 +264,15 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
     count[HELD], count[SENT] = c.rest, 0
     now = last_start = last_done = begin = work = 0.0
     last_finish = LONG_AGO
-    base = begun = arrived = 0
+    base = begun = 0
     before = at = -1  # messages in flight at the last turn; slot that compute runs
     for p in range(MAX_PERIODS):
         settled = False
         for q in range(turn if p == 0 else 0, len(seconds)):
             inside = at >= 0
             if not inside:
-                arrival[arrived] = now
-                arrived += 1
+                arrival[count[ARRIVALS]] = now
+                count[ARRIVALS] += 1
             for i in range(0 if q == 0 or (p == 0 and q == turn) else issued[q - 1], issued[q]):
                 g = base + i
                 if p == 0 and not in_prologue[i]:
@@ -275,12 +289,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
                     else:
                         inside = False
                     if not inside:
-                        now = slowed(start, finish, count, slowdown, begin, work)
-                        if contended:
-                            now = delayed(done, lost, count, begin, now)
-                        count[HELD] -= released[at]
-                        arrival[arrived] = now
-                        arrived += 1
+                        now = leave(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
                 if cap >= 0 and not inside:
                     now = admit(done, freed, transient, count, cap, depth, now, held[i] + live[q], transient[i])
                     if now < 0:
@@ -301,15 +310,11 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
                 if blocking[i]:
                     now = last_done + dispatch_s
             if inside:
-                now = slowed(start, finish, count, slowdown, begin, work)
-                if contended:
-                    now = delayed(done, lost, count, begin, now)
-                count[HELD] -= released[at]
-                arrival[arrived] = now
-                arrived += 1
+                now = leave(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
+            arrived = arrival[count[ARRIVALS] - 1]
             if q == turn and p > 0:
-                tolerance = _REPEATS * arrival[arrived - 1] / (p + 1)
-                before = repeats(start, finish, done, flight, count[SENT], arrival[arrived - 1], base, before, tolerance)
+                tolerance = _REPEATS * arrived / (p + 1)
+                before = repeats(start, finish, done, flight, count[SENT], arrived, base, before, tolerance)
                 settled = before >= 0
                 before = before if settled else -1 - before
                 now += turn_s
@@ -328,15 +333,13 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
             count[HELD] += allocated[q]
             begins[begun] = begin = now
             begun += 1
-            at, work = q, seconds[q] + per_wait * (now - arrival[arrived - 1])
+            at, work = q, seconds[q] + per_wait * (now - arrived)
         if settled or p == MAX_PERIODS - 1:
-            now = slowed(start, finish, count, slowdown, begin, work)
-            arrival[arrived] = delayed(done, lost, count, begin, now) if contended else now
-            count[ARRIVALS] = arrived + 1
+            leave(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
             return SETTLED if settled else UNSETTLED
         base += n
     return UNSETTLED
 
 
-LOOPS = (slowed, delayed, hurry, retire, most_in_flight, admit, repeats, run)
+LOOPS = (slowed, delayed, leave, hurry, retire, most_in_flight, admit, repeats, run)
 """Functions that :func:`mdcs.simulator.machine_code.compile_loops` compiles."""

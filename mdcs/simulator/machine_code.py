@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,20 +17,30 @@ _SECONDS = {
 }  # fmt: skip
 
 
-@lru_cache(maxsize=1)
+_is_compiled = False
+
+
 def compile_loops() -> bool:
     """Compile the loops for the rest of this process. Return whether numba is installed.
 
-    The first compilation on a machine takes some ten seconds. Numba caches the code next to the modules.
+    The first compilation on a machine takes some ten seconds. Numba caches the code next to the modules, or in the
+    user's cache; where neither can be written, every process compiles.
     """
-    if importlib.util.find_spec("numba") is None:
-        return False
-    import numba
-
-    for module in (kernel, arrange):
-        loops: tuple[Callable[..., Any], ...] = module.LOOPS
-        for loop in loops:
-            setattr(module, loop.__name__, numba.njit(cache=True, error_model="numpy")(loop))
+    global _is_compiled
+    if not _is_compiled:
+        try:
+            import numba
+        except ImportError:  # not installed, or not for this numpy
+            return False
+        for module in (kernel, arrange):
+            loops: tuple[Callable[..., Any], ...] = module.LOOPS
+            for loop in loops:
+                try:
+                    compiled = numba.njit(cache=True, error_model="numpy")(loop)
+                except RuntimeError:  # no folder for the cache
+                    compiled = numba.njit(error_model="numpy")(loop)
+                setattr(module, loop.__name__, compiled)
+        _is_compiled = True
     return True
 
 
@@ -44,6 +52,6 @@ def for_loops(fields: Fields) -> Fields:
 
 def numbers(values: Sequence[float], *, seconds: bool = False) -> Any:
     """Return numbers in the type that the loops take. ``seconds``: floats instead of integers."""
-    if not compile_loops.cache_info().currsize or not compile_loops():
+    if not _is_compiled:
         return list(values)
     return np.array(values, np.float64 if seconds else np.int64)

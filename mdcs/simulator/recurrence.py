@@ -22,7 +22,7 @@ class Course:
     """Costs and slot limits of a plan: the input of a replay without bytes."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.costs, self.limits = plan, plan.costs, SlotLimits(plan)
+        self.costs, self.limits = plan.costs, SlotLimits(plan)
 
 
 class Trace:

@@ -17,7 +17,7 @@ from mdcs.plan.times import StepTimes
 
 METRICS = "metrics.jsonl"
 SCHEMA = 2
-"""Of the `job` event; files without one are of schema 1."""
+"""Schema of the `job` event; files without one are of schema 1."""
 
 Event = dict[str, Any]
 

@@ -101,7 +101,7 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What the run was asked to do, by the full keys of its config: numbers, flags and words, null and lists in words."""
+        """Settings of the run, by the full keys of its config: numbers, flags and words, null and lists in words."""
         told = self.start.get("settings") or {}
         return {key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value) for key, value in told.items()}
 
@@ -250,7 +250,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 _CHOSEN = {"model": "model", "strategy": "strategy", "scheduler": "scheduler", "engine": "engine", "data": "data.name",
            "optimizer": "optimizer.name"}  # fmt: skip
-"""What says which option of a group a run has: the group's settings are compared among runs that have the same one."""
+"""Keys that name the option of a group; the group's settings are compared among runs that have the same one."""
 
 
 def _swept(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ from mdcs.sizes import GIB, MIB
 
 
 class Workload(NamedTuple):
-    """What must be equal for step times to be comparable."""
+    """Settings that must be equal for step times to be comparable."""
 
     model: str
     world: int
@@ -56,7 +56,7 @@ PREDICTED = "predicted"
 
 
 def drawn(frame: pd.DataFrame) -> pd.DataFrame:
-    """What is measured, and what is only predicted."""
+    """Return the rows that pictures can draw: measured runs and predictions."""
     return frame[((frame["status"] == "ok") & frame["step_s"].notna()) | (frame["status"] == PREDICTED)]
 
 
@@ -122,7 +122,7 @@ def repeated(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def middle_runs(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of what was measured more than once, the run of median step time (of two, the slower); every other run as it is."""
+    """Return, of repetitions, the run of median step time (of two, the slower); every other run as it is."""
     rows = measured(frame)
     ranked = rows.sort_values("step_s", kind="stable")
     alike = [_settings(ranked), *WORKLOAD]

@@ -1,4 +1,4 @@
-"""What the page tells: every run, the best one of each budget, curves, and the periods of the best runs."""
+"""Contents of the page: every run, the best one of each budget, curves, and the periods of the best runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COLUMNS: tuple[tuple[str, str, str, float], ...] = (
     ("loss", "loss", "", 1),
     ("status", "status", "", 0),
 )
-"""Of the table: key, heading, unit, and what the values are divided by; 0 is text."""
+"""Columns of the table: key, heading, unit, and what the values are divided by; 0 is text."""
 
 
 def contents(frame: pd.DataFrame) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _cell(value: Any, scale: float) -> Any:
 
 
 def _best(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Of each workload the fastest run within each budget."""
+    """Return the fastest run within each budget, by workload."""
     return [
         {
             "run": int(row.name),
@@ -98,7 +98,7 @@ def _best(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _commands(folders: pd.Series) -> list[str | None]:
-    """What runs each job again: from the sweep.json above its folder; None where there is none."""
+    """Return the command that runs each job again: from the sweep.json above its folder; None where there is none."""
     known: dict[Path, str] = {}
     for above in {parent for folder in folders for parent in Path(folder).parents if (parent / "sweep.json").is_file()}:
         jobs = json.loads((above / "sweep.json").read_text(encoding="utf-8"))["jobs"]

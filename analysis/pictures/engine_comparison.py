@@ -19,7 +19,7 @@ _BOUNDS = {"traffic": ":", "structural": "--"}
 
 @style.styled
 def engine_comparison(document: Mapping[str, Any]) -> Figure:
-    """Of what `experiments/compare.py` writes as JSON; engines that do not fit a budget are faint. Raises ValueError if there is
+    """Draw the JSON of `experiments/compare.py`; engines that do not fit a budget are faint. Raises ValueError if there is
     nothing to draw.
     """
     budgets = [budget for budget in document["budgets"] if budget["lines"]]
@@ -81,7 +81,7 @@ def _draw_steps(axes: Axes, budget: Mapping[str, Any]) -> None:
 
 
 def _parts(line: Mapping[str, Any], whole: float) -> list[tuple[float, str]]:
-    """What the step's milliseconds went to, as far as the engine tells them apart, with the colour of each."""
+    """Return where the step's milliseconds went, as far as the engine tells them apart, with the colour of each."""
     if line["stalled_s"] is None:
         return [(whole, _WHOLE)]
     stalled = min(line["stalled_s"] * 1e3, whole)

@@ -1,4 +1,4 @@
-"""What ran when: compute, messages and updates of one period, the prediction above the ranks."""
+"""Timeline of compute, messages and updates of one period, the prediction above the ranks."""
 
 from __future__ import annotations
 

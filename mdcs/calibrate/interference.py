@@ -221,7 +221,7 @@ class _Running:
         )
 
     def medians(self) -> Probe:
-        """Of all samples but the first, which warms up."""
+        """Return the medians of all samples but the first, which warms up."""
         return _median(self.samples[1:])
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class _Ahead:
         )
 
     def medians(self) -> Probe:
-        """Of all samples but the first, which warms up."""
+        """Return the medians of all samples but the first, which warms up."""
         return _median(self._samples[1:])
 
     def close(self) -> None:
@@ -319,7 +319,7 @@ def _compute(step: Callable[[], Tensor], parameters: Sequence[nn.Parameter], exe
 
 
 def _median(versions: Sequence[Probe]) -> Probe:
-    """Of one probe, number by number."""
+    """Return the median of each number of a probe."""
     numbers = {
         f.name: statistics.median(getattr(v, f.name) for v in versions)
         for f in dataclasses.fields(Probe)

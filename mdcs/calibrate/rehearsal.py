@@ -57,7 +57,7 @@ _NAMES = tuple(f"{strategy} {scheduler.name}" for strategy, scheduler in _REHEAR
 
 
 class Seen(NamedTuple):
-    """Of an iteration, in seconds: compute runs, compute does not, a message is in flight."""
+    """Seconds of an iteration in which compute runs, in which it waits, and in which a message is in flight."""
 
     computing: float
     waiting: float
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, times: StepTimes) -> Seen:
-        """What a step's times say of it."""
+        """Return the same seconds from the times of a step."""
         assert times.compute_s is not None and times.stalled_s is not None and times.communication_s is not None
         return cls(times.compute_s, times.stalled_s, times.communication_s)
 
@@ -139,7 +139,8 @@ def fitted(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pro
         profile = _with(profile, all_reduce=factor([_losses(profile, *all_reduces)], _NOISE * slots))
     profile = _slower(profile, _factor_of_messages(profile, overlapping))
     profile = _waited(profile, plans, seen)
-    steps = zip(_NAMES, (_replay(plan, profile).step for plan in plans), (times.step for times in seen), strict=True)
+    names = (f"greedy for {name}" if plan.strategy == Greedy.name else name for name, plan in zip(_NAMES, plans, strict=True))
+    steps = zip(names, (_replay(plan, profile).step for plan in plans), (times.step for times in seen), strict=True)
     return dataclasses.replace(profile, rehearsed={name: (predicted, measured) for name, predicted, measured in steps})
 
 
@@ -169,7 +170,7 @@ def _waited(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> Pr
 
 
 def _error(profile: Profile, plans: Sequence[Plan], seen: Sequence[Seen]) -> float:
-    """Of predicted steps, as a fraction of the measured ones: the root of their mean square."""
+    """Return the root mean square error of the predicted steps, as a fraction of the measured ones."""
     off = (_replay(plan, profile).step / times.step - 1 for plan, times in zip(plans, seen, strict=True))
     return math.sqrt(statistics.mean(each**2 for each in off))
 
@@ -242,12 +243,12 @@ def _with(profile: Profile, **contention: float) -> Profile:
 
 
 def _scaled(profile: Profile, factor: float) -> Profile:
-    """What compute loses to messages, times ``factor``."""
+    """Return the profile with the seconds that compute loses to messages multiplied by ``factor``."""
     lost = ("compute_per_message", "compute_per_byte", "compute_per_work")
     return _with(profile, **{name: factor * getattr(profile.contention, name) for name in lost})
 
 
 def _slower(profile: Profile, factor: float) -> Profile:
-    """What messages take at least beside computing, times ``factor``."""
+    """Return the profile with the least seconds of messages during compute multiplied by ``factor``."""
     least = ("message_seconds", "seconds_per_byte")
     return _with(profile, **{name: factor * getattr(profile.contention, name) for name in least})

@@ -84,4 +84,6 @@ def test_plans_in_rehearsal_keep_a_budget() -> None:
         assert all(smallest_budget(plan) <= budget == plan.budget for plan in plans)
         assert (plans[-1].strategies == dp.strategies) is (budget > floor)
         seen = [rehearsal._replay(plan, profile) for plan in plans]
-        assert rehearsal.fitted(profile, plans, seen).contention.all_reduce >= 1.0
+        fitted = rehearsal.fitted(profile, plans, seen)
+        assert ("dp wfbp" in fitted.rehearsed) is (budget > floor) and len(fitted.rehearsed) == 4
+        assert fitted.contention.all_reduce >= 1.0

@@ -672,8 +672,6 @@ class Parallel:
             handle.remove()
         if self._checkpoints is not None:
             self._checkpoints.leave()
-        self._wire.leave()
-        self._group = self._dispatcher.control = None
         self._groups.destroy(failed=failed)
 
     def tell(self, error: BaseException) -> None:

@@ -61,10 +61,6 @@ class Communicator:
         self._others = [(self.rank + k) % self.world for k in range(1, self.world)]  # each rank begins with another peer
         self._tags = itertools.count() if tags is None else tags
 
-    def leave(self) -> None:
-        """Release the process group: nothing is sent any more."""
-        self.group = self._gloo = None
-
     def all_reduce(self, buffer: Tensor, received: Tensor | None) -> Running:
         """Sum ``buffer`` over ranks, in place."""
         if self.collectives.all_reduce == "ring":
@@ -198,11 +194,6 @@ class NodeCommunicator:
     def __init__(self, inside: Communicator, across: Communicator) -> None:
         self._inside, self._across = inside, across
         self.levels = inside.world, across.world
-
-    def leave(self) -> None:
-        """Release the process groups."""
-        self._inside.leave()
-        self._across.leave()
 
     def all_gather(self, buffer: Tensor) -> Running:
         """Send the parts of the node's ranks to all of them, in place."""

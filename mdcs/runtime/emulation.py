@@ -38,9 +38,6 @@ class EmulatedCommunicator:
     def __init__(self, collectives: Collectives, emulation: Emulation) -> None:
         self.collectives, self.rank, self.world = collectives, emulation.rank, emulation.world
 
-    def leave(self) -> None:
-        """Do nothing: there is no process group."""
-
     def all_reduce(self, buffer: Tensor, received: Tensor | None) -> Arriving:
         """Sum as if every rank had this rank's ``buffer``."""
         return Arriving(lambda: buffer.mul_(self.world))

@@ -151,8 +151,6 @@ class Groups:
                 _abort(group)
             else:
                 dist.destroy_process_group(group)
-        # A group's threads end with the last reference to it. One that still runs when Python ends aborts the process.
-        self.messages = self.control = self.talk = self.node = self.across = None
 
 
 def _abort(group: dist.ProcessGroup) -> None:

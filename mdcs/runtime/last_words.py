@@ -87,7 +87,6 @@ class LastWords:
                 self._store.set(self._here(self._place.rank), "")
             self._thread.join(1.0)
             self._thread = None
-        self._store = None
 
     def _called(self) -> str:
         """Call all ranks; return which do not answer, published to all; "" if all answer."""

@@ -84,11 +84,6 @@ class Wire:
         default = Collectives.default(self.collectives.backend)
         self._outside = {in_node: connect(default, in_node) for in_node in levels}
 
-    def leave(self) -> None:
-        """Release the process groups: nothing is sent any more."""
-        for communicator in (*self._communicators.values(), *self._outside.values()):
-            communicator.leave()
-
     def allocate(self, message: Message) -> Transfer:
         """Allocate staging and gradient shards of a message."""
         transfer, sizes = Transfer(message), self._sizes(message)

@@ -40,7 +40,7 @@ def profiled() -> tuple[mdcs.Profile, bool]:
 def test_a_profile_of_the_library_is_rehearsed_and_the_same_on_all_ranks(two) -> None:  # noqa: F811
     (profile, untouched), (other, also_untouched) = two.run(profiled, timeout_s=200.0)
     assert profile == other and untouched and also_untouched
-    assert profile.about == {"model": "layers"} and profile.world == 2 and profile.link == LINK
+    assert profile.about == {"model": "layers", "inputs": "4 x 1024"} and profile.world == 2 and profile.link == LINK
     assert len(profile.rehearsed) == 4 and all(min(seconds) > 0 for seconds in profile.rehearsed.values())
     assert profile.contention != Contention()
 

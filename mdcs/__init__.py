@@ -31,14 +31,13 @@ if TYPE_CHECKING:
     from mdcs.calibrate.autoprofile import autoprofile
     from mdcs.calibrate.slots import measure_profile
     from mdcs.checkpoint.folder import CheckpointError
-    from mdcs.checkpoint.plain import export_pretrained, read_checkpoint
+    from mdcs.checkpoint.plain import read_checkpoint
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
     from mdcs.runtime.api import Parallel, parallelize, resume
     from mdcs.runtime.dispatcher import RunError
     from mdcs.runtime.emulation import Emulation
     from mdcs.runtime.scaling import LossScale
     from mdcs.runtime.start import materialize
-    from mdcs.runtime.state import merge_shards
 
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
@@ -49,12 +48,11 @@ _LAZY = {
     "parallelize": "mdcs.runtime.api",
     "resume": "mdcs.runtime.api",
     "CheckpointError": "mdcs.checkpoint.folder",
-    **dict.fromkeys(("export_pretrained", "read_checkpoint"), "mdcs.checkpoint.plain"),
+    "read_checkpoint": "mdcs.checkpoint.plain",
     "RunError": "mdcs.runtime.dispatcher",
     "Emulation": "mdcs.runtime.emulation",
     "LossScale": "mdcs.runtime.scaling",
     "materialize": "mdcs.runtime.start",
-    "merge_shards": "mdcs.runtime.state",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.model.units"),
 }
 
@@ -62,7 +60,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget", "Job", "Kind", "Link",
     "LossScale", "Message", "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel",
-    "autoplan", "autoprofile", "export_pretrained", "floor_bytes", "make_plan", "materialize", "measure_profile", "merge_shards",
+    "autoplan", "autoprofile", "floor_bytes", "make_plan", "materialize", "measure_profile",
     "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 

@@ -1,12 +1,10 @@
-"""Checkpoints without ranks: read whole, for plain PyTorch and for Hugging Face's libraries."""
+"""Checkpoints without ranks: read whole, for plain PyTorch."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from mdcs.checkpoint import folder, numbers, pieces
 from mdcs.checkpoint.folder import CheckpointError
@@ -30,32 +28,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         groups.append({**group, "params": own})
     packed = {"state": {place: state[name] for name, place in places.items() if name in state}, "param_groups": groups}
     return {"model": tree["model"], "optimizer": packed, "step": run["step"]}
-
-
-class Pretrained(Protocol):
-    """The part of a transformers model that :func:`export_pretrained` uses."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return its tensors by plain name."""
-        ...
-
-    def save_pretrained(self, save_directory: str, *, state_dict: dict[str, Tensor]) -> object:
-        """Write its configuration and these weights."""
-        ...
-
-
-def export_pretrained(path: str | Path, model: Pretrained, to: str | Path, *, prefix: str = "") -> None:
-    """Write a checkpoint in Hugging Face's layout, for ``from_pretrained``, in the precision of ``model``.
-
-    ``model`` gives the configuration; its weights do not change. ``prefix`` (such as "model.") is the name of ``model``
-    inside the model that was trained. Raises CheckpointError, by name, for a parameter that the checkpoint lacks.
-    """
-    saved, weights = read_checkpoint(path)["model"], {}
-    for name, value in model.state_dict().items():
-        if prefix + name not in saved:
-            raise CheckpointError(f"{path}: it has no {prefix}{name}")
-        weights[name] = saved[prefix + name].to(value.dtype)
-    model.save_pretrained(str(to), state_dict=weights)
 
 
 def _choose(path: Path) -> Path:

@@ -7,12 +7,9 @@ order of execution, so modules called twice, tied parameters and nested units ne
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import pickle
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -57,7 +54,6 @@ class Hooks:
         self._handles: list[Any] = []
         for u, unit in enumerate(units):
             for module in unit.modules:
-                self._handles.append(PlainCopies(module))
                 # prepend: hooks of others may read parameters, as weight_norm's does.
                 before, after = self._before(u, unit), self._after(u, unit.trainable)
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
@@ -151,60 +147,11 @@ def _refuse_transforms(unit: ModelUnit) -> None:
         )
 
 
-class PlainCopies:
-    """Keeps the run's hooks out of copies and pickles of a module, so that a process without this package can load
-    them.
-
-    ``copy.deepcopy`` and ``pickle`` look for ``__reduce_ex__`` on the object before its class; this object takes that
-    place. Its reference to the module is weak, so that a released model is freed at once.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
-        vars(module).setdefault(_REDUCE, self)
-
-    def remove(self) -> None:
-        """Leave the module as it was."""
-        module = self._module()
-        if module is not None and vars(module).get(_REDUCE) is self:
-            del vars(module)[_REDUCE]
-
-    def __call__(self, protocol: Any) -> Any:
-        """Return the pickle reduction of the module, without the run's hooks."""
-        module = self._module()
-        if module is None:
-            raise pickle.PicklingError("this module's class has copied it in its own way while a plan ran: copy it after close()")
-        made = type(module).__reduce_ex__(module, protocol)
-        if not isinstance(made, tuple) or len(made) < 3 or not isinstance(made[2], dict):
-            return made
-        state = {name: _without_hooks(value) for name, value in made[2].items() if value is not self}
-        return *made[:2], state, *made[3:]
-
-
-    def __deepcopy__(self, memo: Any) -> PlainCopies:
-        twin = copy.copy(self)  # for classes that deep-copy all attributes: the copy must not reduce to the first module
-        twin._module = _gone
-        return twin
-
-
-def _gone() -> None:
-    return None
-
-
-_REDUCE = "__reduce_ex__"
-
-
-def _without_hooks(value: Any) -> Any:
-    if not isinstance(value, OrderedDict) or not any(isinstance(hook, ModuleHook) for hook in value.values()):
-        return value
-    return OrderedDict((key, hook) for key, hook in value.items() if not isinstance(hook, ModuleHook))
-
-
 class ModuleHook:
     """A hook that torch.compile leaves out of what it compiles.
 
-    Some classes copy their modules without :class:`PlainCopies`. The hook in such a copy pickles as a function of the
-    standard library that does nothing.
+    In a copy or pickle of the module it is a function of the standard library that does nothing: the copy drives no
+    plan, and a process without this package can load the pickle.
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:

@@ -7,9 +7,9 @@ forwards of all owners. Frozen parameters are split off: they are gathered, neve
 
 from __future__ import annotations
 
-import copy
+import functools
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,60 +75,20 @@ class BySize:
             raise ModuleNotFoundError("mdcs.BySize needs fairscale: pip install 'mdcs[wrap]'", name="fairscale")
 
     def roots(self, model: nn.Module) -> set[str]:
-        """Return the names of the modules that auto_wrap would wrap.
-
-        Raises UnsupportedModel for a module registered twice that auto_wrap cannot wrap.
-        """
+        """Return the names of the modules that auto_wrap would wrap; the model stays as it is."""
         from fairscale.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
 
-        # auto_wrap works in place: run it on a copy whose parameters take no memory.
-        meta = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
-        marked: nn.Module = copy.deepcopy(model, meta)
+        wrapped: set[nn.Module] = set()
 
-        def policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-            return default_auto_wrap_policy(
-                module, recurse, unwrapped_params, module_is_root, min_num_params=self.min_params
-            )
+        class Wrapper:
+            def __new__(cls, module: nn.Module, **_: object) -> nn.Module:  # type: ignore[misc]  # wraps nothing
+                wrapped.add(module)
+                return module
 
-        try:
-            with enable_wrap(auto_wrap_policy=policy, wrapper_cls=_Marker):
-                marked = auto_wrap(marked)
-        except AssertionError as e:
-            shared = _shared_module(model)
-            if shared is None:
-                raise
-            raise UnsupportedModel(f"{shared}: is in several places, which auto_wrap cannot wrap: wrap by class") from e
-        names = set()
-        for name, module in marked.named_modules():
-            if isinstance(module, _Marker):
-                path = f"{name}.module".split(".")
-                names.add(".".join(p for i, p in enumerate(path) if not _inside_marker(marked, path[: i + 1])))
-        return names
-
-
-def _shared_module(model: nn.Module) -> str | None:
-    """Return the second name of the first module that is registered twice."""
-    seen: set[nn.Module] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        if module in seen:
-            return name
-        seen.add(module)
-    return None
-
-
-class _Marker(nn.Module):
-    def __init__(self, module: nn.Module, **_: object) -> None:
-        super().__init__()
-        self.module = module
-
-
-def _inside_marker(root: nn.Module, path: Sequence[str]) -> bool:
-    """Return whether the last step of ``path`` goes from a marker to the module it marks."""
-    parent = root
-    for step in path[:-1]:
-        if step:
-            parent = getattr(parent, step)
-    return isinstance(parent, _Marker) or not path[-1]
+        policy = functools.partial(default_auto_wrap_policy, min_num_params=self.min_params)
+        with enable_wrap(auto_wrap_policy=policy, wrapper_cls=Wrapper):
+            auto_wrap(model)
+        return {name for name, module in model.named_modules() if module in wrapped}
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,10 @@ def parallelize(
       ``reset_parameters()``.
     - ``device``: where parameters and buffers from the meta device are made, unit by unit.
 
-    Masters, where the plan's profile has them, start as the model's parameters and are part of
-    ``sharded_state_dict()``. docs/loops.md says what a loop may do with model and optimizer during the run. Raises
-    PlanError (it names ranks with another plan), ValueError for a plan that does not fit the model and for a parameter
-    that would not be trained, and RunError, naming rank, step and message, for later failures.
+    Masters, where the plan's profile has them, start as the model's parameters. docs/loops.md says what a loop may do
+    with model and optimizer during the run. Raises PlanError (it names ranks with another plan), ValueError for a plan
+    that does not fit the model and for a parameter that would not be trained, and RunError, naming rank, step and
+    message, for later failures.
     """
     return Parallel(
         model, optimizer, plan, units, group, clip_norm, timeout_s, emulate, loss_scale, broadcast_buffers, init,
@@ -420,13 +420,6 @@ class Parallel:
         return state.full_state(
             self.model, self._storages, self._gathering, keep=not rank0_only or self.rank == 0, cpu=cpu
         )
-
-    @torch.inference_mode(False)
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part; :func:`mdcs.merge_shards` of all ranks' parts gives the plain model's state dict."""
-        self._needs_ranks("sharded_state_dict()")
-        self._drain("sharded_state_dict()")
-        return state.sharded_state(self.model, self._storages)
 
     def _needs_ranks(self, what: str) -> None:
         if self._emulate is not None:

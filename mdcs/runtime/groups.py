@@ -18,7 +18,7 @@ from mdcs.runtime.communicator import backend_of
 CALLS = (
     "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()", "full_parameters()",
     "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
-    "optimizer_state_dict()", "resume()", "sharded_state_dict()", "state_dict()", "the broadcast of buffers",
+    "optimizer_state_dict()", "resume()", "state_dict()", "the broadcast of buffers",
 )  # fmt: skip
 """The collective calls of the training threads that :meth:`Groups.tell` can compare."""
 

@@ -1,10 +1,9 @@
-"""State dicts of a sharded model: whole, for the plain model, or one part per rank."""
+"""State dicts and parameters of a sharded model, as the plain model has them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from mdcs.runtime.buffers import write
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.storage import UnitStorage
-
-SCHEMA = 2
 
 
 def _owners(storages: list[UnitStorage]) -> dict[nn.Parameter, tuple[int, int]]:
@@ -73,61 +70,6 @@ def full_parameters(
             if storage.is_full:
                 gathering.free(u)
             storage.guard.open() if storage.is_plain else storage.guard.close()
-
-
-def sharded_state(model: nn.Module, storages: list[UnitStorage]) -> dict[str, Any]:
-    """Return this rank's part: plain tensors and numbers only, for ``torch.save`` and ``weights_only`` loading."""
-    owners: dict[nn.Parameter, list[int]] = {}  # [section, place in it]
-    sections: list[dict[str, Any]] = []
-    for storage in storages:
-        for s in range(len(storage.fulls)):
-            inside = [i for i, place in enumerate(storage.places) if place[0] == s]
-            blocks = [b for b, section in enumerate(storage.sections) if section == s]
-            owners |= {storage.parameters[i]: [len(sections), k] for k, i in enumerate(inside)}
-            sections.append(
-                {
-                    "blocks": [storage.blocks[b] for b in blocks],
-                    "ranks": storage.parts,
-                    "places": [[offset, n, *shape] for _, offset, n, shape in (storage.places[i] for i in inside)],
-                    "parts": [storage.at_rest(b).detach().clone() for b in blocks],
-                }
-            )
-    named = model.state_dict(keep_vars=True)
-    first = storages[0]
-    return {
-        "schema": SCHEMA,
-        "rank": first.rank,
-        "world": first.plan.world,
-        "names": {name: owners[v] for name, v in named.items() if v in owners},
-        "buffers": {name: v.detach().clone() for name, v in named.items() if v not in owners},
-        "sections": sections,
-    }
-
-
-def merge_shards(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the plain model's state dict from all ranks' :meth:`Parallel.sharded_state_dict`, in any order.
-
-    Raises ValueError when a rank is missing or the parts are of different jobs.
-    """
-    ranks = {p["rank"]: p for p in parts}
-    world = parts[0]["world"] if parts else 0
-    if not parts:
-        raise ValueError("need the parts of all ranks of a job, got none")
-    if sorted(ranks) != list(range(world)) or any(p["world"] != world or p["schema"] != SCHEMA for p in parts):
-        raise ValueError(f"need the parts of ranks 0 to {world - 1} of one job, got {sorted(ranks)}")
-    first = ranks[0]
-    flats = []
-    for s, section in enumerate(first["sections"]):
-        blocks = []
-        for b in range(len(section["blocks"])):
-            among = section.get("ranks", 1 if section.get("replicated") else world)  # parts of older versions have no "ranks"
-            blocks.append(torch.cat([ranks[r]["sections"][s]["parts"][b] for r in range(among)]))
-        flats.append(torch.cat(blocks))
-    out = dict(first["buffers"])
-    for name, (s, i) in first["names"].items():
-        offset, n, *shape = first["sections"][s]["places"][i]
-        out[name] = flats[s][offset : offset + n].view(shape).clone()
-    return out
 
 
 def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Tensor]) -> None:

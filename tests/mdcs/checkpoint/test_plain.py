@@ -1,4 +1,4 @@
-"""A checkpoint is exported for transformers, whose from_pretrained then has what was trained."""
+"""A checkpoint is read without ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import torch
 
 from mdcs.checkpoint import folder, numbers, pieces
 from mdcs.checkpoint.folder import CheckpointError
-from mdcs.checkpoint.plain import export_pretrained, read_checkpoint
-
-transformers = pytest.importorskip("transformers")
+from mdcs.checkpoint.plain import read_checkpoint
 
 
 def write(root, state, step=1):
@@ -17,21 +15,6 @@ def write(root, state, step=1):
     pieces.save(partial, {"model": state}, None)
     numbers.save(partial / numbers.RUN, {"step": step, "param_groups": []}, "the run")
     return folder.finish(root, step, folder.sums(partial.iterdir()), world=1)
-
-
-def small(seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-
-
-def test_from_pretrained_has_what_was_trained(tmp_path):
-    trained, other = small(1), small(2)
-    write(tmp_path / "made", {f"gpt.{name}": value for name, value in trained.state_dict().items()})
-    export_pretrained(tmp_path / "made", other, tmp_path / "exported", prefix="gpt.")
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "exported").state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in trained.state_dict().items())
-    with pytest.raises(CheckpointError, match="has no transformer.wte.weight"):
-        export_pretrained(tmp_path / "made", other, tmp_path / "exported")
 
 
 def test_the_newest_that_is_whole_is_read(tmp_path):

@@ -104,7 +104,7 @@ def test_by_size_leaves_the_model_as_it_is() -> None:
     assert all(p is parameters[n] for n, p in model.named_parameters())
 
 
-def test_by_size_cannot_wrap_inside_a_module_that_is_in_two_places() -> None:
+def test_a_module_that_is_in_two_places_is_wrapped_once() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,8 +112,7 @@ def test_by_size_cannot_wrap_inside_a_module_that_is_in_two_places() -> None:
             self.first, self.second = nn.Sequential(block), nn.Sequential(block)
 
     assert BySize(84).roots(Twice()) >= {"first.0"}
-    with pytest.raises(UnsupportedModel, match="second.0: is in several places, .* wrap by class"):
-        BySize(36).roots(Twice())
+    assert sizes(partition(Twice(), BySize(36))) == {"first.0.up": 40, "first.0.down": 36, "first.0.norm": 8}
     assert sizes(partition(Twice(), ByClass(("Block",)))) == {"first.0": 84}
 
 

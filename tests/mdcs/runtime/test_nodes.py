@@ -96,14 +96,12 @@ def saved(root: str) -> list[float]:
         assert {"hsdp", "hfsdp"} <= {str(k) for k in parallel.plan.strategies}
         one_step(made, parallel)
         parallel.checkpoint(root)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, parallel.sharded_state_dict())
         state, optimizer = parallel.state_dict(), parallel.optimizer_state_dict()
     with parallel_for(job, How("fsdp", "wfbp"), other_start(job)) as (_, parallel, _):
         resumed = mdcs.resume(parallel, root)
         assert resumed is not None and resumed.step == 1
         found = differing(parallel.state_dict(), state), differences(parallel.optimizer_state_dict(), optimizer)
-    return [*differing(mdcs.merge_shards(parts), state), *found[0], *found[1]]
+    return [*found[0], *found[1]]
 
 
 @pytest.mark.slow

@@ -61,9 +61,9 @@ def beside_a_plain_loop(job: Job, how: How, value: float) -> dict[str, Any]:
                 parallel.scaled(loss).backward()
                 losses.append(loss.item())
             parallel.step()
-        whole, masters = parallel.state_dict(), merged(parallel)
+        whole, masters = parallel.state_dict(), masters_of(parallel)
         parallel.load_state_dict({name: value.float() for name, value in whole.items()})
-        loaded = merged(parallel)
+        loaded = masters_of(parallel)
     wanted, trained = plain_losses(job), dict(made.model.named_parameters())
     first = setup(job.model, half=job.half)
     untrained = first.model.state_dict()
@@ -82,10 +82,13 @@ def beside_a_plain_loop(job: Job, how: How, value: float) -> dict[str, Any]:
     }
 
 
-def merged(parallel: mdcs.Parallel) -> dict[str, torch.Tensor]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, parallel.sharded_state_dict())
-    return mdcs.merge_shards(parts)
+def masters_of(parallel: mdcs.Parallel) -> dict[str, torch.Tensor]:
+    """Return the state dict in the precision that is updated."""
+    whole = parallel.state_dict()
+    for u, storage in enumerate(parallel._storages):
+        parts = {b: storage.at_rest(b) for b in range(len(storage.blocks))}
+        whole |= parallel._gathering.by_parameter(u, parts, "masters")
+    return whole
 
 
 def check(results: list[dict[str, Any]], dtype: str) -> None:

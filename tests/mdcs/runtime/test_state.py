@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import Any
 
 import pytest
@@ -34,15 +33,6 @@ def plain(model: str, state: dict[str, Tensor]) -> nn.Module:
     made = setup(model)
     made.model.load_state_dict(state, strict=True)
     return made.model
-
-
-def all_parts(parallel: mdcs.Parallel) -> list[dict[str, Any]]:
-    """Every rank's part, through a file's bytes, as a checkpoint would carry it."""
-    file = io.BytesIO()
-    torch.save(parallel.sharded_state_dict(), file)
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, file.getvalue())
-    return [torch.load(io.BytesIO(text), weights_only=True) for text in texts]
 
 
 # ---- evaluation
@@ -137,14 +127,12 @@ def round_trip(model: str, how: How) -> dict[str, Any]:
     wanted = reference(job).state
     with parallel_for(job, how) as (made, parallel, optimizer):
         train(job, made, parallel, optimizer)
-        parts = all_parts(parallel)
         whole = parallel.state_dict()
-        merged = mdcs.merge_shards(parts[::-1])
-    owned = sum(part.numel() for section in parts[0]["sections"] for part in section["parts"])
+        storages = parallel._storages
+        owned = sum(storage.at_rest(b).numel() for storage in storages for b in range(len(storage.blocks)))
     return {
         "whole": differing(whole, wanted),
-        "merged": differing(merged, whole),
-        "plain": differing(plain(model, merged).state_dict(), wanted),
+        "plain": differing(plain(model, whole).state_dict(), wanted),
         "owned": owned,
         "numel": sum(p.numel() for p in made.model.parameters()),
     }
@@ -153,9 +141,9 @@ def round_trip(model: str, how: How) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "strategy"), [*(("tied", s) for s in STRATEGIES), ("resnet", "random"), ("frozen", "random")]
 )
-def test_whole_and_merged_state_dicts_are_the_plain_models(two: Ranks, model, strategy):
+def test_whole_state_dicts_are_the_plain_models(two: Ranks, model, strategy):
     for found in two.run(round_trip, model, HOW[strategy]):
-        assert (found["whole"], found["merged"], found["plain"]) == ([], [], [])
+        assert (found["whole"], found["plain"]) == ([], [])
         share = 1 if strategy == "dp" else 2
         if strategy != "random":
             assert found["numel"] / share <= found["owned"] < found["numel"] / share + 20  # a rank's part, and padding
@@ -165,29 +153,14 @@ def round_trip_of_three() -> list[str]:
     job = Job("tied", steps=2, double=True)
     with parallel_for(job, HOW["random"]) as (made, parallel, optimizer):
         train(job, made, parallel, optimizer)
-        return differing(mdcs.merge_shards(all_parts(parallel)), parallel.state_dict())
+        mine = parallel.state_dict()
+    theirs: list[Any] = [mine]
+    dist.broadcast_object_list(theirs, src=0)
+    return differing(mine, theirs[0])
 
 
-def test_three_ranks_merge_to_the_whole(three: Ranks):
+def test_three_ranks_have_the_same_state_dict(three: Ranks):
     assert three.run(round_trip_of_three) == [[]] * 3
-
-
-def wrong_merges() -> list[str]:
-    with parallel_for(Job("tied"), HOW["fsdp"]) as (_, parallel, _):
-        parts = all_parts(parallel)
-    messages = []
-    for wrong in (parts[:1], [parts[0], {**parts[1], "world": 3}], [parts[0], parts[0]], []):
-        try:
-            mdcs.merge_shards(wrong)
-        except ValueError as e:
-            messages.append(str(e))
-    return messages
-
-
-def test_parts_that_do_not_belong_together(two: Ranks):
-    for messages in two.run(wrong_merges):
-        assert len(messages) == 4
-        assert messages[0] == "need the parts of ranks 0 to 1 of one job, got [0]"
 
 
 # ---- loading
@@ -256,11 +229,10 @@ def drain() -> dict[str, Any]:
         parallel._wire.launch = lambda t: (launched.append(t.message.kind), launch(t))[1]  # type: ignore[method-assign]
         train(job, made, parallel, optimizer)
         parallel.drain()
-        # Nothing but what is at rest: no gather may have to repair it.
-        state = mdcs.merge_shards(all_parts(parallel))
         count = len(launched)
         parallel.drain()
         again = len(launched) - count
+        state = parallel.state_dict()
         gradients = [u for u, s in enumerate(parallel._storages) if s.gradients]
     return {"late": len(late), "state": differing(state, wanted), "again": again, "gradients": gradients}
 

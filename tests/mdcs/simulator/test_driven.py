@@ -1,0 +1,37 @@
+"""The simulator's loops give the times of the runtime's queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from mdcs.plan.ledger import Ledger, smallest_budget
+from mdcs.plan.messages import Plan
+from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.profile.contents import Contention
+from mdcs.simulator.recurrence import Course, run
+from tests.mdcs.profiles import Job, examples, jobs, schedulers, seeds
+from tests.mdcs.simulator.driven import DrivenReplay
+
+
+def assert_same_times(plan: Plan) -> None:
+    trace = run(plan, Course(plan), Ledger(plan))
+    periods = (len(trace.arrivals) - 1 - plan.period.length + plan.period.turn) // plan.period.length
+    driven = DrivenReplay(plan, periods)
+    assert driven.arrivals == pytest.approx(trace.arrivals, rel=1e-9, abs=1e-12)
+    for index, start in driven.starts.items():
+        times = (start, driven.ends[index], driven.dones[index])
+        assert times == pytest.approx((*trace.spans[index], trace.processed[index]), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("is_bound", [False, True], ids=["free", "smallest budget"])
+@examples(100)
+@given(jobs(), seeds, schedulers)
+def test_times_are_those_of_the_queue(is_bound: bool, job: Job, seed: int, scheduler: Scheduler) -> None:
+    contention = Contention(dispatch_seconds=3e-5, turn_seconds=7e-5) if seed % 2 else Contention()
+    job = replace(job, profile=replace(job.profile, interference=0.0, contention=contention))
+    plan = job.plan(RandomMix(seed), scheduler)
+    assert_same_times(replace(plan, budget=smallest_budget(plan) if is_bound else None))

@@ -31,6 +31,7 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
+from mdcs.torch_compat import copy_all
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,7 +107,7 @@ class Masters:
         self.optimizer.step()
         for copy in self.copies:
             copy.grad = None
-        torch._foreach_copy_(self.parameters, self.copies)
+        copy_all(self.parameters, self.copies)
 
 
 @contextmanager

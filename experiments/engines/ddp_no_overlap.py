@@ -10,6 +10,7 @@ from experiments.engines.base import Engine, EngineOptions, Peer, Trained
 from mdcs.options import option
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
+from mdcs.torch_compat import copy_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ class DdpNoOverlapEngine(Peer):
             work.wait()
             size += flat.nbytes
             parts = flat.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
+            copy_all(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
         end = self._executor.seconds(self._executor.stamp())
         self.seen.message(Kind.AR, self.collectives.sent(Kind.AR, size, self.workload.world), (begin, end))
         self.seen.count[str(Kind.AR)] = len(flights)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from experiments.engines.base import Seen
 from mdcs.profile.link import Kind
+from mdcs.torch_compat import backward_pass
 
 # torch 2.13 has new names, and warns about the old ones at every call.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,7 +41,7 @@ class Gather(_Allocating):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        kind = Kind.AG_F if torch._C._current_graph_task_id() == -1 else Kind.AG_B
+        kind = Kind.AG_F if backward_pass() == -1 else Kind.AG_B
         begin = perf_counter()
         work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         if not async_op:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 import mdcs
 from experiments.config.identity import identity
@@ -20,6 +19,7 @@ from launch import status
 from mdcs.calibrate.agreement import on_rank_zero
 from mdcs.calibrate.link_timing import MeasuredLink
 from mdcs.calibrate.trials import Trial, candidates, cost_s, fastest
+from mdcs.torch_compat import has_batch_statistics
 
 _TRIALS, _TRIALS_COST = 3, 0.03
 """Default number of plans that are tried, and the largest share of a run that the trials may take."""
@@ -164,7 +164,7 @@ def widen_norms(model: nn.Module) -> None:
     They take inputs of the lower precision, and their outputs have it too.
     """
     for module in model.modules():
-        if isinstance(module, (nn.LayerNorm, _NormBase)):
+        if isinstance(module, nn.LayerNorm) or has_batch_statistics(module):
             module.float()
 
 

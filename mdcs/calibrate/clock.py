@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from mdcs.torch_compat import spin
+
 _HELD_BACK = 40_000_000
 """Cycles of an empty kernel, some 20 ms: longer than the launches of the work that is timed."""
 
@@ -43,7 +45,7 @@ def hold_back(device: torch.device) -> None:
     """Keep a CUDA device idle for a while: work launched meanwhile is queued when it goes on, as in a step."""
     if device.type == "cuda":
         with torch.cuda.device(device):
-            torch.cuda._sleep(_HELD_BACK)
+            spin(_HELD_BACK)
 
 
 def back_to_back(device: torch.device, work: Callable[[], object], times: int) -> float:

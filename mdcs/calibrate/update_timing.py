@@ -63,14 +63,13 @@ class _Update:
         timed = _timer(like)
         for group in optimizer.param_groups:
             trial = same_options(optimizer, group, p)
-            trial.step()
             again = later_step(trial)
+            again()
             for _ in range(_REPEATS):
                 samples.append(timed(again))
                 meter.window()
                 before = meter.live()
                 again()
-                trial.step()  # the runtime runs it once per block, and it may need more
                 highest = meter.window()
                 if before is not None and highest is not None:
                     scratch.append((highest["total"] or 0) - (before["total"] or 0))

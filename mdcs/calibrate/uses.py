@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mdcs.model.aliases import attributes_over_parameters
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
+from mdcs.torch_compat import without_torch_function
 
 Used = Callable[[int, int], None]
 """Called with (unit, index of its parameter) when an operator reads or writes the parameter's memory."""
@@ -49,7 +50,7 @@ class Watch(TorchDispatchMode):
 
     def __enter__(self) -> Watch:
         """Give parameters their new storages."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with without_torch_function(), torch.no_grad():
             for u, i, _, p in self._parameters:
                 self._before.append(p.data)
                 p.data = torch.from_dlpack(p.detach())
@@ -63,7 +64,7 @@ class Watch(TorchDispatchMode):
         """Restore the parameters' storages."""
         self._exports.__exit__(*error)
         super().__exit__(*error)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for (_, _, _, p), data in zip(self._parameters, self._before, strict=True):
                 p.data = data
         self._before.clear()
@@ -73,7 +74,7 @@ class Watch(TorchDispatchMode):
         if any(kind.__torch_dispatch__ != Tensor.__torch_dispatch__ for kind in types):
             # A wrapper subclass: operators on its inner tensors come here, too.
             return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if not _makes_a_view(func):
                 for tensor in _flat([args, kwargs]):
                     self._see(tensor, func)
@@ -104,7 +105,7 @@ class Watch(TorchDispatchMode):
         Call it after the step.
         """
         own = {id(p) for _, _, _, p in self._parameters} | {id(data) for data in self._before}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             gc.collect()
             for alias in attributes_over_parameters(model):
                 raise alias_refused(alias)
@@ -127,7 +128,7 @@ class _Exports(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check calls of ``numpy()`` and the like."""
         if func in (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 owner = self._owners.get(_storage(args[0]))
             if owner is not None:
                 raise UnsupportedModel(

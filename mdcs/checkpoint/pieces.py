@@ -33,9 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-# Private, as in torch's own converters: the public functions of torch 2.6 always communicate with other ranks.
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from mdcs.torch_compat import load_checkpoint, save_checkpoint
 
 Shape = tuple[int, ...]
 
@@ -158,13 +156,13 @@ def save(folder: Path, tree: Tree, group: dist.ProcessGroup | None) -> None:
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     with _told():
-        _save_state_dict(tree, writer, group, no_dist=group is None, planner=_SavePlanner())
+        save_checkpoint(tree, writer, group, _SavePlanner())
 
 
 def load(folder: Path, tree: Tree) -> None:
     """Read into the tensors and Pieces of the tree, on this rank alone. Raises RanksFailed, naming what is missing."""
     with _told():
-        _load_state_dict(tree, _Reader(folder), no_dist=True, planner=_LoadPlanner())
+        load_checkpoint(tree, _Reader(folder), _LoadPlanner())
 
 
 class RanksFailed(RuntimeError):

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mdcs.export.document import SCHEMA, document, named
 from mdcs.plan.messages import Plan
+from mdcs.torch_compat import gather_on_cpu_ahead
 
 
 def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
@@ -47,7 +48,7 @@ def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMes
         if ahead := group["backward_prefetch"]:
             module.set_modules_to_backward_prefetch([made[name] for name in ahead])
     if mesh.device_type == "cpu":  # no streams on CPU: without async_op the host waits for every gather where it is issued
-        made[""]._set_unshard_async_op(True)
+        gather_on_cpu_ahead(made[""])
     return model
 
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mdcs.torch_compat import without_torch_function
+
 _MOST_OBJECTS = 100_000  # objects visited at most: a module may hold a data set
 _OPAQUE = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType, types.FrameType,
@@ -141,7 +143,7 @@ def _inside(value: Any) -> Sequence[Any]:
 def _regions(named: Iterable[tuple[str, Tensor]]) -> list[_Region]:
     """Return the regions of the tensors that have memory, by address; on the meta device by storage and offset."""
     out = []
-    with torch._C.DisableTorchFunctionSubclass():  # closed parameters would refuse these calls
+    with without_torch_function():  # closed parameters would refuse these calls
         for name, tensor in named:
             try:
                 storage = tensor.untyped_storage()
@@ -165,14 +167,14 @@ def _span(tensor: Tensor) -> int:
 
 def _same(a: _Region, b: _Region) -> bool:
     """Return whether both regions are the same elements in the same places."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         alike = [(r.begin, r.tensor.dtype, r.tensor.shape, r.tensor.stride()) for r in (a, b)]
     return alike[0] == alike[1]
 
 
 def _overlap(a: _Region, b: _Region) -> bool:
     """Return whether two regions that intersect share an element: the left and right halves of a matrix share none."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if all(_span(r.tensor) == r.tensor.numel() for r in (a, b)) or a.tensor.element_size() != b.tensor.element_size():
             return True
         begin, size = min(a.begin, b.begin), a.tensor.element_size()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mdcs.torch_compat import without_torch_function
+
 GRADIENT, THAW = ".grad", "requires_grad_"
 
 Refuse = Callable[[str, str], Exception | None]
@@ -66,7 +68,7 @@ class Closed:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Allow reads of metadata, refuse everything else."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if func not in _HARMLESS:
                 what: str = _NAMES.get(func) or getattr(func, "__name__", "") or str(func)
                 read = [*args, *(kwargs or {}).values()]

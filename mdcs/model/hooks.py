@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.torch_compat import at_end_of_backward, backward_pass, base_of, is_backward_compiled, transforms
 
 
 class Listener(Protocol):
@@ -71,8 +70,7 @@ class Hooks:
     @property
     def in_backward(self) -> bool:
         """Whether this code runs inside a backward pass."""
-        inside: bool = torch._C._current_graph_task_id() != -1
-        return inside
+        return backward_pass() != -1
 
     def _skip(self, trainable: bool) -> bool:
         # A forward inside backward is activation checkpointing: it belongs to the backward slot in which it runs.
@@ -98,7 +96,7 @@ class Hooks:
             self_ref = weakref.ref(self)
 
             def begin(grad: Tensor) -> None:
-                hooks, now = self_ref(), torch._C._current_graph_task_id()
+                hooks, now = self_ref(), backward_pass()
                 if hooks is not None and now not in seen:
                     seen.add(now)
                     hooks._begin_backward()
@@ -108,8 +106,9 @@ class Hooks:
                 if tensor.requires_grad:
                     tensor.register_hook(begin)
                     # Autograd rebuilds a view that is changed in place from its base; the view's own hook is lost.
-                    if tensor._base is not None and tensor._base.grad_fn is not None:
-                        tensor._base.register_hook(begin)
+                    base = base_of(tensor)
+                    if base is not None and base.grad_fn is not None:
+                        base.register_hook(begin)
             self._listener.forward_end(unit)
 
         return hook
@@ -126,7 +125,7 @@ class Hooks:
     def _begin_backward(self) -> None:
         if not self._end_queued:
             self._end_queued = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._end_queued = False
@@ -137,10 +136,8 @@ def _refuse_transforms(unit: ModelUnit) -> None:
     """Raise UnsupportedModel inside of torch.func: its gradients bypass the hooks, and no message can be received
     there.
     """
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return
-    names = [str(level.key()).rpartition(".")[2].lower() for level in torch._C._functorch.get_interpreter_stack() or ()]
-    if unit.trainable or set(names) - {"vmap", "functionalize"}:
+    names = transforms()
+    if names and (unit.trainable or set(names) - {"vmap", "functionalize"}):
         raise UnsupportedModel(
             f"{unit.name}: its forward runs inside of torch.func ({', '.join(names)}), where its gradients and messages "
             "cannot be followed: transform a plain copy of the model, made in parallel.full_parameters()"
@@ -183,8 +180,7 @@ def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
 
 def _refuse_compiled_autograd(unit: ModelUnit) -> None:
     """Raise UnsupportedModel under compiled autograd: it calls hooks while tracing, when no message can be sent."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and getattr(compiled, "compiled_autograd_enabled", False):
+    if is_backward_compiled():
         raise UnsupportedModel(
             f"{unit.name}: its backward would be compiled (compiled autograd), and messages have no place in it: run the step "
             "with torch._dynamo.config.compiled_autograd = False, and without compiled_autograd._enable()"

@@ -51,6 +51,7 @@ from mdcs.runtime.stream_dispatcher import StreamDispatcher, bytes_apart
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.walker import SlotWalker
 from mdcs.runtime.wire import Connected, Wire
+from mdcs.torch_compat import mark_stepped
 
 if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import Checkpoints, Resumed, Saving
@@ -294,7 +295,7 @@ class Parallel:
             group = self._group if self._executor.runs_ahead else self._groups.talk
             with between(self._executor):
                 self._buffers.broadcast(self._groups, group, self._place)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules check this flag
+        mark_stepped(self.optimizer)
 
     def drain(self) -> None:
         """Finish all messages in flight and every update: before evaluation, state dicts and exit.

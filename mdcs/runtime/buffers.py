@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from mdcs.model.units import UnsupportedModel
 from mdcs.runtime.errors import Place
 from mdcs.runtime.groups import Groups
 from mdcs.sizes import MIB
+from mdcs.torch_compat import copy_all, has_batch_statistics, version_of
 
 _TOGETHER = MIB  # bytes packed into one broadcast: one message per buffer would dominate the step of a model with many
 
@@ -47,7 +47,7 @@ class Buffers:
             (f"{name}.{local}" if name else local, module._buffers, local)
             for name, module in self._model.named_modules()
             for local, buffer in module._buffers.items()
-            if buffer is not None and not isinstance(module, _NormBase)
+            if buffer is not None and not has_batch_statistics(module)
         ]
         self.know()
         self.note()
@@ -169,7 +169,7 @@ def _broadcast_together(buffers: list[Tensor], group: dist.ProcessGroup | None) 
     dist.broadcast(whole, group_src=0, group=group)
     parts = whole.split([b.numel() for b in buffers])
     ours = [(b, part.view(b.shape)) for b, part in zip(buffers, parts, strict=True) if not b.is_inference()]
-    torch._foreach_copy_([b for b, _ in ours], [part for _, part in ours])
+    copy_all([b for b, _ in ours], [part for _, part in ours])
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
@@ -189,4 +189,4 @@ def write(tensor: Tensor, value: Tensor) -> None:
 def _version(buffer: Tensor | None) -> tuple[int, int] | None:
     if buffer is None or buffer.is_inference():
         return None
-    return id(buffer), buffer._version
+    return id(buffer), version_of(buffer)

@@ -19,6 +19,7 @@ from torch import Tensor
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime.executor import Waitable
+from mdcs.torch_compat import cpu_backend
 
 Steps = Iterator[Sequence[Waitable]]
 
@@ -57,7 +58,7 @@ class Communicator:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if collectives.backend == "gloo":
             # Call the backend directly: torch.distributed's wrappers cost more than gloo needs for a small message.
-            self._gloo: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
+            self._gloo: Any = cpu_backend(group)
         self._others = [(self.rank + k) % self.world for k in range(1, self.world)]  # each rank begins with another peer
         self._tags = itertools.count() if tags is None else tags
 

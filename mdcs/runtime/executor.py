@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from mdcs.runtime.errors import RunError
+from mdcs.torch_compat import spin
 
 
 class Waitable(Protocol):
@@ -224,10 +225,10 @@ class CudaExecutor:
         """Launch a kernel that spins. The first call measures the length of a cycle, and waits for it."""
         if self._seconds_per_cycle is None:
             begin = self.stamp()
-            self._cuda._sleep(_CYCLES)
+            spin(_CYCLES, self._cuda)
             end = self.stamp()
             self._seconds_per_cycle = (self.seconds(end) - self.seconds(begin)) / _CYCLES
-        self._cuda._sleep(int(seconds / self._seconds_per_cycle))
+        spin(int(seconds / self._seconds_per_cycle), self._cuda)
 
     def stamp(self) -> Any:
         """Record a timing event on the caller's stream."""

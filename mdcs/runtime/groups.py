@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mdcs.runtime.communicator import backend_of
+from mdcs.torch_compat import abort, nccl_keeps_buffers
 
 CALLS = (
     "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()", "full_parameters()",
@@ -58,7 +59,7 @@ class Groups:
         # NCCL's watchdog counts from the enqueue, some steps ahead of the device, and kills the process. With more time
         # for it, our own error, which names the step, comes first.
         of_messages = timeout + _STEPS_AHEAD if backend == "nccl" else timeout
-        if backend == "nccl" and _keeps_buffers_for_streams():
+        if backend == "nccl" and nccl_keeps_buffers():
             os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
         with _loops_that_wait():
             self.messages = self._new(group, of_messages, backend)
@@ -155,7 +156,6 @@ class Groups:
 
 def _abort(group: dist.ProcessGroup) -> None:
     """Abort an NCCL group with messages in flight; destroying it would wait for missing ranks."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
     def end() -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # the run has failed already
@@ -191,9 +191,3 @@ def _loops() -> set[int]:
             if (task / "comm").read_text().strip() == _LOOP:
                 loops.add(int(task.name))
     return loops
-
-
-def _keeps_buffers_for_streams() -> bool:
-    """Return whether this torch's NCCL group calls ``record_stream`` on its buffers (before 2.8)."""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return (major, minor) < (2, 8)

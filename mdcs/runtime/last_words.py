@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from mdcs.runtime.errors import Place
+from mdcs.torch_compat import default_store, own_connection
 
 _CHARACTERS = 400
 _KEY, _ROLL, _HERE = "left", "roll", "here"
@@ -38,12 +38,12 @@ class LastWords:
     def __init__(self, place: Place, run: str | None, ranks: int, doing: Callable[[], str] | None = None) -> None:
         self._place, self._ranks = place, ranks
         self._doing = doing or (lambda: f"the run in step {place.step}")
-        self._store = None if run is None else dist.PrefixStore(f"mdcs/{run}", _get_default_store())
+        self._store = None if run is None else dist.PrefixStore(f"mdcs/{run}", default_store())
         self._said = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if self._store is not None:
-            arguments = _own_connection(self._store), self._here(place.rank), self._ended
+            arguments = own_connection(self._store), self._here(place.rank), self._ended
             self._thread = threading.Thread(target=_answer, args=arguments, name="mdcs-presence", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._ended.set)  # end() is not called if the run could not begin
@@ -118,12 +118,3 @@ def _answer(store: dist.Store, here: str, ended: threading.Event) -> None:
             if store.check([_ROLL]):
                 store.set(here, "")
                 return
-
-
-def _own_connection(store: dist.Store) -> dist.Store:
-    """Return a store that answers while another thread waits in the first one, if this torch can make one."""
-    try:
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # since torch 2.7
-    except (AttributeError, RuntimeError):
-        return store
-    return own

@@ -12,6 +12,7 @@ from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Updates
+from mdcs.torch_compat import step_hooks
 
 _THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, then partition and plan again"
 
@@ -29,7 +30,8 @@ def unseen_change(
             f"{changed[1]} of the optimizer's group {changed[0]} was changed between backward and step(), when updates "
             "may have run with its former value: change it before backward or after step()"
         )
-    if len(optimizer._optimizer_step_pre_hooks) > 1 or optimizer._optimizer_step_post_hooks:  # one is refuse_calls'
+    before, after = step_hooks(optimizer)
+    if before > 1 or after:  # one is refuse_calls'
         return "a hook was put on optimizer.step(), which is not called: call it after parallel.step()"
     if optimizer.state:
         return (

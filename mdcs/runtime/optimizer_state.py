@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.updates import Updates
+from mdcs.runtime.updates import Run, Updates
 
 STEP = "step"  # key of the step count; all other state has the parameter's shape
 State = Mapping[Any, Mapping[str, Any]]
@@ -70,10 +70,10 @@ class OptimizerState:
         for u, storage in enumerate(self._storages):
             if not storage.trainable:
                 continue
-            for optimizer, _ in self._blocks(u):
-                optimizer.state.clear()
+            self._clear(u)
             for key in sorted({key for p in storage.parameters for key in state.get(p, {})}):
                 self._load(u, key, state)
+        self._updates.make_state()
 
     def _load(self, u: int, key: str, state: State) -> None:
         storage = self._storages[u]
@@ -87,12 +87,11 @@ class OptimizerState:
                 if state.get(p, {}).get(key) is not None:
                     wholes[s][offset : offset + n].view(shape).copy_(state[p][key])
         for b in range(len(storage.blocks)):
-            for optimizer, group, part in self._runs(u, b):
-                if group["mdcs_group"] in values:
-                    p = group["params"][0]
-                    mine = values[group["mdcs_group"]] if key == STEP else wholes[storage.sections[b]][storage.own(b)][part]
+            for run in self._runs(u, b):
+                if run.group in values:
+                    whole = values[run.group] if key == STEP else wholes[storage.sections[b]][storage.own(b)][run.place]
                     with self._updates.meter.tag("optimizer"):
-                        optimizer.state[p][key] = _count(mine, group, p) if key == STEP else mine.clone()
+                        run.restore(key, self._count(whole, run) if key == STEP else whole.clone())
 
     def whole(self, *, keep: bool, cpu: bool, release: bool = False) -> dict[nn.Parameter, dict[str, Any]]:
         """Return whole state by parameter, in the shards' precision, on ranks that ``keep`` it. Collective; nothing in
@@ -114,11 +113,11 @@ class OptimizerState:
             for p in storage.parameters:
                 step, _ = here.get((u, self._groups[p]), (None, None))
                 if keep and step is not None:
-                    count = step.clone() if cpu else _count(step, self._updates.optimizer.param_groups[self._groups[p]], p)
+                    group = self._updates.optimizer.param_groups[self._groups[p]]
+                    count = step.clone() if cpu else _count(step, group, p)
                     found[p] = {STEP: count, **found[p]}
             if release:
-                for optimizer, _ in self._blocks(u):
-                    optimizer.state.clear()
+                self._clear(u)
         return found
 
     # -- for checkpoints, which write and read what is on shards
@@ -134,10 +133,10 @@ class OptimizerState:
         """Yield (unit, block, place in this rank's part, key, values) of this rank's state, without step counts."""
         for u, storage in enumerate(self._storages):
             for b in range(len(storage.blocks) if storage.trainable else 0):
-                for optimizer, group, part in self._runs(u, b):
-                    for key, value in optimizer.state.get(group["params"][0], {}).items():
-                        if key != STEP and value is not None:
-                            yield u, b, part, key, value
+                for run in self._runs(u, b):
+                    for key, value in run.saved.items():
+                        if key != STEP:
+                            yield u, b, run.place, key, value
 
     @property
     def kept(self) -> State:
@@ -148,29 +147,28 @@ class OptimizerState:
         """Allocate zeros on shards for the keys in ``wanted``, with its step counts; replaces the state on shards."""
         self._kept = {p: dict(own) for p, own in kept.items()}
         for u, storage in enumerate(self._storages):
-            for optimizer, _ in self._blocks(u):
-                optimizer.state.clear()
+            self._clear(u)
             for b in range(len(storage.blocks) if storage.trainable else 0):
-                for optimizer, group, _ in self._runs(u, b):
-                    step, keys = wanted.get((u, group["mdcs_group"]), (None, ()))
-                    p = group["params"][0]
+                for run in self._runs(u, b):
+                    step, keys = wanted.get((u, run.group), (None, ()))
                     with self._updates.meter.tag("optimizer"):
                         if step is not None and STEP in keys:
-                            optimizer.state[p][STEP] = _count(step, group, p)
+                            run.restore(STEP, self._count(step, run))
                         for key in keys:
                             if key != STEP:
-                                optimizer.state[p][key] = torch.zeros_like(p)
+                                run.restore(key, torch.zeros_like(run.parameter))
+        self._updates.make_state()
 
     def _local(self) -> Together:
         """Return step count (on the CPU) and keys of this rank's state."""
         out: Together = {}
         for u, storage in enumerate(self._storages):
             for b in range(len(storage.blocks) if storage.trainable else 0):
-                for optimizer, group, _ in self._runs(u, b):
-                    own = {key: v for key, v in optimizer.state.get(group["params"][0], {}).items() if v is not None}
+                for run in self._runs(u, b):
+                    own = dict(run.saved)
                     if own:
                         step = own.pop(STEP, None)
-                        out[u, group["mdcs_group"]] = None if step is None else step.cpu(), sorted(own)
+                        out[u, run.group] = None if step is None else step.cpu(), sorted(own)
         return out
 
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
@@ -180,21 +178,21 @@ class OptimizerState:
         storage, parts = self._storages[u], {}
         for b in range(len(storage.blocks)):
             parts[b] = torch.zeros_like(storage.at_rest(b))
-            for optimizer, group, part in self._runs(u, b):
-                value = optimizer.state.get(group["params"][0], {}).get(key)
-                if value is not None:
-                    parts[b][part] = value
+            for run in self._runs(u, b):
+                if key in run.saved:
+                    parts[b][run.place] = run.saved[key]
         return parts
 
-    def _blocks(self, u: int) -> list[tuple[torch.optim.Optimizer, list[slice]]]:
-        return [self._updates.blocks[u, b] for b in range(len(self._storages[u].blocks)) if (u, b) in self._updates.blocks]
+    def _runs(self, u: int, b: int) -> Sequence[Run]:
+        return self._updates.runs.get((u, b), ())
 
-    def _runs(self, u: int, b: int) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], slice]]:
-        """Yield (optimizer, parameter group, place in this rank's part) of every run of a block."""
-        if (u, b) in self._updates.blocks:
-            optimizer, parts = self._updates.blocks[u, b]
-            for group, part in zip(optimizer.param_groups, parts, strict=True):
-                yield optimizer, group, part
+    def _clear(self, u: int) -> None:
+        for b in range(len(self._storages[u].blocks)):
+            for run in self._runs(u, b):
+                run.clear()
+
+    def _count(self, step: Any, run: Run) -> Tensor:
+        return _count(step, self._updates.optimizer.param_groups[run.group], run.parameter)
 
 
 def _count(step: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:

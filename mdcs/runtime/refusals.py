@@ -16,6 +16,7 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.runtime.emulation import Emulation
 from mdcs.runtime.scaling import LossScale
+from mdcs.torch_compat import has_gradient_hooks, step_hooks
 
 
 def fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None) -> None:
@@ -54,7 +55,7 @@ def fits_job(
             f"{type(optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {planned.name} "
             f"with {planned.state_tensors}"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(step_hooks(optimizer)):
         raise ValueError(f"{type(optimizer).__name__} has hooks on step(), which is not called: call them after parallel.step()")
 
 
@@ -76,7 +77,7 @@ def covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opti
             raise UnsupportedModel(f"{name}: is in no unit: partition the model as it is now")
         if issubclass(type(p), Closed):
             raise UnsupportedModel(f"{name}: is parallelized already: close() that first")
-        if p._post_accumulate_grad_hooks:
+        if has_gradient_hooks(p):
             raise UnsupportedModel(
                 f"{name}: has a hook for its accumulated gradient, which the runtime takes: remove it, or parallelize() once"
             )

@@ -15,6 +15,7 @@ from mdcs.measure.memory import Meter
 from mdcs.model.guard import Guard, Refuse
 from mdcs.plan.messages import Plan
 from mdcs.plan.widths import sections_of
+from mdcs.torch_compat import without_torch_function
 
 
 class UnitStorage:
@@ -184,7 +185,7 @@ class UnitStorage:
 
     def move_back(self, keep_changes: bool) -> None:
         """Make the parameters views of the full buffers again; copy their values there if ``keep_changes``."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with without_torch_function(), torch.no_grad():
             for p, (section, offset, n, shape) in zip(self.parameters, self.places, strict=True):
                 view = self.fulls[section][offset : offset + n].view(shape)
                 if keep_changes:
@@ -233,7 +234,7 @@ class UnitStorage:
         if self.strategy.sharded:
             self.free_full()
         self.free_gradient()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for p in self.parameters:
                 p.grad = None
         if self.trainable or self.strategy.sharded:

@@ -1,81 +1,100 @@
-"""The optimizer on shards: one torch.optim instance per block, so that a block is updated as soon as it is reduced.
+"""The optimizer on shards, run by run, so that a block is updated as soon as it is reduced.
 
-A block's run (:func:`mdcs.plan.ledger.runs`) is a view of the rank's parameters with one parameter group's options.
-Elementwise optimizers give the same bits on any cut.
-
-The first step of an instance makes its state. Later updates of Adam and AdamW call torch's functional ``adam`` and
-``adamw`` directly: the instance's overhead costs more than the update of a small block. A fused update needs no
-scratch; it runs on all blocks of a message at once, by its kernel.
+A run (:func:`mdcs.plan.ledger.runs`) is a view of the rank's part of a block, with one parameter group's options. It is
+updated as one tensor by torch's functional ``sgd``, ``adam`` or ``adamw``. Elementwise optimizers give the same bits
+on any cut. State is made before the first step: later it would lie between buffers that come and go.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from mdcs.measure.memory import Meter
 from mdcs.plan.ledger import runs
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.runtime.storage import UnitStorage
+from mdcs.torch_compat import nothing_compiles, version_of
 
-_OF_KERNEL = ("weight_decay", "eps", "amsgrad", "maximize")
-_OF_FUNCTION = ("foreach", "capturable", "differentiable", "fused")
-"""Options that the fused kernels take by the same names (_OF_KERNEL), and options of the functions only (_OF_FUNCTION).
-"""
-_WITH_FUNCTION = (torch.optim.Adam, torch.optim.AdamW)
-_FUNCTIONS: dict[bool, Callable[..., object]] = {False: adam, True: adamw}
-_KERNELS: dict[bool, Callable[..., object]] = {False: torch._fused_adam_, True: torch._fused_adamw_}
-"""Functions and kernels by whether weight decay is decoupled. A kernel leaves the step count to its caller."""
+_OF_SGD = ("lr", "weight_decay", "momentum", "nesterov", "maximize", "foreach", "fused")
+_OF_ADAM = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+"""Options that torch's functions take by the same names."""
 
 Part = tuple[int, int]
 """(unit, block)."""
 
 
-class _Run(NamedTuple):
-    """A run that has state, and its gradient in this update (flat, as long as the run)."""
+class Run:
+    """A piece of a block that is updated as one tensor.
 
-    group: int
-    parameter: Tensor
-    gradient: Tensor
-    state: Mapping[str, Tensor]
+    - ``group``: index of its parameter group in the optimizer.
+    - ``place``: its slice in this rank's part of the block.
+    - ``parameter``: what is updated [elements of the run].
+    - ``state``: as in ``optimizer.state[parameter]``. Empty until it is made.
+    - ``started``: whether the state comes from an update; if not, it is not saved.
+    """
+
+    __slots__ = ("group", "parameter", "place", "started", "state")
+
+    def __init__(self, group: int, place: slice, parameter: Tensor) -> None:
+        self.group, self.place, self.parameter = group, place, parameter
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the state."""
+        self.state: dict[str, Any] = {}
+        self.started = False
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """The state after the first update; empty before."""
+        return {key: value for key, value in self.state.items() if value is not None} if self.started else {}
+
+    def restore(self, key: str, value: Any) -> None:
+        """Set a part of saved state."""
+        if not self.started:
+            self.clear()
+        self.state[key], self.started = value, True
 
 
 class Updates:
-    """Updates the blocks of all units. ``group_of[unit]``: the optimizer's parameter group of each segment."""
+    """Updates the blocks of all units. ``group_of[unit]``: the optimizer's parameter group of each segment.
+
+    ``runs``: the runs of each (unit, block) that this rank updates.
+    """
 
     def __init__(
         self, plan: Plan, storages: list[UnitStorage], optimizer: torch.optim.Optimizer,
         group_of: list[list[int]], rank: int, meter: Meter,
     ) -> None:  # fmt: skip
         self.optimizer, self.storages, self.meter = optimizer, storages, meter
-        self.blocks: dict[Part, tuple[torch.optim.Optimizer, list[slice]]] = {}
-        self._has_function = type(optimizer) in _WITH_FUNCTION
-        self._tagged: set[Part] = set()  # blocks whose state is counted as the optimizer's
+        self._algorithm = type(optimizer)
+        self.runs: dict[Part, list[Run]] = {}
         self.kept: dict[int, dict[int, Tensor]] = {}  # watched unit -> {block: gradient of its last update}
         for u, storage in enumerate(storages):
-            if not storage.trainable:
-                continue
-            for b in range(len(storage.blocks)):
-                pieces = runs(plan, u, b, rank)
-                local, groups, slices = storage.at_rest(b), [], []
-                start = pieces[0][0] if pieces else 0
-                for begin, length, segment in pieces:
-                    part = slice(begin - start, begin - start + length)
-                    slices.append(part)
-                    index = group_of[u][segment]
-                    groups.append({**self._options(index), "params": [local[part]], "mdcs_group": index})
-                if groups:
-                    self.blocks[u, b] = (type(optimizer)(groups), slices)  # type: ignore[call-arg]  # all have defaults
+            for b in range(len(storage.blocks) if storage.trainable else 0):
+                pieces, local = runs(plan, u, b, rank), storage.at_rest(b)
+                places = [slice(begin - pieces[0][0], begin - pieces[0][0] + length) for begin, length, _ in pieces]
+                self.runs[u, b] = [
+                    Run(group_of[u][segment], place, local[place]) for (*_, segment), place in zip(pieces, places, strict=True)
+                ]
         self.groups = len(optimizer.param_groups)
         self.snapshot()
+
+    def make_state(self) -> None:
+        """Make the state of all runs that have none."""
+        for run in itertools.chain.from_iterable(self.runs.values()):
+            if not run.state:
+                with self.meter.tag("optimizer"):
+                    run.state = _new_state(self._algorithm, self._now[run.group], run.parameter)
 
     def _options(self, index: int) -> dict[str, Any]:
         """Return the options of a parameter group; tensors are copied, because schedules change them in place."""
@@ -109,97 +128,84 @@ class Updates:
         ``gradients``: (unit, block) -> this rank's part, flat [elements of the part]. They are scaled in place, unless
         the optimizer updates a copy in another precision.
         """
-        with _nothing_compiles(), self.meter.tag("update_scratch"):
-            together: list[_Run] = []
+        together: dict[Any, list[tuple[Run, Tensor]]] = {}
+        with nothing_compiles(), self.meter.tag("update_scratch"):
             for part, gradient in gradients.items():
-                if part not in self.blocks:
+                own = self.runs.get(part)
+                if not own:
                     continue
-                optimizer, places = self.blocks[part]
-                like = optimizer.param_groups[0]["params"][0]
-                whole = gradient.dtype == like.dtype  # else a converted copy: update at once, so that one copy exists at a time
-                gradient = gradient if whole else gradient.to(like.dtype)
+                dtype = own[0].parameter.dtype
+                is_copy = gradient.dtype != dtype
+                gradient = gradient.to(dtype) if is_copy else gradient
                 if scale is not None:
                     gradient.mul_(scale)
                 if part[0] in self.kept:
                     self.kept[part[0]][part[1]] = gradient.clone()
-                if not self._has_function or len(optimizer.state) < len(places):
-                    self._whole_step(part, gradient)
-                    continue
-                for group, place in zip(optimizer.param_groups, places, strict=True):
-                    p = group["params"][0]
-                    run = _Run(group["mdcs_group"], p, gradient[place], optimizer.state[p])
-                    if whole and self._now[run.group]["fused"]:
-                        together.append(run)
+                for run in own:
+                    update = run, gradient[run.place]
+                    # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message.
+                    if self._now[run.group].get("fused") and not is_copy:
+                        together.setdefault((run.group, dtype, run.started), []).append(update)
                     else:
-                        self._apply([run])
-            if together:
-                self._apply(together)
+                        _update(self._algorithm, self._now[run.group], [update])
+            for (group, *_), updates in together.items():
+                _update(self._algorithm, self._now[group], updates)
         for unit, block in gradients:
             if self.storages[unit].strategy is Strategy.dp:  # of other units the gather places it
                 self.storages[unit].place_own(block)
 
-    def _apply(self, runs: Sequence[_Run]) -> None:
-        """Call the optimizer's function once per parameter group and type."""
-        for index, dtype in dict.fromkeys((run.group, run.parameter.dtype) for run in runs):
-            own = [run for run in runs if run.group == index and run.parameter.dtype == dtype]
-            _call(type(self.optimizer), self._now[index], own)
-
-    def _whole_step(self, part: Part, gradient: Tensor) -> None:
-        """Run the step of the block's own optimizer, which makes its state."""
-        optimizer, slices = self.blocks[part]
-        for group, place in zip(optimizer.param_groups, slices, strict=True):
-            group.update(self._now[group["mdcs_group"]])
-            group["params"][0].grad = gradient[place]
-        optimizer.step()
-        for group in optimizer.param_groups:
-            group["params"][0].grad = None
-        if part not in self._tagged:
-            self._tagged.add(part)
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor):
-                        self.meter.retag(value, "optimizer")
-
 
 def later_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Return a call that updates as the runtime does after the first step, for timing.
-
-    ``optimizer`` has one parameter, with state and a gradient.
-    """
+    """Return a call that updates as the runtime does, for timing. ``optimizer`` has one parameter, with a gradient."""
     (group,) = optimizer.param_groups
     (p,) = group["params"]
-    if type(optimizer) not in _WITH_FUNCTION:
-        return optimizer.step
-    return lambda: _call(type(optimizer), group, [_Run(0, p, p.grad, optimizer.state[p])])
+    run = Run(0, slice(None), p)
+    run.state = _new_state(type(optimizer), group, p)
+    return lambda: _update(type(optimizer), group, [(run, p.grad)])
 
 
-def _call(algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], runs: Sequence[_Run]) -> None:
-    """Call the function of Adam or AdamW, or its kernel, on runs of one parameter group and type."""
-    tensors = (
-        [run.parameter for run in runs],
-        [run.gradient for run in runs],
-        [run.state["exp_avg"] for run in runs],
-        [run.state["exp_avg_sq"] for run in runs],
-        [run.state["max_exp_avg_sq"] for run in runs] if options["amsgrad"] else [],
-        steps := [run.state["step"] for run in runs],
+def _new_state(algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+    """Return the state that torch's optimizer makes for a parameter in its first step."""
+    if algorithm is torch.optim.SGD:
+        # torch copies the first gradient. -0.0 + gradient has the same bits, for -0.0 and NaN, too.
+        return {"momentum_buffer": torch.full_like(p, -0.0)} if options["momentum"] else {}
+    is_read_by_kernel = options["capturable"] or options["fused"]
+    exact = torch.get_default_dtype() is torch.float64 and not options["fused"]
+    step = torch.zeros(
+        (), dtype=torch.float64 if exact else torch.float32, device=p.device if is_read_by_kernel else "cpu"
     )
-    is_decoupled = options.get("decoupled_weight_decay", algorithm is torch.optim.AdamW)
-    named = {"lr": options["lr"], "beta1": options["betas"][0], "beta2": options["betas"][1]}
-    functions = _FUNCTIONS
-    if options["fused"] and not any(isinstance(rate, Tensor) for rate in named.values()):
-        # The function would end in this kernel; its checks and grouping of tensors cost more than a small block.
-        functions = _KERNELS
-        torch._foreach_add_(steps, 1)
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
+    return {"step": step, **{name: torch.zeros_like(p) for name in names}}
+
+
+def _update(
+    algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], updates: Sequence[tuple[Run, Tensor]]
+) -> None:
+    """Call torch's function on (run, gradient) pairs of one parameter group and type, all started or none."""
+    tensors = [run.parameter for run, _ in updates], [gradient for _, gradient in updates]
+    states = [run.state for run, _ in updates]
+    if algorithm is torch.optim.SGD:
+        momenta = [state.get("momentum_buffer") for state in states]
+        dampening = options["dampening"] if updates[0][0].started else 0.0  # torch does not dampen the first gradient
+        sgd(*tensors, momenta, dampening=dampening, **{name: options[name] for name in _OF_SGD})
+        for state, momentum in zip(states, momenta, strict=True):
+            if momentum is not None:  # else made here: momentum was 0 when the state was made
+                state["momentum_buffer"] = momentum
     else:
-        named |= {name: options[name] for name in _OF_FUNCTION}
-    functions[is_decoupled](*tensors, **named, **{name: options[name] for name in _OF_KERNEL})
-
-
-def _nothing_compiles() -> contextlib.AbstractContextManager[Any]:
-    """Hold off torch.compile: its process-wide flag makes torch's optimizers round differently in all threads."""
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    return contextlib.nullcontext() if compiler is None else compiler.compile_lock
+        function = adamw if options.get("decoupled_weight_decay", algorithm is torch.optim.AdamW) else adam
+        function(
+            *tensors,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if options["amsgrad"] else [],
+            [state["step"] for state in states],
+            beta1=options["betas"][0],
+            beta2=options["betas"][1],
+            **{name: options[name] for name in _OF_ADAM},
+        )
+    for run, _ in updates:
+        run.started = True
 
 
 def _versions(group: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    return {k: (id(v), v._version) for k, v in group.items() if isinstance(v, Tensor)}
+    return {k: (id(v), version_of(v)) for k, v in group.items() if isinstance(v, Tensor)}

@@ -23,6 +23,7 @@ from mdcs.runtime.communicator import Communicator, NodeCommunicator, sum_rows
 from mdcs.runtime.emulation import EmulatedCommunicator
 from mdcs.runtime.executor import Waitable
 from mdcs.runtime.storage import UnitStorage
+from mdcs.torch_compat import copy_all
 
 
 class _Sizes(NamedTuple):
@@ -157,7 +158,7 @@ class Wire:
         elif transfer.sent is not None:
             blocks = [self._rows(block, message) for block in self._blocks(message)]
             columns = self._rows(transfer.sent, message).split(self._sizes(message).columns, dim=1)
-            torch._foreach_copy_(blocks, columns)
+            copy_all(blocks, columns)
 
     def gather_now(self, unit: int) -> list[Waitable]:
         """Start to gather a whole unit in place, outside the plan; return the works. Its full buffers must be

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mdcs.measure.memory import NullMeter
+from mdcs.model.optimizers import same_options
 from mdcs.plan.job import Job
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
@@ -24,6 +25,8 @@ from mdcs.runtime.updates import Updates, later_step
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "dampened": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5),
+    "fused sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=True),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
     "foreach": lambda groups: torch.optim.Adam(groups, lr=0.1, foreach=True),
@@ -53,7 +56,9 @@ def job(optimizer: str, strategy: str, rank: int, seed: int) -> tuple[Updates, U
     mine = make(ours)
     storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, NullMeter())
     storage.settle()
-    return Updates(plan, [storage], mine, [[0, 1]], rank, NullMeter()), storage, mine, alone, make(alone)
+    updates = Updates(plan, [storage], mine, [[0, 1]], rank, NullMeter())
+    updates.make_state()
+    return updates, storage, mine, alone, make(alone)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -80,35 +85,61 @@ def test_blocks_add_up_to_one_optimizer(optimizer: str, strategy: str, rank: int
                 assert torch.equal(storage.at_rest(b), whole[where]), (seed, step, b)
 
 
+def by_run(updates: Updates) -> dict[tuple[int, int], list[tuple[slice, torch.optim.Optimizer]]]:
+    """An optimizer of torch of its own for a copy of every run."""
+    groups = updates.optimizer.param_groups
+    return {
+        part: [(run.place, same_options(updates.optimizer, groups[run.group], run.parameter.clone())) for run in runs]
+        for part, runs in updates.runs.items()
+    }
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_message_is_updated_as_its_blocks_are_by_the_optimizer_itself(optimizer: str):
+def test_a_message_is_updated_as_by_the_optimizer_itself(optimizer: str):
     """Fused kernels round differently where tensors are cut elsewhere, so the cuts are the same here."""
     for seed, strategy in itertools.product(range(4), ("dp", "zero1", "sdp")):
         updates, storage, mine, _, _ = job(optimizer, strategy, 0, seed)
-        plainly, plain, theirs, _, _ = job(optimizer, strategy, 0, seed)
-        plainly._has_function = False
-        for _ in range(3):
+        plainly = by_run(updates)
+        for step in range(3):
             gradients = {(0, b): torch.randn_like(storage.at_rest(b)) for b in range(len(storage.blocks))}
-            copies = {part: gradient.clone() for part, gradient in gradients.items()}
+            gradients[0, 0][0] = -0.0
             updates.snapshot()
-            plainly.snapshot()
-            updates.step(gradients, 0.5)
-            for part, gradient in copies.items():
-                plainly.step({part: gradient}, 0.5)
-            for b in range(len(storage.blocks)):
-                assert torch.equal(storage.at_rest(b), plain.at_rest(b)), (seed, strategy, b)
-            for group in [*mine.param_groups, *theirs.param_groups]:
+            updates.step({part: gradient.clone() for part, gradient in gradients.items()}, 0.5)
+            for (_, b), runs in plainly.items():
+                for place, theirs in runs:
+                    (p,) = theirs.param_groups[0]["params"]
+                    p.grad = gradients[0, b][place] * 0.5
+                    theirs.step()
+                    theirs.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] * 0.5
+                    assert torch.equal(storage.at_rest(b)[place], p), (seed, strategy, step, b)
+            for (_, b), runs in updates.runs.items():
+                for run, (_, theirs) in zip(runs, plainly[0, b], strict=True):
+                    for key, value in next(iter(theirs.state.values()), {}).items():
+                        assert value is None or torch.equal(run.saved[key].view(torch.int32), value.view(torch.int32)), key
+            for group in mine.param_groups:
                 group["lr"] = group["lr"] * 0.5
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_is_made_at_the_start_and_saved_after_an_update(optimizer: str):
+    updates, storage, *_ = job(optimizer, "zero1", 0, 0)
+    runs = [run for runs in updates.runs.values() for run in runs]
+    made = [run.state.copy() for run in runs]
+    assert not any(run.saved for run in runs)
+    updates.step({(0, b): torch.ones_like(storage.at_rest(b)) for b in range(len(storage.blocks))})
+    for run, before in zip(runs, made, strict=True):
+        assert run.saved.keys() == before.keys()
+        assert all(run.state[key] is value for key, value in before.items())  # no memory is taken by an update
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_that_is_timed_is_one(optimizer: str):
     ours, theirs = (torch.randn(14, generator=torch.Generator().manual_seed(0)) for _ in range(2))
     mine, its_own = (OPTIMIZERS[optimizer]([{"params": [p], "weight_decay": 0.1}]) for p in (ours, theirs))
+    again = later_step(mine)
     for step in range(3):
         ours.grad = torch.randn(14)
         theirs.grad = ours.grad.clone()
-        again = later_step(mine) if step else mine.step
         again()
         its_own.step()
         assert torch.equal(ours, theirs), step

@@ -1,0 +1,174 @@
+"""Every use of torch's private API, each with its reason. ``tests/mdcs/test_torch_compat.py`` shows each on this torch.
+
+Supported: torch 2.6 and later (``setup.cfg``), of which 2.13 is tested by CI. Whatever differs between versions is
+decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+VERSION: tuple[int, ...] = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+"""Major and minor version of the installed torch."""
+
+# -- tensors --------------------------------------------------------------------------------------------------------
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return a context in which ``__torch_function__`` of tensor subclasses is not called.
+
+    Closed parameters (:mod:`mdcs.model.guard`) refuse calls by it; the runtime's own calls pass.
+    """
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a counter of the writes into a tensor: a change is seen without reading values from the device."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which this one is a view; None if it is none. Autograd rebuilds views from their bases."""
+    return tensor._base
+
+
+def copy_all(into: list[Tensor], values: list[Tensor] | tuple[Tensor, ...]) -> None:
+    """Copy tensor by tensor in one call: the host's time for a call counts in every message."""
+    torch._foreach_copy_(into, values)
+
+
+# -- autograd and the compiler --------------------------------------------------------------------------------------
+
+
+def backward_pass() -> int:
+    """Return a number of the backward pass that calls this; -1 outside. Activation checkpointing runs forward in one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of this backward pass: no hook of a tensor or a module runs there."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the parameter has hooks for its accumulated gradient: the runtime's would take it away from them."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def transforms() -> list[str]:
+    """Return the names of torch.func's transforms around this call ("grad", "vmap", …): hooks do not see through them."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return []
+    return [str(level.key()).rpartition(".")[2].lower() for level in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd is on: it calls hooks while it traces."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and bool(getattr(compiled, "compiled_autograd_enabled", False))
+
+
+def nothing_compiles() -> AbstractContextManager[Any]:
+    """Hold off torch.compile: its process-wide flag makes torch's optimizers round differently in all threads."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    return contextlib.nullcontext() if compiler is None else compiler.compile_lock
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch records: named ranges cost time that nobody sees otherwise."""
+    return torch.autograd._profiler_enabled()
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Return the numbers of hooks before and after ``optimizer.step()``, which the runtime does not call."""
+    return len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedules of the learning rate that the optimizer has stepped: they warn if its ``step()`` was not called."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Whether a module is a normalization with running statistics: forward in training does not read them."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group: ranks meet there when their connections are gone."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """Return a store with a connection of its own, which answers while another thread waits in ``store``.
+
+    Before torch 2.7, and for stores that cannot, ``store`` itself.
+    """
+    try:
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return store
+    return own
+
+
+def cpu_backend(group: dist.ProcessGroup | None) -> Any:
+    """Return the backend that carries a group's CPU tensors: torch's wrappers cost more than gloo does for a small
+    message.
+    """
+    return (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """End an NCCL group without waiting for its messages; destroying it would wait."""
+    dist.distributed_c10d._abort_process_group(group)
+
+
+def nccl_keeps_buffers() -> bool:
+    """Whether NCCL groups call ``record_stream`` on their buffers (before torch 2.8): memory is then freed late."""
+    return VERSION < (2, 8)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(tree: dict[str, Any], writer: Any, group: dist.ProcessGroup | None, planner: Any) -> None:
+    """Write with DCP, collectively over ``group`` (None: alone). The public function of torch 2.6 always communicates."""
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    _save_state_dict(tree, writer, group, no_dist=group is None, planner=planner)
+
+
+def load_checkpoint(tree: dict[str, Any], reader: Any, planner: Any) -> None:
+    """Read with DCP on this rank alone. The public function of torch 2.6 always communicates."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    _load_state_dict(tree, reader, no_dist=True, planner=planner)
+
+
+# -- devices --------------------------------------------------------------------------------------------------------
+
+
+def spin(cycles: int, cuda: Any = torch.cuda) -> None:
+    """Launch a kernel that does nothing for so many cycles. ``cuda``: torch.cuda, or its stand-in in tests."""
+    cuda._sleep(cycles)
+
+
+def gather_on_cpu_ahead(module: nn.Module) -> None:
+    """Let FSDP2 gather asynchronously on a CPU: without streams the host would wait where a gather is launched."""
+    module._set_unshard_async_op(True)  # type: ignore[operator]

@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mdcs.plan.strategy import RENAMED_IN_FILES
 from mdcs.plan.times import StepTimes
 
 METRICS = "metrics.jsonl"
-SCHEMA = 2
+SCHEMA = 3
 """Schema of the `job` event; files without one are of schema 1."""
 
 Event = dict[str, Any]
@@ -43,6 +44,9 @@ def last_attempt(events: Sequence[Event]) -> list[Event]:
     schema = 1 if first is None else events[first].get("schema")
     if schema == SCHEMA:
         return list(events[first:])
+    events = [_renamed(event) for event in events]
+    if schema == 2:
+        return events[first:]
     if schema != 1:
         raise ValueError(f"{METRICS} has schema {schema}, this version reads schema {SCHEMA}")
     first = max((i for i, event in enumerate(events) if event["event"] == "start"), default=0)
@@ -74,6 +78,20 @@ def _event(line: bytes) -> Event | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _renamed(event: Event) -> Event:
+    """An event of schema 1 or 2, with the names that strategies have now."""
+    event = event | {"strategy": _name(event["strategy"])} if "strategy" in event else event
+    if settings := event.get("settings"):
+        event |= {"settings": {k: _name(v) if k.startswith("strategy.") else v for k, v in settings.items()}}
+    if tried := event.get("tried"):
+        event |= {"tried": [each | {"strategy": _name(each["strategy"])} for each in tried]}
+    return event
+
+
+def _name(strategy: Any) -> Any:
+    return RENAMED_IN_FILES.get(strategy, strategy) if isinstance(strategy, str) else strategy
 
 
 def _translated(event: Event) -> Event:

@@ -39,7 +39,7 @@ def page() -> str:
 def _keys_by_option(group: str) -> list[str]:
     """A table per class of a group's options, with the values that its first file gives."""
     named: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for file in sorted((CONF / group).glob("*.yaml")):
+    for file in (CONF / group / f"{option}.yaml" for option in groups()[group]):
         given = yaml.safe_load(file.read_text(encoding="utf-8"))
         named.setdefault(given[TARGET], []).append((file.stem, given))
     lines = []

@@ -3,7 +3,7 @@
     python experiments/accuracy.py [--models gpt2 bert resnet] [--ranks 2 3] [override …]     # on the emulated link
     python experiments/accuracy.py --timed [--ranks 2 4] [override …]     # compute that takes no core, behind real links
 
-The rate of the link is chosen so that the communication of a plan with all units zero1 takes 0.5, 1 and 3 × as long as
+The rate of the link is chosen so that the communication of a plan with all units zero2 takes 0.5, 1 and 3 × as long as
 compute. Strategies, schedulers and, with `--timed`, budgets take turns. The error is (predicted - measured) / measured,
 with the median of the measured steps. `--json FILE` writes all runs.
 """
@@ -43,7 +43,7 @@ MODELS = {
 }
 RATIOS = (0.5, 1.0, 3.0)
 PLANS = (
-    "strategy=zero1 scheduler=dear",
+    "strategy=zero2 scheduler=dear",
     "strategy=fsdp scheduler=wfbp",
     "strategy=greedy scheduler=priority budget=over_floor budget.over_floor=0.2",
     "strategy=joint budget=over_floor budget.over_floor=0.2",
@@ -55,13 +55,13 @@ PLANS = (
 PER_RATIO = 2  # plans per ratio, taken in turn from PLANS
 TIMED = "model=timed data=synthetic optimizer.fused=true cluster.threads=1"
 TIMED_PLANS = (
-    "strategy=zero1 scheduler=priority",
+    "strategy=zero2 scheduler=priority",
     "strategy=dp scheduler=wfbp",
     "strategy=joint",
     "strategy=greedy scheduler=priority budget=over_floor budget.over_floor=0.1",
     "strategy=joint budget=over_floor budget.over_floor=0.3",
     "strategy=fsdp scheduler=wfbp",
-    "strategy=zero1 scheduler=dear",
+    "strategy=zero2 scheduler=dear",
     "strategy=sdp scheduler=partitioning",
     "strategy=joint budget=over_floor budget.over_floor=0.1",
     "strategy=greedy scheduler=memory_aware budget=over_floor budget.over_floor=0.3",
@@ -123,7 +123,7 @@ def compare(
             console.print(f"{' '.join([*common, *overrides])}: {outcome.reason}", markup=False)
         return folder / name if outcome.ok else None
 
-    first = run("profile", "profile.refresh=true", "strategy=zero1", "link=emulated", only="profile")
+    first = run("profile", "profile.refresh=true", "strategy=zero2", "link=emulated", only="profile")
     if first is None:
         yield None
         return

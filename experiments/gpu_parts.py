@@ -264,7 +264,7 @@ def worlds(scale: Scale, folder: Path) -> list[Row]:
     for world in scale.worlds:
         for rate in scale.rates_gbit:
             link = mdcs.Link.uniform(rate, 15.0, depth=1, emulated=True)
-            for strategy, scheduler in ((Uniform("fsdp"), Priority()), (Uniform("zero1"), Fusion())):
+            for strategy, scheduler in ((Uniform("fsdp"), Priority()), (Uniform("zero2"), Fusion())):
                 def make(profile: mdcs.Profile, strategy: Any = strategy, scheduler: Any = scheduler) -> mdcs.Plan:
                     budget = mdcs.make_plan(profile, strategy, scheduler).prediction.peak_bytes  # type: ignore[union-attr]
                     return mdcs.make_plan(profile, strategy, scheduler, budget=budget)

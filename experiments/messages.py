@@ -52,7 +52,7 @@ from mdcs.sizes import MIB
 
 BLOCKS, ELEMENTS = 12, 6 * MIB // 4
 FORWARD_S, BACKWARD_S = 0.004, 0.008  # per block
-CASES = (("zero1", 6.0), ("zero1", 1.0), ("zero1", 0.25), ("zero1", 0.0625), ("fsdp", 0.25), ("dp", 0.25))  # MiB a message
+CASES = (("zero2", 6.0), ("zero2", 1.0), ("zero2", 0.25), ("zero2", 0.0625), ("fsdp", 0.25), ("dp", 0.25))  # MiB a message
 ROUNDS, STEPS = 3, 2
 FILE = "messages.json"
 

@@ -1,7 +1,7 @@
 """Measure step time and processor time over the number of ranks: one job, run with each number.
 
     python experiments/ranks.py experiment=timed-8                       # 2, 3, 4, 6 and 8 ranks
-    python experiments/ranks.py --ranks 2 4 8 --rounds 3 experiment=timed-8 strategy=zero1 scheduler=priority
+    python experiments/ranks.py --ranks 2 4 8 --rounds 3 experiment=timed-8 strategy=zero2 scheduler=priority
 
 Every round runs all numbers of ranks, one after another; figures are medians over rounds. The processor time is that of
 all threads of rank 0 in a step. The bound is the structural one. Ranks that compute on shared cores slow each other

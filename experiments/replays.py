@@ -2,7 +2,7 @@
 
     python experiments/replays.py [--units 48] [--interference 0.2]
 
-The plan has one message per unit and kind: units are zero1, sdp and fsdp in turn, the scheduler is wfbp. "Again"
+The plan has one message per unit and kind: units are zero2, sdp and fsdp in turn, the scheduler is wfbp. "Again"
 replays a plan whose ledger and course exist already. "New" makes, checks and prepares a new plan every time, as a local
 search does. Rates are of CPU time, the best of several rounds.
 """
@@ -76,7 +76,7 @@ def example(units: int, interference: float) -> Plan:
         optimizer=Optimizer("adam", 2, 4, 2, 1e-10, 1e-6),
         interference=interference,
     )
-    strategies = (Strategy.zero1, Strategy.sdp, Strategy.fsdp)
+    strategies = (Strategy.zero2, Strategy.sdp, Strategy.fsdp)
     return Wfbp().schedule(Mix(Job(profile), tuple(strategies[u % 3] for u in range(units))))
 
 

@@ -1,7 +1,7 @@
 """The trade-off of a job: step time over the division of one budget, and over budgets, predicted and measured.
 
     python experiments/tradeoff.py strategy=greedy scheduler=priority budget.over_floor=0.2 profile.path=outputs/…/profile.json
-    python experiments/tradeoff.py 'tradeoff.strategies=[greedy,zero1]' 'tradeoff.schedulers=[dear,priority]' …
+    python experiments/tradeoff.py 'tradeoff.strategies=[greedy,zero2]' 'tradeoff.schedulers=[dear,priority]' …
     python experiments/tradeoff.py … tradeoff.measure=stop
 
 With a budget, the program makes the curve over `budget.schedule_share` and finds its stop point; a search finds the

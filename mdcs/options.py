@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-LIMITS = ("choices", "above", "at_least", "at_most", "below", "length")
+LIMITS = ("choices", "renamed", "above", "at_least", "at_most", "below", "length")
 """Limits that :func:`option` takes.
 
 - ``choices``: the allowed values.
+- ``renamed``: old names of choices, which are allowed too, with the names of today.
 - ``above``, ``at_least``, ``at_most``, ``below``: limits of a number, or of each number of a list.
 - ``length``: the length of a list.
 """
@@ -88,6 +89,7 @@ def check_value(name: str, value: Any, limits: Mapping[str, Any]) -> None:
 def _check_one(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise OptionError(name, f"must be a finite number, got {shown(value)}")
+    value = limits.get("renamed", {}).get(value, value) if isinstance(value, str) else value
     if "choices" in limits and not any(value is c or (value == c and type(value) is type(c)) for c in limits["choices"]):
         raise OptionError(name, f"must be one of {', '.join(map(shown, limits['choices']))}; got {shown(value)}")
     # "not value > limit" rather than "value <= limit": NaN fails every comparison, so it is refused.

@@ -28,7 +28,7 @@ def test_the_glossary_has_every_strategy_and_scheduler():
     [strategies, schedulers] = [
         set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.M)))) for section in sections[1:3]
     ]
-    assert strategies == {"dp", "zero1", "sdp", "fsdp", "hsdp", "hfsdp"}
+    assert strategies == {"dp", "zero2", "sdp", "fsdp", "hsdp_no_reshard", "hsdp"}
     assert schedulers - {"joint"} == {path.stem for path in (ROOT / "conf/scheduler").glob("*.yaml")} - {"joint"}
 
 

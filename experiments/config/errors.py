@@ -17,6 +17,7 @@ from experiments.config import schema
 from experiments.config.files import groups
 from experiments.config.schema import ConfigError, fields_by_key
 from experiments.config.targets import types_of, wanted
+from mdcs.plan.strategy import RENAMED
 
 _UNKNOWN = re.compile(r"Could not (?:override|append to config\.)\s*'([^']+)'")
 _PRESENT = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
@@ -87,7 +88,7 @@ def _unknown_option(path: str, options: Sequence[str] | None) -> ConfigError:
     group, _, option = path.partition("/")
     if not options:
         return ConfigError(path, "no such config")
-    return ConfigError(group, f"no such option {option}; options: {', '.join(sorted(options))}")
+    return ConfigError(group, f"no such option {option}; options: {', '.join(sorted({*options} - {*RENAMED}))}")
 
 
 def _wrong_type(cause: ValidationError, message: str) -> ConfigError:

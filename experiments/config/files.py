@@ -14,6 +14,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """The groups, their options, and a description of each option: the comment at the beginning of its file.
 
+    Options that are kept under an old name ("Old name of …") work and are not listed.
     Reads conf/ and the folders that a command line adds with ``--config-dir FOLDER`` or ``hydra.searchpath=[…]``.
     """
     out: dict[str, dict[str, str]] = {}
@@ -21,6 +22,7 @@ def groups(arguments: Sequence[str] = ()) -> dict[str, dict[str, str]]:
         for group in sorted(folder.iterdir()) if folder.is_dir() else ():
             if group.is_dir():
                 told = {file.stem: _about(file) for file in group.glob("*.yaml")}
+                told = {option: about for option, about in told.items() if not about.startswith("Old name")}
                 out[group.name] = dict(sorted({**told, **out.get(group.name, {})}.items()))
     return out
 

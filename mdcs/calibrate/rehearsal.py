@@ -48,8 +48,8 @@ _WELL = 0.1  # predicted: steps are off by so much on average, and nothing bette
 _PARTS = (1.0, 0.5, 0.25, 0.125, 0.0)
 # The first overlaps nothing; of the next two one has few large messages, the other many. The last has all-reduces.
 _REHEARSED: tuple[tuple[str, Scheduler], ...] = (
-    ("zero1", Sequential()),
-    ("zero1", Dear()),
+    ("zero2", Sequential()),
+    ("zero2", Dear()),
     ("fsdp", Wfbp()),
     ("dp", Wfbp()),
 )
@@ -87,7 +87,7 @@ def rehearse(
 ) -> Profile:
     """The profile with its contention fitted to plans that ran for a few periods each, on a CPU.
 
-    All zero1, ``sequential``, and three plans that overlap. They take turns with computing alone, to which the slots are
+    All zero2, ``sequential``, and three plans that overlap. They take turns with computing alone, to which the slots are
     scaled, and compute counts relative to that: a shared machine is faster in one minute than in the next. What compute
     takes longer than in the profile is put down to the time it waited, where nothing overlaps, and then to messages beside
     it, those that all-reduce on their own; what messages take longer, to computing beside them; what compute waits longer

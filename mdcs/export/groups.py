@@ -62,10 +62,10 @@ Ahead = dict[str, tuple[str, ...]]
 
 
 def effective(strategy: Strategy) -> Strategy:
-    """Return the strategy that FSDP2 runs: zero1 becomes sdp, for FSDP2 keeps no whole parameters at rest beside
+    """Return the strategy that FSDP2 runs: zero2 becomes sdp, for FSDP2 keeps no whole parameters at rest beside
     shards.
     """
-    return Strategy.sdp if strategy is Strategy.zero1 else strategy
+    return Strategy.sdp if strategy is Strategy.zero2 else strategy
 
 
 def modules_of(plan: Plan, unit: int) -> tuple[str, ...]:

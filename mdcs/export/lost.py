@@ -15,11 +15,11 @@ from mdcs.profile.link import Kind
 
 _MEGATRON = {
     Strategy.dp: "no_shard",
-    Strategy.zero1: "optim_grads",
+    Strategy.zero2: "optim_grads",
     Strategy.sdp: "optim_grads_params",
     Strategy.fsdp: "optim_grads_params",
+    Strategy.hsdp_no_reshard: "optim_grads_params",
     Strategy.hsdp: "optim_grads_params",
-    Strategy.hfsdp: "optim_grads_params",
 }
 
 
@@ -58,9 +58,9 @@ def _of_units(plan: Plan, groups: tuple[Group, ...]) -> Iterator[tuple[int, str]
     first = [m for m in plan.messages if m.micro == 0]
     for u, strategy in enumerate(plan.strategies):
         g, own = of[u], [m for m in first if any(v == u for v, _ in m.parts)]
-        if strategy is Strategy.zero1 and g.strategy is Strategy.sdp:
+        if strategy is Strategy.zero2 and g.strategy is Strategy.sdp:
             yield u, (
-                "zero1 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held from"
+                "zero2 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held from"
                 " forward to backward, not between steps, and are gathered right before their use"
             )
         elif effective(strategy) is not g.strategy:
@@ -102,7 +102,7 @@ def megatron(plan: Plan) -> dict[str, object]:
     for layout, strategy in zip(plan.profile.layouts, plan.strategies, strict=True):
         size[_MEGATRON[strategy], strategy.in_node] += layout.param_bytes
     mode, in_node = nearest = size.most_common(1)[0][0]
-    kept = (Strategy.sdp, Strategy.hsdp)
+    kept = (Strategy.sdp, Strategy.hsdp_no_reshard)
     exact = [s for s in _MEGATRON if (_MEGATRON[s], s.in_node) == nearest and s not in kept]
     names = [u.name for u, s in zip(plan.profile.units, plan.strategies, strict=True) if s not in exact]
     return {
@@ -110,6 +110,6 @@ def megatron(plan: Plan) -> dict[str, object]:
         "num_distributed_optimizer_instances": plan.world // plan.profile.per_node if in_node else 1,
         "share_of_parameters": round(size[nearest] / sum(size.values()), 3),
         "units_that_the_plan_has_otherwise": names,
-        "lost": "One mode for all units: no_shard is dp, optim_grads is zero1, optim_grads_params is fsdp, with instances"
-        " hfsdp; there is no sdp. Messages are a unit's own, in the order of the model.",
+        "lost": "One mode for all units: no_shard is dp, optim_grads is zero2, optim_grads_params is fsdp, with instances"
+        " hsdp; there is no sdp. Messages are a unit's own, in the order of the model.",
     }

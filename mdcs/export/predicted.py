@@ -49,7 +49,7 @@ def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
 class Fitting:
     """Units to reshard after forward so that FSDP2 keeps the budget, and the predicted step with them.
 
-    - ``units``: names of the units that become fsdp (hfsdp where they are sharded within nodes).
+    - ``units``: names of the units that become fsdp (hsdp where they are sharded within nodes).
     - ``fits``: False if the budget is exceeded even with all of them; then ``prediction`` is for all of them.
     """
 
@@ -72,7 +72,7 @@ def fitting(plan: Plan, groups: tuple[Group, ...]) -> Fitting | None:
     changed: list[str] = []
     made = best_steps(plan, groups)
     for each in sorted((g for g in groups if g.units and not g.strategy.regathers), key=beyond, reverse=True):
-        resharded = Strategy.hfsdp if each.strategy.in_node else Strategy.fsdp
+        resharded = Strategy.hsdp if each.strategy.in_node else Strategy.fsdp
         groups = tuple(dataclasses.replace(g, strategy=resharded) if g.name == each.name else g for g in groups)
         changed += [plan.profile.units[u].name for u in each.units]
         made = best_steps(plan, groups)

@@ -139,7 +139,7 @@ class CostModel:
 
         Messages carry whole units, and nothing overlaps.
 
-        A sharded unit is gathered in every micro-step. It is reduced and updated once. A zero1 unit is gathered once.
+        A sharded unit is gathered in every micro-step. It is reduced and updated once. A zero2 unit is gathered once.
         """
         u, layout = self.profile.units[unit], self.profile.layouts[unit]
         seconds = 0.0

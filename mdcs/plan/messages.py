@@ -17,14 +17,17 @@ from mdcs.plan.early import early
 from mdcs.plan.job import Job
 from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Op, Period
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import RENAMED_IN_FILES, Strategy
 from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError, validate
 from mdcs.plan.widths import width_of
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
-SCHEMA = 1
+SCHEMA = 2
+"""Schema of plan.json. Schema 1 has the strategies' old names."""
+
+_NOT_EXECUTED = ("prediction", "strategy", "scheduler", "outcome", "bound_s")
 
 
 @dataclass(frozen=True)
@@ -194,10 +197,7 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """Identity of the part of the plan that is executed. Predictions and names are not included."""
-        data = self._flat()
-        for key in ("prediction", "strategy", "scheduler", "outcome", "bound_s"):
-            del data[key]
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+        return _hash(self._flat())
 
     def sent_bytes(self) -> dict[str, int]:
         """Return the wire bytes that one rank sends in one iteration, by kind."""
@@ -219,27 +219,35 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan of :meth:`to_json`.
 
-        Raises PlanError if the text is not a plan of this schema, or if its executed part does not match the hash.
+        Plans of schema 1 are translated. Raises PlanError if the text is no plan of these schemas, or if its executed
+        part does not match the hash.
         """
         try:
             d: dict[str, Any] = json.loads(text)
-            if d["schema"] != SCHEMA:
+            if d["schema"] not in (1, SCHEMA):
                 raise PlanError(f"plan schema {d['schema']} is not the supported {SCHEMA}")
+            names = RENAMED_IN_FILES if d["schema"] == 1 else {}
             plan = cls(
                 job=Job(Profile.from_dict(d["profile"]), d["micro_steps"], d["cross_iteration"], d["reserve"]),
-                strategies=tuple(Strategy(s) for s in d["strategies"]),
+                strategies=tuple(Strategy(names.get(s, s)) for s in d["strategies"]),
                 blocks=tuple(tuple(b) for b in d["blocks"]),
                 messages=tuple(
                     Message(Kind(m["kind"]), tuple((u, b) for u, b in m["parts"]), m["slot"], m["blocking"], m["micro"])
                     for m in d["messages"]
                 ),
                 prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
-                **{k: d[k] for k in ("budget", "strategy", "scheduler", "outcome", "bound_s")},
+                strategy=names.get(d["strategy"], d["strategy"]),
+                **{k: d[k] for k in ("budget", "scheduler", "outcome", "bound_s")},
             )
         except PlanError:
             raise
         except (KeyError, TypeError, ValueError, IndexError) as e:
             raise PlanError(f"not a plan: {e!r}") from e
-        if d.get("hash") != plan.hash:
-            raise PlanError(f"plan says hash {d.get('hash')} but its content has {plan.hash}")
+        if d.get("hash") != _hash(d):
+            raise PlanError(f"plan says hash {d.get('hash')} but its content has {_hash(d)}")
         return plan
+
+
+def _hash(plan: dict[str, Any]) -> str:
+    executed = {key: value for key, value in plan.items() if key not in ("hash", *_NOT_EXECUTED)}
+    return hashlib.sha256(json.dumps(executed, sort_keys=True).encode()).hexdigest()[:16]

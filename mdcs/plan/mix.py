@@ -34,8 +34,8 @@ class Draft:
 class Mix:
     """A strategy per unit for one job.
 
-    An fsdp unit becomes sdp (hfsdp: hsdp) if freeing it between forward and backward gains nothing: it has no backward,
-    or its backward follows directly after its last forward use. ``budget`` (bytes, None: unlimited) is for schedulers
+    An fsdp unit becomes sdp (hsdp: hsdp_no_reshard) if freeing it between forward and backward gains nothing: it has no
+    backward, or its backward follows directly after its last forward use. ``budget`` (bytes, None: unlimited) is for schedulers
     that plan with a budget. Plans of the other schedulers are made to fit afterwards.
 
     Raises PlanError if the number of strategies differs from the number of units, and for a strategy within nodes

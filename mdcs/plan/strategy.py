@@ -2,31 +2,73 @@
 
 from __future__ import annotations
 
+import warnings
 from enum import Enum
+from typing import NamedTuple
 
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+
+RENAMED = {"zero1": "zero2", "hfsdp": "hsdp"}
+"""Old names that configs and calls may still use, with the names of today."""
+
+RENAMED_IN_FILES = {**RENAMED, "hsdp": "hsdp_no_reshard"}
+"""Names in plans of schema 1 and events of schema 2. There ``hsdp`` is the strategy that keeps units until backward."""
+
+
+class Sharding(NamedTuple):
+    """What a strategy does with a unit.
+
+    - ``sharded``: the parameters at rest are a shard. They are gathered before forward.
+    - ``regathers``: the unit is resharded after forward and gathered again for backward.
+    - ``sharded_update``: gradients are reduce-scattered. A rank holds the optimizer state of its shard, and updates it.
+    - ``in_node``: the ranks of a node share the unit, and every node has all its shards. Else the world shares it.
+    """
+
+    sharded: bool
+    regathers: bool
+    sharded_update: bool
+    in_node: bool
+
+
+_SHARDING = {
+    # name: sharded, regathers, sharded_update, in_node
+    "dp": Sharding(False, False, False, False),
+    "zero2": Sharding(False, False, True, False),
+    "sdp": Sharding(True, False, True, False),
+    "fsdp": Sharding(True, True, True, False),
+    "hsdp_no_reshard": Sharding(True, False, True, True),
+    "hsdp": Sharding(True, True, True, True),
+}
 
 
 class Strategy(str, Enum):
     """How one unit is sharded. docs/glossary.md lists the bytes that each strategy holds and when they are freed."""
 
-    dp = "dp"  # replicated, all-reduce, full update
-    zero1 = "zero1"  # parameters resident, reduce-scatter, shard update, all-gather
+    dp = "dp"  # replicated: all-reduce, full update
+    zero2 = "zero2"  # whole parameters; reduce-scatter, update of a shard, all-gather
+    zero1 = zero2  # an alias
     sdp = "sdp"  # sharded at rest, gathered before forward, kept until its backward ends
-    fsdp = "fsdp"  # gathered before forward, freed, gathered again before backward
-    hsdp = "hsdp"  # sdp within each node; all nodes have the same shards
-    hfsdp = "hfsdp"  # fsdp within each node
+    fsdp = "fsdp"  # gathered before forward, resharded, gathered again before backward
+    hsdp_no_reshard = "hsdp_no_reshard"  # sdp within each node; all nodes have the same shards
+    hsdp = "hsdp"  # fsdp within each node
 
     __hash__ = str.__hash__
 
     def __init__(self, value: str) -> None:
-        self.sharded = value.endswith("sdp")  # whether the parameters at rest are a shard
-        self.in_node = value.startswith("h")  # whether the ranks of a node, not of the world, share a unit
-        self.regathers = value.endswith("fsdp")  # whether the unit is freed between forward and backward
+        self._sharding = _SHARDING[value]
+        self.sharded, self.regathers, self.sharded_update, self.in_node = self._sharding
         self._reduction, self._forward, self._backward = (
             (Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N) if self.in_node else (Kind.RS, Kind.AG_F, Kind.AG_B)
         )
+
+    @classmethod
+    def _missing_(cls, value: object) -> Strategy | None:
+        """Return the strategy of an old name, with a FutureWarning."""
+        if not isinstance(value, str) or value not in RENAMED:
+            return None
+        warnings.warn(f"the strategy {value} is called {RENAMED[value]} now", FutureWarning, stacklevel=4)
+        return cls(RENAMED[value])
 
     def __str__(self) -> str:
         return self.value
@@ -35,7 +77,7 @@ class Strategy(str, Enum):
         """Return the collectives that a unit needs in one period. The reduction comes first."""
         if not (trainable or self.sharded):
             return ()
-        if self is Strategy.dp:
+        if not self.sharded_update:
             return (Kind.AR,)
         update = (self._reduction,) if trainable else ()
         again = (self._backward,) if self.regathers and has_backward else ()
@@ -44,11 +86,11 @@ class Strategy(str, Enum):
     @property
     def kept(self) -> Strategy:
         """The same strategy, but without freeing the unit between forward and backward."""
-        return Strategy(self.value.replace("fsdp", "sdp"))
+        return next(k for k in Strategy if k._sharding == self._sharding._replace(regathers=False))
 
     def parts(self, profile: Profile) -> int:
         """Return the number of ranks that share a unit's update and its shards."""
-        return 1 if self is Strategy.dp else profile.per_node if self.in_node else profile.world
+        return 1 if not self.sharded_update else profile.per_node if self.in_node else profile.world
 
 
 def choices(profile: Profile) -> list[Strategy]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import RENAMED, Strategy
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.memory_aware import MemoryAware
 from mdcs.planner.ilp.strategy_ilp import Ilp
@@ -46,6 +46,7 @@ def strategy_named(name: str) -> StrategyPlanner | JointPlanner:
 
     Raises ValueError, which lists the names, for an unknown name.
     """
+    name = str(Strategy(name)) if name in RENAMED else name
     if name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: {', '.join(STRATEGIES)}")
     return STRATEGIES[name]()

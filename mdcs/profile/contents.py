@@ -344,7 +344,10 @@ class Profile:
                 collectives=Collectives(**data["collectives"]),
                 contention=Contention(**data["contention"]),
                 spread={name: (low, high) for name, (low, high) in data["spread"].items()},
-                rehearsed={name: (predicted, measured) for name, (predicted, measured) in data["rehearsed"].items()},
+                rehearsed={  # zero2 was called zero1
+                    name.replace("zero1", "zero2"): (predicted, measured)
+                    for name, (predicted, measured) in data["rehearsed"].items()
+                },
                 **{
                     k: data[k]
                     for k in (

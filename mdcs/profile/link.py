@@ -29,12 +29,12 @@ class Kind(str, Enum):
     """
 
     AR = "AR"  # all-reduce (dp)
-    RS = "RS"  # reduce-scatter (zero1, sdp, fsdp)
-    AG_F = "AG_F"  # all-gather before forward (zero1, sdp, fsdp)
+    RS = "RS"  # reduce-scatter (zero2, sdp, fsdp)
+    AG_F = "AG_F"  # all-gather before forward (zero2, sdp, fsdp)
     AG_B = "AG_B"  # all-gather before backward (fsdp)
-    RS_N = "RS_N"  # reduce-scatter within the node, then all-reduce of the shard across nodes (hsdp, hfsdp)
-    AG_F_N = "AG_F_N"  # all-gather within the node before forward (hsdp, hfsdp)
-    AG_B_N = "AG_B_N"  # all-gather within the node before backward (hfsdp)
+    RS_N = "RS_N"  # reduce-scatter within the node, then all-reduce of the shard across nodes (hsdp, hsdp_no_reshard)
+    AG_F_N = "AG_F_N"  # all-gather within the node before forward (hsdp, hsdp_no_reshard)
+    AG_B_N = "AG_B_N"  # all-gather within the node before backward (hsdp)
 
     __hash__ = str.__hash__  # ten times faster than Enum's own; planners look kinds up very often
     plain: Kind

@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def toy_period(rank=PREDICTED_RANK, layers=6, noise=0.0, seed=0, layer_mib=8.0, depth=2):
-    """One period of a mixed plan: layer 1 dp, the middle zero1, the last fsdp; messages in order on one link."""
+    """One period of a mixed plan: layer 1 dp, the middle zero2, the last fsdp; messages in order on one link."""
     rng = random.Random(f"{seed}{rank}")
 
     def slow(seconds):
@@ -88,7 +88,7 @@ def toy_timelines(world=2, layers=6, measured_memory=True):
 def toy_times(strategy, scheduler, budget_mib, share):
     """Seconds of a step: compute, plus exposed communication; with a minimum inside of the share's range."""
     quality = {"sequential": 0.0, "priority": 0.8, "memory_aware": 1.0}.get(scheduler, 0.6)
-    spread = {"dp": 1.0, "zero1": 0.95, "fsdp": 1.25, "ilp": 0.9}.get(strategy, 1.0)
+    spread = {"dp": 1.0, "zero2": 0.95, "fsdp": 1.25, "ilp": 0.9}.get(strategy, 1.0)
     share = 0.4 if share is None else share
     room = 1.0 if budget_mib is None else min(1.0, max(0.0, (budget_mib - 400) / 400))
     extra = (0.05 + 0.28 * share**1.8) * (1.3 - room) * (strategy != "dp")

@@ -160,11 +160,20 @@ def test_an_older_file_is_read_in_the_words_of_today(run_writer, ending):
     assert (older["name"], older["strategy"], older["status"]) == (today["name"], today["strategy"], today["status"])
 
 
+def test_strategies_of_an_older_file_have_the_names_of_today(run_writer):
+    for old, name in (("zero1", "zero2"), ("hsdp", "hsdp_no_reshard"), ("hfsdp", "hsdp")):
+        folder = run_writer(old, strategy=old)
+        assert row_of(folder)["strategy"] == old
+        events = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(events.replace(f'"schema": {SCHEMA}', '"schema": 2'))
+        assert row_of(folder)["strategy"] == name
+
+
 def test_a_newer_file_is_refused(run_writer):
     folder = run_writer("0")
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(text.replace(f'"schema": {SCHEMA}', '"schema": 99'))
-    with pytest.raises(ValueError, match="schema 99, this version reads schema 2"):
+    with pytest.raises(ValueError, match="schema 99, this version reads schema 3"):
         load_run(folder)
 
 

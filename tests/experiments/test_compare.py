@@ -10,6 +10,7 @@ import pytest
 import mdcs
 from analysis.events import METRICS
 from experiments import compare
+from experiments.config.files import groups
 from experiments.job import run as jobs
 from experiments.job.events import job_event
 from experiments.job.tracking import JsonLines
@@ -30,7 +31,7 @@ def ranks(monkeypatch, tmp_path):
     """No rank is started: a run is what is written for it. Returns the calls, and what may go wrong by name."""
     calls, wrong = [], {}
     profile = mdcs.Profile.from_json(PROFILE.read_text())
-    plan = mdcs.make_plan(profile, Uniform("zero1"), Dear(bucket_mib=1.0))
+    plan = mdcs.make_plan(profile, Uniform("zero2"), Dear(bucket_mib=1.0))
 
     def run(config, folder, console, *, known, only=None, kind="train", worker):
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeyp
         ("link=emulated", "link.name: an emulated link paces mdcs alone: peers are compared on a real one"),
         ("budget.gib=1", "budget.gib: is chosen with --budgets here"),
         ("engine=ddp", "engine: is chosen with --engines here"),
-        ("strategy=foo", "strategy: no such option foo; options: dp, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1"),
+        ("strategy=foo", f"strategy: no such option foo; options: {', '.join(groups()['strategy'])}"),
     ],
 )
 def test_a_wrong_override_is_one_line_and_starts_nothing(ranks, monkeypatch, capsys, argument, line):

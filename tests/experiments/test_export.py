@@ -14,7 +14,7 @@ from tests.mdcs.profiles import ADAM, Job, chain, link
 
 @pytest.fixture
 def folder(tmp_path):
-    plan = make_plan(Job(chain(64, 64, link=link(0.01))), Uniform("zero1"), Dear())
+    plan = make_plan(Job(chain(64, 64, link=link(0.01))), Uniform("zero2"), Dear())
     (tmp_path / "plan.json").write_text(plan.to_json())
     return tmp_path
 
@@ -22,7 +22,7 @@ def folder(tmp_path):
 def test_a_run_s_plan_is_written_beside_it_and_shown(folder, capsys):
     assert export.main([str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "these calls, by FSDP2" in shown and "- a, b: zero1 becomes sdp" in shown
+    assert "these calls, by FSDP2" in shown and "- a, b: zero2 becomes sdp" in shown
     assert "optim_grads is nearest for 100%" in shown
     file = json.loads((folder / "fsdp2.json").read_text())
     assert [group["modules"] for group in file["groups"]] == [["a"], ["b"], [""]]
@@ -51,7 +51,7 @@ def test_another_plans_file_is_not_lost(folder, capsys):
 
 
 def test_a_budget_that_fsdp2_does_not_keep_is_said_with_what_would(folder, capsys):
-    """zero1 becomes sdp, whose units FSDP2 holds twice while they are gathered."""
+    """zero2 becomes sdp, whose units FSDP2 holds twice while they are gathered."""
     profile = chain(*[4000] * 6, optimizer=ADAM, link=link(0.01))
     roomy = make_plan(Job(profile, reserve=8), Uniform("sdp"), Dear(), budget=10**9)
     (folder / "plan.json").write_text(roomy.to_json())

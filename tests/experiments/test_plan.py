@@ -66,13 +66,13 @@ def test_json_is_all_that_is_printed(tmp_path):
 
 
 def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):
-    grid = ("-m", "strategy=dp,zero1,stratgy", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
+    grid = ("-m", "strategy=dp,zero2,stratgy", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
             f"profile.path={Path(__file__).with_name('profile.json')}", "hydra.sweep.dir=out")  # fmt: skip
     command = [sys.executable, str(ROOT / "experiments/plan.py"), "--format", "json", *grid]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "strategy: no such option stratgy" in done.stderr
     plans = json.loads(done.stdout)["plans"]
-    assert [plan["strategy"] for plan in plans] == ["dp", "zero1"]
+    assert [plan["strategy"] for plan in plans] == ["dp", "zero2"]
     for number, told in enumerate(plans):
         made = Plan.from_json((tmp_path / f"out/{number}/plan.json").read_text())
         assert made.hash == told["plan"] and made.prediction.step_s == told["predicted"]["step_s"]

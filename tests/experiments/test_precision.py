@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOBS = {
     "norms": ("run.precision=bf16", "model.norms_fp32=true", "strategy=greedy", "scheduler=priority", "budget.over_floor=0.2"),
     "bf16": ("run.precision=bf16", "run.grad_precision=fp32", "strategy=greedy", "scheduler=dear", "budget.over_floor=0.2"),
-    "fp16": ("run.precision=fp16", "strategy=zero1", "scheduler=priority", "run.eval_every=4"),
+    "fp16": ("run.precision=fp16", "strategy=zero2", "scheduler=priority", "run.eval_every=4"),
 }
 
 

@@ -66,7 +66,7 @@ def test_where_it_cannot_work_nothing_is_started(tmp_path, monkeypatch):
 def test_two_nodes_have_two_levels(tmp_path):
     if why := network.refusal(RATE):
         pytest.skip(f"no shaped network: {why}")
-    nodes = ("cluster.ranks=4", "cluster.nodes=2", "strategy=hfsdp")
+    nodes = ("cluster.ranks=4", "cluster.nodes=2", "strategy=hsdp")
     outcome = jobs.run(composed(*SMALL, *nodes), tmp_path, Console(file=io.StringIO()))
     assert outcome.ok, outcome.reason
     link = Profile.from_json((tmp_path / "profile.json").read_text()).link
@@ -76,8 +76,8 @@ def test_two_nodes_have_two_levels(tmp_path):
 
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_without_nodes_nothing_is_sharded_within_one(tmp_path, nodes):
-    config = composed("strategy=hfsdp", "cluster.ranks=4", f"cluster.nodes={nodes}")
-    with pytest.raises(ConfigError, match=f"strategy.each: hfsdp shards within a node, .* got cluster.ranks=4 on {nodes}"):
+    config = composed("strategy=hsdp", "cluster.ranks=4", f"cluster.nodes={nodes}")
+    with pytest.raises(ConfigError, match=f"strategy.each: hsdp shards within a node, .* got cluster.ranks=4 on {nodes}"):
         jobs.run(config, tmp_path, Console(file=io.StringIO()))
 
 

@@ -56,7 +56,7 @@ JOBS = [
     ("tied gpt2", ("strategy=greedy", "scheduler=priority", *SHARE)),
     ("tied gpt2", ("strategy=fsdp", "scheduler=dear", "link=emulated", "collectives=ring")),
     ("tied gpt2", ("strategy=random", "scheduler=random", "link=emulated", "link.depth=1", "collectives=native")),
-    ("clipped bert", ("strategy=zero1", "scheduler=mg_wfbp")),
+    ("clipped bert", ("strategy=zero2", "scheduler=mg_wfbp")),
     ("clipped bert", ("strategy=ilp", "scheduler=fusion", *SHARE)),
     ("clipped bert", ("strategy=sdp", "scheduler=partitioning", "scheduler.block_mib=0.05", "link=emulated",
                        "collectives=all_to_all")),
@@ -67,7 +67,7 @@ JOBS = [
     ("resnet by size", ("strategy=dp", "scheduler=priority", "scheduler.block_mib=0.02", "budget=unlimited")),
     ("pairs", ("strategy=dp", "scheduler=sequential")),
     ("pairs", ("strategy=fsdp", "scheduler=priority", "link=emulated")),
-    ("frozen fp64 mlp", ("strategy=zero1", "scheduler=priority", "run.cross_iteration=false")),
+    ("frozen fp64 mlp", ("strategy=zero2", "scheduler=priority", "run.cross_iteration=false")),
     ("frozen fp64 mlp", ("strategy=fsdp", "scheduler=wfbp", "budget.gib=0.5", "budget.reserve_mib=1")),
     ("frozen fp64 mlp", ("strategy=sdp", "scheduler=memory_aware", "scheduler.seconds=5", "link=emulated",
                          "collectives=direct")),
@@ -75,7 +75,7 @@ JOBS = [
 ELSEWHERE = {
     "cluster": {"cuda", "shaped", "emulated"},  # test_shaped.py, test_emulated.py
     "profile": {"gpt3-1024"},
-    "strategy": {"hsdp", "hfsdp"},  # test_shaped.py: they need nodes
+    "strategy": {"hsdp_no_reshard", "hsdp"},  # test_shaped.py: they need nodes
     "tracker": {"wandb", "tensorboard"},
     "data": {"multi_nli"},  # on the hub
     "model": {"gpt2-small", "gpt2-medium", "gpt2-xl", "bert-base", "bert-base-pairs", "llama-1b", "vit-base",
@@ -447,7 +447,7 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job(tmp_path):
-    plan = ("strategy=zero1", "scheduler=priority", "cluster.timeout_s=20")
+    plan = ("strategy=zero2", "scheduler=priority", "cluster.timeout_s=20")
     outcome, pids = start_and(tmp_path, *plan, worker="tests.experiments.faulty_worker")
     failure = assert_over(tmp_path, pids)[-1]
     assert (outcome.rank, outcome.step, failure["step"]) == (1, 3, 3)

@@ -178,7 +178,7 @@ def test_one_job_measures_the_profile_before_the_array_of_those_that_need_it(tmp
     assert {*_mdcs_handed.before(tmp_path / "sweep/0"), *_mdcs_handed.before(tmp_path / "sweep/1")} == {measured}
 
     (measured / "profile.json").write_text("{}")
-    hand_in(tmp_path, "strategy=dp,fsdp,zero1,sdp")
+    hand_in(tmp_path, "strategy=dp,fsdp,zero2,sdp")
     assert [dependency(script) for script in accepted()[2:]] == [""] and not (measured / "frozen.yaml").exists()
     hand_in(tmp_path, "strategy=dp,fsdp", "sweep.force=true")
     assert [dependency(script) for script in accepted()[3:]] == ["", "afterany:4"]

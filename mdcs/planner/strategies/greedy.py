@@ -11,7 +11,7 @@ from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
 
-_BEYOND_FSDP = Strategy.hfsdp, Strategy.sdp, Strategy.hsdp, Strategy.zero1, Strategy.dp
+_BEYOND_FSDP = Strategy.hsdp, Strategy.sdp, Strategy.hsdp_no_reshard, Strategy.zero2, Strategy.dp
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mdcs.options import Checked, option
-from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy import RENAMED, Strategy
 from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
 
@@ -14,7 +14,11 @@ from mdcs.planner.judge import Judge
 class Uniform(Checked):
     """All units have the strategy ``each``."""
 
-    each: str = option("fsdp", "the strategy of all units", choices=tuple(str(strategy) for strategy in Strategy))
+    each: str = option("fsdp", "the strategy of all units", choices=tuple(map(str, Strategy)), renamed=RENAMED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "each", str(Strategy(self.each)))  # an old name becomes that of today
 
     @property
     def name(self) -> str:

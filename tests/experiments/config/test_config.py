@@ -17,6 +17,7 @@ from experiments.config.identity import job_identity
 from experiments.config.schema import OPTION_GROUPS, Config, ConfigError
 from experiments.job.record import identity_of
 from mdcs.options import LIMITS, options
+from mdcs.planner.strategies.uniform import Uniform
 
 
 def composed(*overrides: str) -> Config:
@@ -51,6 +52,13 @@ def test_a_file_has_a_value_for_every_option_of_its_class(group):
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
         cls = targets.load(group, given.pop("_target_"))
         assert list(given) == list(options(cls)), path
+
+
+@pytest.mark.parametrize(("old", "name"), [("zero1", "zero2"), ("hfsdp", "hsdp")])
+def test_old_names_of_strategies_are_understood_with_a_warning(old, name):
+    with pytest.warns(FutureWarning, match=f"the strategy {old} is called {name} now"):
+        assert composed(f"strategy={old}").strategy == composed(f"strategy.each={old}").strategy == Uniform(name)
+    assert old not in files.groups()["strategy"]
 
 
 def test_every_file_says_what_it_is():
@@ -99,7 +107,7 @@ WRONG = {
     "budget.schedule_share=0.5": (
         "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
     ),
-    "strategy=foo": "strategy: no such option foo; options: dp, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1",
+    "strategy=foo": f"strategy: no such option foo; options: {', '.join(files.groups()['strategy'])}",
     "strategy=joint scheduler=joint": (
         "scheduler: no such option joint; options: dear, fusion, memory_aware, mg_wfbp, partitioning, priority, random,"
         " sequential, wfbp"
@@ -110,7 +118,7 @@ WRONG = {
         "scheduler.seconds: must be at most half of cluster.timeout_s=60, got 50"
     ),
     "stratgy=dp": "stratgy: no such key; did you mean strategy?",
-    "strategy.each=zero2": "strategy.each: must be one of dp, zero1, sdp, fsdp, hsdp, hfsdp; got zero2",
+    "strategy.each=zero9": "strategy.each: must be one of dp, zero2, sdp, fsdp, hsdp_no_reshard, hsdp; got zero9",
     "strategy.each=null": "strategy.each: must be text, got null",
     "strategy.seed=3": "strategy.seed: no such key of strategy=dp; its keys: each",
     "strategy=greedy strategy.seed=3": "strategy.seed: no such key of strategy=greedy; it has none",
@@ -119,7 +127,7 @@ WRONG = {
     "strategy=random +strategy.seed=3": "strategy.seed: is set already: leave out the +",
     "strategy=random strategy.seed=null": "strategy.seed: must be an integer, got null",
     "strategy=random strategy.seed=-1": "strategy.seed: must be >= 0, got -1",
-    "strategy=null": "strategy: no such option null; options: dp, fsdp, greedy, hfsdp, hsdp, ilp, joint, random, sdp, zero1",
+    "strategy=null": f"strategy: no such option null; options: {', '.join(files.groups()['strategy'])}",
     "strategy._target_=mine.Best": "strategy: _target_ mine.Best: no module mine; is it installed, or on PYTHONPATH?",
     "strategy._target_=mdcs.options.option": "strategy: _target_ mdcs.options.option is no dataclass",
     "strategy._target_=mdcs.options.Best": "strategy: _target_ mdcs.options.Best: mdcs.options has no class Best",

@@ -154,7 +154,7 @@ def run(tmp_path: Path, name: str, *overrides: str) -> "subprocess.CompletedProc
 
 def test_planning_starts_no_ranks_when_the_profile_is_known(folder):
     Profiles().keep(composed(), folder)
-    done = run(folder, "plan", "strategy=zero1", "hydra.run.dir=out")
+    done = run(folder, "plan", "strategy=zero2", "hydra.run.dir=out")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"profile reused from {cache_folder()}/")
     assert "predicted for one step" in done.stdout
@@ -182,13 +182,13 @@ def test_a_profile_is_shown_with_its_spread():
         profile,
         contention=Contention(0.002, 3e-9, 1.0, 0.004, 5e-9, 0.006),
         spread={f"slot {i}": (0.0, 1.0) for i in range(len(profile.slots))} | {"step beside messages of 65536 bytes": (1.1, 1.5)},
-        rehearsed={"zero1 dear": (1.02, 1.0), "dp wfbp": (0.95, 1.0)},
+        rehearsed={"zero2 dear": (1.02, 1.0), "dp wfbp": (0.95, 1.0)},
     )
     console = Console(width=120, record=True, file=io.StringIO())
     program.show(profile, console)
     shown = console.export_text()
     assert "(0.0, 1000.0)" in shown
-    assert "predicted against measured in rehearsal: zero1 dear +2.0%, dp wfbp -5.0%" in shown
+    assert "predicted against measured in rehearsal: zero2 dear +2.0%, dp wfbp -5.0%" in shown
     assert "step beside messages of 65536 bytes takes longer by" in shown and "10% to 50%" in shown
     for value in ("2000 µs", "3.00 ms", "100%", "4000 µs", "5.00 ms", "6000 µs"):
         assert value in shown

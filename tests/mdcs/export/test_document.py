@@ -141,17 +141,17 @@ def test_units_kept_from_forward_to_backward_add_up() -> None:
 
 def test_gradients_of_a_replicated_unit_stay_until_the_step() -> None:
     assert peak_of("dp", 8, 8)["gradient_shards"] == 64
-    assert peak_of("zero1", 8, 8)["gradient_shards"] == 32
+    assert peak_of("zero2", 8, 8)["gradient_shards"] == 32
 
 
 # ---- what is lost
 
 
 def test_what_fsdp2_cannot_say_is_told_by_unit() -> None:
-    plan = planned(chain(64, 64, link=link(1.0)), ["zero1", "dp"], Partitioning(64 / MIB))
+    plan = planned(chain(64, 64, link=link(1.0)), ["zero2", "dp"], Partitioning(64 / MIB))
     found = lost_of(plan)
     assert found["is sent in parts (AG_F); FSDP2 sends it whole"] == ["a"]
-    assert [units for what, units in found.items() if what.startswith("zero1 becomes sdp")] == [["a"]]
+    assert [units for what, units in found.items() if what.startswith("zero2 becomes sdp")] == [["a"]]
     assert [units for what, units in found.items() if "(ranks, 1)" in what] == [["b"]]
     assert any("optimizer.step()" in what and units == [] for what, units in found.items())
 
@@ -162,7 +162,7 @@ def test_the_sequential_plan_of_fsdp_units_loses_nothing_but_early_updates() -> 
 
 
 def test_fsdp2_takes_longer_where_the_plan_hides_its_gathers() -> None:
-    plan = planned(chain(64, 64, 64, link=link(0.01)), "zero1", Dear())
+    plan = planned(chain(64, 64, 64, link=link(0.01)), "zero2", Dear())
     predicted = best_steps(plan, groups_of(plan)).prediction
     run = as_run(plan, groups_of(plan), {}, {})
     assert predicted.step_s > 9.0  # nine seconds of computing
@@ -185,10 +185,10 @@ def test_a_group_is_named_by_its_first_module() -> None:
     assert Group(("a", "b"), (0, 1), Strategy.dp, (0, 1), None).name == "a"
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "sdp", "fsdp"])
 def test_the_nearest_mode_of_megatron_is_that_of_most_parameters(strategy: str) -> None:
     mode = document(planned(chain(64, 4), [strategy, "dp"]))["megatron_fsdp"]
-    nearest = {"dp": "no_shard", "zero1": "optim_grads"}.get(strategy, "optim_grads_params")
+    nearest = {"dp": "no_shard", "zero2": "optim_grads"}.get(strategy, "optim_grads_params")
     assert mode["data_parallel_sharding_strategy"] == nearest
     assert ("a" in mode["units_that_the_plan_has_otherwise"]) is (strategy == "sdp")
 
@@ -202,32 +202,32 @@ def of_nodes(*names: str, scheduler: Scheduler | None = None) -> Plan:
 
 
 def test_each_unit_has_the_mesh_of_its_strategy() -> None:
-    plan = of_nodes("fsdp", "hsdp", "dp", "hfsdp", "zero1")
+    plan = of_nodes("fsdp", "hsdp_no_reshard", "dp", "hsdp", "zero2")
     groups = document(plan)["groups"]
     assert [group["mesh"] for group in groups] == [[4], [2, 2], [4, 1], [2, 2], [4], [4]]
     assert [group["reshard_after_forward"] for group in groups][:5] == [True, False, True, True, False]
 
 
 def test_what_shards_within_nodes_do_is_not_lost() -> None:
-    lost = lost_of(replace(of_nodes("hsdp", "hfsdp", "hsdp"), budget=None))
+    lost = lost_of(replace(of_nodes("hsdp_no_reshard", "hsdp", "hsdp_no_reshard"), budget=None))
     assert [what for what in lost if "optimizer.step()" not in what] == []
 
 
 def test_gathers_within_nodes_are_made_ahead_as_others_are() -> None:
-    plan = of_nodes("hsdp", "hsdp", "hsdp", scheduler=Dear())
+    plan = of_nodes("hsdp_no_reshard", "hsdp_no_reshard", "hsdp_no_reshard", scheduler=Dear())
     assert ahead(plan, groups_of(plan), Kind.AG_F, 1) == {"a": ("b",), "b": ("c",)}
-    plan = of_nodes("hfsdp", "hfsdp", "hsdp")
+    plan = of_nodes("hsdp", "hsdp", "hsdp_no_reshard")
     assert ahead(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
 
 
 def test_a_unit_sharded_within_nodes_has_their_part_of_it() -> None:
-    plan = of_nodes("hsdp", "sdp")
+    plan = of_nodes("hsdp_no_reshard", "sdp")
     peak = Walk(plan.job, groups_of(plan), {}, {}, NATIVE).peak
     assert (peak["parameters"], peak["gradient_shards"]) == (16 + 8, 16 + 8)
 
 
 def test_the_predicted_step_sends_within_nodes() -> None:
-    plan = of_nodes("hsdp", "hfsdp", "sdp")
+    plan = of_nodes("hsdp_no_reshard", "hsdp", "sdp")
     run = as_run(plan, groups_of(plan), {}, {})
     assert {m.kind for m in run.messages} == {Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N, Kind.RS, Kind.AG_F}
     far = of_nodes("sdp", "fsdp", "sdp")
@@ -235,6 +235,6 @@ def test_the_predicted_step_sends_within_nodes() -> None:
 
 
 def test_the_nearest_mode_of_megatron_has_an_instance_for_each_node() -> None:
-    mode = document(of_nodes("hfsdp", "hsdp", "fsdp"))["megatron_fsdp"]
+    mode = document(of_nodes("hsdp", "hsdp_no_reshard", "fsdp"))["megatron_fsdp"]
     assert (mode["data_parallel_sharding_strategy"], mode["num_distributed_optimizer_instances"]) == ("optim_grads_params", 2)
     assert mode["units_that_the_plan_has_otherwise"] == ["b", "c"]

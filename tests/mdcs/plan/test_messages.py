@@ -323,7 +323,7 @@ def test_the_same_plan_with_a_budget_is_another() -> None:
         ("[1]", "not a plan"),
         ("3", "not a plan"),
         ("{}", "not a plan: KeyError"),
-        (json.dumps(SAVED | {"schema": 0}), "plan schema 0 is not the supported 1"),
+        (json.dumps(SAVED | {"schema": 0}), "plan schema 0 is not the supported 2"),
         (json.dumps({k: v for k, v in SAVED.items() if k != "blocks"}), r"not a plan: KeyError\('blocks'\)"),
         (json.dumps({k: v for k, v in SAVED.items() if k != "hash"}), "plan says hash None"),
         (json.dumps(SAVED | {"strategies": ["zero9", "dp"]}), "not a plan: .*zero9"),

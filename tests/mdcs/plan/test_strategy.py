@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -16,18 +19,19 @@ from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.judge import Judge
 from mdcs.planner.make import make_plan
+from mdcs.planner.named import strategy_named
 from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 from tests.mdcs.profiles import ADAM, Job, chain, in_nodes, link, planned
 
-hsdp, hfsdp = Strategy.hsdp, Strategy.hfsdp
 # Two nodes of two ranks; a byte takes 1/16 s across, a tenth of that within.
 PROFILE = chain(8, 16, 8, world=4, optimizer=ADAM, link=in_nodes(link(1 / 16), 4, 2, 0.1))
 
 
-@pytest.mark.parametrize(("strategy", "like"), [("hsdp", "sdp"), ("hfsdp", "fsdp")])
+@pytest.mark.parametrize(("strategy", "like"), [("hsdp_no_reshard", "sdp"), ("hsdp", "fsdp")])
 def test_at_rest_a_rank_holds_what_it_would_in_a_world_of_its_node(strategy: str, like: str) -> None:
     within, alone = planned(PROFILE, strategy), planned(chain(8, 16, 8, world=2, optimizer=ADAM), like)
     assert Ledger(within).at_rest == Ledger(alone).at_rest
@@ -54,15 +58,41 @@ def test_one_buffer_serves_both_collectives_of_a_reduction() -> None:
 def test_planners_choose_among_what_there_is() -> None:
     assert set(choices(PROFILE)) == set(Strategy)
     for planner in (Greedy(), Ilp(seconds=2.0)):  # bytes are dear across, and latency nothing: two reductions of halves win
-        assert planner.choose(Judge(Job(PROFILE), None)).strategies == (hsdp,) * 3
-    assert hsdp in make_plan(PROFILE, Joint(seconds=2.0)).strategies
+        assert planner.choose(Judge(Job(PROFILE), None)).strategies == (Strategy.hsdp_no_reshard,) * 3
+    assert Strategy.hsdp_no_reshard in make_plan(PROFILE, Joint(seconds=2.0)).strategies
     alone = chain(8, 16, world=4)
     assert not any(k.in_node for k in choices(alone))
     with pytest.raises(PlanError, match="hsdp shards within a node"):
-        Mix(Job(alone), (hsdp, hsdp))
+        Mix(Job(alone), (Strategy.hsdp, Strategy.hsdp))
 
 
 def test_files_know_of_nodes_only_where_there_are_some() -> None:
-    plan = planned(PROFILE, "hfsdp")
+    plan = planned(PROFILE, "hsdp")
     assert Plan.from_json(plan.to_json()).hash == plan.hash and Profile.from_json(PROFILE.to_json()) == PROFILE
     assert "per_node" not in json.loads(chain(8, world=4).to_json())["link"]
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("fsdp", "sdp"), ("sdp", "sdp"), ("hsdp", "hsdp_no_reshard"), ("dp", "dp")])
+def test_a_unit_that_is_not_resharded(strategy: str, kept: str) -> None:
+    assert Strategy(strategy).kept is Strategy(kept)
+
+
+@pytest.mark.parametrize(("old", "name"), [("zero1", "zero2"), ("hfsdp", "hsdp")])
+def test_old_names_are_understood_with_a_warning(old: str, name: str) -> None:
+    for made in (lambda: Strategy(old), lambda: strategy_named(old).name, lambda: Uniform(old).each):
+        with pytest.warns(FutureWarning, match=f"the strategy {old} is called {name} now"):
+            assert made() == name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Uniform("hsdp").each == "hsdp"  # the new one
+
+
+def test_plans_of_schema_1_are_translated() -> None:
+    now = planned(PROFILE, ["hsdp_no_reshard", "hsdp", "zero2"])
+    then = json.loads(now.to_json()) | {"schema": 1, "strategies": ["hsdp", "hfsdp", "zero1"], "strategy": "zero1"}
+    executed = {k: v for k, v in then.items() if k not in ("hash", "prediction", "strategy", "scheduler", "outcome", "bound_s")}
+    then["hash"] = hashlib.sha256(json.dumps(executed, sort_keys=True).encode()).hexdigest()[:16]
+    read = Plan.from_json(json.dumps(then))
+    assert read == replace(Plan.from_json(now.to_json()), strategy="zero2") and read.hash == now.hash
+    with pytest.raises(PlanError, match="plan says hash"):
+        Plan.from_json(json.dumps(then | {"reserve": 1}))

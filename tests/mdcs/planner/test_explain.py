@@ -21,11 +21,11 @@ PROFILE = chain(8, 16, link=link(1 / 16))
 def test_a_unit_is_compared_with_the_strategy_that_holds_least() -> None:
     a, b = choices(planned(PROFILE, "zero1"), Sequential())
     # a as fsdp: one gather more, of 1 s. It holds half of 32 bytes less when b is reduced.
-    assert (a.unit, a.bytes, a.strategy, a.instead, a.messages) == ("a", 32, "zero1", "fsdp", {"RS": 1, "AG_F": 1})
+    assert (a.unit, a.bytes, a.strategy, a.instead, a.messages) == ("a", 32, "zero2", "fsdp", {"RS": 1, "AG_F": 1})
     assert a.buys_s == pytest.approx(1.0)
     assert a.costs_bytes == 16
     # b is the last: freed, it would be gathered again at once, so it would be sdp.
-    assert (b.strategy, b.instead) == ("zero1", "sdp")
+    assert (b.strategy, b.instead) == ("zero2", "sdp")
     assert b.buys_s == pytest.approx(0.0)
 
 
@@ -34,7 +34,7 @@ def test_an_fsdp_unit_is_compared_with_sdp() -> None:
     assert (a.strategy, a.instead) == ("fsdp", "sdp")
     assert a.buys_s == pytest.approx(-1.0)
     assert a.costs_bytes is not None and a.costs_bytes <= 0
-    assert (b.strategy, b.instead) == ("sdp", "zero1")
+    assert (b.strategy, b.instead) == ("sdp", "zero2")
 
 
 @pytest.mark.parametrize("scheduler", [Sequential(), Wfbp()])

@@ -64,7 +64,7 @@ def test_uniform_is_uniform_where_it_fits(kind: Strategy) -> None:
 
 
 def test_uniform_needs_a_strategy_that_exists() -> None:
-    with pytest.raises(ValueError, match="each must be one of dp, zero1, sdp, fsdp, hsdp, hfsdp; got zero9"):
+    with pytest.raises(ValueError, match="each must be one of dp, zero2, sdp, fsdp, hsdp_no_reshard, hsdp; got zero9"):
         Uniform("zero9")
 
 
@@ -185,7 +185,7 @@ def test_every_planner_knows_its_name() -> None:
     assert {name: make().name for name, make in STRATEGIES.items()} == {name: name for name in STRATEGIES}
     assert {name: make().name for name, make in SCHEDULERS.items()} == {name: name for name in SCHEDULERS}
     assert strategy_named("greedy") == Greedy()
-    with pytest.raises(ValueError, match="unknown strategy 'greed': dp, zero1, .*, hfsdp, random, greedy, ilp, joint"):
+    with pytest.raises(ValueError, match="unknown strategy 'greed': dp, zero2, .*, hsdp, random, greedy, ilp, joint"):
         strategy_named("greed")
     with pytest.raises(ValueError, match="unknown scheduler 'deer': sequential, wfbp"):
         scheduler_named("deer")

@@ -38,13 +38,18 @@ def agrees(results: list[dict[str, Any]]) -> None:
 
 
 def test_trains_like_ddp(nodes: Ranks):
-    agrees(nodes.run(compare, Job("tied", double=True, steps=4), How("hfsdp", "fusion", per_node=2)))
+    agrees(nodes.run(compare, Job("tied", double=True, steps=4), How("hsdp", "fusion", per_node=2)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "scheduler", "collectives"),
-    [("hsdp", "wfbp", Collectives()), ("random", "random", RING), ("random", "priority", TREE), ("hfsdp", "partitioning", RING)],
+    [
+        ("hsdp_no_reshard", "wfbp", Collectives()),
+        ("random", "random", RING),
+        ("random", "priority", TREE),
+        ("hsdp", "partitioning", RING),
+    ],
 )
 def test_so_does_every_mix(nodes: Ranks, strategy, scheduler, collectives):
     how = How(strategy, scheduler, seed=3, per_node=2, collectives=collectives)
@@ -79,7 +84,7 @@ def counted() -> Iterator[Ranks]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "collectives"), [("hsdp", Collectives()), ("hfsdp", TREE), ("hfsdp", RING)])
+@pytest.mark.parametrize(("strategy", "collectives"), [("hsdp_no_reshard", Collectives()), ("hsdp", TREE), ("hsdp", RING)])
 def test_the_ledger_is_right_to_the_byte(counted: Ranks, strategy, collectives):
     for rank in counted.run(held, strategy, collectives):
         assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
@@ -93,7 +98,7 @@ def saved(root: str) -> list[float]:
     """Of the weights and the optimizer's state, what differs once another plan has gone on from the checkpoint."""
     job = Job("tied", double=True)
     with parallel_for(job, How("random", "random", seed=5, per_node=2)) as (made, parallel, _):
-        assert {"hsdp", "hfsdp"} <= {str(k) for k in parallel.plan.strategies}
+        assert {"hsdp_no_reshard", "hsdp"} <= {str(k) for k in parallel.plan.strategies}
         one_step(made, parallel)
         parallel.checkpoint(root)
         state, optimizer = parallel.state_dict(), parallel.optimizer_state_dict()

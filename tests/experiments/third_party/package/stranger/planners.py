@@ -18,7 +18,7 @@ class EveryNth(Checked):
     name: ClassVar[str] = "every nth"
 
     n: int = option(2, "one unit in so many is whole", at_least=1)
-    whole: str = option("zero1", "its strategy", choices=("dp", "zero1"))
+    whole: str = option("zero2", "its strategy", choices=("dp", "zero2"))
 
     def choose(self, judge: Judge) -> Choice:
         units = range(len(judge.profile.units))

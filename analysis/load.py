@@ -17,7 +17,7 @@ import pandas as pd
 
 from analysis.events import METRICS, Event, last_attempt, read_events
 from mdcs.measure.timeline import Timeline
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.times import TIMES
 from mdcs.profile.link import Kind
 from mdcs.sizes import GIB

@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import Ledger, smallest_budget
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link

@@ -25,7 +25,7 @@ import pandas as pd
 import analysis
 from analysis import pictures, questions
 from mdcs.measure.timeline import PREDICTED_RANK
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.sizes import MIB
 
 EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/plans"

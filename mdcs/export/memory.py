@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from mdcs.export.groups import Ahead, Group, in_order
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 

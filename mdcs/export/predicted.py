@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mdcs.export.groups import Ahead, Group, ahead, in_order
 from mdcs.export.memory import GroupBytes, Walk
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import bytes_beyond_fsdp
+from mdcs.plan.lifetimes import bytes_beyond_fsdp
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.strategy import Strategy
@@ -67,7 +67,7 @@ def fitting(plan: Plan, groups: tuple[Group, ...]) -> Fitting | None:
         return None
 
     def beyond(group: Group) -> int:
-        return sum(bytes_beyond_fsdp(plan.profile, u, group.strategy) for u in group.units)
+        return sum(bytes_beyond_fsdp(plan.period, u, group.strategy) for u in group.units)
 
     changed: list[str] = []
     made = best_steps(plan, groups)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 from weakref import WeakSet
 
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 
 if TYPE_CHECKING:
     from ctypes import _NamedFuncPointer as _Function

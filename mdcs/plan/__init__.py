@@ -1,7 +1,8 @@
 """The plan of one period: a strategy per unit, and messages.
 
 - ``validity``: rules that a plan keeps.
-- ``ledger``: bytes of slots and messages.
+- ``lifetimes``: the buffers of units and messages, and when each is allocated and freed.
+- ``ledger``: bytes of slots and messages. ``worst_case``: bytes that must be free.
 - ``cost``: seconds of messages and updates.
 - ``times``: names for the parts of a step's time.
 

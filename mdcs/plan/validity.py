@@ -1,6 +1,6 @@
 """Rules that a plan keeps: every block is sent once, in its window, and nothing is gathered before its update.
 
-:func:`mdcs.plan.ledger.check` checks whether the bytes fit a budget.
+:func:`mdcs.plan.worst_case.check` checks whether the bytes fit a budget.
 """
 
 from __future__ import annotations

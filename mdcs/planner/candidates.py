@@ -15,7 +15,8 @@ import numpy as np
 
 from mdcs.plan.early import part_of_slot
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import MixBytes, staging_bytes
+from mdcs.plan.ledger import MixBytes
+from mdcs.plan.lifetimes import bytes_between, message_rows, unit_rows
 from mdcs.plan.message import Message, windows
 from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
@@ -84,9 +85,8 @@ class Candidates:
         self._circles: dict[tuple[tuple[Strategy, ...], Blocks], Circle] = {}
         self._shape: Shape | None = None  # of all messages known so far
         self._shapes: dict[tuple[Strategy, ...], Shape] = {}  # the same, completed for the strategies of a mix
-        units, layouts = job.profile.units, job.profile.layouts
+        units = job.profile.units
         self._by_unit = {
-            "gradient_bytes": numbers([layout.grad_bytes for layout in layouts]),
             "trained": numbers([int(unit.trainable) for unit in units]),
             "forward": numbers([job.period.forward(u, 0)[0] for u in range(len(units))]),
         }
@@ -125,6 +125,8 @@ class Candidates:
         elements = sum(blocks[u][b] for u, b in parts)
         width = width_of(profile, blocks, kind, parts[0])
         payload, wire = elements * width, profile.wire(kind, elements * width)
+        scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
+        rows = message_rows(profile, kind, payload, len(parts), scratch)
         seconds = cost.message(kind, elements, len(parts), message.blocking, width)
         own = {
             "reduces": not kind.is_gather, "scatters": kind.plain is Kind.RS, "is_forward": kind.plain is Kind.AG_F,
@@ -132,9 +134,8 @@ class Candidates:
             "blocking": message.blocking, "first": window[0], "last": window[1],
             "early": 1.0 if kind.is_gather else part_of_slot(self.job.period, blocks, message, window[0]),
             "lost": cost.lost_s(kind, wire, 0.0), "lost_per_work": cost.lost_s(kind, wire, 1.0) - cost.lost_s(kind, wire, 0.0),
-            "staging": staging_bytes(profile, kind, payload, len(parts)),
-            "shards": payload // profile.group(kind) if kind.plain is Kind.RS else 0,
-            "scratch": 0 if kind.is_gather else max(mix.scratch[part] for part in parts),
+            "until_landed": bytes_between(rows, "start", "landed"), "until_updated": bytes_between(rows, "start", "done"),
+            "updating": bytes_between(rows, "update", "done"),
             **{name: getattr(seconds, name) for name in ("alpha", "gap", "transfer", "copy", "update", "idle")},
         }  # fmt: skip
         for name, value in own.items():
@@ -205,16 +206,19 @@ class Candidates:
         if self._shape is None:
             self._shape = for_loops(
                 Shape(
-                    **self._columns, **self._by_unit, buffer_bytes=[], replicated=[], blocks=len(self._block_numbers),
-                    barrier=not self.job.cross_iteration,
+                    **self._columns, **self._by_unit, buffer_bytes=[], gradient_bytes=[], replicated=[],
+                    blocks=len(self._block_numbers), barrier=not self.job.cross_iteration,
                 )  # fmt: skip
             )
             self._messages = for_loops(Messages(*([0] * len(self.all) for _ in Messages._fields)))
             self._track = for_loops(room_for(len(self.all), self.length))
             self._shapes.clear()
         if strategies not in self._shapes:
-            full = [self.job.profile.layouts[op.unit].param_bytes if strategies[op.unit].sharded else 0 for op in self._buffers]
+            rows = [unit_rows(self.job.period, u, k) for u, k in enumerate(strategies)]
+            full = [sum(r.bytes for r in rows[op.unit] if r.allocated and r.allocated.of == op) for op in self._buffers]
+            gradients = [sum(r.bytes for r in own if r.freed and isinstance(r.freed.of, Op)) for own in rows]
             self._shapes[strategies] = self._shape._replace(
-                buffer_bytes=numbers(full), replicated=numbers([int(k is Strategy.dp) for k in strategies])
-            )
+                buffer_bytes=numbers(full), gradient_bytes=numbers(gradients),
+                replicated=numbers([int(k is Strategy.dp) for k in strategies]),
+            )  # fmt: skip
         return self._shapes[strategies]

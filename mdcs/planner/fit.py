@@ -1,7 +1,7 @@
 """Fit a schedule to a byte budget: later gathers, earlier reductions, split messages.
 
 These changes take the place of decisions at run time. Admission therefore never has to change the order on the wire,
-and no plan can deadlock (:func:`mdcs.plan.ledger.check`). Every change moves the plan towards the sequential schedule
+and no plan can deadlock (:func:`mdcs.plan.worst_case.check`). Every change moves the plan towards the sequential schedule
 of its mix, whose peak is the smallest of the mix.
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from mdcs.plan.ledger import Ledger, needs
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
 from mdcs.plan.widths import by_width
+from mdcs.plan.worst_case import needs
 from mdcs.simulator.simulate import replay
 
 _AHEAD = (4, 2, 1)  # slots

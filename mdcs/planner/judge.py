@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import needs, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.worst_case import needs, smallest_budget
 from mdcs.planner.leanest import leanest
 from mdcs.profile.contents import Profile
 from mdcs.sizes import GIB

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import needs
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.worst_case import needs
 
 _AT_ONCE = 2  # units changed together, because changing one may move the peak to another
 _MOST = 400  # sequential schedules tried

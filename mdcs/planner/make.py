@@ -7,8 +7,8 @@ import dataclasses
 from typing import cast
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import check
 from mdcs.plan.messages import Plan
+from mdcs.plan.worst_case import check
 from mdcs.planner.fit import fastest_fit
 from mdcs.planner.interfaces import Choice, JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.planner.judge import InfeasibleBudget, Judge

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 
 
 class Account:
@@ -84,7 +84,7 @@ class Account:
 class InFlight:
     """The most bytes that ``depth`` consecutive messages among those not yet done can hold.
 
-    Equals :func:`mdcs.plan.ledger.most_in_flight` of all of them, updated message by message.
+    Equals :func:`mdcs.plan.worst_case.most_in_flight` of all of them, updated message by message.
     """
 
     def __init__(self, depth: int) -> None:

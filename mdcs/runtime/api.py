@@ -24,8 +24,9 @@ from mdcs.model.hooks import Hooks, ModuleHook
 from mdcs.model.inputs import BatchSizes
 from mdcs.model.optimizers import parameter_groups
 from mdcs.model.units import ModelUnit, alias_refused
-from mdcs.plan.ledger import Ledger, check
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
+from mdcs.plan.worst_case import check
 from mdcs.profile.algorithms import Collectives
 from mdcs.runtime import misuse, optimizer_state, state
 from mdcs.runtime import refusals as checks

@@ -92,7 +92,7 @@ def take_over(
     model: nn.Module, initialisation: Initialisation, make: Callable[[int], UnitStorage],
     group: dist.ProcessGroup | None, place: Place,
 ) -> list[UnitStorage]:
-    """Return the units' storages, settled; :func:`mdcs.plan.ledger.start_bytes` has the bytes held meanwhile.
+    """Return the units' storages, settled.
 
     With a ``group`` rank 0's values are broadcast. Raises UnsupportedModel for parameters or buffers that the
     initialisation of their module does not set.

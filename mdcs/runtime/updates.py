@@ -1,6 +1,6 @@
 """The optimizer on shards, run by run, so that a block is updated as soon as it is reduced.
 
-A run (:func:`mdcs.plan.ledger.runs`) is a view of the rank's part of a block, with one parameter group's options. It is
+A run (:func:`mdcs.plan.runs.runs`) is a view of the rank's part of a block, with one parameter group's options. It is
 updated as one tensor by torch's functional ``sgd``, ``adam`` or ``adamw``. Elementwise optimizers give the same bits
 on any cut. State is made before the first step: later it would lie between buffers that come and go.
 """
@@ -18,8 +18,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from mdcs.measure.memory import Meter
-from mdcs.plan.ledger import runs
 from mdcs.plan.messages import Plan
+from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy
 from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import nothing_compiles, version_of

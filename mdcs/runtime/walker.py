@@ -16,8 +16,9 @@ from torch import nn
 from mdcs.measure.memory import Meter
 from mdcs.measure.timeline import SlotMemory
 from mdcs.plan.early import needed
-from mdcs.plan.ledger import Ledger, SlotLimits
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
+from mdcs.plan.worst_case import SlotLimits
 from mdcs.runtime.account import Account
 from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.errors import RunError
@@ -200,7 +201,7 @@ class SlotWalker:
                 for u, size in previous.released:
                     self.storages[u].free_full()
                     self.account.book("full_parameters", -size)
-                self.account.release(size for _, size in previous.released)
+                self.account.release((previous.freed,))
         with lock:
             self._window((q - 1) % self.period.length, has_run)
             self.account.enter(slot.live)
@@ -251,13 +252,12 @@ class SlotWalker:
         name = self.period.name(q)
         with lock:
             self.dispatcher.wait_for(self.periods * self.dispatcher.n + self.limits.done[q], f"what slot {name} needs")
-            size = sum(b for _, b in slot.gradients)
             self.account.excess = self.excess.entered(q)
-            self.dispatcher.admit(size + slot.peak, f"slot {name}")
+            self.dispatcher.admit(slot.allocated + slot.peak, f"slot {name}")
             for u, b in slot.gradients:
                 self.storages[u].allocate_gradient()
                 self.account.book("gradients", b)
-            self.account.reserve(b for _, b in slot.gradients)
+            self.account.reserve((slot.allocated,))
             self.account.enter(slot.peak)
         for storage in self._opens[q]:
             if storage.guard.is_open:  # open between its slots: the loop could have changed it

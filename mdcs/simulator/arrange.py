@@ -33,15 +33,15 @@ class Shape(NamedTuple):
     idle: Numbers
     lost: Numbers  # compute seconds lost, without copying and updating
     lost_per_work: Numbers  # compute seconds lost per second of copying and updating
-    staging: Numbers
-    shards: Numbers
-    scratch: Numbers
+    until_landed: Numbers  # bytes from its start until it has landed
+    until_updated: Numbers  # bytes from its start until its update is done
+    updating: Numbers  # bytes during its update
     begin: Numbers  # the parts of message i are begin[i] to begin[i + 1] - 1
     block: Numbers  # by part: its block, counted over all units
     unit: Numbers  # by part
     buffer: Numbers  # by part: the buffer that it is gathered into, or -1
-    buffer_bytes: Numbers  # by buffer; 0 if the unit is whole at rest
-    gradient_bytes: Numbers  # by unit
+    buffer_bytes: Numbers  # by buffer: bytes from its first gather on; 0 if the unit is whole at rest
+    gradient_bytes: Numbers  # by unit: bytes until its last reduction
     trained: Numbers  # by unit
     replicated: Numbers  # by unit: whether it is dp
     forward: Numbers  # by unit: the first slot of its first forward pass
@@ -115,7 +115,7 @@ def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m:
         slot = slots[p] if slots[p] >= s.first[i] else slots[p] + length
         if s.reduces[i]:
             last_reduction = p
-            all_scratch, all_updates = max(all_scratch, s.scratch[i]), all_updates + s.update[i]
+            all_scratch, all_updates = max(all_scratch, s.updating[i]), all_updates + s.update[i]
         for k in range(s.begin[i], s.begin[i + 1]):
             if s.reduces[i]:
                 reduced_at[s.block[k]] = last_of[s.unit[k]] = p
@@ -142,29 +142,29 @@ def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m:
             if not s.reduces[i] and b >= 0 and first_of[b] == p:
                 full += s.buffer_bytes[b]
                 first_of[b] = -1
-        update, scratch, shards_freed = s.update[i], s.scratch[i], s.shards[i]
+        update, scratch, shards_freed = s.update[i], s.updating[i], s.until_updated[i]
         landed = gradients if s.scatters[i] else 0  # gradient bytes freed before the update; ``updated``: after it
         updated = gradients - landed
         if s.barrier:
-            shards_kept += s.shards[i]
+            shards_kept += s.until_updated[i]
             is_last = p == last_reduction
             update, scratch, shards_freed = (all_updates, all_scratch, shards_kept) if is_last else (0.0, 0, 0)
             updated = replicated if is_last else 0
             waits_for = last_reduction if waits_for >= 0 else -1
-        own = min(s.shards[i], shards_freed)
+        own = min(s.until_updated[i], shards_freed)
         m.slot[p], m.blocking[p], m.waits_for[p], m.early[p] = slot, s.blocking[i], waits_for, so_far
         m.in_prologue[p] = s.is_forward[i] or (s.is_backward[i] and slot >= turn)
         m.alpha[p], m.gap[p], m.transfer[p], m.idle[p] = s.alpha[i], s.gap[i], s.transfer[i], s.idle[i]
         m.copy[p], m.update[p], m.lost[p] = s.copy[i], update, s.lost[i] + s.lost_per_work[i] * (s.copy[i] + update)
-        m.held[p] = full + s.shards[i] - own
+        m.held[p] = full + s.until_updated[i] - own
         m.freed[p] = shards_freed - own + landed + updated
-        m.transient[p] = own + max(s.staging[i], scratch - landed)
+        m.transient[p] = own + max(s.until_landed[i], scratch - landed)
 
 
 def worst_case(c: Circle, m: Messages, issued: Numbers, need: Numbers) -> None:
     """Fill ``need`` with the bytes that each slot needs when all earlier messages are done.
 
-    :func:`mdcs.plan.ledger.needs` does the same for a plan.
+    :func:`mdcs.plan.worst_case.needs` does the same for a plan.
     """
     length, held = len(issued), c.rest
     for q in range(length):

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from mdcs.measure.timeline import Span
 from mdcs.plan.cost import Cost
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import Ledger, MixBytes, SlotLimits
+from mdcs.plan.ledger import Ledger, MixBytes
 from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import SlotLimits
 from mdcs.profile.contents import Contention
 from mdcs.simulator import kernel
 from mdcs.simulator.kernel import Circle, Messages, Numbers, Track

@@ -19,9 +19,11 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from mdcs.measure.timeline import Interval, Span, times_of
-from mdcs.plan.ledger import CATEGORIES, Ledger, MessageBytes, SlotLimits
+from mdcs.plan.ledger import Ledger, MessageBytes
+from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import Prediction, StepTimes
+from mdcs.plan.worst_case import SlotLimits
 from mdcs.simulator.recurrence import Course, Trace, run
 
 
@@ -181,14 +183,12 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
     live = dict.fromkeys(CATEGORIES, 0) | ledger.at_rest
     n, turn, began = trace.messages, plan.period.turn, trace.began
     # Bytes at the end of the prologue. Every later period frees as much as it allocates.
-    live["full_parameters"] += sum(
-        size
-        for m, e in zip(plan.messages, ledger.messages, strict=True)
-        if plan.in_prologue(m)
-        for _, size in e.full
-    )
-    live["full_parameters"] -= sum(slot.freed for slot in ledger.slots[turn:])
-    live["gradients"] += sum(slot.allocated for slot in ledger.slots[turn:])
+    effects = [each for slot in ledger.slots[turn:] for each in (*slot.at_begin, *slot.at_end)]
+    for m, e in zip(plan.messages, ledger.messages, strict=True):
+        if plan.in_prologue(m):
+            effects += (*e.at_start, *e.when_landed, *e.when_done)
+    for what, size in effects:
+        live[what] += size
     out: list[_Event] = []
     first = len(trace.spans) - 2 * n
     times = zip(trace.spans[first:], _landed(trace, first), trace.processed[first:], strict=True)
@@ -208,11 +208,9 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
             out += _effects(ledger.messages[i], *messages[n + i])
         sent = issued[q]
         out.append((begin, _BEGIN, q))
-        if slot.allocated:
-            out.append((begin, "gradients", slot.allocated))
+        out += [(begin, what, size) for what, size in slot.at_begin]
         out.append((end, _END, q))
-        if slot.freed:
-            out.append((end, "full_parameters", -slot.freed))
+        out += [(end, what, size) for what, size in slot.at_end]
     return live, out
 
 

@@ -20,11 +20,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mdcs.options import option
-from mdcs.plan.ledger import Ledger, check, most_in_flight, smallest_budget
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import check, most_in_flight, smallest_budget
 from mdcs.planner.anneal import annealed
 from mdcs.planner.fit import fit
 from mdcs.planner.ilp.priced import priced

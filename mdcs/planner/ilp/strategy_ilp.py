@@ -18,15 +18,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mdcs.plan.ledger import Ledger, walk
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.mix import Mix, sequential
 from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.worst_case import walk
 from mdcs.planner.ilp.solver import Problem, Solving, solve
 from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.contents import Unit
-from mdcs.profile.link import Kind
 
 Stage = tuple[int, bool, bool, int]
 """(slot, whether compute runs instead of waiting, whether it is a gather, unit). Stages sort in the order of events."""
@@ -117,27 +117,19 @@ def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
     plan = sequential(Mix(dataclasses.replace(judge.job, profile=profile), (strategy,)))
     ledger, barrier, turn = Ledger(plan), not plan.cross_iteration, plan.period.turn
     held, waiting = ledger.rest_bytes, 0
-    gradients: dict[int, int] = {}
     walks: list[Walk] = [{}, {}, {}]
     for period, q, messages in walk(plan):
         own = walks[period]
         for i in messages:
-            kind, e = plan.messages[i].kind, ledger.messages[i]
-            if kind.is_gather and q == turn:
+            is_gather, e = plan.messages[i].kind.is_gather, ledger.messages[i]
+            if is_gather and q == turn:
                 held, waiting = held - waiting, 0
-            during = held + sum(b for _, b in e.full) + e.transient + e.shards_held
-            held += e.held - e.shards_of_others
-            after_link = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_link)
-            after_update = sum(gradients.pop(u, 0) for u, _ in e.gradients_after_update)
-            held -= after_link + after_update
-            if barrier and not kind.is_gather:  # the update waits for the last reduction of all units
-                kept = after_update + (e.shards if kind.plain is Kind.RS else 0)
-                held, waiting = held + kept, waiting + kept
-            own[q, False, kind.is_gather, unit] = during, held
+            during = held + e.held + e.transient
+            kept = e.freed_by_update if barrier else 0  # the update waits for the last reduction of all units
+            held, waiting = held + e.held - e.freed + kept, waiting + kept
+            own[q, False, is_gather, unit] = during, held
         slot = ledger.slots[q]
-        for u, b in slot.gradients:
-            gradients[u] = b
-            held += b
+        held += slot.allocated
         if q == turn:
             held, waiting = held - waiting, 0
             if barrier:

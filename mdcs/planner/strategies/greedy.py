@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mdcs.plan.ledger import bytes_beyond_fsdp
+from mdcs.plan.lifetimes import bytes_beyond_fsdp
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.interfaces import Choice
 from mdcs.planner.judge import Judge
@@ -29,12 +29,12 @@ class Greedy:
         return Choice(min([self._from(start, judge) for start in judge.starts()], key=judge.seconds))
 
     def _from(self, start: Sequence[Strategy], judge: Judge) -> tuple[Strategy, ...]:
-        profile, units = judge.profile, range(len(judge.profile.units))
+        profile, period, units = judge.profile, judge.job.period, range(len(judge.profile.units))
         mix = list(judge.mix(start).strategies)  # Mix turns fsdp into sdp where a second gather gains nothing
         cost = [{k: judge.job.cost.unit_s(u, k, judge.job.micro_steps) for k in choices(profile)} for u in units]
         changes = sorted(
             (
-                (-saved / max(1, bytes_beyond_fsdp(profile, u, k)), u, k)
+                (-saved / max(1, bytes_beyond_fsdp(period, u, k)), u, k)
                 for u in units
                 for k in _BEYOND_FSDP
                 if k in cost[u] and (saved := cost[u][mix[u]] - cost[u][k]) > 0
@@ -70,10 +70,10 @@ def _is_too_much(judge: Judge, held: Sequence[int], unit: int, mix: Sequence[Str
     """
     if judge.budget is None:
         return False
-    period, micro, profile = judge.job.period, judge.job.micro_steps - 1, judge.profile
+    period, micro = judge.job.period, judge.job.micro_steps - 1
     backward = period.backward(unit, micro)
     if backward is None:
         return False
-    more = bytes_beyond_fsdp(profile, unit, strategy) - bytes_beyond_fsdp(profile, unit, mix[unit])
+    more = bytes_beyond_fsdp(period, unit, strategy) - bytes_beyond_fsdp(period, unit, mix[unit])
     between = range(period.forward(unit, micro)[1] + 1, backward[0])
     return max([held[q % period.length] for q in between], default=0) + more > judge.budget

@@ -11,7 +11,7 @@ from torch import nn
 import mdcs
 from mdcs.calibrate import rehearsal, room
 from mdcs.calibrate.link_timing import MeasuredLink
-from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.named import scheduler_named, strategy_named
 
 LINK = MeasuredLink(mdcs.Link.uniform(1, 50, emulated=True), mdcs.Collectives(), {})

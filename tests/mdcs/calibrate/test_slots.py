@@ -15,7 +15,7 @@ from experiments.tasks.waiting import Waiting
 from mdcs.calibrate import slots
 from mdcs.calibrate.slots import untouched
 from mdcs.measure.memory import NullMeter, Reading, ShimMeter
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 
 from ..runtime.conftest import single  # noqa: F401  # the process that the runtime's tests share
 from ..runtime.ranks import Ranks

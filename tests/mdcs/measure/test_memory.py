@@ -25,7 +25,7 @@ import torch
 
 from mdcs.measure import memory
 from mdcs.measure.memory import CudaMeter, NullMeter, ShimMeter, current_meter
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 
 MIB = 2**20
 Story = Callable[["Change"], None]

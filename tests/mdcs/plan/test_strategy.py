@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.cost import CostModel
-from mdcs.plan.ledger import Ledger, runs
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
+from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.validity import PlanError
 from mdcs.planner.ilp.joint import Joint

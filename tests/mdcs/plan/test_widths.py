@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import Ledger, start_bytes
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix, sequential
@@ -60,11 +60,3 @@ def test_blocks_and_messages_of_two_widths_are_refused() -> None:
 def test_what_is_at_rest(strategy: str, parameters: int, optimizer: int) -> None:
     ledger = Ledger(plan_of(strategy))
     assert ledger.at_rest == {"parameters": parameters, "optimizer": optimizer}
-    assert (ledger.full, ledger.gradients) == ([28], [28])
-
-
-def test_a_start_holds_shards_and_a_unit() -> None:
-    # a: 28 bytes whole, shards of 3 · 4 (masters) and 2 · 4; b: 16 whole, a shard of 4 · 4.
-    assert start_bytes(plan_of("sdp", "sdp")) == max(28 + 20, 20 + 16 + 16)
-    assert start_bytes(plan_of("sdp", "sdp"), [[0, 1]]) == max(28 + 16 + 20, 16 + 20 + 16)
-    assert start_bytes(plan_of("dp", "sdp")) == (28 + 6 * 4) + 16 + 16

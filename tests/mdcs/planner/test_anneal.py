@@ -8,11 +8,11 @@ import math
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import check, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import check, smallest_budget
 from mdcs.planner.anneal import annealed
 from mdcs.planner.fit import fit
 from mdcs.planner.judge import Judge

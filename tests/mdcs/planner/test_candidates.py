@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import needs, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import needs, smallest_budget
 from mdcs.planner.candidates import Candidate, Candidates
 from mdcs.planner.fit import fit
 from mdcs.planner.judge import Judge

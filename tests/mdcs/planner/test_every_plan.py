@@ -9,11 +9,11 @@ import pytest
 
 import mdcs
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import check, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import check, smallest_budget
 from mdcs.planner.fit import fit
 from mdcs.planner.interfaces import StrategyPlanner
 from mdcs.planner.judge import InfeasibleBudget, Judge

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.explain import ScheduleChoice, binding_slot, choices, schedule_choice
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.schedulers.sequential import Sequential

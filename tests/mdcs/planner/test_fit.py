@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.ledger import check, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import check, smallest_budget
 from mdcs.planner.fit import fastest_fit, fit
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.judge import Judge

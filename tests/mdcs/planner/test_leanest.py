@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 
 import mdcs
-from mdcs.plan.ledger import smallest_budget
 from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.interfaces import StrategyPlanner

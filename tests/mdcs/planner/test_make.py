@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mdcs.plan.cost import CostModel
-from mdcs.plan.ledger import check, smallest_budget
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.worst_case import check, smallest_budget
 from mdcs.planner.interfaces import Scheduler, StrategyPlanner
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import floor_bytes, make_plan

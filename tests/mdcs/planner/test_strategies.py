@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.plan.cost import CostModel
-from mdcs.plan.ledger import bytes_beyond_fsdp, smallest_budget
+from mdcs.plan.lifetimes import bytes_beyond_fsdp
 from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.judge import InfeasibleBudget, Judge
 from mdcs.planner.named import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
 from mdcs.planner.schedulers.sequential import Sequential
@@ -118,8 +119,8 @@ def test_a_sequential_step_is_compute_and_the_seconds_of_its_strategies(job: Job
 
 
 def test_bytes_beyond_fsdp() -> None:
-    profile = chain(8, 8, world=2, optimizer=ADAM)  # 32 bytes, shards of 16, Adam twice that
-    assert [bytes_beyond_fsdp(profile, 0, k) for k in (fsdp, sdp, zero1, dp)] == [0, 32, 16, 16 + 32]
+    period = Job(chain(8, 8, world=2, optimizer=ADAM)).period  # 32 bytes, shards of 16, Adam twice that
+    assert [bytes_beyond_fsdp(period, 0, k) for k in (fsdp, sdp, zero1, dp)] == [0, 32, 16, 16 + 32]
 
 
 # ---- greedy

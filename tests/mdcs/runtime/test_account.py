@@ -7,7 +7,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.ledger import most_in_flight
+from mdcs.plan.worst_case import most_in_flight
 from mdcs.runtime.account import Account, InFlight
 
 

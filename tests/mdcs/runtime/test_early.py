@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.calibrate.agreement import on_rank_zero
-from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.uniform import Uniform
 from tests.mdcs.profiles import few

@@ -13,7 +13,7 @@ import torch
 import mdcs
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.slots import measure_profile
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation

@@ -21,7 +21,8 @@ import mdcs
 from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.model.inputs import INPUTS, BatchSizes, from_words, in_words
-from mdcs.plan.ledger import SlotBytes, smallest_budget
+from mdcs.plan.ledger import SlotBytes
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.runtime.account import Account

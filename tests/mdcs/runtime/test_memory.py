@@ -19,9 +19,10 @@ import mdcs
 from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.measure.memory import ShimMeter
-from mdcs.plan.ledger import CATEGORIES, smallest_budget
+from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.mix import Draft, Mix
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind

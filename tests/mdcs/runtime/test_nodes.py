@@ -16,7 +16,7 @@ import torch.distributed as dist
 import mdcs
 from mdcs.calibrate.link_timing import measure_link, ranks_per_node
 from mdcs.measure.memory import preload_env
-from mdcs.plan.ledger import CATEGORIES
+from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from tests.mdcs.runtime.ranks import Ranks

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mdcs.plan.ledger import most_in_flight
+from mdcs.plan.worst_case import most_in_flight
 from mdcs.runtime.queue import MessageQueue, Queued, _Window
 
 

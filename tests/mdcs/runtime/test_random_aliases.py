@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mdcs
 from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.plan.ledger import smallest_budget
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.random_mix import RandomMix

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.calibrate.agreement import on_rank_zero
-from mdcs.plan.ledger import smallest_budget
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import choices
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.runtime import dispatcher

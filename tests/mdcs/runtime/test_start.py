@@ -15,7 +15,7 @@ import mdcs
 from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.measure.memory import ShimMeter
-from mdcs.plan.ledger import start_bytes
+from mdcs.plan.lifetimes import at_rest, unit_rows
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.schedulers.wfbp import Wfbp
@@ -158,6 +158,23 @@ def settle(meter: ShimMeter) -> None:
         unchanged = unchanged + 1 if meter.live() == before else 0
         if unchanged == 3:
             return
+
+
+def start_bytes(plan: mdcs.Plan, together: list[list[int]]) -> int:
+    """The peak of parameters and masters: what is at rest of earlier units, and whole those that are made together."""
+    held = most = 0
+    profile = plan.profile
+    for members in together:
+        held += sum(profile.layouts[u].param_bytes for u in members)
+        for u in members:
+            strategy, layout = plan.strategies[u], profile.layouts[u]
+            held -= 0 if strategy.sharded else layout.param_bytes
+            held += at_rest(unit_rows(plan.period, u, strategy))["parameters"]
+            sections = zip(layout.sections, layout.sizes, strict=True)
+            held += sum(size // strategy.parts(profile) * section.master_bytes for section, size in sections)
+            most = max(most, held)
+            held -= layout.param_bytes if strategy.sharded else 0
+    return most
 
 
 def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:

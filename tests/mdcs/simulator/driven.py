@@ -9,8 +9,9 @@ import heapq
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from mdcs.plan.ledger import Ledger, SlotLimits
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
+from mdcs.plan.worst_case import SlotLimits
 from mdcs.runtime.queue import MessageQueue, messages_of
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.plan.ledger import Ledger, smallest_budget
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Contention

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 
 from mdcs.measure.timeline import Interval, step_times
-from mdcs.plan.ledger import Ledger, smallest_budget
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import make_plan
 from mdcs.planner.schedulers.dear import Dear

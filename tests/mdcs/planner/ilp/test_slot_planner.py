@@ -11,9 +11,10 @@ import pytest
 
 import mdcs
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import Ledger, check, smallest_budget
+from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.worst_case import check, smallest_budget
 from mdcs.planner import anneal
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.ilp import slot_planner

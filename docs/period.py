@@ -25,7 +25,7 @@ import mdcs
 from analysis.pictures.memory_by_slot import CATEGORY_COLOURS
 from analysis.pictures.style import KIND_COLOURS
 from mdcs.measure.timeline import LANES, RankTimeline, sublanes
-from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp

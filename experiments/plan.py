@@ -40,8 +40,8 @@ from experiments.job.profiles import Profiles, ranks, rehearsed
 from mdcs.plan.messages import Plan
 from mdcs.planner import explain
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
-from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import floor_bytes
+from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.sizes import MIB
 

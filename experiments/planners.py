@@ -1,7 +1,7 @@
 """Compare the planners on seeded instances, as judged by the simulator. No ranks, no measurement.
 
     python experiments/planners.py instances [--count 200] [--workers 2]   # joint against two steps, heuristics and chance
-    python experiments/planners.py gaps [--solver HIGHS] [--units 24 48 96]  # distance to the proven bound
+    python experiments/planners.py gaps [--units 24 48 96]  # distance to the proven bound
 
 For `instances`, the solvers start without heuristics, so that they can be compared with the heuristics. For `gaps`,
 they start as they do for users.
@@ -35,10 +35,9 @@ from mdcs.plan.validity import PlanError
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.memory_aware import MemoryAware
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import floor_bytes, make_plan
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.named import SCHEDULERS, JointPlanner, Scheduler, StrategyPlanner
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
@@ -196,25 +195,25 @@ def show_comparison(results: list[Result], console: Console) -> None:
 # ---- distance to the bound
 
 
-def gaps(solver: str, units: list[int], console: Console) -> None:
+def gaps(units: list[int], console: Console) -> None:
     table = Table(title="gap = (replayed step - proven bound of the unmerged problem) / replayed step")
-    headings = ("units", "seed", "solver", "limit s", "took s", "best heuristic ms", "off bound", "joint ms", "gap", "outcome")
+    headings = ("units", "seed", "limit s", "took s", "best heuristic ms", "off bound", "joint ms", "gap", "outcome")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("solver", "outcome") else "right")
+        table.add_column(heading, justify="left" if heading == "outcome" else "right")
     for count, seed in COMMITTED:
         if count not in units:
             continue
         profile = chain(count, seed, ratio=1.5)
         budget = int(1.3 * floor_bytes(profile))
         began = time.monotonic()
-        plan = make_plan(profile, Joint(solver, LIMITS_S[count]), budget=budget)
+        plan = make_plan(profile, Joint(LIMITS_S[count]), budget=budget)
         took = time.monotonic() - began
         greedy = fastest(profile, budget, [Greedy()], heuristic_schedulers(), (None, *SHARES))
         heuristic = min(greedy, best_of_the_others(profile, budget))
         assert plan.prediction is not None
         joint, bound = plan.prediction.step_s, plan.bound_s or 0.0
         table.add_row(
-            str(count), str(seed), solver, f"{LIMITS_S[count]:g}", f"{took:.0f}", f"{heuristic * 1e3:.1f}",
+            str(count), str(seed), f"{LIMITS_S[count]:g}", f"{took:.0f}", f"{heuristic * 1e3:.1f}",
             f"{1 - bound / heuristic:.1%}", f"{joint * 1e3:.1f}", f"{1 - bound / joint:.2%}", plan.outcome,
         )  # fmt: skip
         console.print(f"{count} units, seed {seed}: gap {1 - bound / joint:.2%} after {took:.0f} s", highlight=False)
@@ -228,12 +227,11 @@ def main() -> int:
     many.add_argument("--count", type=positive, default=200)
     many.add_argument("--workers", type=positive, default=2)
     few = commands.add_parser("gaps", help="distance to the proven bound on the committed instances")
-    few.add_argument("--solver", default="HIGHS", choices=("HIGHS", "CBC"))
     few.add_argument("--units", type=int, nargs="+", default=list(LIMITS_S), choices=list(LIMITS_S))
     arguments = parser.parse_args()
     console = Console(width=150)
     if arguments.command == "gaps":
-        gaps(arguments.solver, arguments.units, console)
+        gaps(arguments.units, console)
         return 0
     results = []
     with ProcessPoolExecutor(arguments.workers) as pool:

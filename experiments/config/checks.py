@@ -40,7 +40,7 @@ from experiments.config.schema import (
 from experiments.config.targets import make, plain
 from mdcs.options import OptionError, check_value, shown
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.interfaces import decides_schedule
+from mdcs.planner.named import decides_schedule
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.contents import Profile

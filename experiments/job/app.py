@@ -41,7 +41,7 @@ from hydra_plugins import _mdcs_handed as handed
 from hydra_plugins._mdcs_slurm import MdcsLauncher, measured
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
 from launch.claim import Occupied, claim
-from mdcs.planner.interfaces import decides_schedule
+from mdcs.planner.named import decides_schedule
 
 _HANDS_IN = "hydra_plugins._mdcs_slurm."
 

@@ -14,9 +14,8 @@ from mdcs.calibrate.trials import candidates, fastest
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
-from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.planner.make import make_plan
-from mdcs.planner.named import scheduler_named, strategy_named
+from mdcs.planner.named import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
 
 

@@ -25,9 +25,9 @@ from mdcs.calibrate.trials import cost_s, periods
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
-from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import make_plan
+from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp

@@ -22,9 +22,9 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import choices
 from mdcs.plan.times import StepTimes
-from mdcs.planner.interfaces import Scheduler, StrategyPlanner
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import make_plan
+from mdcs.planner.named import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import MgWfbp
 from mdcs.planner.schedulers.priority import Priority

@@ -9,8 +9,9 @@ from mdcs.export.groups import Ahead, Group, ahead, in_order
 from mdcs.export.memory import GroupBytes, Walk
 from mdcs.plan.job import Job
 from mdcs.plan.lifetimes import bytes_beyond_fsdp
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.profile.algorithms import Collectives
@@ -124,7 +125,7 @@ def as_run(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahea
                     first, last = max(w[0] for w in windows), min(w[1] for w in windows)
                     parts = tuple(part for op in own for part in mix.parts(op.unit))
                     waited = backend == "gloo" and not kind.is_gather
-                    drafts.append(Draft(kind, parts, max(first, min(slot, last)), micro, waited))
+                    drafts.append(Message(kind, parts, max(first, min(slot, last)), waited, micro))
     drafts.sort(key=lambda d: d.kind.is_gather)  # at one boundary the reduction comes first
     return mix.plan("fsdp2", mix.whole(), drafts)
 

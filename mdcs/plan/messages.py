@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,7 +103,7 @@ class Plan:
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """Start of each block in its unit's flat buffer (elements)."""
-        return tuple(tuple(sum(sizes[:i]) for i in range(len(sizes))) for sizes in self.blocks)
+        return tuple(tuple(itertools.accumulate(sizes[:-1], initial=0)) for sizes in self.blocks)
 
     def padded(self, unit: int) -> int:
         """Return the elements of the unit's flat buffer, padding included."""

@@ -1,4 +1,4 @@
-"""A strategy mix: the input of every scheduler. It turns drafts of messages into a plan."""
+"""A strategy mix: the input of every scheduler. It turns messages into a plan."""
 
 from __future__ import annotations
 
@@ -17,17 +17,6 @@ from mdcs.plan.validity import PlanError, require_nodes
 from mdcs.plan.widths import by_width
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A message before ordering. ``slot`` is unrolled. Drafts of one slot keep their order."""
-
-    kind: Kind
-    parts: tuple[tuple[int, int], ...]
-    slot: int
-    micro: int = 0
-    blocking: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,11 +55,6 @@ class Mix:
         return self.job.profile
 
     @property
-    def cross_iteration(self) -> bool:
-        """Whether messages may cross from one iteration to the next."""
-        return self.job.cross_iteration
-
-    @property
     def period(self) -> Period:
         """The period of the job."""
         return self.job.period
@@ -88,7 +72,7 @@ class Mix:
     def window(self, op: Op) -> tuple[int, int]:
         """Return :meth:`Period.window`, narrowed by the barrier if ``cross_iteration`` is off."""
         first, last = self.period.window(op)
-        if not self.cross_iteration and self.profile.units[op.unit].trainable and op.micro == 0:
+        if not self.job.cross_iteration and self.profile.units[op.unit].trainable and op.micro == 0:
             if not op.kind.is_gather:
                 last = self.period.turn
             elif op.kind.plain is Kind.AG_F:
@@ -130,39 +114,21 @@ class Mix:
             out.append(tuple(sizes))
         return tuple(out)
 
-    def plan(self, name: str, blocks: Sequence[tuple[int, ...]], drafts: Iterable[Draft]) -> Plan:
-        """Return the plan of these blocks (elements) and drafts, ordered by slot.
+    def plan(self, name: str, blocks: Sequence[tuple[int, ...]], messages: Iterable[Message]) -> Plan:
+        """Return the plan of these blocks (elements) and messages, whose slots may be unrolled, in any order of slots.
 
-        At the barrier, reductions come first.
-
-        A draft with parts of several widths becomes one message per width. Raises PlanError if the drafts make no valid
-        plan.
+        Messages of one slot keep their order, but at the barrier reductions come first. A message with parts of several
+        widths becomes one per width. Raises PlanError if the messages make no valid plan.
         """
-        length = self.period.length
-        turn = self.period.turn
+        length, turn, barrier = self.period.length, self.period.turn, not self.job.cross_iteration
 
-        def key(d: Draft) -> tuple[int, int]:
-            slot = d.slot % length
-            behind = not self.cross_iteration and slot == turn and d.kind.is_gather
-            return slot, int(behind)
+        def key(m: Message) -> tuple[int, bool]:
+            slot = m.slot % length
+            return slot, barrier and slot == turn and m.kind.is_gather
 
-        messages = tuple(
-            Message(d.kind, parts, d.slot % length, d.blocking, d.micro)
-            for d in sorted(drafts, key=key)
-            for parts in by_width(self.profile, blocks, d.kind, d.parts)
+        ordered = tuple(
+            Message(m.kind, parts, m.slot % length, m.blocking, m.micro)
+            for m in sorted(messages, key=key)
+            for parts in by_width(self.profile, blocks, m.kind, m.parts)
         )
-        return Plan(self.job, self.strategies, tuple(blocks), messages, scheduler=name)
-
-
-def sequential(mix: Mix) -> Plan:
-    """Return the sequential schedule of a mix, which decides whether strategies fit a budget.
-
-    Compute waits for every message. A reduction is sent when it is ready, a gather when it is needed.
-    """
-    drafts = []
-    for op in mix.ops:
-        first, last = mix.window(op)
-        drafts.append(Draft(op.kind, mix.parts(op.unit), last if op.kind.is_gather else first, op.micro, True))
-    # Between two slots the reduction comes first, so its gradients are freed before the next unit is gathered.
-    drafts.sort(key=lambda d: d.kind.is_gather)
-    return mix.plan("sequential", mix.whole(), drafts)
+        return Plan(self.job, self.strategies, tuple(blocks), ordered, scheduler=name)

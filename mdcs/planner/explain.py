@@ -13,10 +13,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.judge import Judge
+from mdcs.planner.named import Scheduler
+from mdcs.planner.schedulers.sequential import sequential
 from mdcs.simulator.simulate import replay
 
 

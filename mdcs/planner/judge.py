@@ -6,15 +6,24 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import needs, smallest_budget
 from mdcs.planner.leanest import leanest
+from mdcs.planner.schedulers.sequential import sequential
 from mdcs.profile.contents import Profile
 from mdcs.sizes import GIB
+
+
+class Choice(NamedTuple):
+    """A strategy per unit. ``outcome``: status of the solver, empty if no solver was used."""
+
+    strategies: tuple[Strategy, ...]
+    outcome: str = ""
 
 
 class InfeasibleBudget(ValueError):

@@ -14,9 +14,10 @@ from functools import lru_cache
 
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.worst_case import needs
+from mdcs.planner.schedulers.sequential import sequential
 
 _AT_ONCE = 2  # units changed together, because changing one may move the peak to another
 _MOST = 400  # sequential schedules tried

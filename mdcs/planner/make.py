@@ -10,8 +10,8 @@ from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
 from mdcs.plan.worst_case import check
 from mdcs.planner.fit import fastest_fit
-from mdcs.planner.interfaces import Choice, JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.planner.judge import InfeasibleBudget, Judge
+from mdcs.planner.named import Choice, JointPlanner, Scheduler, StrategyPlanner, decides_schedule
 from mdcs.profile.contents import Profile
 from mdcs.simulator.kernel import MAX_PERIODS
 from mdcs.simulator.simulate import replay

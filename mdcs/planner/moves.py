@@ -193,7 +193,7 @@ def recut(plan: Plan, rng: random.Random) -> Plan | None:
     cuts = [total * b // count // step * step for b in range(1, count)]
     inner = [edge(plan.profile, u, cut, step, total // count) for cut in cuts]
     sizes = tuple(b - a for a, b in itertools.pairwise([0, *inner, total]))
-    return _rebuilt(plan, u, (*plan.blocks[:u], sizes, *plan.blocks[u + 1 :]))
+    return rebuilt(plan, u, sizes)
 
 
 def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
@@ -264,11 +264,12 @@ def joined(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
     return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
 
 
-def _rebuilt(plan: Plan, unit: int, blocks: tuple[tuple[int, ...], ...]) -> Plan:
-    """Return the plan with these blocks, which differ for ``unit`` only.
+def rebuilt(plan: Plan, unit: int, sizes: tuple[int, ...]) -> Plan:
+    """Return the plan with blocks of these sizes (elements) for ``unit``.
 
     Its gathers are sent where the first old block was, its reductions where the last was.
     """
+    blocks = (*plan.blocks[:unit], sizes, *plan.blocks[unit + 1 :])
     at: dict[Op, Message] = {}
     for m in plan.messages:
         op = Op(m.kind, unit, m.micro)
@@ -281,7 +282,7 @@ def _rebuilt(plan: Plan, unit: int, blocks: tuple[tuple[int, ...], ...]) -> Plan
             continue
         kept = tuple([p for p in m.parts if p[0] != unit])
         here = at[Op(m.kind, unit, m.micro)] is m
-        parts = kept + tuple([(unit, b) for b in in_order(plan.profile, unit, blocks[unit]) if here])
+        parts = kept + tuple([(unit, b) for b in in_order(plan.profile, unit, sizes) if here])
         if len(m.parts) > 1 and parts:  # stays fused
             messages.append(dataclasses.replace(m, parts=parts))
         else:

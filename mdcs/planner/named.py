@@ -1,15 +1,22 @@
-"""The planners of mdcs by name, with their defaults: for :func:`mdcs.autoplan`, and for comparisons."""
+"""Planners: what each is, and those of mdcs by name with their defaults.
+
+A planner is any object with the methods below. One that a config can choose is a frozen dataclass whose fields are
+options (:mod:`mdcs.options`). A YAML file names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol, TypeGuard, TypeVar
 
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import RENAMED, Strategy
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.memory_aware import MemoryAware
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
+from mdcs.planner.judge import Choice, Judge
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
 from mdcs.planner.schedulers.priority import Priority
@@ -19,6 +26,55 @@ from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
+
+_T = TypeVar("_T")
+
+
+class StrategyPlanner(Protocol):
+    """Chooses strategies, judged with the sequential schedule."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        ...
+
+    def choose(self, judge: Judge) -> Choice:
+        """Return a mix that fits the judge's budget.
+
+        Raises InfeasibleBudget, with the smallest feasible budget, if there is none.
+        """
+        ...
+
+
+class JointPlanner(Protocol):
+    """Chooses strategies and schedule together. It takes no scheduler, and divides the budget itself."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        ...
+
+    def plan(self, judge: Judge) -> Plan:
+        """Return a plan within the judge's budget. Raises InfeasibleBudget."""
+        ...
+
+
+class Scheduler(Protocol):
+    """Turns a mix into messages."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        ...
+
+    def schedule(self, mix: Mix) -> Plan:
+        """Return a plan for the mix.
+
+        The scheduler may ignore ``mix.budget``: :func:`mdcs.planner.fit.fit` later delays and splits messages that do
+        not fit.
+        """
+        ...
+
 
 STRATEGIES: dict[str, Callable[[], StrategyPlanner | JointPlanner]] = {
     **{str(strategy): partial(Uniform, str(strategy)) for strategy in Strategy},
@@ -41,22 +97,22 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
 }
 
 
-def strategy_named(name: str) -> StrategyPlanner | JointPlanner:
-    """Return the strategy planner of this name, with its defaults.
+def decides_schedule(strategy: StrategyPlanner | JointPlanner) -> TypeGuard[JointPlanner]:
+    """Whether the planner needs no scheduler."""
+    return hasattr(strategy, "plan")
 
-    Raises ValueError, which lists the names, for an unknown name.
-    """
-    name = str(Strategy(name)) if name in RENAMED else name
-    if name not in STRATEGIES:
-        raise ValueError(f"unknown strategy {name!r}: {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]()
+
+def strategy_named(name: str) -> StrategyPlanner | JointPlanner:
+    """Return the strategy planner of this name. Raises ValueError, which lists the names, for an unknown name."""
+    return _named("strategy", STRATEGIES, str(Strategy(name)) if name in RENAMED else name)
 
 
 def scheduler_named(name: str) -> Scheduler:
-    """Return the scheduler of this name, with its defaults.
+    """Return the scheduler of this name. Raises ValueError, which lists the names, for an unknown name."""
+    return _named("scheduler", SCHEDULERS, name)
 
-    Raises ValueError, which lists the names, for an unknown name.
-    """
-    if name not in SCHEDULERS:
-        raise ValueError(f"unknown scheduler {name!r}: {', '.join(SCHEDULERS)}")
-    return SCHEDULERS[name]()
+
+def _named(what: str, table: Mapping[str, Callable[[], _T]], name: str) -> _T:
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}: {', '.join(table)}")
+    return table[name]()

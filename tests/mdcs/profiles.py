@@ -20,10 +20,9 @@ from mdcs.plan import job
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.interfaces import Scheduler, StrategyPlanner
 from mdcs.planner.judge import Judge
 from mdcs.planner.make import make_plan
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.named import SCHEDULERS, Scheduler, StrategyPlanner
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
 from mdcs.planner.schedulers.priority import Priority

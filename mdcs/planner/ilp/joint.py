@@ -19,7 +19,6 @@ class Joint(SlotPlanner):
     """
 
     name: ClassVar[str] = "joint"
-    decides_schedule: ClassVar[bool] = True
 
     trials: int | None = option(
         None, "so many plans, heuristics' too, run before training, and the fastest is kept; null: 3 in a long run", at_least=1

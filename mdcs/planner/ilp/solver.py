@@ -1,4 +1,4 @@
-"""Mixed-integer problems, solved by python-mip in a child process with a hard deadline.
+"""Mixed-integer problems, solved by HiGHS through python-mip in a child process with a hard deadline.
 
 A :class:`Problem` holds only numbers: columns with a cost, and sparse rows. Solvers exceed their time limits and may
 crash. Therefore the child is killed at the deadline, and :class:`Answer` always reports the status.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mdcs.options import Checked, option
 
-SOLVERS = ("HIGHS", "CBC")
 _CHILD = Path(__file__).with_name("solver_child.py")
 _OWN = 0.9  # fraction of the time that the solver gets: it exceeds its limit, and reading and answering take time
 
@@ -49,10 +47,6 @@ class Problem:
         """Add the row terms == right."""
         self.rows.append((terms, True, right))
 
-    def cost(self, values: Sequence[float]) -> float:
-        """Return the objective value of a solution."""
-        return sum(c * x for c, x in zip(self.costs, values, strict=True))
-
     def broken(self, values: Sequence[float], tolerance: float = 1e-6) -> list[int]:
         """Return the rows that ``values`` do not satisfy."""
         out = []
@@ -82,40 +76,28 @@ class Answer:
 class Solving(Checked):
     """Options of planners that use a solver."""
 
-    solver: str = option("HIGHS", "through python-mip", choices=SOLVERS)  # python-mip replaces a missing one silently
     seconds: float = option(20.0, "limit of the solver, seconds", above=0)
 
 
-def solve(
-    problem: Problem,
-    *,
-    solver: str = "HIGHS",
-    seconds: float = 20.0,
-    start: Sequence[float] | None = None,
-    relax: bool = False,
-) -> Answer:
+def solve(problem: Problem, *, seconds: float = 20.0, start: Sequence[float] | None = None, relax: bool = False) -> Answer:
     """Solve a problem within ``seconds``. After that the solver is killed.
 
     - ``start``: a solution to start from, with a value for every column.
-    - ``relax``: drop integrality and solve the linear program, by an interior point method if the solver has one.
+    - ``relax``: drop integrality and solve the linear program by an interior point method.
     """
-    deadline = time.monotonic() + seconds
-    data = json.dumps(
-        {
-            "costs": problem.costs, "integer": problem.integer, "rows": problem.rows,
-            "start": None if start is None else list(start), "solver": solver, "seconds": _OWN * seconds, "relax": relax,
-        }
-    )  # fmt: skip
+    data = {
+        "costs": problem.costs, "integer": problem.integer, "rows": problem.rows,
+        "start": None if start is None else list(start), "seconds": _OWN * seconds, "relax": relax,
+    }  # fmt: skip
     try:
         child = subprocess.run(
             [sys.executable, str(_CHILD)],
-            input=data, capture_output=True, text=True, timeout=max(0.1, deadline - time.monotonic()), check=False,
+            input=json.dumps(data), capture_output=True, text=True, timeout=max(0.1, seconds), check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Answer(f"no answer within {seconds:.3g} s")
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or ["no message"]
         return Answer(f"the solver failed: {lines[-1]}")
-    answer = json.loads(child.stdout.splitlines()[-1])
-    values = answer["values"]
-    return Answer(answer["status"], None if values is None else tuple(values), answer["bound"])
+    status, values, bound = json.loads(child.stdout.splitlines()[-1])
+    return Answer(status, None if values is None else tuple(values), bound)

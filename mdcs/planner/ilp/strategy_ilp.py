@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.worst_case import walk
 from mdcs.planner.ilp.solver import Problem, Solving, solve
-from mdcs.planner.interfaces import Choice
-from mdcs.planner.judge import Judge
+from mdcs.planner.judge import Choice, Judge
+from mdcs.planner.schedulers.sequential import sequential
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.contents import Unit
 
@@ -45,7 +45,7 @@ class Ilp(Solving):
         """
         greedy = Greedy().choose(judge).strategies
         made, z = problem(judge)
-        answer = solve(made, solver=self.solver, seconds=self.seconds, start=_start(made, z, greedy))
+        answer = solve(made, seconds=self.seconds, start=_start(made, z, greedy))
         if answer.values is None:
             return Choice(greedy, f"greedy: {answer.status}")
         values = answer.values

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.planner.schedulers.fusion import buckets, fuse
 
@@ -39,4 +40,4 @@ class Dear(Checked):
                 slot = first if keep else max(first, need - self.ahead)
             drafts.append((slot % period.length, m.kind.is_gather, fused.need(m) or 0, m, slot))
         drafts.sort(key=lambda d: d[:3])  # gathers of one slot in the order of the forward pass
-        return mix.plan(self.name, mix.whole(), [Draft(m.kind, m.parts, slot, m.micro) for *_, m, slot in drafts])
+        return mix.plan(self.name, mix.whole(), [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts])

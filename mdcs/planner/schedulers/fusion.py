@@ -14,7 +14,7 @@ from typing import ClassVar
 from mdcs.options import Checked, option
 from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.planner.schedulers.wfbp import in_ready_order, ready_slot
 from mdcs.profile.link import Kind
@@ -45,7 +45,7 @@ def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
                     slot = max([slot, *(reduced.get(op.unit, 0) for op in group)])
             else:
                 reduced |= {op.unit: slot for op in group}
-            drafts.append(Draft(kind, tuple(part for op in group for part in mix.parts(op.unit)), slot, micro))
+            drafts.append(Message(kind, tuple(part for op in group for part in mix.parts(op.unit)), slot, micro=micro))
     drafts.sort(key=lambda d: (d.kind.is_gather, d.slot))
     return mix.plan(name, mix.whole(), drafts)
 

@@ -1,32 +1,37 @@
-"""Partitioned communication, nearest deadline first.
+"""Partitioned communication, nearest deadline first: a policy over the replay.
 
 ByteScheduler (Peng et al., SOSP 2019) and P3 (Jayarajan et al., MLSys 2019) do this at run time. Here it is done in
 advance. Whenever the link is free, it takes the ready block whose unit is needed first. The resulting order in steady
 state becomes the plan. It is optimal for one link, with unlimited memory and free updates.
 
-Messages slow compute down, so real slots are longer than the profiled ones and leave more time for messages. The order
-is therefore computed again with the slot times of a replay of the plan (:func:`settled`).
+The replay of a plan says when compute arrives at each slot, with all that messages cost. The order that follows is
+replayed again, because it moves these times (:func:`settled`).
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.plan.early import in_order
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.plan.widths import width_of
-from mdcs.planner.schedulers.wfbp import Blocks
-from mdcs.profile.contents import Contention
+from mdcs.planner.schedulers.wfbp import Blocks, ready_slot
 from mdcs.profile.link import GATHER, Kind
-from mdcs.simulator.simulate import steady_state
+from mdcs.simulator.simulate import Steady, steady_state
 
-_ROUNDS = 3  # plans made from the replay of the plan before
-_PERIODS = 4  # simulated periods; the plan takes the order of the last but one
+_ROUNDS = 3  # orders made from each first times, the later ones from the replay of the plan before
+_PERIODS = 4  # of the list schedule; the plan takes the order of the last but one
+
+Windows = dict[Op, tuple[int, int]]
+"""For every operation, the first slot at which it is sent and the slot at which it must be done (unrolled)."""
 
 
 @dataclass(frozen=True)
@@ -43,163 +48,83 @@ class Priority(Blocks):
 def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> Plan:
     """Return the fastest plan by replay, without a budget, of several rounds of :func:`nearest_deadline_first`.
 
-    The first round uses the profiled slot times. Every later round uses the slot times in the replay of the plan
-    before.
+    - ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
+      gradient earlier.
+
+    The rounds begin twice: with the times of a plan that sends blocks when they are ready, and with those of compute alone.
     """
-    plan = best = mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows))
-    if mix.profile.contention == Contention():  # without contention the first order already had the right slot times
-        return plan
-    now = shortest = steady_state(plan)
-    for _ in range(_ROUNDS):
-        seconds = [end - begin for _, begin, end in now.slots]
-        plan = mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, seconds))
-        now = steady_state(plan)
-        if now.period_s < shortest.period_s:
-            best, shortest = plan, now
+    windows = windows or {op: mix.window(op) for op in mix.ops}
+    first = [
+        Message(op.kind, ((op.unit, b),), min(max(ready_slot(mix, op), windows[op][0]), windows[op][1]), micro=op.micro)
+        for op in mix.ops for b in in_order(mix.profile, op.unit, blocks[op.unit])
+    ]  # fmt: skip
+    first.sort(key=lambda m: (m.slot, m.kind.is_gather))
+    best = mix.plan(name, blocks, first)
+    shortest = steady_state(best)
+    for times in (shortest, undelayed(mix)):
+        plan = None
+        for _ in range(_ROUNDS):
+            before, plan = plan, mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, times))
+            if plan in (before, best):
+                break
+            times = steady_state(plan)
+            if times.period_s < shortest.period_s:
+                best, shortest = plan, times
     return best
 
 
-Instance = tuple[Op, int, int]
-"""(operation, block of its unit, period of the operation's window)."""
+def undelayed(mix: Mix) -> Steady:
+    """Return the times of slots without messages."""
+    arrivals = [0.0, *itertools.accumulate(mix.period.seconds)]
+    return Steady(arrivals[-1], tuple(zip(arrivals, arrivals, arrivals[1:], strict=False)), ())
 
 
-Windows = dict[Op, tuple[int, int]]
-"""For every operation, the first slot at which it is sent and the slot at which it must be done (unrolled)."""
+def nearest_deadline_first(mix: Mix, blocks: Sequence[tuple[int, ...]], windows: Windows, times: Steady) -> list[Message]:
+    """Return messages: whenever the link is free, send the ready block with the nearest deadline.
 
-
-def nearest_deadline_first(
-    mix: Mix,
-    blocks: tuple[tuple[int, ...], ...],
-    windows: Windows | None = None,
-    seconds: Sequence[float] | None = None,
-) -> list[Draft]:
-    """Return drafts: walk the slots, and whenever the link is free send the ready block with the nearest deadline.
-
-    - ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
-      gradient earlier.
-    - ``seconds``: seconds of the period's slots, if not the profiled ones.
+    - ``times``: when compute arrives at the slots.
     """
-    length, turn = mix.period.length, mix.period.turn
-    seconds = seconds or [mix.profile.slots[slot.place].seconds for slot in mix.period.slots]
-    windows = windows or {op: mix.window(op) for op in mix.ops}
-    opens, needed = _calendar(mix, blocks, windows)
-    link = _Link(mix, blocks, windows)
-    now = 0.0
-    for q in range(turn, _PERIODS * length):
-        for op, b, p in opens.get(q, ()):
-            if p or op.kind.is_gather:
-                link.open(op, b, p)
-        link.permit(q)
-        for op, b, p in needed.get(q, ()):
-            if q < length:  # the prologue: nothing has been reduced yet
-                if op.kind.is_gather:
-                    link.done.setdefault((op, b, p), now)
-                continue
-            while (op, b, p) not in link.done:
-                if not link.send(q, now, float("inf")):
-                    raise AssertionError(f"{op} of period {p} cannot be sent by slot {q}")
-            now = max(now, link.done[op, b, p])
-        now = link.run(q, now, seconds[q % length])
-    return _drafts(mix, link)
+    length, job, depth = mix.period.length, mix.job, mix.profile.link.depth
+    arrivals = [p * times.period_s + arrival for p in range(_PERIODS) for arrival, _, _ in times.slots]
+    released: list[tuple[float, int, int, tuple[int, bool, int, int], Op, int, int]] = []  # heap by time
 
+    def release(at: float, op: Op, block: int, place: int, p: int) -> None:
+        first, last = (p * length + slot for slot in windows[op])
+        if first < len(arrivals):
+            urgency = last, op.kind.is_gather, op.unit, place
+            heapq.heappush(released, (max(at, arrivals[first]), first, len(released), urgency, op, block, p))
 
-def _calendar(
-    mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows
-) -> tuple[dict[int, list[Instance]], dict[int, list[Instance]]]:
-    """Return the instances that become ready, and those that are needed, at each slot since the first period began."""
-    opens: dict[int, list[Instance]] = {}
-    needed: dict[int, list[Instance]] = {}
+    orders = [in_order(mix.profile, u, own) for u, own in enumerate(blocks)]
     for p in range(_PERIODS):
         for op in mix.ops:
-            first, last = (p * mix.period.length + slot for slot in windows[op])
             updated = op.kind.plain is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
-            for b in range(len(blocks[op.unit])):
-                needed.setdefault(last, []).append((op, b, p))
-                if not (updated and mix.cross_iteration):  # otherwise its reduce-scatter makes it ready
-                    opens.setdefault(first, []).append((op, b, p))
-    return opens, needed
+            if not (updated and job.cross_iteration):  # otherwise its reduce-scatter releases it
+                for place, b in enumerate(orders[op.unit]):
+                    release(0.0, op, b, place, p)
+    ready: list[tuple[tuple[int, bool, int, int], Op, int, int]] = []  # heap by deadline; reductions first
+    sent: list[tuple[int, Op, int, int]] = []  # slot, operation, block, period
+    free = 0.0
+    while released or ready:
+        while released and (released[0][0] <= free or not ready):
+            free = max(free, released[0][0])
+            *_, urgency, op, b, p = heapq.heappop(released)
+            heapq.heappush(ready, (urgency, op, b, p))
+        urgency, op, b, p = heapq.heappop(ready)
+        slot = bisect.bisect_right(arrivals, free) - 1
+        sent.append((min(slot, urgency[0]), op, b, p))
+        cost = job.cost.message(op.kind, blocks[op.unit][b], width=width_of(mix.profile, blocks, op.kind, (op.unit, b)))
+        free += (cost.alpha if depth == 1 else cost.gap) + cost.transfer  # latency hides behind the message before it
+        if op.kind in GATHER and job.cross_iteration:
+            release(free + cost.copy + cost.update, Op(GATHER[op.kind], op.unit, 0), b, urgency[3], p)
+    return _of_one_period(sent, length)
 
 
-class _Link:
-    """The link in virtual time. It takes the ready block that is needed first."""
-
-    def __init__(self, mix: Mix, blocks: tuple[tuple[int, ...], ...], windows: Windows) -> None:
-        self.mix, self.blocks, self.windows = mix, blocks, windows
-        self.done: dict[Instance, float] = {}
-        self.sent: dict[Instance, int] = {}  # -> slot since the first period began; in the order of sending
-        self._began = self._free = 0.0  # begin and end of the last message
-        self._ready: list[tuple[int, bool, int, int, int, Op, int]] = []  # heap by deadline; reductions first
-        orders = [in_order(mix.profile, u, own) for u, own in enumerate(blocks)]
-        self._places = [{b: place for place, b in enumerate(order)} for order in orders]
-        self._waiting: list[tuple[float, int, Op, int, int]] = []  # gathers that wait for an update; heap by time
-        self._updated: dict[int, list[Instance]] = {}  # slot -> updated gathers whose window begins there
-
-    def permit(self, slot: int) -> None:
-        for op, block, p in self._updated.pop(slot, ()):
-            self.open(op, block, p)
-
-    def _take_updated(self, slot: int, now: float) -> None:
-        """Make gathers ready whose update is done and whose window has begun."""
-        while self._waiting and self._waiting[0][0] <= now:
-            op, block, p = heapq.heappop(self._waiting)[2:]
-            first = p * self.mix.period.length + self.windows[op][0]
-            if first <= slot:
-                self.open(op, block, p)
-            else:
-                self._updated.setdefault(first, []).append((op, block, p))
-
-    def open(self, op: Op, block: int, p: int) -> None:
-        deadline = p * self.mix.period.length + self.windows[op][1]
-        place = self._places[op.unit][block]
-        heapq.heappush(self._ready, (deadline, op.kind.is_gather, op.unit, place, block, op, p))
-
-    def run(self, slot: int, now: float, work: float) -> float:
-        """Send messages while compute runs for ``work`` seconds, slowed by them. Return when compute ends."""
-        slowdown = 1 + self.mix.profile.interference
-        busy_until = self._free  # end of the message in flight
-        while True:
-            beside = max(0.0, busy_until - now)
-            if work * slowdown <= beside:
-                return now + work * slowdown
-            now, work = now + beside, work - beside / slowdown
-            if not self.send(slot, now, now + work):
-                return now + work
-            alone = max(0.0, self._began - now)
-            now, work, busy_until = now + alone, work - alone, self._free
-
-    def send(self, slot: int, now: float, until: float) -> bool:
-        """Start the most urgent block at ``now`` or later, but before ``until``. Return False if there is none."""
-        begin = max(self._free, now)
-        while not self._ready and self._waiting and self._waiting[0][0] < until:
-            begin = max(begin, self._waiting[0][0])
-            self._take_updated(slot, begin)
-        if begin >= until:
-            return False
-        self._take_updated(slot, begin)
-        if not self._ready:
-            return False
-        *_, block, op, p = heapq.heappop(self._ready)
-        width = width_of(self.mix.profile, self.blocks, op.kind, (op.unit, block))
-        cost = self.mix.job.cost.message(op.kind, self.blocks[op.unit][block], width=width)
-        before = cost.alpha if self.mix.profile.link.depth == 1 else cost.gap  # latency hides behind the message before it
-        self._began, self._free = begin, begin + before + cost.transfer
-        self.done[op, block, p] = self._free
-        self.sent[op, block, p] = slot
-        if op.kind in GATHER and self.mix.cross_iteration:
-            updated = self._free + cost.copy + cost.update
-            heapq.heappush(self._waiting, (updated, len(self.sent), Op(GATHER[op.kind], op.unit, 0), block, p))
-        return True
-
-
-def _drafts(mix: Mix, link: _Link) -> list[Draft]:
+def _of_one_period(sent: Sequence[tuple[int, Op, int, int]], length: int) -> list[Message]:
     """Return the blocks in the order in which they were sent in the last period but one."""
-    length, period = mix.period.length, _PERIODS - 2
     chosen: dict[tuple[Op, int], int] = {}  # -> unrolled slot
-    for (op, b, p), sent in link.sent.items():
-        if sent // length == period:
-            chosen.setdefault((op, b), sent - p * length)
-    for (op, b, p), sent in link.sent.items():  # blocks not sent in that period, because the order has not settled yet
-        if p == period:
-            chosen.setdefault((op, b), sent - p * length)
-    drafts = [Draft(op.kind, ((op.unit, b),), slot, op.micro) for (op, b), slot in chosen.items()]
-    return sorted(drafts, key=lambda draft: draft.slot % length)
+    for in_period in (lambda slot, p: slot // length == _PERIODS - 2, lambda slot, p: p == _PERIODS - 2):
+        for slot, op, b, p in sent:  # the second time: blocks not sent in that period, as the order has not settled yet
+            if in_period(slot, p):
+                chosen.setdefault((op, b), slot - p * length)
+    messages = [Message(op.kind, ((op.unit, b),), slot, micro=op.micro) for (op, b), slot in chosen.items()]
+    return sorted(messages, key=lambda m: m.slot % length)

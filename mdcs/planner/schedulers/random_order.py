@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.profile.link import REDUCTION, Kind
 
 
@@ -43,12 +44,12 @@ class RandomOrder(Checked):
         keys = list(slots)
         rng.shuffle(keys)
         keys.sort(key=lambda k: k[0].is_gather)
-        drafts: list[Draft] = []
+        drafts: list[Message] = []
         for kind, unit, micro, block in keys:
             slot = slots[kind, unit, micro, block]
             fits = drafts and drafts[-1].kind is kind and drafts[-1].micro == micro and drafts[-1].slot == slot
             if fits and rng.random() < self.fuse:
-                drafts[-1] = Draft(kind, (*drafts[-1].parts, (unit, block)), slot, micro)
+                drafts[-1] = Message(kind, (*drafts[-1].parts, (unit, block)), slot, micro=micro)
             else:
-                drafts.append(Draft(kind, ((unit, block),), slot, micro))
+                drafts.append(Message(kind, ((unit, block),), slot, micro=micro))
         return mix.plan(self.name, blocks, drafts)

@@ -1,23 +1,31 @@
-"""The schedule without overlap: compute waits for every message."""
+"""The schedule without overlap: compute waits for every message. It decides whether strategies fit a budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.mix import Mix
+
+
+def sequential(mix: Mix) -> Plan:
+    """Return the sequential schedule. A reduction is sent when it is ready, a gather when it is needed."""
+    messages = []
+    # Reductions come first, so that gradients are freed before the next unit is gathered.
+    for op in sorted(mix.ops, key=lambda op: op.kind.is_gather):
+        slot = mix.window(op)[1 if op.kind.is_gather else 0]
+        messages.append(Message(op.kind, mix.parts(op.unit), slot, blocking=True, micro=op.micro))
+    return mix.plan("sequential", mix.whole(), messages)
 
 
 @dataclass(frozen=True)
 class Sequential:
-    """Sends every message when it is ready (reductions) or needed (gathers)."""
+    """The scheduler of :func:`sequential`."""
 
     name: ClassVar[str] = "sequential"
 
     def schedule(self, mix: Mix) -> Plan:
-        """Return the sequential schedule (:func:`mdcs.plan.mix.sequential`).
-
-        It also decides whether strategies fit a budget.
-        """
+        """Return the sequential schedule."""
         return sequential(mix)

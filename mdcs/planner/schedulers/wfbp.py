@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.early import in_order
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy
 from mdcs.sizes import MIB
@@ -35,7 +36,7 @@ def in_ready_order(mix: Mix) -> list[Op]:
 def as_ready(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:
     """Return a plan with one message per block, issued at the slots of WFBP."""
     drafts = [
-        Draft(op.kind, ((op.unit, b),), ready_slot(mix, op), op.micro)
+        Message(op.kind, ((op.unit, b),), ready_slot(mix, op), micro=op.micro)
         for op in in_ready_order(mix)
         for b in in_order(mix.profile, op.unit, blocks[op.unit])
     ]

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from mdcs.plan.lifetimes import bytes_beyond_fsdp
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.planner.interfaces import Choice
-from mdcs.planner.judge import Judge
+from mdcs.planner.judge import Choice, Judge
 
 _BEYOND_FSDP = Strategy.hsdp, Strategy.sdp, Strategy.hsdp_no_reshard, Strategy.zero2, Strategy.dp
 

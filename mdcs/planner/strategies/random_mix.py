@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.strategy import choices
-from mdcs.planner.interfaces import Choice
-from mdcs.planner.judge import Judge
+from mdcs.planner.judge import Choice, Judge
 
 
 @dataclass(frozen=True)

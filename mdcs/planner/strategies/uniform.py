@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from mdcs.options import Checked, option
 from mdcs.plan.strategy import RENAMED, Strategy
-from mdcs.planner.interfaces import Choice
-from mdcs.planner.judge import Judge
+from mdcs.planner.judge import Choice, Judge
 
 
 @dataclass(frozen=True)

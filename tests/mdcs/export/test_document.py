@@ -12,10 +12,11 @@ from mdcs.export.document import document
 from mdcs.export.groups import Group, ahead, groups_of
 from mdcs.export.memory import Walk
 from mdcs.export.predicted import as_run, best_steps
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.profile.algorithms import Collectives
@@ -74,7 +75,7 @@ def fused(plan: Plan, *kinds: Kind) -> Plan:
         for ops in [own] if kind in kinds else [[op] for op in own]:
             if ops:
                 first, last = max(mix.window(op)[0] for op in ops), min(mix.window(op)[1] for op in ops)
-                drafts.append(Draft(kind, tuple((op.unit, 0) for op in ops), last if kind.is_gather else first))
+                drafts.append(Message(kind, tuple((op.unit, 0) for op in ops), last if kind.is_gather else first))
     return mix.plan("fused", mix.whole(), drafts)
 
 

@@ -14,7 +14,7 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.runs import runs
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import SlotLimits, check, most_in_flight, needs, smallest_budget
-from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential

@@ -10,9 +10,10 @@ from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.planner.schedulers.sequential import sequential
 from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind
 from tests.mdcs.profiles import ADAM, chain

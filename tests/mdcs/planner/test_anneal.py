@@ -8,8 +8,9 @@ import math
 import pytest
 
 from mdcs.plan.job import Job
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check, smallest_budget
@@ -61,7 +62,7 @@ def every(mix: Mix) -> list[Plan]:
     windows = [range(mix.window(op)[0], mix.window(op)[1] + 1) for op in mix.ops]
     for order in itertools.permutations(range(len(mix.ops))):
         for slots in itertools.product(*windows):
-            drafts = [Draft(mix.ops[i].kind, ((mix.ops[i].unit, 0),), slots[i], mix.ops[i].micro) for i in order]
+            drafts = [Message(mix.ops[i].kind, ((mix.ops[i].unit, 0),), slots[i], micro=mix.ops[i].micro) for i in order]
             try:
                 out.append(mix.plan("every", mix.whole(), drafts))
             except PlanError:

@@ -15,9 +15,8 @@ from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check, smallest_budget
 from mdcs.planner.fit import fit
-from mdcs.planner.interfaces import StrategyPlanner
 from mdcs.planner.judge import InfeasibleBudget, Judge
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.named import SCHEDULERS, StrategyPlanner
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix

@@ -8,7 +8,7 @@ import pytest
 
 from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.explain import ScheduleChoice, binding_slot, choices, schedule_choice
-from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.simulator.simulate import replay

@@ -13,9 +13,9 @@ from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.interfaces import StrategyPlanner
 from mdcs.planner.judge import InfeasibleBudget, Judge
 from mdcs.planner.leanest import leanest
+from mdcs.planner.named import StrategyPlanner
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.strategies.greedy import Greedy

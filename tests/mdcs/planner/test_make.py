@@ -12,10 +12,9 @@ from mdcs.plan.cost import CostModel
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import check, smallest_budget
-from mdcs.planner.interfaces import Scheduler, StrategyPlanner
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import floor_bytes, make_plan
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.named import SCHEDULERS, Scheduler, StrategyPlanner
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.planner.candidates import Candidates
@@ -73,8 +73,8 @@ def test_only_blocks_that_follow_each_other_are_joined() -> None:
     profile = chain(128)
     profile = replace(profile, units=(replace(profile.units[0], gradients=((64, 1.0), (64, 0.5))),))
     mix = Judge(Job(profile), None).mix([Strategy.zero1])
-    drafts = [Draft(Kind.RS, ((0, b),), 1) for b in (3, 2, 1, 0)]
-    gathers = [Draft(Kind.AG_F, ((0, b),), 1) for b in (2, 0, 1, 3)]
+    drafts = [Message(Kind.RS, ((0, b),), 1) for b in (3, 2, 1, 0)]
+    gathers = [Message(Kind.AG_F, ((0, b),), 1) for b in (2, 0, 1, 3)]
     plan = mix.plan("test", ((32,) * 4,), [*drafts, *gathers])
     found = joined(plan, 0, apart=False)
     assert found is not None and found.blocks == ((64, 32, 32),)
@@ -87,7 +87,7 @@ def test_only_blocks_that_follow_each_other_are_joined() -> None:
     assert both is not None and both.blocks == ((96, 32),)
 
 
-def zero1(*drafts: Draft) -> Plan:
+def zero1(*drafts: Message) -> Plan:
     judge = Judge(Job(chain(64, 64, link=link(1 / 64))), None)
     mix = judge.mix([Strategy.zero1] * 2)
     return mix.plan("test", mix.whole(), drafts)
@@ -96,7 +96,8 @@ def zero1(*drafts: Draft) -> Plan:
 def test_a_gap_is_filled_by_a_message_that_comes_later() -> None:
     """Both gathers are issued at the turn though the link has been idle since the reductions."""
     plan = zero1(
-        Draft(Kind.RS, ((1, 0),), 1), Draft(Kind.RS, ((0, 0),), 2), Draft(Kind.AG_F, ((0, 0),), 2), Draft(Kind.AG_F, ((1, 0),), 3)
+        Message(Kind.RS, ((1, 0),), 1), Message(Kind.RS, ((0, 0),), 2),
+        Message(Kind.AG_F, ((0, 0),), 2), Message(Kind.AG_F, ((1, 0),), 3),
     )
     found = [safely(fill_gap, plan, seed) for seed in range(20)]
     assert any(other is not None and other.messages[-1].slot < 3 for other in found)

@@ -15,23 +15,22 @@ from hypothesis import strategies as st
 from mdcs.plan.early import parts_of_slot
 from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.validity import PlanError
 from mdcs.plan.widths import sections_of, width_of
-from mdcs.planner.interfaces import Scheduler
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.named import SCHEDULERS, Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp, fuse_neighbours, optimal_merge
-from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first
+from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first, undelayed
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp, in_ready_order
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Contention, Optimizer, Profile, Unit
 from mdcs.profile.link import Kind, Link
-from mdcs.simulator.simulate import replay
+from mdcs.simulator.simulate import replay, steady_state
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds, tied
 
@@ -134,7 +133,7 @@ def test_units_are_cut_where_a_parameter_ends_and_what_comes_first_is_sent_first
 
 def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> None:
     mix = Mix(Job(chain(8, 8), cross_iteration=False), (zero1, zero1))
-    drafts = [Draft(AG_F, ((1, 0),), 2), Draft(AG_F, ((0, 0),), 2), Draft(RS, ((0, 0),), 2), Draft(RS, ((1, 0),), 1)]
+    drafts = [Message(AG_F, ((1, 0),), 2), Message(AG_F, ((0, 0),), 2), Message(RS, ((0, 0),), 2), Message(RS, ((1, 0),), 1)]
     plan = mix.plan("mine", mix.whole(), drafts)
     assert listed(plan) == [("RS b", 1), ("RS a", 2), ("AG_F b", 2), ("AG_F a", 2)]
     assert plan.scheduler == "mine"
@@ -462,7 +461,8 @@ def test_priority_knows_what_messages_cost_compute(seed: int) -> None:
     profile = fluid_job(random.Random(seed), 4)
     slow = replace(profile, contention=Contention(compute_per_byte=profile.link.beta_of(RS)))
     mix = Mix(Job(slow), (Strategy.zero1,) * 4)
-    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128)))
+    windows = {op: mix.window(op) for op in mix.ops}
+    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix)))
     assert step_s(Priority(128 / MIB).schedule(mix)) <= step_s(blind)
 
 
@@ -471,7 +471,8 @@ def test_idle_time_that_messages_make_is_used() -> None:
     profile = chain(*[128] * 6, link=link(2.0 / 256, depth=2), forward_s=1.0, backward_s=2.0)
     slow = replace(profile, contention=Contention(compute_per_byte=0.5 / 256))
     mix = Mix(Job(slow), (Strategy.zero1,) * 6)
-    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128)))
+    windows = {op: mix.window(op) for op in mix.ops}
+    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix)))
     assert step_s(Priority(128 / MIB).schedule(mix)) < 0.9 * step_s(blind)
 
 
@@ -496,8 +497,9 @@ def test_nearest_deadline_first_keeps_narrower_windows(seed: int) -> None:
         first, last = mix.window(op)
         windows[op] = (rng.randint(first, last), last) if op.kind.is_gather else (first, rng.randint(first, last))
     blocks = mix.cut(200)
-    drafts = nearest_deadline_first(mix, blocks, windows)
-    mix.plan("narrow", blocks, drafts)  # every block once, in an order that can be sent
-    for draft in drafts:
-        first, last = windows[Op(draft.kind, draft.parts[0][0], draft.micro)]
-        assert first <= draft.slot <= last
+    times = steady_state(Partitioning(200 / MIB).schedule(mix))
+    messages = nearest_deadline_first(mix, blocks, windows, times)
+    mix.plan("narrow", blocks, messages)  # every block once, in an order that can be sent
+    for message in messages:
+        first, last = windows[Op(message.kind, message.parts[0][0], message.micro)]
+        assert first <= message.slot <= last

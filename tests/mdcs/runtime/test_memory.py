@@ -20,7 +20,8 @@ from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.measure.memory import ShimMeter
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.message import Message
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import smallest_budget
 from mdcs.profile.algorithms import Collectives
@@ -284,9 +285,9 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
     turn = mix.period.turn
     assert (turn, mix.period.length) == (3, 6)
     drafts = [
-        Draft(Kind.RS, ((0, 0),), turn), Draft(Kind.AR, ((1, 0),), turn), Draft(Kind.AG_F, ((0, 0),), turn),
-        Draft(Kind.RS, ((2, 0),), turn + 1), Draft(Kind.AG_F, ((2, 0),), turn + 2),
-        Draft(Kind.AG_B, ((0, 0),), turn + 2),
+        Message(Kind.RS, ((0, 0),), turn), Message(Kind.AR, ((1, 0),), turn), Message(Kind.AG_F, ((0, 0),), turn),
+        Message(Kind.RS, ((2, 0),), turn + 1), Message(Kind.AG_F, ((2, 0),), turn + 2),
+        Message(Kind.AG_B, ((0, 0),), turn + 2),
     ]  # fmt: skip
     plan = mix.plan("by hand", mix.whole(), drafts)
     plan = dataclasses.replace(plan, budget=smallest_budget(plan))

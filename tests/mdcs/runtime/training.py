@@ -29,9 +29,8 @@ from mdcs.calibrate.agreement import agree, on_rank_zero
 from mdcs.calibrate.slots import measure_profile
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.interfaces import JointPlanner, Scheduler, StrategyPlanner
 from mdcs.planner.judge import Judge
-from mdcs.planner.named import SCHEDULERS, STRATEGIES
+from mdcs.planner.named import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, StrategyPlanner
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
 from mdcs.sizes import MIB

@@ -10,7 +10,7 @@ from hypothesis import given
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.worst_case import smallest_budget
-from mdcs.planner.interfaces import Scheduler
+from mdcs.planner.named import Scheduler
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Contention
 from mdcs.simulator.recurrence import Course, run

@@ -18,8 +18,8 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import smallest_budget
-from mdcs.planner.interfaces import Scheduler
 from mdcs.planner.make import make_plan
+from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,8 @@ from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import check, smallest_budget
 from mdcs.planner import anneal
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
-from mdcs.planner.ilp import slot_planner
+from mdcs.planner.ilp import decode, portfolio, refine
+from mdcs.planner.ilp.decode import SearchRequest
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.memory_aware import MemoryAware
 from mdcs.planner.ilp.slot_model import Decision
@@ -140,28 +142,31 @@ def test_of_schedules_as_fast_the_leanest() -> None:
         judge = Judge(Job(job(seed)), None)
         plan = SCHEDULERS["priority"]().schedule(judge.mix([Strategy.fsdp] * len(judge.profile.units)))
         step_s = replay(plan).period_s
-        leaner = slot_planner._leanest(plan, step_s, judge.floor, float("inf"))
+        leaner = refine.minimize_peak(portfolio.EvaluatedPlan(step_s, plan), judge.floor, float("inf"))
         assert replay(leaner).period_s <= step_s * (1 + 1e-6) and leaner.budget is None
         assert smallest_budget(leaner) <= smallest_budget(plan)
         saved += smallest_budget(plan) - smallest_budget(leaner)
     assert saved > 0
 
 
-def started() -> tuple[Judge, list[slot_planner.Timed]]:
+def started() -> tuple[Judge, list[portfolio.EvaluatedPlan]]:
     """A tight job, and heuristics' plans for it."""
     profile = chain(*[40_000] * 6, link=link(4e-6, depth=2, block=1 << 14), live=1000)
     judge = Judge(Job(profile), int(1.25 * mdcs.floor_bytes(profile)))
-    coarse = itertools.islice(slot_planner._heuristics(judge, None), 12)
-    return judge, [(replay(plan).period_s, plan) for plan in coarse]
+    coarse = itertools.islice(portfolio.heuristics(judge, None), 12)
+    return judge, list(map(portfolio.evaluate, coarse))
+
+
+def request(judge: Judge, seconds: float, block: int = 1 << 14) -> SearchRequest:
+    return SearchRequest(judge, "joint", None, seconds, block, True, time.monotonic())
 
 
 def test_a_race_starts_from_several_plans_and_ends_with_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anneal, "_FEWEST", 300)
     monkeypatch.setattr(anneal, "_TRIES", 0)  # the number of candidates ends the searches, not the time
     judge, known = started()
-    asked = slot_planner._Asked(judge, "joint", None, "HIGHS", 120.0, 0, time.monotonic())
-    found = asked.raced(known, 1.0, None)
-    racing = slot_planner._likeliest(known, slot_planner._RACING)
+    found = refine.race(known, time.monotonic() + 120, strategies=True)
+    racing = refine.most_promising(known, refine.RACING)
     assert len(racing) > 2 and len({(p.strategies, p.scheduler) for _, p in racing}) == len(racing)
     rounds = [found[: len(racing)], found[len(racing) :][: len(racing) // 2]]
     for (before, _), (after, plan) in zip(racing, rounds[0], strict=True):
@@ -172,7 +177,7 @@ def test_a_race_starts_from_several_plans_and_ends_with_the_fastest(monkeypatch:
 
 def test_a_roomier_plan_leaves_room_for_what_compute_allocates_next() -> None:
     _, known = started()
-    roomier = [(plan, other) for _, plan in known for other in slot_planner._roomier(plan)]
+    roomier = [(plan, other) for _, plan in known for other in portfolio.with_headroom(plan)]
     assert roomier
     for plan, other in roomier:
         allocated = max(slot.allocated for slot in Ledger(plan).slots)
@@ -184,7 +189,7 @@ def test_a_roomier_plan_leaves_room_for_what_compute_allocates_next() -> None:
     [(8, 1.0, 10.0, 1), (8, 1.0, 2.0, 4), (8, 1.0, 1.9, None), (2, 1.0, 2.0, 1), (1, 0.1, 100.0, None), (8, 1.0, -1.0, None)],
 )
 def test_the_next_relaxation_is_as_fine_as_there_is_time_for(width: int, took: float, left: float, finer: int | None) -> None:
-    assert slot_planner._finer(width, took, left) == finer
+    assert decode.finer_width(width, took, left) == finer
 
 
 def test_the_room_for_messages_is_that_of_half_blocks_and_at_most_half_of_the_slack() -> None:
@@ -192,14 +197,12 @@ def test_the_room_for_messages_is_that_of_half_blocks_and_at_most_half_of_the_sl
     floor = judge.floor
 
     def room(budget: int, block: int) -> int:
-        of_budget = dataclasses.replace(judge, budget=budget)
-        return slot_planner._Asked(of_budget, "joint", None, "HIGHS", 1.0, block, time.monotonic()).in_flight
+        return budget - (request(dataclasses.replace(judge, budget=budget), 1.0, block).realistic().budget or 0)
 
     assert room(floor, 1 << 14) == 0
     assert room(floor + 1000, 1 << 14) == 500
     small, large = room(2 * floor, 1 << 13), room(2 * floor, 1 << 14)
     assert 2 * 2**12 <= small < large < 3 * small  # two in flight, of at least their payload
-    assert large == room(2 * floor, 0)  # the profile's own
 
 
 def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,9 +210,13 @@ def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pyt
     (slow_s, slow), *_, (fast_s, fast) = sorted(known, key=lambda timed: -timed[0])
     assert fast_s < slow_s
     decisions = [Decision(plan.strategies) for plan in (slow, fast, slow)]
-    tried = []
-    monkeypatch.setattr(slot_planner, "_decoded", lambda judge, decision, *_: iter([fast if decision is decisions[1] else slow]))
-    monkeypatch.setattr(slot_planner, "_in_finer_blocks", lambda judge, decision, *_: iter(tried.append(decision) or []))
-    asked = slot_planner._Asked(judge, "joint", None, "HIGHS", 600.0, 0, time.monotonic())
-    assert asked.decoded(decisions)[0] == (fast_s, fast)
-    assert len(tried) == 1 and tried[0] is decisions[1]
+    tried: list[Sequence[int]] = []
+
+    def messages_of(_: SearchRequest, decision: Decision, sizes: Sequence[int]) -> Iterator[Plan]:
+        tried.append(sizes)
+        return iter([fast if decision is decisions[1] else slow])
+
+    monkeypatch.setattr(decode, "messages_of", messages_of)
+    found = decode.decode(request(judge, 600.0, 1600), decisions)
+    assert min(found) == (fast_s, fast)
+    assert tried == [(12800, 1600, 0)] * 3 + [[800, 400, 200, 100]] and found[-1].plan is fast

@@ -52,13 +52,12 @@ def test_the_tightest_memory_row_of_any_mix_is_its_ledger_peak(seed: int) -> Non
         assert slack == 10**9 - judge.peak(mix)
 
 
-@pytest.mark.parametrize("solver", ["HIGHS", "CBC"])
 @pytest.mark.parametrize("cross_iteration", [True, False])
-def test_the_mix_is_the_best_of_all_that_fit(solver: str, cross_iteration: bool) -> None:
+def test_the_mix_is_the_best_of_all_that_fit(cross_iteration: bool) -> None:
     profile = chain(random.Random(11), 4, 2)
     floor = Judge(Job(profile, cross_iteration=cross_iteration), None).floor
     judge = Judge(Job(profile, cross_iteration=cross_iteration), int(floor * 1.06))
-    mix, outcome = Ilp(solver=solver).choose(judge)
+    mix, outcome = Ilp().choose(judge)
     best = min(time(profile, m) for m in itertools.product(KINDS, repeat=4) if judge.fits(m))
     assert judge.fits(mix)
     assert time(profile, mix) == pytest.approx(best, rel=1e-9)
@@ -77,11 +76,6 @@ def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:
     floor = Judge(Job(profile), None).floor
     with pytest.raises(InfeasibleBudget, match=f"smallest feasible budget is {floor} bytes"):
         Ilp().choose(Judge(Job(profile), floor - 1))
-
-
-def test_an_unknown_solver_is_refused() -> None:
-    with pytest.raises(ValueError, match="solver must be one of HIGHS, CBC; got GUROBY"):
-        Ilp(solver="GUROBY")
 
 
 def test_a_solver_that_fails_is_said_and_greedy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

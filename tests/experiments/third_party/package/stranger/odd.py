@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from mdcs.options import option
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix, sequential
+from mdcs.plan.mix import Mix
+from mdcs.planner.schedulers.sequential import sequential
 
 if TYPE_CHECKING:
     Nowhere = int

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
+from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Draft, Mix
+from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.interfaces import Choice
-from mdcs.planner.judge import Judge
+from mdcs.planner.judge import Choice, Judge
 
 
 @dataclass(frozen=True)
@@ -40,5 +40,5 @@ class Late(Checked):
         for op in mix.ops:
             first, last = mix.window(op)
             slot = max(first, last - self.ahead) if op.kind.is_gather else first
-            drafts.append(Draft(op.kind, mix.parts(op.unit), slot, op.micro))
+            drafts.append(Message(op.kind, mix.parts(op.unit), slot, micro=op.micro))
         return mix.plan(self.name, mix.whole(), sorted(drafts, key=lambda d: (d.slot, d.kind.is_gather)))

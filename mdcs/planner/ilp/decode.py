@@ -1,0 +1,147 @@
+"""Plans and bounds from the slot model: solve it whole, or relax and round it, and turn solutions into messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mdcs.plan.ledger import Ledger
+from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.worst_case import most_in_flight
+from mdcs.planner.ilp.portfolio import COARSER, EvaluatedPlan, fitted, while_time_remains
+from mdcs.planner.ilp.priced import priced
+from mdcs.planner.ilp.rounding import roundings
+from mdcs.planner.ilp.slot_model import Decision, SlotModel
+from mdcs.planner.ilp.solver import Answer, solve
+from mdcs.planner.judge import Judge
+from mdcs.planner.schedulers.priority import settled
+from mdcs.planner.schedulers.wfbp import Partitioning
+from mdcs.sizes import MIB
+
+_FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
+_COARSE = 24  # bins of the first relaxation
+SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, and how long making messages may take
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """A job and budget to plan for, and the time limit.
+
+    - ``name``: name of the planner.
+    - ``fixed``: strategies of the units. None: open.
+    - ``seconds``, ``began``: the time limit, and the clock when it began.
+    - ``block_bytes``: size of a block.
+    - ``coarser``: whether larger blocks may be tried.
+    """
+
+    judge: Judge
+    name: str
+    fixed: tuple[Strategy, ...] | None
+    seconds: float
+    block_bytes: int
+    coarser: bool
+    began: float
+
+    def at(self, part: float) -> float:
+        """Return the time at which this fraction of the limit is over."""
+        return self.began + part * self.seconds
+
+    def realistic(self) -> Judge:
+        """Return the job for models of plans: their bounds prove nothing, but their plans run as the model says.
+
+        The costs of a message are spread over a block. The budget leaves room for messages in flight, which the model
+        does not count: those of half blocks, and at most half of the slack.
+        """
+        judge, budget = self.judge, self.judge.budget
+        if budget is not None:
+            mix = judge.mix([Strategy.fsdp] * len(judge.profile.units))
+            sent = [m.transient for m in Ledger(Partitioning(self.block_bytes / 2 / MIB).schedule(mix)).messages]
+            budget -= min(most_in_flight(sent, judge.profile.link.depth), max(0, budget - judge.floor) // 2)
+        return Judge(dataclasses.replace(judge.job, profile=priced(judge.profile)), budget)
+
+
+@dataclass(frozen=True)
+class SolverResult:
+    """Result of a solve.
+
+    - ``status``: status of the solver.
+    - ``bound``: proven lower bound (seconds) of any plan's step time.
+    - ``plans``: plans with their step times.
+    """
+
+    status: str
+    bound: float | None
+    plans: list[EvaluatedPlan]
+
+
+def solve_whole(request: SearchRequest, judge: Judge, known: EvaluatedPlan | None) -> SolverResult:
+    """Solve the integer program of ``judge``, from the plan ``known`` if the model can express it."""
+    model = SlotModel(judge, fixed=request.fixed)
+    start = None if known is None else model.values_of(dataclasses.replace(known.plan, job=judge.job))
+    answer = _solved(request, model, start)
+    bound = model.step_bound(answer.bound) if answer.bound is not None and judge is request.judge else None
+    plans = [] if answer.values is None else decode(request, [model.decide(answer.values)])
+    return SolverResult(answer.status, bound, plans)
+
+
+def solve_relaxed(request: SearchRequest, judge: Judge, *, plans: bool) -> SolverResult:
+    """Solve the linear relaxation of a coarse model, then of finer models while time allows.
+
+    Return the best bound, and if ``plans``, plans rounded from the last solution. Solving time is taken to grow in
+    proportion to the number of bins.
+    """
+    bound, status, solution = None, "no answer", None
+    width: int | None = -(-judge.job.period.length // _COARSE)
+    while width is not None:
+        began = time.monotonic()
+        model = SlotModel(judge, fixed=request.fixed, width=width)
+        answer = _solved(request, model, relax=True)
+        if answer.bound is not None and judge is request.judge:
+            bound = max(bound or 0.0, model.step_bound(answer.bound))
+        if answer.values is not None:
+            solution = model, answer.values
+        status = "feasible" if solution is not None else answer.status
+        width = finer_width(width, time.monotonic() - began, request.at(SOLVING) - time.monotonic())
+    decisions = list(roundings(*solution)) if plans and solution is not None else []
+    return SolverResult(status, bound, decode(request, decisions))
+
+
+def finer_width(width: int, took: float, left: float) -> int | None:
+    """Return the bin width (slots) that can be solved in ``left`` seconds. None if it is more than half of ``width``."""
+    finer = max(1, math.ceil(width * took / left)) if left > 0 else width
+    return finer if 2 * finer <= width else None
+
+
+def _solved(request: SearchRequest, model: SlotModel, start: Sequence[float] | None = None, *, relax: bool = False) -> Answer:
+    left = max(1.0, request.at(SOLVING) - time.monotonic())
+    return solve(model.problem, seconds=left, start=start, relax=relax)
+
+
+def decode(request: SearchRequest, decisions: Sequence[Decision]) -> list[EvaluatedPlan]:
+    """Return the plans of these decisions, as far as time allows.
+
+    The decision with the best plan is also tried with finer blocks: fewer bytes are then in flight.
+    """
+    until = time.monotonic() + DECODING * request.seconds
+    made: list[tuple[EvaluatedPlan, Decision]] = []
+    for decision in decisions:
+        sizes = (*([COARSER * request.block_bytes] * request.coarser), request.block_bytes, 0)
+        made += [(each, decision) for each in while_time_remains(until, messages_of(request, decision, sizes))]
+        if time.monotonic() > until:
+            break
+    if not made:
+        return []
+    finer = [max(1, request.block_bytes // parts) for parts in _FINER] if request.judge.budget is not None else []
+    best = min(made, key=lambda each: each[0].cost_s)[1]
+    return [*(each for each, _ in made), *while_time_remains(until, messages_of(request, best, finer))]
+
+
+def messages_of(request: SearchRequest, decision: Decision, sizes: Sequence[int]) -> Iterator[Plan]:
+    """Yield the plans of a decision in blocks of these bytes, as far as they fit. 0: whole units."""
+    mix = request.judge.mix(decision.strategies)
+    for blocks in dict.fromkeys(mix.cut(size) if size else mix.whole() for size in sizes):
+        yield from fitted(request.judge, settled(mix, request.name, blocks, decision.windows(mix)))

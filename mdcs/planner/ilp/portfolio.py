@@ -1,0 +1,107 @@
+"""Plans that a search starts from: heuristics, fitted to the budget, judged by replay."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from mdcs.plan.ledger import Ledger
+from mdcs.plan.messages import Plan
+from mdcs.plan.mix import Mix
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
+from mdcs.planner.fit import fit
+from mdcs.planner.judge import Judge
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.fusion import fuse_neighbours
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.profile.contents import Contention
+from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
+
+COARSER = 8  # saturation blocks in a coarse block: plans with few messages leave time for more replays
+_FUSED = 4  # saturation blocks in a fused message at most: a larger one waits for its last unit
+_SHARES = (0.25, 0.0, 0.5, 0.75, 1.0)  # of the slack above the floor, left to the schedule
+_BEYOND_REPLAY = 5e-5  # s per message beyond the replay; measured 30 to 130 µs on plans with hundreds of messages
+
+
+class EvaluatedPlan(NamedTuple):
+    """A plan and its step time by replay, in seconds."""
+
+    step_s: float
+    plan: Plan
+
+    @property
+    def cost_s(self) -> float:
+        """The step, plus the cost of messages beyond the replay, which is 0 for a profile without contention."""
+        alone = self.plan.profile.contention == Contention()
+        return self.step_s + (0.0 if alone else _BEYOND_REPLAY * len(self.plan.messages))
+
+
+def evaluate(plan: Plan) -> EvaluatedPlan:
+    """Replay a plan."""
+    return EvaluatedPlan(replay(plan).period_s, plan)
+
+
+def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[EvaluatedPlan]:
+    """Evaluate plans until the next, if it takes as long as the last, would miss the deadline. Always yield the first."""
+    began = time.monotonic()
+    for plan in plans:
+        yield evaluate(plan)
+        took, began = time.monotonic() - began, time.monotonic()
+        if began + took > deadline:
+            return
+
+
+def fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan fitted to the budget, and so the plan with small neighbours fused. Skip plans that do not fit."""
+    fused = fuse_neighbours(plan, _FUSED * plan.profile.block)
+    for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
+        with contextlib.suppress(PlanError):
+            yield each if judge.budget is None else fit(each, judge.budget)
+
+
+def with_headroom(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with room for the next allocation of compute, if possible.
+
+    Without this room the allocation waits for the messages in flight.
+    """
+    if plan.budget is not None:
+        next_bytes = max([slot.allocated for slot in Ledger(plan).slots])
+        with contextlib.suppress(PlanError):
+            yield dataclasses.replace(fit(plan, plan.budget - next_bytes), budget=plan.budget)
+
+
+def heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
+    """Yield the plans of the best heuristics: greedy mixes for several shares of the budget, or the fixed mix.
+
+    The most promising schedulers come first, and for all mixes the schedules with few messages come first.
+    """
+    mixes = list(dict.fromkeys(_mixes(judge, fixed)))
+    coarse = Priority(COARSER * judge.profile.block / MIB)
+    for scheduler in (coarse, Dear(), Wfbp()):
+        for mix in mixes:
+            for plan in fitted(judge, scheduler.schedule(mix)):
+                yield plan
+                yield from with_headroom(plan)
+    for schedule in (Sequential().schedule, Priority().schedule, Partitioning().schedule):
+        for mix in mixes:
+            yield from fitted(judge, schedule(mix))
+
+
+def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:
+    if fixed is not None or judge.budget is None:
+        yield judge.mix(fixed or Greedy().choose(judge).strategies)
+        if fixed is None and judge.profile.tells_gradients:  # dp: an early all-reduce needs no gather after it
+            yield judge.mix([Strategy.dp] * len(judge.profile.units))
+        return
+    slack = judge.budget - judge.floor
+    for share in _SHARES:
+        part = dataclasses.replace(judge, budget=judge.budget - int(share * slack))
+        yield judge.mix(Greedy().choose(part).strategies)

@@ -62,7 +62,7 @@ def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: W
     best = mix.plan(name, blocks, first)
     shortest = steady_state(best)
     for times in (shortest, undelayed(mix)):
-        plan = None
+        plan: Plan | None = None
         for _ in range(_ROUNDS):
             before, plan = plan, mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, times))
             if plan in (before, best):

@@ -18,7 +18,7 @@ from mdcs.planner.judge import Judge
 from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion
-from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first, undelayed
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.planner.strategies.random_mix import RandomMix
@@ -189,7 +189,9 @@ def test_the_fastest_fit_fits_and_is_no_slower(job: Job, seed: int, scheduler: S
 def test_gathers_far_ahead_do_not_take_the_room_of_gradients() -> None:
     """Forward and backward have time for all messages, if the next gather and the last reduction are beside each slot."""
     profile = chain(*[1000] * 8, link=link(4e-4, depth=2, block=1 << 14), forward_s=2.0, backward_s=4.0)
-    plan = planned(profile, "fsdp", Priority())
+    mix = Judge(Job(profile), None).mix([Strategy.fsdp] * 8)
+    blocks, windows = Priority().cut(mix), {op: mix.window(op) for op in mix.ops}
+    plan = mix.plan("eager", blocks, nearest_deadline_first(mix, blocks, windows, undelayed(mix)))  # gathers as early as can be
     hidden, sequential = replay(plan).period_s, planned(profile, "fsdp")
     budget = smallest_budget(sequential) + 3 * 4000  # a unit has 4,000 bytes
     assert smallest_budget(plan) > budget + 3 * 4000

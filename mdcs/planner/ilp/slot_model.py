@@ -64,21 +64,15 @@ class Decision:
 class SlotModel(SlotSchedule):
     """The integer program of one job under ``judge.budget``: the schedule, and the memory row of every slot.
 
-    - ``fixed``, ``width``, ``reach``: as in :class:`~mdcs.planner.ilp.slot_schedule.SlotSchedule`.
+    - ``fixed``, ``width``: as in :class:`~mdcs.planner.ilp.slot_schedule.SlotSchedule`.
     - ``loose``: leave out the memory of the schedule, so that buffers live only while compute uses them. A relaxation,
       too.
     """
 
     def __init__(
-        self,
-        judge: Judge,
-        *,
-        fixed: Sequence[Strategy] | None = None,
-        width: int = 1,
-        reach: int | None = None,
-        loose: bool = False,
+        self, judge: Judge, *, fixed: Sequence[Strategy] | None = None, width: int = 1, loose: bool = False
     ) -> None:
-        super().__init__(judge, fixed=fixed, width=width, reach=reach)
+        super().__init__(judge, fixed=fixed, width=width)
         self.started: dict[Op, dict[int, int]] = {}  # operation -> unrolled slot -> column
         self.done: list[dict[int, int]] = [{} for _ in self.z]
         self._keys: dict[int, tuple[int, ...]] = {}  # binary column -> columns whose sum it bounds

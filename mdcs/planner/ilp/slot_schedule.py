@@ -50,19 +50,10 @@ class SlotSchedule:
 
     - ``fixed``: strategies of the units. Only the schedule is then open.
     - ``width``: slots per bin. More than one makes a coarser model, a relaxation.
-    - ``reach``: number of slots by which a reduction may be late or a gather early. Fewer than the period make a
-      smaller model, whose bound proves nothing.
     """
 
-    def __init__(
-        self,
-        judge: Judge,
-        *,
-        fixed: Sequence[Strategy] | None = None,
-        width: int = 1,
-        reach: int | None = None,
-    ) -> None:
-        self.judge, self.fixed, self.reach = judge, fixed, reach
+    def __init__(self, judge: Judge, *, fixed: Sequence[Strategy] | None = None, width: int = 1) -> None:
+        self.judge, self.fixed = judge, fixed
         self.profile = judge.profile
         self.problem = Problem()
         units = range(len(self.profile.units))
@@ -223,10 +214,7 @@ class SlotSchedule:
             self.problem.at_most(terms, self.slow * sum(seconds[s] for s in covered))
 
     def _window(self, op: Op) -> tuple[int, int]:
-        first, last = self.mixes[Strategy.dp].window(op)
-        if self.reach is None:
-            return first, last
-        return (first, min(last, first + self.reach)) if not op.kind.is_gather else (max(first, last - self.reach), last)
+        return self.mixes[Strategy.dp].window(op)
 
     # ---- results
 

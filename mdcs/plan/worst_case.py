@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.profile.link import Kind
+
+Numbers = Any
+"""A list of numbers, or an array."""
 
 
 class Need(NamedTuple):
@@ -96,31 +99,55 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     - ``ledger``: the plan's ledger, if the caller has it.
     """
     ledger = ledger or Ledger(plan)
-    issued: list[list[tuple[bool, int, int]]] = [[] for _ in ledger.slots]  # in the prologue?, peak bytes, net bytes
-    for m, e in zip(plan.messages, ledger.messages, strict=True):
-        issued[m.slot].append((plan.in_prologue(m), e.held + e.transient, e.held - e.freed))
-    slots = [(own, s.live, s.allocated, s.peak, s.freed) for own, s in zip(issued, ledger.slots, strict=True)]
-    turn, held = plan.period.turn, ledger.rest_bytes
-    by_turn = [each for own in issued[: turn + 1] for each in own]
-    begun = [(by_turn, *slots[turn][1:]), *slots[turn + 1 :]]
-    out: list[Need] = []
-    prologue: list[Need] = []
-    for period in range(3):  # in the order of :func:`walk`
-        out = []
-        for messages, live, allocated, peak, freed in slots if period else begun:
-            arrival = 0
-            for in_prologue, most, left in messages:
-                if period or in_prologue:
-                    if held + most + live > arrival:
-                        arrival = held + most + live
-                    held += left
-            held += allocated
-            out.append(Need(arrival, held + peak))
-            held -= freed
-        prologue = prologue or out
-    for q, other in enumerate(prologue, turn):  # at the turn it issues the gathers that later periods issue before
-        out[q] = Need(max(out[q].arrival, other.arrival), max(out[q].running, other.running))
-    return out
+    issued = [0] * plan.period.length
+    for m in plan.messages:
+        issued[m.slot] += 1
+    arrival, running = [0] * len(issued), [0] * len(issued)
+    fill_needs(
+        plan.period.turn,
+        ledger.rest_bytes,
+        [s.live for s in ledger.slots],
+        [s.peak for s in ledger.slots],
+        [s.allocated for s in ledger.slots],
+        [s.freed for s in ledger.slots],
+        [plan.in_prologue(m) for m in plan.messages],
+        [e.held for e in ledger.messages],
+        [e.transient for e in ledger.messages],
+        [e.freed for e in ledger.messages],
+        list(itertools.accumulate(issued)),
+        arrival,
+        running,
+    )
+    return list(map(Need, arrival, running))
+
+
+def fill_needs(
+    turn: int, rest: int, live: Numbers, peak: Numbers, allocated: Numbers, released: Numbers, in_prologue: Numbers,
+    held: Numbers, transient: Numbers, freed: Numbers, issued: Numbers, arrival: Numbers, running: Numbers,
+) -> None:  # fmt: skip
+    """Fill ``arrival`` and ``running`` with the needs of each slot (:class:`Need`).
+
+    A loop over numbers, which :mod:`mdcs.simulator.machine_code` compiles for searches.
+
+    - ``turn``: first forward slot, where the prologue starts. ``rest``: bytes at rest.
+    - by slot: ``live``, ``peak``, ``allocated``, ``released``, as in :class:`~mdcs.plan.ledger.SlotBytes`, and
+      ``issued``: the number of messages issued by then.
+    - by message: ``in_prologue``, ``held``, ``transient``, ``freed``, as in :class:`~mdcs.plan.ledger.MessageBytes`.
+    """
+    length, now = len(issued), rest
+    for q in range(length):
+        arrival[q] = running[q] = 0
+    for period in range(3):  # prologue, first and steady period
+        for q in range(turn if period == 0 else 0, length):
+            most = 0
+            for i in range(0 if q == 0 or (period == 0 and q == turn) else issued[q - 1], issued[q]):
+                if period > 0 or in_prologue[i]:
+                    most = max(most, now + held[i] + transient[i] + live[q])
+                    now += held[i] - freed[i]
+            now += allocated[q]
+            if period != 1:
+                arrival[q], running[q] = max(arrival[q], most), max(running[q], now + peak[q])
+            now -= released[q]
 
 
 def smallest_budget(plan: Plan) -> int:

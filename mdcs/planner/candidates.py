@@ -90,7 +90,7 @@ class Candidates:
             "trained": numbers([int(unit.trainable) for unit in units]),
             "forward": numbers([job.period.forward(u, 0)[0] for u in range(len(units))]),
         }
-        self._issued, self._needed, self._need = (numbers([0] * self.length) for _ in range(3))
+        self._issued, self._needed, self._arrival, self._running = (numbers([0] * self.length) for _ in range(4))
 
     # ---- between plans and numbers
 
@@ -170,8 +170,11 @@ class Candidates:
         arrange.arrange(shape, c.turn, self.length, sent, slots, messages)
         tight = 0.0
         if c.cap >= 0:
-            arrange.worst_case(c, messages, self._issued, self._need)
-            held = np.asarray(self._need) / c.cap
+            arrange.fill_needs(
+                c.turn, c.rest, c.live, c.peak, c.allocated, c.freed, messages.in_prologue, messages.held, messages.transient,
+                messages.freed, self._issued, self._arrival, self._running,
+            )  # fmt: skip
+            held = np.maximum(self._arrival, self._running) / c.cap
             if held.max() > 1:
                 return None
             tight = _TIGHT * float((held**_POWER).mean())

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mdcs.simulator.kernel import Circle, Messages, Numbers
+from mdcs.plan.worst_case import fill_needs
+from mdcs.simulator.kernel import Messages, Numbers
 
 
 class Shape(NamedTuple):
@@ -161,26 +162,5 @@ def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m:
         m.transient[p] = own + max(s.until_landed[i], scratch - landed)
 
 
-def worst_case(c: Circle, m: Messages, issued: Numbers, need: Numbers) -> None:
-    """Fill ``need`` with the bytes that each slot needs when all earlier messages are done.
-
-    :func:`mdcs.plan.worst_case.needs` does the same for a plan.
-    """
-    length, held = len(issued), c.rest
-    for q in range(length):
-        need[q] = 0
-    for period in range(3):
-        for q in range(c.turn if period == 0 else 0, length):
-            most = 0
-            for i in range(0 if q == 0 or (period == 0 and q == c.turn) else issued[q - 1], issued[q]):
-                if period > 0 or m.in_prologue[i]:
-                    most = max(most, held + m.held[i] + m.transient[i] + c.live[q])
-                    held += m.held[i] - m.freed[i]
-            held += c.allocated[q]
-            if period != 1:  # the prologue (0) and the steady period (2)
-                need[q] = max(need[q], most, held + c.peak[q])
-            held -= c.freed[q]
-
-
-LOOPS = (place, arrange, worst_case)
+LOOPS = (place, arrange, fill_needs)
 """Functions that :func:`mdcs.simulator.machine_code.compile_loops` compiles."""

@@ -61,7 +61,7 @@ def sums(monkeypatch: pytest.MonkeyPatch, change: Change, barrier: bool) -> dict
             "admission of messages": [(e.held, e.transient, e.freed) for e in own.messages],
             "admission of slots": [(s.allocated, s.freed) for s in own.slots],
             "at rest": own.rest_bytes,
-            "candidates": ([int(x) for x in all_of._need], score.energy),
+            "candidates": ([*map(int, all_of._arrival), *map(int, all_of._running)], score.energy),
             "joint program": [sorted(terms) for terms, _, _ in model.problem.rows],
             "strategy program": memory_rows(Judge(job, 10**6)),
             "greedy": [lifetimes.bytes_beyond_fsdp(job.period, u, k) for u, k in enumerate(STRATEGIES)],

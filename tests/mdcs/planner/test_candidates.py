@@ -85,7 +85,7 @@ def test_a_candidate_is_worth_what_the_replay_of_its_plan_says(which: int, tight
             if score is not None and expected is not None:
                 seen += 1
                 assert score.step_s == pytest.approx(expected.period_s, rel=1e-9)
-                assert not tight or list(among._need) == [need.bytes for need in needs(made)]
+                assert not tight or list(zip(among._arrival, among._running, strict=True)) == needs(made)
     assert seen > 30
 
 

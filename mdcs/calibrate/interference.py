@@ -38,7 +38,7 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.contents import Contention, Profile, Slot, Unit
 from mdcs.profile.link import Kind
-from mdcs.runtime.api import Parallel
+from mdcs.runtime.api import parallelize
 from mdcs.runtime.communicator import Communicator
 from mdcs.runtime.emulation import EmulatedCommunicator, Emulation
 from mdcs.runtime.executor import Executor, executor_for
@@ -190,7 +190,7 @@ class _Running:
         self.module = _Weight(block * count, like)
         trained = same_options(optimizer, optimizer.param_groups[0], self.module.weight)
         units = [ModelUnit("probe", (self.module,), (("weight", self.module.weight),), True)]
-        self.parallel = Parallel(self.module, trained, plan, units, None, None, _TIMEOUT_S, emulate)
+        self.parallel = parallelize(self.module, trained, plan, units, timeout_s=_TIMEOUT_S, emulate=emulate)
         cost = CostModel(profile)
         work = (cost.copy_s(Kind.RS, size) + cost.update_s(Kind.RS, block)) / 2  # the gather has none
         self.samples: list[Probe] = []

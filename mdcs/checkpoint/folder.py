@@ -11,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,29 @@ def found(root: Path) -> list[Path]:
     """Return the complete folders, the newest first."""
     steps = {int(match[1]): path for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name))}
     return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def candidates(path: Path) -> list[Path]:
+    """Return ``path`` itself if it is the folder of a step, else the complete folders in it, the newest first."""
+    return [path] if is_name(path.name) else found(path)
+
+
+def choose(among: Sequence[Path], problem: Callable[[Path], str | None], *, warns: bool = True) -> Path | None:
+    """Return the first of :func:`candidates` without a ``problem``; None where there are no candidates.
+
+    ``warns``: warn of every folder of a root that was not chosen. Raises CheckpointError if no folder can be used.
+    """
+    refused: list[str] = []
+    for folder in among:
+        told = problem(folder)
+        if told is None:
+            for other in refused if warns else ():
+                warnings.warn(f"not read: {other}", stacklevel=3)
+            return Path(folder)
+        refused.append(f"{folder}: {told}")
+    if refused:
+        raise CheckpointError("; ".join(refused))
+    return None
 
 
 def problem(folder: Path, rank: int = 0, world: int = 1) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,16 +75,16 @@ class Pieces:
             self._boxes.append((box, values[at : at + n].view(sizes)))
             at += n
 
-    def staged(self) -> Pieces:
-        """Return a copy on the host."""
-        copy = Pieces(self.shape, self.dtype)
-        copy._boxes = [(box, values.to("cpu", copy=True)) for box, values in self._boxes]
-        return copy
+    def to(self, device: str, *, copy: bool) -> Pieces:
+        """Return a copy on this device, as a tensor's ``to``."""
+        made = Pieces(self.shape, self.dtype)
+        made._boxes = [(box, values.to(device, copy=copy)) for box, values in self._boxes]
+        return made
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of all pieces together."""
-        return sum(values.numel() * values.element_size() for _, values in self._boxes)
+        return sum(values.nbytes for _, values in self._boxes)
 
     def size(self) -> torch.Size:
         """Return the shape of the whole tensor, which DCP compares."""
@@ -105,31 +105,28 @@ class Pieces:
         return [box for box, _ in self._boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        # While loading, the index is that of __create_chunk_list__; pieces may overlap then, as a shard and a whole do.
+        if index.index is not None and index.index < len(self._boxes) and self._boxes[index.index][0].offsets == index.offset:
+            return self._boxes[index.index][1]
         return next(values for box, values in self._boxes if box.offsets == index.offset)
 
 
-Tree = dict[str, Any]
-"""Nested mappings whose leaves are tensors and Pieces. The names of the levels, joined by dots, are the names in DCP.
-"""
+Key = tuple[str, ...]
+"""A tensor's place in nested state dicts. Joined by dots it is the name in DCP."""
+Leaves = dict[Key, Any]
+"""Key -> tensor or Pieces."""
+MODEL, STATE = "model", ("optimizer", "state")
+"""Where keys of the model's tensors begin, and keys of the optimizer's: (*STATE, parameter, name of the state)."""
 
 
-def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, leaf) of a tree."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
-
-
-def planted(found: Iterable[tuple[tuple[str, ...], Any]]) -> Tree:
-    """Return the tree of these (path, leaf) pairs; the inverse of :func:`leaves`."""
-    tree: Tree = {}
-    for path, leaf in found:
+def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
+    """Return the nested state dicts of these leaves."""
+    tree: dict[str, Any] = {}
+    for (*path, last), leaf in leaves.items():
         at = tree
-        for name in path[:-1]:
+        for name in path:
             at = at.setdefault(name, {})
-        at[path[-1]] = leaf
+        at[last] = leaf
     return tree
 
 
@@ -140,29 +137,30 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(self, state_dict: Tree, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         super().set_up_planner({}, metadata, is_coordinator)  # given the state dict, it would drop Pieces
-        self.state_dict = {".".join(path): leaf for path, leaf in leaves(state_dict)}
+        self.state_dict = state_dict
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, Pieces) else super().lookup_tensor(index)
 
 
-def save(folder: Path, tree: Tree, group: dist.ProcessGroup | None) -> None:
-    """Write every rank's tree. Collective over the group (None: this process alone).
+def save(folder: Path, leaves: Leaves, group: dist.ProcessGroup | None) -> None:
+    """Write every rank's leaves. Collective over the group (None: this process alone).
 
     Raises RanksFailed on all ranks.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     with _told():
-        save_checkpoint(tree, writer, group, _SavePlanner())
+        save_checkpoint(nested(leaves), writer, group, _SavePlanner())
 
 
-def load(folder: Path, tree: Tree) -> None:
-    """Read into the tensors and Pieces of the tree, on this rank alone. Raises RanksFailed, naming what is missing."""
+def load(folder: Path, leaves: Leaves) -> None:
+    """Read into tensors and Pieces, on this rank alone. Raises RanksFailed, naming what is missing."""
     with _told():
-        load_checkpoint(tree, _Reader(folder), _LoadPlanner())
+        flat = {".".join(key): leaf for key, leaf in leaves.items()}
+        load_checkpoint(flat, _Reader(folder), _LoadPlanner())
 
 
 class RanksFailed(RuntimeError):
@@ -182,15 +180,15 @@ def _told() -> Iterator[None]:
         raise RanksFailed({rank: f"{type(why).__name__}: {why}" for rank, (why, _) in error.failures.items()}) from error
 
 
-def whole(folder: Path) -> Tree:
-    """Return everything that was saved, as plain tensors on the host."""
-    tree = planted((path, torch.empty(t.size, dtype=t.properties.dtype)) for path, t in described(folder).items())
-    load(folder, tree)
-    return tree
+def whole(folder: Path) -> dict[str, Any]:
+    """Return everything that was saved: nested dictionaries of plain tensors on the host."""
+    leaves: Leaves = {key: torch.empty(t.size, dtype=t.properties.dtype) for key, t in described(folder).items()}
+    load(folder, leaves)
+    return nested(leaves)
 
 
-def described(folder: Path) -> Mapping[tuple[str, ...], TensorStorageMetadata]:
-    """Return shape and type of everything that was saved, by its path in the tree."""
+def described(folder: Path) -> dict[Key, TensorStorageMetadata]:
+    """Return shape and type of everything that was saved."""
     metadata = _Reader(folder).read_metadata()
     tensors = metadata.state_dict_metadata.items()
     return {metadata.planner_data[name]: t for name, t in tensors if isinstance(t, TensorStorageMetadata)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     one. ``torch.save`` can write the result, and ``weights_only`` can read it back. Raises CheckpointError if no
     checkpoint is usable.
     """
-    chosen = _choose(Path(path))
+    chosen = folder.choose(folder.candidates(Path(path)), folder.problem)
+    if chosen is None:
+        raise CheckpointError(f"{path}: there is no checkpoint")
     run = numbers.load(chosen / RUN)
     tree = pieces.whole(chosen)
     state, groups = tree.get("optimizer", {}).get("state", {}), []
@@ -28,16 +29,3 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         groups.append({**group, "params": own})
     packed = {"state": {place: state[name] for name, place in places.items() if name in state}, "param_groups": groups}
     return {"model": tree["model"], "optimizer": packed, "step": run["step"]}
-
-
-def _choose(path: Path) -> Path:
-    one = folder.is_name(path.name)
-    problems = []
-    for candidate in [path] if one else folder.found(path):
-        problem = folder.problem(candidate)
-        if problem is None:
-            return candidate
-        problems.append(f"{candidate}: {problem}")
-        if not one:
-            warnings.warn(f"not read: {problems[-1]}", stacklevel=3)
-    raise CheckpointError("; ".join(problems) or f"{path}: there is no checkpoint")

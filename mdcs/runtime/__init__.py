@@ -1,6 +1,6 @@
 """The runtime executes a plan on real ranks. It imports plans, never planners.
 
-- ``api``: the public interface.
+- ``api``: the public interface. ``engine``: its parts, and what they do between passes.
 - ``walker``: follows the slots with the training thread.
 - ``dispatcher``, ``stream_dispatcher``: start and finish messages, with threads on CPU, by enqueuing on CUDA.
 - ``wire``, ``communicator``, ``groups``: pack a message, run its collective, own the process groups.
@@ -9,5 +9,5 @@
 - ``executor``: all device code (CPU, CUDA).
 - ``gathering``, ``evaluation``, ``state``: whole units between iterations, for evaluation and state dicts.
 - ``checkpointing``: writes and reads a run's shards.
-- ``refusals``, ``misuse``: checks before step 1, and during the loop.
+- ``validation``: checks before step 1, and during the loop.
 """

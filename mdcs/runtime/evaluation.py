@@ -44,22 +44,20 @@ class Evaluation:
         before = [u for u, s in enumerate(self._storages) if at_once or s.is_aliased or not s.strategy.sharded]
         in_use: Counter[int] = Counter()
         handles: list[Any] = []
-        try:
-            for u in before:
-                self._gathering.gather(u)
-            for u, unit in enumerate(self._units):
-                for module in unit.modules:
-                    if u not in before:
+        with self._gathering.held(before):
+            try:
+                for u, unit in enumerate(self._units):
+                    for module in unit.modules if u not in before else ():
                         handles.append(module.register_forward_pre_hook(ModuleHook(self._before(u, in_use)), prepend=True))
                         handles.append(module.register_forward_hook(ModuleHook(self._after(u, in_use))))
-            yield
-            if not at_once:
-                self._join()
-        finally:
-            for handle in handles:
-                handle.remove()
-            for u in [*before, *(u for u, uses in in_use.items() if uses > 0)]:  # units still in use: their forward raised
-                self._gathering.free(u)
+                yield
+                if not at_once:
+                    self._join()
+            finally:
+                for handle in handles:
+                    handle.remove()
+                for u in (u for u, uses in in_use.items() if uses > 0):  # units still in use: their forward raised
+                    self._gathering.free(u)
 
     def _before(self, unit: int, in_use: Counter[int]) -> Any:
         def hook(module: nn.Module, args: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,12 +22,33 @@ class Gathering:
         self, storages: Sequence[UnitStorage], wire: Wire, account: Account, executor: Executor, place: Place
     ) -> None:
         self._storages, self._wire, self._account, self._executor = storages, wire, account, executor
-        self._place = place
+        self.place = place
         self._kept: set[int] = set()
 
     def begin(self) -> None:
         """Keep the units that the plan has gathered by now: the next forward relies on them."""
         self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
+
+    def one_by_one(self) -> Iterator[UnitStorage]:
+        """Gather each unit in turn, and free it before the next one."""
+        self.begin()
+        for u, storage in enumerate(self._storages):
+            self.gather(u)
+            yield storage
+            self.free(u)
+
+    @contextmanager
+    def held(self, units: Iterable[int]) -> Iterator[None]:
+        """Gather these units, and free them at the end, after an error too."""
+        taken = []
+        try:
+            for u in units:
+                taken.append(u)
+                self.gather(u)
+            yield
+        finally:
+            for u in taken:
+                self.free(u)
 
     def gather(self, unit: int) -> None:
         """Make the unit whole and up to date, and open its parameters."""
@@ -34,7 +56,7 @@ class Gathering:
         if storage.strategy.value != "dp":
             with torch.inference_mode(False), torch.no_grad():
                 self.allocate(unit)
-                with between(self._executor), self._place.during(f"gather of {storage.name}"):
+                with between(self._executor), self.place.during(f"gather of {storage.name}"):
                     self._executor.finish(self._wire.gather_now(unit))
         storage.guard.open()
 
@@ -67,7 +89,7 @@ class Gathering:
         for b, part in blocks.items():
             wholes[storage.sections[b]][storage.own(b)] = part
         if storage.strategy.value != "dp":
-            with between(self._executor), self._place.during(f"gather of {storage.name}'s {what}"):
+            with between(self._executor), self.place.during(f"gather of {storage.name}'s {what}"):
                 self._executor.finish(self._wire.gather_flat(unit, wholes))
         places = zip(storage.names, storage.places, strict=True)
         return {name: wholes[s][offset : offset + n].view(shape).clone() for name, (s, offset, n, shape) in places}

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mdcs.model.optimizers import parameter_groups
 from mdcs.runtime.gathering import Gathering
+from mdcs.runtime.state import Fragment, fragments
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Run, Updates
 
 STEP = "step"  # key of the step count; all other state has the parameter's shape
 State = Mapping[Any, Mapping[str, Any]]
 """Parameter -> {key: value}."""
-Together = dict[tuple[int, int], Any]
-"""(unit, parameter group) -> (step count, keys of the other state)."""
+Together = dict[tuple[int, int], tuple[float, list[str]]]
+"""(unit, parameter group) -> (step count, keys of the state)."""
 
 
 def together(units: Sequence[Sequence[tuple[str, nn.Parameter]]], groups: Mapping[nn.Parameter, int], state: State) -> Together:
@@ -52,46 +54,78 @@ def _told(step: float, names: list[str]) -> str:
 
 
 class OptimizerState:
-    """Loads and gathers state on shards. ``exchange`` returns every rank's value
-    (:meth:`mdcs.runtime.groups.Groups.exchange`).
+    """State on shards. ``exchange`` returns every rank's value (:meth:`mdcs.runtime.groups.Groups.exchange`).
+
+    ``kept``: whole state of parameters that are frozen now.
     """
 
     def __init__(
         self, updates: Updates, storages: Sequence[UnitStorage], gathering: Gathering, exchange: Callable[[Any], list[Any]]
     ) -> None:
         self._updates, self._storages, self._gathering, self._exchange = updates, storages, gathering, exchange
-        self._groups = {p: i for i, group in enumerate(updates.optimizer.param_groups) for p in group["params"]}
-        self._trained = {p for storage in storages if storage.trainable for p in storage.parameters}
-        self._kept: dict[Any, dict[str, Any]] = {}  # state of parameters that are frozen now
+        self._groups = parameter_groups(updates.optimizer)
+        self.kept: dict[Any, dict[str, Any]] = {}
 
-    def load(self, state: State) -> None:
-        """Load this rank's part of whole state, which :func:`together` has checked; replaces the state on shards."""
-        self._kept = {p: dict(own) for p, own in state.items() if p not in self._trained}
-        for u, storage in enumerate(self._storages):
-            if not storage.trainable:
-                continue
-            self._clear(u)
-            for key in sorted({key for p in storage.parameters for key in state.get(p, {})}):
-                self._load(u, key, state)
+    # -- in
+
+    def begin(self, state: State) -> None:
+        """Allocate zeros on shards for everything in the whole ``state``, and take over its step counts.
+
+        Tensors of ``state`` may be on the meta device. The state before is dropped. Raises ValueError as
+        :func:`together` does.
+        """
+        named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
+        wanted = together(named, self._groups, state)
+        trained = {p for storage in self._storages if storage.trainable for p in storage.parameters}
+        self.kept = {p: {key: _made(v, p) for key, v in own.items()} for p, own in state.items() if p not in trained}
+        for u, _, run in self._runs():
+            step, keys = wanted.get((u, run.group), (0.0, []))
+            group, p = self._updates.optimizer.param_groups[run.group], run.parameter
+            run.clear()
+            with self._updates.meter.tag("optimizer"):
+                for key in keys:
+                    run.restore(key, _count(step, group, p) if key == STEP else torch.zeros_like(p))
         self._updates.make_state()
 
-    def _load(self, u: int, key: str, state: State) -> None:
-        storage = self._storages[u]
-        values = {self._groups[p]: state[p][key] for p in storage.parameters if state.get(p, {}).get(key) is not None}
-        wholes: dict[int, Tensor] = {}  # by section, [elements with padding], in the optimizer's type
-        if key != STEP:
-            for b, s in enumerate(storage.sections):
-                if s not in wholes:
-                    wholes[s] = torch.zeros(storage.layout.sizes[s], dtype=storage.at_rest(b).dtype, device=storage.device)
-            for p, (s, offset, n, shape) in zip(storage.parameters, storage.places, strict=True):
-                if state.get(p, {}).get(key) is not None:
-                    wholes[s][offset : offset + n].view(shape).copy_(state[p][key])
-        for b in range(len(storage.blocks)):
-            for run in self._runs(u, b):
-                if run.group in values:
-                    whole = values[run.group] if key == STEP else wholes[storage.sections[b]][storage.own(b)][run.place]
-                    with self._updates.meter.tag("optimizer"):
-                        run.restore(key, self._count(whole, run) if key == STEP else whole.clone())
+    def load(self, state: State) -> None:
+        """Load this rank's part of whole state; replaces the state before. Raises ValueError as :func:`together` does."""
+        self.begin(state)
+        for key, (p, start, values) in self.fragments():
+            values.copy_(state[p][key].reshape(-1)[start : start + values.numel()])
+
+    # -- out
+
+    def fragments(
+        self, within: Callable[[UnitStorage, int], slice] | None = None
+    ) -> Iterator[tuple[str, Fragment]]:
+        """Yield (key, fragment) of this rank's state, without step counts.
+
+        ``within``: (unit, block) -> the slice of the section's flat buffer outside of which fragments are left out.
+        """
+        for u, b, run in self._runs():
+            storage = self._storages[u]
+            start, limit = storage.own(b).start + run.place.start, None if within is None else within(storage, b)
+            for key, value in run.saved.items():
+                for fragment in fragments(storage, storage.sections[b], start, value, limit) if key != STEP else ():
+                    yield key, fragment
+
+    def started(self) -> dict[nn.Parameter, tuple[Any, list[str]]]:
+        """Return by parameter the step count (None if it has none) and the keys of all ranks' state. Collective."""
+        here: dict[tuple[int, int], Any] = {}
+        for u, _, run in self._runs():
+            own = dict(run.saved)
+            if own:
+                step = own.pop(STEP, None)
+                here[u, run.group] = None if step is None else step.cpu(), sorted(own)
+        for ranks in self._exchange(here):  # a rank that has padding only has no state
+            here |= ranks
+        return {
+            p: here[u, self._groups[p]]
+            for u, storage in enumerate(self._storages)
+            if storage.trainable
+            for p in storage.parameters
+            if (u, self._groups[p]) in here
+        }
 
     def whole(self, *, keep: bool, cpu: bool, release: bool = False) -> dict[nn.Parameter, dict[str, Any]]:
         """Return whole state by parameter, in the shards' precision, on ranks that ``keep`` it. Collective; nothing in
@@ -99,100 +133,39 @@ class OptimizerState:
 
         Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered.
         """
-        found = {p: {key: _kept(value, cpu) for key, value in own.items()} for p, own in self._kept.items()} if keep else {}
-        here = self.started()
+        found = {p: {key: _copy(value, cpu) for key, value in own.items()} for p, own in self.kept.items()} if keep else {}
+        started = self.started()
         for u, storage in enumerate(self._storages):
-            if not storage.trainable:
-                continue
-            keys = {key for (unit, _), (_, of) in here.items() if unit == u for key in of}
-            for key in sorted(keys):  # in one order on every rank
+            for p in storage.parameters if keep else ():
+                step, _ = started.get(p, (None, ()))
+                if step is not None:
+                    group = self._updates.optimizer.param_groups[self._groups[p]]
+                    found[p] = {STEP: step.clone() if cpu else _count(step, group, p)}
+            for key in sorted({key for p in storage.parameters for key in started.get(p, (None, ()))[1]}):
                 values = self._gathering.by_parameter(u, self._parts(u, key), "optimizer state")
                 for name, p in zip(storage.names, storage.parameters, strict=True):
-                    if keep and (u, self._groups[p]) in here:
+                    if keep and p in started:
                         found.setdefault(p, {})[key] = values[name].cpu() if cpu else values[name]
-            for p in storage.parameters:
-                step, _ = here.get((u, self._groups[p]), (None, None))
-                if keep and step is not None:
-                    group = self._updates.optimizer.param_groups[self._groups[p]]
-                    count = step.clone() if cpu else _count(step, group, p)
-                    found[p] = {STEP: count, **found[p]}
-            if release:
-                self._clear(u)
+            for _, _, run in self._runs(u) if release else ():
+                run.clear()
         return found
-
-    # -- for checkpoints, which write and read what is on shards
-
-    def started(self) -> Together:
-        """Return step count and keys of all state, of all ranks. Collective."""
-        here: Together = {}
-        for ranks in self._exchange(self._local()):
-            here |= ranks
-        return here
-
-    def parts(self) -> Iterator[tuple[int, int, slice, str, Tensor]]:
-        """Yield (unit, block, place in this rank's part, key, values) of this rank's state, without step counts."""
-        for u, storage in enumerate(self._storages):
-            for b in range(len(storage.blocks) if storage.trainable else 0):
-                for run in self._runs(u, b):
-                    for key, value in run.saved.items():
-                        if key != STEP:
-                            yield u, b, run.place, key, value
-
-    @property
-    def kept(self) -> State:
-        """Whole state of frozen parameters."""
-        return self._kept
-
-    def begin(self, wanted: Together, kept: State) -> None:
-        """Allocate zeros on shards for the keys in ``wanted``, with its step counts; replaces the state on shards."""
-        self._kept = {p: dict(own) for p, own in kept.items()}
-        for u, storage in enumerate(self._storages):
-            self._clear(u)
-            for b in range(len(storage.blocks) if storage.trainable else 0):
-                for run in self._runs(u, b):
-                    step, keys = wanted.get((u, run.group), (None, ()))
-                    with self._updates.meter.tag("optimizer"):
-                        if step is not None and STEP in keys:
-                            run.restore(STEP, self._count(step, run))
-                        for key in keys:
-                            if key != STEP:
-                                run.restore(key, torch.zeros_like(run.parameter))
-        self._updates.make_state()
-
-    def _local(self) -> Together:
-        """Return step count (on the CPU) and keys of this rank's state."""
-        out: Together = {}
-        for u, storage in enumerate(self._storages):
-            for b in range(len(storage.blocks) if storage.trainable else 0):
-                for run in self._runs(u, b):
-                    own = dict(run.saved)
-                    if own:
-                        step = own.pop(STEP, None)
-                        out[u, run.group] = None if step is None else step.cpu(), sorted(own)
-        return out
 
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
         """Return this rank's part of one state of a unit, by block: flat, in the type that is updated, zeros where
         there is none.
         """
-        storage, parts = self._storages[u], {}
-        for b in range(len(storage.blocks)):
-            parts[b] = torch.zeros_like(storage.at_rest(b))
-            for run in self._runs(u, b):
-                if key in run.saved:
-                    parts[b][run.place] = run.saved[key]
+        storage = self._storages[u]
+        parts = {b: torch.zeros_like(storage.at_rest(b)) for b in range(len(storage.blocks))}
+        for _, b, run in self._runs(u):
+            if key in run.saved:
+                parts[b][run.place] = run.saved[key]
         return parts
 
-    def _runs(self, u: int, b: int) -> Sequence[Run]:
-        return self._updates.runs.get((u, b), ())
-
-    def _clear(self, u: int) -> None:
-        for b in range(len(self._storages[u].blocks)):
-            for run in self._runs(u, b):
-                run.clear()
-
-    def _count(self, step: Any, run: Run) -> Tensor:
-        return _count(step, self._updates.optimizer.param_groups[run.group], run.parameter)
+    def _runs(self, unit: int | None = None) -> Iterator[tuple[int, int, Run]]:
+        """Yield (unit, block, run) of every run of one unit, or of all."""
+        for (u, b), runs in self._updates.runs.items():
+            for run in runs if unit in (None, u) else ():
+                yield u, b, run
 
 
 def _count(step: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
@@ -201,7 +174,11 @@ def _count(step: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
     return torch.as_tensor(step, dtype=None if isinstance(step, Tensor) else torch.float32).to(device, copy=True)
 
 
-def _kept(value: Any, cpu: bool) -> Any:
+def _made(value: Any, p: Tensor) -> Any:
+    return torch.empty_like(value, device=p.device) if isinstance(value, Tensor) and value.is_meta else value
+
+
+def _copy(value: Any, cpu: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to("cpu", copy=True) if cpu else value.clone()

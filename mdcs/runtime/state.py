@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.runtime.buffers import write
+from mdcs.runtime.buffers import broadcast, write
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.storage import UnitStorage
 
 
-def _owners(storages: list[UnitStorage]) -> dict[nn.Parameter, tuple[int, int]]:
-    return {p: (u, i) for u, s in enumerate(storages) for i, p in enumerate(s.parameters)}
+class Fragment(NamedTuple):
+    """Neighbouring elements of a parameter that this rank holds: ``values`` [flat] begin at element ``start``."""
+
+    parameter: nn.Parameter
+    start: int
+    values: Tensor
+
+
+def fragments(storage: UnitStorage, section: int, start: int, values: Tensor, within: slice | None = None) -> Iterator[Fragment]:
+    """Yield the fragments in ``values`` [flat], which begin at element ``start`` of the section's flat buffer.
+
+    Padding is left out, and so is everything outside of ``within``, a slice of that buffer.
+    """
+    stop = start + values.numel()
+    first, last = (start, stop) if within is None else (max(start, within.start), min(stop, within.stop))
+    for p, (s, offset, n, _) in zip(storage.parameters, storage.places, strict=True):
+        a, b = max(first, offset), min(last, offset + n)
+        if s == section and a < b:
+            yield Fragment(p, a - offset, values[a - start : b - start])
+
+
+def fragments_in_memory(storage: UnitStorage) -> Iterator[Fragment]:
+    """Yield all that a load must set: fragments of the shards, and whole parameters where the unit is whole."""
+    for b, section in enumerate(storage.sections):
+        shard = storage.shard(b)
+        if shard is not None:
+            yield from fragments(storage, section, storage.own(b).start, shard)
+    if storage.is_full:  # includes units that the plan has gathered for the next forward
+        for section, full in enumerate(storage.fulls):
+            yield from fragments(storage, section, 0, full)
 
 
 def full_state(
-    model: nn.Module, storages: list[UnitStorage], gathering: Gathering, *, keep: bool, cpu: bool
+    model: nn.Module, storages: Sequence[UnitStorage], gathering: Gathering, *, keep: bool, cpu: bool
 ) -> dict[str, Tensor]:
     """Return the whole state dict on ranks that ``keep`` it, else {}. Gathers one unit at a time."""
     values: dict[nn.Parameter, Tensor] = {}
-    gathering.begin()
-    for u, storage in enumerate(storages):
-        gathering.gather(u)
+    for storage in gathering.one_by_one():
         if keep:
             values |= {p: _copy(p, cpu) for p in storage.parameters}
-        gathering.free(u)
     named = model.state_dict(keep_vars=True) if keep else {}
     return {name: values[v] if v in values else _copy(v, cpu) for name, v in named.items()}
 
@@ -38,13 +65,17 @@ def _copy(tensor: Tensor, cpu: bool) -> Tensor:
 
 @contextmanager
 def full_parameters(
-    storages: list[UnitStorage], gathering: Gathering, *, keep: bool, cpu: bool, writeback: Callable[[UnitStorage], None] | None
-) -> Iterator[None]:
-    """Hold whole parameters on the ranks that ``keep`` them. Without ``writeback`` changes are lost."""
-    gathering.begin()
+    storages: Sequence[UnitStorage], gathering: Gathering, *, keep: bool, cpu: bool, writeback: bool,
+    group: dist.ProcessGroup | None,
+) -> Iterator[None]:  # fmt: skip
+    """Hold whole parameters on the ranks that ``keep`` them.
+
+    With ``writeback`` rank 0's changes are broadcast over ``group`` at the end; otherwise changes are lost.
+    """
     device = storages[0].device
     target = torch.device("cpu") if cpu else device
     moved: set[int] = set()  # units whose parameters are copies
+    gathering.begin()
     try:
         for u, storage in enumerate(storages):
             gathering.gather(u)
@@ -56,12 +87,14 @@ def full_parameters(
             storage.guard.open() if keep else storage.guard.close()
         yield
         for u, storage in enumerate(storages) if writeback else ():
-            assert writeback is not None
             gathering.allocate(u)
             if u in moved:
                 storage.move_back(keep_changes=True)
                 moved.remove(u)
-            writeback(storage)
+            with torch.no_grad(), torch.inference_mode(False), gathering.place.during(f"broadcast of {storage.name}"):
+                for flat in storage.fulls if group is not None else ():
+                    broadcast(flat, group)
+                storage.adopt()
             gathering.free(u)
     finally:
         for u, storage in enumerate(storages):
@@ -72,38 +105,20 @@ def full_parameters(
             storage.guard.open() if storage.is_plain else storage.guard.close()
 
 
-def load_full(model: nn.Module, storages: list[UnitStorage], full: dict[str, Tensor]) -> None:
+@torch.no_grad()
+def load_full(model: nn.Module, storages: Sequence[UnitStorage], full: dict[str, Tensor]) -> None:
     """Load a plain model's state dict. Raises KeyError for a missing name, ValueError for a shape that differs."""
-    owners = _owners(storages)
     named = model.state_dict(keep_vars=True)
-    missing = [name for name in named if name not in full]
-    if missing:
-        raise KeyError(f"state dict has no {missing[0]}")
-    by_unit: dict[int, list[tuple[int, str]]] = {}
     for name, v in named.items():
+        if name not in full:
+            raise KeyError(f"state dict has no {name}")
         if v.shape != full[name].shape:
             raise ValueError(f"{name} is {tuple(v.shape)}, the state dict has {tuple(full[name].shape)}")
-        if v in owners:
-            u, i = owners[v]
-            by_unit.setdefault(u, []).append((i, name))
-        else:
-            with torch.no_grad():  # buffers, and parameters without elements, are in no unit
-                write(v, full[name])
-    for u, members in by_unit.items():
-        storage = storages[u]
-        was_full = storage.is_full
-        if not was_full:
-            storage.allocate_full()
-        with torch.no_grad():
-            # Not through the parameters: masters may be more precise.
-            wholes = [f if m is None else f.to(m.dtype) for f, m in zip(storage.fulls, storage.shards, strict=True)]
-            storage.zero_padding(wholes)
-            for i, name in members:
-                section, offset, n, shape = storage.places[i]
-                wholes[section][offset : offset + n].view(shape).copy_(full[name])
-            storage.reshard(wholes)
-            for whole, flat in zip(wholes, storage.fulls, strict=True):
-                if whole is not flat:
-                    flat.copy_(whole)
-        if not was_full:
-            storage.free_full()
+    held = {p for storage in storages for p in storage.parameters}
+    for name, v in named.items():
+        if v not in held:  # buffers, and parameters without elements, are in no unit
+            write(v, full[name])
+    flat = {v: full[name].reshape(-1) for name, v in named.items() if v in held}
+    for storage in storages:
+        for p, start, values in fragments_in_memory(storage):
+            values.copy_(flat[p][start : start + values.numel()])

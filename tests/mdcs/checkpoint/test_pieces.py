@@ -42,13 +42,15 @@ def in_pieces(whole: torch.Tensor, *cuts: int) -> Pieces:
 @pytest.mark.filterwarnings("ignore")
 def test_what_was_cut_in_one_way_is_read_whole_or_cut_in_another(tmp_path):
     weight, scale = torch.randn(5, 6, dtype=torch.float64), torch.tensor(3.0)
-    pieces.save(tmp_path, {"model": {"a.weight": in_pieces(weight, 4, 13), "a.scale": in_pieces(scale)}}, None)
-    into = torch.zeros(30)
+    leaves = {("model", "a.weight"): in_pieces(weight, 4, 13), ("model", "a.scale"): in_pieces(scale)}
+    pieces.save(tmp_path, leaves, None)
+    into, beside = torch.zeros(30), torch.zeros(9, dtype=torch.float64)
     other = Pieces(weight.shape, into.dtype)
     other.add(0, into[:9])
     other.add(9, into[9:])
-    pieces.load(tmp_path, {"model": {"a.weight": other}})
-    assert torch.equal(into.view(5, 6), weight.float())
+    other.add(0, beside)  # pieces may overlap, and be of other types
+    pieces.load(tmp_path, {("model", "a.weight"): other})
+    assert torch.equal(into.view(5, 6), weight.float()) and torch.equal(beside, weight.reshape(-1)[:9])
     found = pieces.whole(tmp_path)["model"]
     assert torch.equal(found["a.weight"], weight) and torch.equal(found["a.scale"], scale)
     plain = {"model": {"a.weight": torch.zeros(5, 6, dtype=torch.float64), "a.scale": torch.tensor(0.0)}}
@@ -57,15 +59,15 @@ def test_what_was_cut_in_one_way_is_read_whole_or_cut_in_another(tmp_path):
 
 
 def test_pieces_that_lack_a_part_are_not_read_as_whole(tmp_path):
-    pieces.save(tmp_path, {"w": in_pieces(torch.ones(4))}, None)
+    pieces.save(tmp_path, {("w",): in_pieces(torch.ones(4))}, None)
     with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: v"):
-        pieces.load(tmp_path, {"v": torch.zeros(4)})
+        pieces.load(tmp_path, {("v",): torch.zeros(4)})
     with pytest.raises(RuntimeError, match="Size mismatch"):
-        pieces.load(tmp_path, {"w": torch.zeros(5)})
+        pieces.load(tmp_path, {("w",): torch.zeros(5)})
 
 
 def test_metadata_calls_nothing_that_is_not_a_record_of_a_checkpoint(tmp_path):
-    pieces.save(tmp_path, {"w": torch.ones(4)}, None)
+    pieces.save(tmp_path, {("w",): torch.ones(4)}, None)
     with (tmp_path / ".metadata").open("wb") as file:
         pickle.dump(print, file)
     with pytest.raises(pickle.UnpicklingError, match="may not name builtins.print"):

@@ -12,7 +12,7 @@ from mdcs.checkpoint.plain import read_checkpoint
 
 def write(root, state, step=1):
     partial = folder.begin(root, step)
-    pieces.save(partial, {"model": state}, None)
+    pieces.save(partial, {("model", name): value for name, value in state.items()}, None)
     numbers.save(partial / numbers.RUN, {"step": step, "param_groups": []}, "the run")
     return folder.finish(root, step, folder.sums(partial.iterdir()), world=1)
 

@@ -256,13 +256,13 @@ def emulated_run(
     with mdcs.parallelize(
         made.model, optimizer, plan, units, timeout_s=30, clip_norm=clip_norm, emulate=emulate
     ) as parallel:
-        note = parallel._recorder.message
+        note = parallel._engine.recorder.message
 
         def noted(index: int, round_: int, begin: Any, end: Any) -> None:
             sent.append((round_, index))
             note(index, round_, begin, end)
 
-        parallel._recorder.message = noted  # type: ignore[method-assign]
+        parallel._engine.recorder.message = noted  # type: ignore[method-assign]
         for step in range(steps):
             for micro in range(micro_steps):
                 (loss(step, micro) / micro_steps).backward()
@@ -272,6 +272,6 @@ def emulated_run(
         in_order = len(sent)  # draining sends reductions ahead of their turn
         parallel.drain()
         slots = [(s.slot, dict(s.predicted), dict(s.measured or {})) for s in parallel.memory_by_slot()]
-        shards = sum(shard.numel() for s in parallel._storages for shard in s.shards if shard is not None)
+        shards = sum(shard.numel() for s in parallel._engine.storages for shard in s.shards if shard is not None)
         records = parallel.records(flush=True)
         return Emulated(plan, parallel.memory(), slots, shards, records[2:-1], sent[:in_order])

@@ -320,7 +320,7 @@ def test_another_rank_s_error_is_heard_while_the_host_waits_for_the_device(monke
 
     def stop(parallel: mdcs.Parallel) -> None:
         device.is_stuck = True
-        monkeypatch.setattr(parallel._dispatcher.last_words, "heard", lambda: "rank 1 left the run in step 2: KeyError")
+        monkeypatch.setattr(parallel._engine.dispatcher.last_words, "heard", lambda: "rank 1 left the run in step 2: KeyError")
 
     with pytest.raises(mdcs.RunError, match=r"rank 0, step 3: waited for the device to come .* step 1 \(rank 1 left the run in"):
         train(plan, device, stop)

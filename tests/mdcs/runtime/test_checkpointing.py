@@ -219,7 +219,7 @@ def resume_each(root: str, harmed: list[str]) -> list[Any]:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 resumed = mdcs.resume(parallel, Path(root) / name)
-            text = next((str(w.message) for w in told if "not resumed" in str(w.message)), "")
+            text = next((str(w.message) for w in told if "not read" in str(w.message)), "")
             refused = said(lambda name=name: mdcs.resume(parallel, Path(root) / name / "step-00000003"))  # type: ignore[misc]
             out.append((resumed and resumed.step, text, refused))
     return out

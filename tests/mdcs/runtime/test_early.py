@@ -48,7 +48,7 @@ def plan_of(made: Setup, job: Job, strategy: str, *, cross_iteration: bool = Tru
 
 def issued_inside(parallel: mdcs.Parallel) -> list[int]:
     """The messages, by their place in the plan, that are issued while compute is in a slot, as they are."""
-    walker, dispatcher = parallel._walker, parallel._dispatcher
+    walker, dispatcher = parallel._engine.walker, parallel._engine.dispatcher
     issue, seen = dispatcher.issue, list[int]()
 
     def issuing(index: int, activations: int, mark: Any) -> None:

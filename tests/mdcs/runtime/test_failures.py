@@ -316,7 +316,7 @@ def test_a_backward_that_raised_cannot_be_ignored(ranks: Ranks):
 
 def until_another_leaves(parallel: mdcs.Parallel) -> None:
     deadline = time.monotonic() + 30
-    while not parallel._last_words.heard() and time.monotonic() < deadline:
+    while not parallel._engine.last_words.heard() and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
@@ -330,7 +330,7 @@ def fail_on_rank_one(how: str) -> None:
         made, parallel = stack.enter_context(training(scheduler=scheduler, collectives=collectives))
 
         def fail(gradient: torch.Tensor) -> None:
-            if rank == 1 and parallel._walker.step == 3:
+            if rank == 1 and parallel._engine.walker.step == 3:
                 if how.startswith("dies"):
                     os._exit(17)
                 if how.startswith("hangs"):
@@ -340,23 +340,23 @@ def fail_on_rank_one(how: str) -> None:
 
         made.model.blocks[0][2].weight.register_hook(fail)
         if how == "fails in a thread" and rank == 1:
-            land = parallel._wire.land
+            land = parallel._engine.wire.land
 
             def failing(transfer: Any) -> None:
-                if parallel._walker.step == 3:
+                if parallel._engine.walker.step == 3:
                     raise ArithmeticError("overflow")
                 land(transfer)
 
-            parallel._wire.land = failing  # type: ignore[method-assign]
+            parallel._engine.wire.land = failing  # type: ignore[method-assign]
         if how == "fails in the starter" and rank == 1:
-            launch = parallel._wire.launch
+            launch = parallel._engine.wire.launch
 
             def failing_start(transfer: Any) -> None:
-                if parallel._walker.step == 3 and threading.current_thread().name == "mdcs-starter":
+                if parallel._engine.walker.step == 3 and threading.current_thread().name == "mdcs-starter":
                     raise ArithmeticError("overflow")
                 launch(transfer)
 
-            parallel._wire.launch = failing_start  # type: ignore[method-assign]
+            parallel._engine.wire.launch = failing_start  # type: ignore[method-assign]
         for number in range(5):
             step(made, parallel, number)
 
@@ -461,7 +461,7 @@ def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: py
     plan = mdcs.make_plan(profile, Uniform("dp"), Wfbp())
     came = threading.Event()
     with mdcs.parallelize(model, optimizer, plan, units, timeout_s=5.0) as parallel:
-        lock = parallel._dispatcher.lock
+        lock = parallel._engine.dispatcher.lock
 
         def land() -> None:
             with lock:
@@ -471,9 +471,9 @@ def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: py
             threading.Thread(target=land).start()
             return "" if came.wait(20) else "nobody can have the lock"
 
-        monkeypatch.setattr(parallel._dispatcher.last_words, "heard", heard)
+        monkeypatch.setattr(parallel._engine.dispatcher.last_words, "heard", heard)
         with lock:
-            parallel._dispatcher.wait(came.is_set, "what comes meanwhile")
+            parallel._engine.dispatcher.wait(came.is_set, "what comes meanwhile")
 
 
 def drain_without_rank_one() -> None:

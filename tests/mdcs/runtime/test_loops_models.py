@@ -23,7 +23,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.runtime.refusals import keeps_order
+from mdcs.runtime.validation import keeps_order
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 

@@ -328,7 +328,7 @@ def storages_between_forward_and_backward() -> dict[str, dict[str, int]]:
         with parallel_for(job, How(strategy, "sequential")) as (made, parallel, _):
             loss = made.loss(made.model, made.batch(0, 0, 0))
             found[strategy] = {
-                storage.name: storage.fulls[0].untyped_storage().nbytes() for storage in parallel._storages
+                storage.name: storage.fulls[0].untyped_storage().nbytes() for storage in parallel._engine.storages
             }
             loss.backward()
             parallel.step()

@@ -46,16 +46,16 @@ def listen(job: Job, how: How) -> dict[str, Any]:
             return getattr(self.real, name)
 
     with parallel_for(job, how) as (made, parallel, optimizer):
-        communicator = parallel._wire._communicators[False]
+        communicator = parallel._engine.wire._communicators[False]
         assert isinstance(communicator, Communicator)
         communicator._gloo = Gloo(communicator._gloo)
-        launch = parallel._wire.launch
+        launch = parallel._engine.wire.launch
 
         def launching(transfer: Any) -> None:
             launched.append(transfer.message)
             launch(transfer)
 
-        parallel._wire.launch = launching  # type: ignore[method-assign]
+        parallel._engine.wire.launch = launching  # type: ignore[method-assign]
         for name in names:
             setattr(dist, name, counting(name))
         try:

@@ -85,9 +85,9 @@ def beside_a_plain_loop(job: Job, how: How, value: float) -> dict[str, Any]:
 def masters_of(parallel: mdcs.Parallel) -> dict[str, torch.Tensor]:
     """Return the state dict in the precision that is updated."""
     whole = parallel.state_dict()
-    for u, storage in enumerate(parallel._storages):
+    for u, storage in enumerate(parallel._engine.storages):
         parts = {b: storage.at_rest(b) for b in range(len(storage.blocks))}
-        whole |= parallel._gathering.by_parameter(u, parts, "masters")
+        whole |= parallel._engine.gathering.by_parameter(u, parts, "masters")
     return whole
 
 

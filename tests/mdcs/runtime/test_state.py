@@ -57,7 +57,7 @@ def evaluate(model: str, how: How) -> dict[str, bool]:
 
 
 def storage_sizes(parallel: mdcs.Parallel) -> list[int]:
-    return [s.fulls[0].untyped_storage().nbytes() for s in parallel._storages]
+    return [s.fulls[0].untyped_storage().nbytes() for s in parallel._engine.storages]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def round_trip(model: str, how: How) -> dict[str, Any]:
     with parallel_for(job, how) as (made, parallel, optimizer):
         train(job, made, parallel, optimizer)
         whole = parallel.state_dict()
-        storages = parallel._storages
+        storages = parallel._engine.storages
         owned = sum(storage.at_rest(b).numel() for storage in storages for b in range(len(storage.blocks)))
     return {
         "whole": differing(whole, wanted),
@@ -225,15 +225,15 @@ def drain() -> dict[str, Any]:
     with parallel_for(job, How("random", "random", seed=8)) as (made, parallel, optimizer):
         late = [m for m in parallel.plan.messages if not m.kind.is_gather and m.slot > parallel.plan.period.turn]
         launched: list[Kind] = []
-        launch = parallel._wire.launch
-        parallel._wire.launch = lambda t: (launched.append(t.message.kind), launch(t))[1]  # type: ignore[method-assign]
+        launch = parallel._engine.wire.launch
+        parallel._engine.wire.launch = lambda t: (launched.append(t.message.kind), launch(t))[1]  # type: ignore[method-assign]
         train(job, made, parallel, optimizer)
         parallel.drain()
         count = len(launched)
         parallel.drain()
         again = len(launched) - count
         state = parallel.state_dict()
-        gradients = [u for u, s in enumerate(parallel._storages) if s.gradients]
+        gradients = [u for u, s in enumerate(parallel._engine.storages) if s.gradients]
     return {"late": len(late), "state": differing(state, wanted), "again": again, "gradients": gradients}
 
 

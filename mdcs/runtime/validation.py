@@ -1,0 +1,338 @@
+"""Refusals: before step 1 of plans, jobs and models that do not fit, and later of what a training loop must not do.
+
+Every message says what to do instead; docs/loops.md lists the mistakes of a loop.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mdcs.model.guard import GRADIENT, THAW, Closed
+from mdcs.model.optimizers import in_flat_order, optimizer_bytes, parameter_groups
+from mdcs.model.units import ModelUnit, UnsupportedModel, refuse_shared_memory
+from mdcs.plan.messages import Plan
+from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import check
+from mdcs.runtime import optimizer_state
+from mdcs.runtime.buffers import Buffers, check_buffers, layout
+from mdcs.runtime.emulation import Emulation
+from mdcs.runtime.errors import Place, RunError
+from mdcs.runtime.groups import Groups
+from mdcs.runtime.scaling import LossScale
+from mdcs.runtime.start import Initialisation, Initialise
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.updates import Updates
+from mdcs.runtime.walker import SlotWalker
+from mdcs.torch_compat import has_gradient_hooks, step_hooks
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of :func:`mdcs.parallelize`, which describes them."""
+
+    clip_norm: float | None = None
+    loss_scale: LossScale | None = None
+    broadcast_buffers: bool | None = None
+    timeout_s: float = 300.0
+    emulate: Emulation | None = None
+    init: Initialise | None = None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the gradients of all units are looked at before any update."""
+        return self.clip_norm is not None or self.loss_scale is not None
+
+
+# ---- before step 1
+
+
+@dataclass
+class Fit:
+    """What fits, and the ``problem`` if something does not. No rank raises its problem before all ranks know of it.
+
+    - ``ordered``: by unit, its (name, parameter) pairs in flat order.
+    - ``group_of``: by unit, the optimizer's parameter group of each segment.
+    - ``state``: step counts and keys of the optimizer's state.
+    """
+
+    problem: ValueError | None = None
+    ordered: list[list[tuple[str, nn.Parameter]]] = field(default_factory=list)
+    group_of: list[list[int]] = field(default_factory=list)
+    state: optimizer_state.Together = field(default_factory=dict)
+    initialisation: Initialisation | None = None
+
+
+def fit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit], options: RunOptions,
+    *, processes: int, backend: str, device: torch.device,
+) -> Fit:  # fmt: skip
+    """Check plan, job and model on this rank. ``device`` is where parameters are, or will be made."""
+    found = Fit()
+    try:
+        _fits_processes(plan, processes, backend, options.emulate)
+        _covers(model, units, optimizer)
+        keeps_order(model, backend)
+        check_buffers(model)
+        _fits_job(plan, options, optimizer)
+        check(plan)
+        groups = parameter_groups(optimizer)
+        found.ordered, found.group_of = _match(plan, units, groups)
+        found.initialisation = Initialisation(model, units, options.init, device)
+        found.state = optimizer_state.together(found.ordered, groups, optimizer.state)
+    except ValueError as e:
+        found.problem = e
+    return found
+
+
+def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None) -> None:
+    """Raise PlanError unless there is a process of the plan's backend per rank, or one process for an emulated world.
+    """
+    if emulate is not None:
+        if processes != 1:
+            raise PlanError(f"an emulated world is one process, the process group has {processes}")
+        if emulate.world != plan.world:
+            raise PlanError(f"the plan is for {plan.world} ranks, the emulated world has {emulate.world}")
+        if not plan.profile.link.emulated:
+            raise PlanError("an emulated world sends nothing: plan with an emulated link")
+        if within := next((k for k in plan.strategies if k.in_node), None):
+            raise PlanError(f"an emulated world has no nodes, and {within} shards within one")
+        return
+    if processes != plan.world:
+        raise PlanError(f"the plan is for {plan.world} ranks, the process group has {processes}")
+    planned_backend = plan.profile.collectives.backend
+    if processes > 1 and backend != planned_backend:
+        raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}")
+
+
+def _fits_job(plan: Plan, options: RunOptions, optimizer: torch.optim.Optimizer) -> None:
+    """Raise PlanError or ValueError if clipping, loss scale or optimizer are not those that the plan was made for."""
+    for given, what in ((options.clip_norm, "clipping the global norm"), (options.loss_scale, "a dynamic loss scale")):
+        if given is not None and plan.cross_iteration:
+            raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
+    if options.clip_norm is not None and options.clip_norm <= 0:
+        raise ValueError(f"clip_norm must be > 0, got {options.clip_norm}")
+    state, fixed, _ = optimizer_bytes(optimizer)
+    planned = plan.profile.optimizer
+    if (state, fixed) != (planned.state_tensors, planned.state_fixed):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {planned.name} "
+            f"with {planned.state_tensors}"
+        )
+    if any(step_hooks(optimizer)):
+        raise ValueError(f"{type(optimizer).__name__} has hooks on step(), which is not called: call them after parallel.step()")
+
+
+def _covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedModel for a parameter that would not be trained, or not by this runtime alone."""
+    names = {p: name for name, p in model.named_parameters()}
+    held = {p for unit in units for _, p in unit.parameters}
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(trained):
+        if p.requires_grad and p not in held and p.numel():  # a parameter without elements needs no training
+            name = names.get(p) or f"parameter {number} of the optimizer, of shape {tuple(p.shape)}"
+            raise UnsupportedModel(
+                f"{name}: is in the optimizer and in no unit, so it would never be trained: partition the model that holds it"
+            )
+    for name, p in model.named_parameters():
+        if p not in held and not p.numel():
+            continue
+        if p not in held:
+            raise UnsupportedModel(f"{name}: is in no unit: partition the model as it is now")
+        if issubclass(type(p), Closed):
+            raise UnsupportedModel(f"{name}: is parallelized already: close() that first")
+        if has_gradient_hooks(p):
+            raise UnsupportedModel(
+                f"{name}: has a hook for its accumulated gradient, which the runtime takes: remove it, or parallelize() once"
+            )
+    refuse_shared_memory(model)  # again: the model may have changed since partition()
+
+
+def keeps_order(model: nn.Module, backend: str) -> None:
+    """Raise UnsupportedModel for a module whose forward has collectives that could mix with the plan's messages."""
+    for name, module in model.named_modules():
+        if backend == "nccl" and isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedModel(
+                f"{name}: SyncBatchNorm's collectives would come between the messages, on each rank elsewhere: use BatchNorm"
+            )
+
+
+def _match(
+    plan: Plan, units: list[ModelUnit], groups: dict[nn.Parameter, int]
+) -> tuple[list[list[tuple[str, nn.Parameter]]], list[list[int]]]:
+    """Return, for every unit, its (name, parameter) pairs in flat order, and the optimizer's group of each segment.
+
+    Raises ValueError where plan and model differ.
+    """
+    if len(units) != len(plan.profile.units):
+        raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}")
+    parameters, group_of = [], []
+    for unit, planned, flat in zip(units, plan.profile.units, plan.profile.layouts, strict=True):
+        ordered, found = in_flat_order(unit, groups)
+        segments = tuple(s.numel for s in found)
+        if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
+            raise ValueError(
+                f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
+                f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}"
+            )
+        types: dict[torch.dtype, int] = {}
+        for s in found:
+            types[s.dtype] = types.get(s.dtype, 0) + s.numel
+        wanted = [(s.numel, s.param_bytes) for s in flat.sections]
+        if [(n, dtype.itemsize) for dtype, n in types.items()] != wanted:
+            raise ValueError(
+                f"unit {unit.name} has {', '.join(f'{n} {dtype}' for dtype, n in types.items())}; the plan is for "
+                f"{', '.join(f'{n} of {width} bytes' for n, width in wanted)}"
+            )
+        parameters.append(ordered)
+        group_of.append([s.group for s in found])
+    return parameters, group_of
+
+
+def agree(found: Fit, model: nn.Module, plan: Plan, place: Place, groups: Groups) -> None:
+    """Raise this rank's problem, or an error that names ranks with a problem, another plan, model or optimizer state.
+
+    Collective.
+    """
+    rank, named = place.rank, [*model.named_parameters(), *model.named_buffers()]
+    told = None if found.problem is None else str(found.problem)
+    answers = groups.exchange((plan.hash, told, layout(named), found.state))
+    if found.problem is not None:
+        raise found.problem
+    for r, (_, theirs, *_) in enumerate(answers):
+        if theirs is not None:
+            raise PlanError(f"rank {rank}, before step 1: rank {r} cannot run: {theirs}")
+    hashes = [h for h, *_ in answers]
+    common, count = Counter(hashes).most_common(1)[0]
+    common = common if count > 1 else hashes[0]
+    other = [r for r, h in enumerate(hashes) if h != common]
+    if other:
+        raise PlanError(
+            f"rank {rank}, before step 1: rank{'s' if len(other) > 1 else ''} {', '.join(map(str, other))} "
+            f"ha{'ve' if len(other) > 1 else 's'} another plan ({', '.join(str(hashes[r]) for r in other)}) "
+            f"than the others ({common})"
+        )
+    for r, (_, _, theirs, state) in enumerate(answers):
+        if theirs != answers[0][2]:
+            raise UnsupportedModel(
+                f"rank {rank}, before step 1: parameters or buffers of rank {r} are not rank 0's in name, shape or type"
+            )
+        if state != answers[0][3]:
+            raise PlanError(f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all")
+
+
+# ---- during the loop
+
+_THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, then partition and plan again"
+
+
+def unseen_change(
+    optimizer: torch.optim.Optimizer, updates: Updates, storages: Sequence[UnitStorage], buffers: Buffers, world: int
+) -> str | None:
+    """Return a sentence about a change by the loop in this iteration that had no effect on it; None if there is none.
+    """
+    if len(optimizer.param_groups) != updates.groups:
+        return "the optimizer got another parameter group: close(), then partition and plan with it"
+    changed = updates.changed_option()
+    if changed is not None:
+        return (
+            f"{changed[1]} of the optimizer's group {changed[0]} was changed between backward and step(), when updates "
+            "may have run with its former value: change it before backward or after step()"
+        )
+    before, after = step_hooks(optimizer)
+    if before > 1 or after:  # one is refuse_calls'
+        return "a hook was put on optimizer.step(), which is not called: call it after parallel.step()"
+    if optimizer.state:
+        return (
+            "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
+            "parallel.load_optimizer_state_dict()"
+        )
+    for storage in storages:
+        if not storage.trainable:
+            for name, p in zip(storage.names, storage.parameters, strict=True):
+                if p.requires_grad:
+                    return _THAWED.format(name)
+    buffer = buffers.changed() if buffers.option is None and world > 1 else None
+    if buffer is not None:
+        return (
+            f"buffer {buffer} changes in forward, on every rank in its own way: parallelize(…, broadcast_buffers=True) "
+            "for rank 0's at every step, as with DDP, or False for each rank's own"
+        )
+    return None
+
+
+def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
+    """Return why ranks at these (step, progress, torn), or (step,), cannot go on together; None if they can."""
+    torn = [r for r, (_, *more) in enumerate(answers) if any(more[1:])]
+    if torn:
+        return f"updates of step {answers[torn[0]][0]} have begun, or failed, on rank {torn[0]}"
+    steps = [step for step, *_ in answers]
+    if len(set(steps)) > 1:
+        return f"the ranks are in different steps ({', '.join(map(str, steps))})"
+    return None
+
+
+def refuse_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
+    """Make optimizer calls that would have no effect, or lose state, raise RunError; return handles to undo this."""
+
+    def refusal(what: str) -> Any:
+        def hook(*_: Any) -> None:
+            raise RunError(f"rank {rank}: {what}")
+
+        return hook
+
+    on_shards = "the optimizer's state is on shards while a plan runs: use parallel."
+    return [
+        optimizer.register_step_pre_hook(refusal("call parallel.step() in the place of optimizer.step()")),
+        optimizer.register_state_dict_pre_hook(refusal(f"{on_shards}optimizer_state_dict()")),
+        optimizer.register_load_state_dict_pre_hook(refusal(f"{on_shards}load_optimizer_state_dict()")),
+    ]
+
+
+class Access:
+    """Decides whether a closed parameter may be used (:data:`mdcs.model.guard.Refuse`).
+
+    ``ended``: the reason for parameters that are not whole after the end of the run; None before.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._walker: weakref.ref[SlotWalker] | None = None  # weak: closed parameters must not keep the run alive
+        self.ended: str | None = None
+
+    def follow(self, walker: SlotWalker) -> None:
+        """Decide by the slot in which ``walker`` is; before, modules are being initialised."""
+        self._walker = weakref.ref(walker)
+
+    def refuse(self, name: str, what: str) -> RunError | None:
+        """Return the error for a use of parameter ``name``, or None to allow the use."""
+        walker = None if self._walker is None else self._walker()
+        if self.ended is None and walker is None and self._walker is not None:
+            self.ended = "it is gone"
+        if self.ended is not None:
+            return RunError(
+                f"rank {self._place.rank}: {name} is in pieces, parallel is closed and could not gather it ({self.ended}): "
+                "load a state dict into a plain model"
+            )
+        if walker is None:
+            return self._place.error(f"the initialisation of a module used {name} ({what}), which is of another unit")
+        if what == GRADIENT:
+            if not walker.has_gradients:
+                return None
+            return self._place.error(
+                f"the gradient of {name} was taken by the runtime: clip with parallelize(…, clip_norm=…), scale with "
+                "loss_scale, read parallel.grad_norm after step(), and zero gradients only after it"
+            )
+        if what == THAW:
+            return self._place.error(_THAWED.format(name))
+        return self._place.error(
+            f"{name} cannot be used here ({what}): outside of its unit's forward and backward it is in pieces, or being "
+            "updated; use parallel.state_dict(), or with parallel.full_parameters()"
+        )

@@ -34,11 +34,6 @@ def name_of(step: int) -> str:
     return f"step-{step:08}"
 
 
-def is_name(text: str) -> bool:
-    """Return whether this is the name of one step's folder."""
-    return _NAME.fullmatch(text) is not None
-
-
 def partial(root: Path, step: int) -> Path:
     """Return the folder in which a step is written before it is complete."""
     return root / (name_of(step) + _PARTIAL)
@@ -46,11 +41,10 @@ def partial(root: Path, step: int) -> Path:
 
 def begin(root: Path, step: int) -> Path:
     """Make the partial folder of a step, empty; delete folders that others left half-written or half-deleted."""
-    root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f"step-*{_PARTIAL}"):
         shutil.rmtree(left)
     made = partial(root, step)
-    made.mkdir()
+    made.mkdir(parents=True)
     return made
 
 
@@ -96,7 +90,7 @@ def found(root: Path) -> list[Path]:
 
 def candidates(path: Path) -> list[Path]:
     """Return ``path`` itself if it is the folder of a step, else the complete folders in it, the newest first."""
-    return [path] if is_name(path.name) else found(path)
+    return [path] if _NAME.fullmatch(path.name) else found(path)
 
 
 def choose(among: Sequence[Path], problem: Callable[[Path], str | None], *, warns: bool = True) -> Path | None:
@@ -165,10 +159,7 @@ def _delete(folder: Path) -> None:
 
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
-        digest = hashlib.sha256()
-        while data := stream.read(1 << 20):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sha256_of(manifest: dict[str, Any]) -> str:

@@ -25,14 +25,17 @@ def test_every_strategy_and_scheduler_trains_as_ddp_does(two: Ranks) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("job", [Job("mixed", 2, "adamw"), Job("mixed", half="masters")], ids=["plain", "masters"])
+@pytest.mark.parametrize(
+    ("job", "strategy"),
+    [(Job("mixed", 2, "adamw"), s) for s in ("zero1", "fsdp")] + [(Job("mixed", half="masters"), s) for s in ("dp", "sdp")],
+    ids=["plain-zero1", "plain-fsdp", "masters-dp", "masters-sdp"],
+)
 def test_the_ledger_is_exact(measured: Ranks, job: Job, strategy: str) -> None:
     for rank in measured.run(measure, job, How(strategy, "fusion", bytes=200), {}):
         assert {c: rank["predicted"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_masters_are_of_the_narrow_type_alone(two: Ranks, strategy: str) -> None:
     job = Job("mixed", half="masters", steps=8)
     for result in two.run(beside_a_plain_loop, job, How(strategy, "priority"), 1.0):
@@ -65,7 +68,7 @@ def taken_out(strategy: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_what_is_taken_out_has_every_parameter_in_its_type(two: Ranks, strategy: str) -> None:
     for found in two.run(taken_out, strategy):
         assert found == dict.fromkeys(found, True)

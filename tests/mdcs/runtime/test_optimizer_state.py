@@ -13,9 +13,8 @@ from torch import nn
 import mdcs
 from mdcs.calibrate.agreement import agree
 from mdcs.calibrate.slots import measure_profile
-from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
-from tests.mdcs.runtime.test_loops import STRATEGIES, how, one_step, said
+from tests.mdcs.runtime.test_loops import how, one_step, said
 from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, plan_for, profile_of, reference, setup, train
 
 
@@ -58,8 +57,10 @@ def save(strategy: str, optimizer_name: str) -> list[Any]:
     return differences(saved, wanted) + alone
 
 
-@pytest.mark.parametrize("optimizer", few(["adam", "sgd", "adamw", "plain sgd"], 2))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [("dp", "adam"), ("zero1", "sgd"), ("sdp", "plain sgd"), ("fsdp", "adamw"), ("random", "adam")],
+)
 def test_a_state_dict_is_that_of_a_plain_loop(two: Ranks, strategy, optimizer):
     assert two.run(save, strategy, optimizer) == [[], []]
 
@@ -93,7 +94,7 @@ def load(strategy: str, optimizer_name: str, plain: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "plain"),
-    [*((s, "adam", s != "random") for s in STRATEGIES), ("fsdp", "sgd", False), ("zero1", "sgd", True), ("sdp", "adamw", True)],
+    [("dp", "adam", True), ("zero1", "sgd", True), ("sdp", "adamw", True), ("fsdp", "sgd", False), ("random", "adam", False)],
 )
 def test_a_run_goes_on_where_another_has_stopped(two: Ranks, strategy, optimizer, plain):
     assert two.run(load, strategy, optimizer, plain) == [[], []]

@@ -18,7 +18,7 @@ import mdcs
 from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.named import SCHEDULERS
 from mdcs.profile.algorithms import Collectives
-from mdcs.runtime import api
+from mdcs.runtime import engine
 from mdcs.runtime.executor import CudaExecutor
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.stream_dispatcher import StreamDispatcher
@@ -62,8 +62,8 @@ def train(
     """A loop that pauses, evaluates and saves, every tensor of it on the device."""
     executor = CudaExecutor(CPU, device)
     with pytest.MonkeyPatch.context() as patch, device:
-        patch.setattr(api, "executor_for", lambda _: executor)
-        patch.setattr(api, "Communicator", device.connect)
+        patch.setattr(engine, "executor_for", lambda _: executor)
+        patch.setattr(engine, "Communicator", device.connect)
         talk = ((dist, "all_gather_object"), (dist, "broadcast_object_list"), (Groups, "tell"))
         for owner, name in talk if dist.is_initialized() else ():
             patch.setattr(owner, name, device.talking(getattr(owner, name)))
@@ -392,7 +392,7 @@ def test_an_emulated_link_takes_its_time_on_the_device():
     executor = CudaExecutor(CPU, device)
     executor._seconds_per_cycle = 1e-9
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "executor_for", lambda _: executor)
+        patch.setattr(engine, "executor_for", lambda _: executor)
         parallelize = mdcs.parallelize
 
         def on_device(*arguments: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mdcs
-from mdcs.runtime import api
+from mdcs.runtime import api, engine
 from mdcs.runtime.executor import CudaExecutor, executor_for
 from tests.mdcs.runtime.devices import (
     CONTRACT,
@@ -56,7 +56,7 @@ def test_one_rank_trains_like_a_plain_loop(how: How):
 @pytest.mark.parametrize("budget", [None, 1.2])
 def test_a_budget_limits_the_allocator_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch, budget: float | None):
     limited = Limited()
-    monkeypatch.setattr(api, "executor_for", lambda device: limited)
+    monkeypatch.setattr(engine, "executor_for", lambda device: limited)
     made, link = setup("tied"), mdcs.Link.uniform(10, 10, emulated=True)
     how = How("fsdp", "wfbp", budget=budget)
     run = emulated_run(made, optimizer_for("adam", made.model), how, mdcs.Emulation(0, 2), link)
@@ -176,9 +176,10 @@ def test_cuda_without_a_number_is_the_current_device(fake_cuda: SimpleNamespace,
     executor = executor_for(torch.device("cuda"))
     executor.limit(1_000_000_000)
     assert isinstance(executor, CudaExecutor) and executor.device == torch.device("cuda", 1)
-    monkeypatch.setattr(api, "Parallel", lambda *arguments: arguments)
-    *_, made_on = mdcs.parallelize(None, None, None, [], device="cuda")  # type: ignore[arg-type, misc]
-    assert made_on == torch.device("cuda", 1)
+    monkeypatch.setattr(api, "Engine", lambda *arguments: arguments)
+    monkeypatch.setattr(api, "Parallel", lambda made, units: made)
+    *_, options = mdcs.parallelize(None, None, None, [], device="cuda")  # type: ignore[arg-type, misc]
+    assert options.device == torch.device("cuda", 1)
 
 
 def test_autoplan_on_one_rank():

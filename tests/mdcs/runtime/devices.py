@@ -213,7 +213,7 @@ def equal(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], 
 HOWS = [
     How(strategy, scheduler, seed=2)
     for strategy, scheduler in zip(
-        ("dp", "zero1", "sdp", "fsdp", "random", "fsdp", "random", "zero1"), SCHEDULERS, strict=False
+        ("dp", "zero2", "sdp", "fsdp", "random", "fsdp", "random", "zero2"), SCHEDULERS, strict=False
     )
 ]
 

@@ -148,7 +148,7 @@ def test_what_is_freed_too_early_is_found():
 # ---- the runtime
 
 
-STRATEGIES = ("dp", "zero1", "sdp", "fsdp", "random")
+STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random")
 MORE = pytest.mark.slow
 
 
@@ -169,7 +169,7 @@ def test_one_rank_with_every_strategy_and_scheduler(strategy: str):
         assert wrong(plan_for(How(strategy, scheduler, seed=i)), wanted) == [], scheduler
 
 
-BOUND = [How("fsdp", "wfbp", budget=1.0), How("random", "priority", budget=1.05), How("zero1", "dear", False)]
+BOUND = [How("fsdp", "wfbp", budget=1.0), How("random", "priority", budget=1.05), How("zero2", "dear", False)]
 
 
 @pytest.mark.slow
@@ -192,13 +192,13 @@ def train_two(hows: Sequence[How]) -> list[str]:
 
 
 def test_two_ranks_train_like_a_plain_loop(two: Ranks):
-    hows = [How("dp", "fusion"), How("zero1", "priority"), How("sdp", "wfbp"), How("fsdp", "dear")]
+    hows = [How("dp", "fusion"), How("zero2", "priority"), How("sdp", "wfbp"), How("fsdp", "dear")]
     assert two.run(train_two, hows, timeout_s=60) == [[], []]
 
 
 @pytest.mark.slow
 def test_two_ranks_with_every_strategy_and_scheduler(two: Ranks):
-    hows = [How(strategy, scheduler, seed=7) for strategy in ("dp", "zero1", "sdp", "fsdp", "random") for scheduler in SCHEDULERS]
+    hows = [How(strategy, scheduler, seed=7) for strategy in ("dp", "zero2", "sdp", "fsdp", "random") for scheduler in SCHEDULERS]
     assert two.run(train_two, hows, timeout_s=500) == [[], []]
 
 
@@ -242,11 +242,11 @@ def _release_at_once(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "how"),
     [
-        pytest.param(_after("communication"), How("zero1", "wfbp"), id="communication does not wait for compute"),
+        pytest.param(_after("communication"), How("zero2", "wfbp"), id="communication does not wait for compute"),
         pytest.param(_after("compute"), How("fsdp", "wfbp"), id="compute does not wait for messages"),
         pytest.param(_free_when_enqueued, How("dp", "wfbp"), id="gradients are freed when their message is enqueued", marks=MORE),
         pytest.param(_as_when_it_was_issued, How("fsdp", "wfbp"), id="a message starts before its memory is ready", marks=MORE),
-        pytest.param(_release_at_once, How("zero1", "fusion"), id="a message's own buffers are compute's memory", marks=MORE),
+        pytest.param(_release_at_once, How("zero2", "fusion"), id="a message's own buffers are compute's memory", marks=MORE),
     ],
 )
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def without_the_backend_s_wait() -> list[str]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CudaExecutor, "finish", lambda self, works: None)
-        return train_two([How("zero1", "wfbp")])
+        return train_two([How("zero2", "wfbp")])
 
 
 def test_not_waiting_for_the_backend_is_found_out(two: Ranks):
@@ -277,7 +277,7 @@ def test_not_waiting_for_the_backend_is_found_out(two: Ranks):
         (How("dp", "wfbp"), {}, 0),
         (How("fsdp", "priority"), {}, 0),
         (How("random", "fusion", budget=1.05), {}, 0),
-        (How("zero1", "wfbp", False), {"clip_norm": 0.1}, 0),
+        (How("zero2", "wfbp", False), {"clip_norm": 0.1}, 0),
         (How("fsdp", "wfbp", False), {"loss_scale": mdcs.LossScale(8.0)}, 1),  # whether gradients are finite
     ],
 )
@@ -299,7 +299,7 @@ def test_asking_for_records_waits_for_nothing():
         asked.append(len(parallel.records()))
         assert len(device.waits) == before
 
-    train(plan_for(How("zero1", "wfbp")), device, each)
+    train(plan_for(How("zero2", "wfbp")), device, each)
     assert sum(asked) < STEPS  # the others are given at the end
 
 
@@ -315,7 +315,7 @@ class Stuck(Device):
 
 def test_another_rank_s_error_is_heard_while_the_host_waits_for_the_device(monkeypatch: pytest.MonkeyPatch):
     """Not after the time that a message may take."""
-    device, plan, destroyed = Stuck(()), plan_for(How("zero1", "wfbp")), []
+    device, plan, destroyed = Stuck(()), plan_for(How("zero2", "wfbp")), []
     monkeypatch.setattr(Groups, "destroy", lambda groups, failed=False: destroyed.append(failed))
 
     def stop(parallel: mdcs.Parallel) -> None:
@@ -346,7 +346,7 @@ def broadcasts() -> tuple[list[tuple[str, int]], int, list[str], list[float]]:
     torch.set_num_threads(1)
     from mdcs.calibrate.agreement import on_rank_zero
 
-    plan = on_rank_zero(lambda: plan_for(How("zero1", "wfbp"), 2))
+    plan = on_rank_zero(lambda: plan_for(How("zero2", "wfbp"), 2))
     device, sent, send, plain = Device(("communication",)), [], dist.broadcast, make
     waits: list[int] = []
     steps: list[list[tuple[str, int]]] = []
@@ -400,7 +400,7 @@ def test_an_emulated_link_takes_its_time_on_the_device():
             return parallelize(*arguments, **options)
 
         patch.setattr(mdcs, "parallelize", on_device)
-        how = How("zero1", "wfbp", collectives=Collectives(reduce_scatter="native"))
+        how = How("zero2", "wfbp", collectives=Collectives(reduce_scatter="native"))
         run = emulated_run(made, optimizer_for("adam", made.model), how, mdcs.Emulation(1, 4), link)
         device.__exit__(None, None, None)
     assert device.misuse == [] and set(pauses) == {"communication"} and len(pauses) >= 4 * len(run.plan.messages)

@@ -72,7 +72,7 @@ def go_on(root: str, strategy: str, optimizer_name: str, wait: bool) -> list[Any
 
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "wait"),
-    [("dp", "adam", True), ("fsdp", "adam", False), ("random", "adamw", False), ("zero1", "sgd", True),
+    [("dp", "adam", True), ("fsdp", "adam", False), ("random", "adamw", False), ("zero2", "sgd", True),
      ("sdp", "plain sgd", True)],
 )
 def test_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(two: Ranks, tmp_path, strategy, optimizer, wait):
@@ -161,7 +161,7 @@ def alone(count: int) -> list[float]:
 
 def test_a_run_goes_on_with_other_strategies(two: Ranks, tmp_path):
     found: list[float] = []
-    for i, strategy in enumerate(("dp", "fsdp", "joint", "zero1")):
+    for i, strategy in enumerate(("dp", "fsdp", "joint", "zero2")):
         found += two.run(losses, str(tmp_path), strategy, range(3 * i, 3 * i + 3))[0]
     assert found == pytest.approx(alone(12), abs=1e-9)
 
@@ -248,7 +248,7 @@ def fault(root: str) -> list[Any]:
     """A fault of each rank at each stage: every rank is told which, and what counted before still does."""
     out: list[Any] = []
     stages = [(pieces.FileSystemWriter, "write_data"), *((folder, name) for name in ("begin", "sums", "finish", "keep_last"))]
-    with parallel_for(Job("tied"), how("zero1")) as (made, parallel, _):
+    with parallel_for(Job("tied"), how("zero2")) as (made, parallel, _):
         one_step(made, parallel)
         parallel.checkpoint(root, keep=1)
         for where, name in stages:

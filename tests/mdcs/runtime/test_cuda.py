@@ -96,7 +96,7 @@ def train_on_one_gpu(how: How) -> bool:
     return close or equal(ours, alone)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "sdp", "fsdp"])
 @pytest.mark.parametrize("scheduler", ["sequential", "wfbp", "fusion"])
 def test_two_ranks_on_one_gpu_over_gloo(two: Ranks, strategy: str, scheduler: str):
     """gloo reduces and broadcasts CUDA tensors, and does nothing else with them."""
@@ -108,7 +108,7 @@ def test_two_ranks_on_one_gpu_over_gloo(two: Ranks, strategy: str, scheduler: st
 
 
 @pytest.mark.parametrize("world", [8, 64])
-@pytest.mark.parametrize(("strategy", "scheduler"), [("dp", "wfbp"), ("zero1", "dear"), ("fsdp", "priority"), ("sdp", "fusion")])
+@pytest.mark.parametrize(("strategy", "scheduler"), [("dp", "wfbp"), ("zero2", "dear"), ("fsdp", "priority"), ("sdp", "fusion")])
 def test_an_emulated_world(strategy: str, scheduler: str, world: int):
     """Messages in the order of the plan, no faster than the link; shards of the size that they have on so many ranks."""
     made = setup("line-96-128-128-64")

@@ -78,7 +78,7 @@ def leave(strategy: str, micro_steps: int, tight: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("strategy", "micro_steps"), few([("dp", 1), ("fsdp", 1), ("zero1", 2), ("sdp", 2)], 2))
+@pytest.mark.parametrize(("strategy", "micro_steps"), few([("dp", 1), ("fsdp", 1), ("zero2", 2), ("sdp", 2)], 2))
 def test_what_has_its_gradients_leaves_in_every_step(two: Ranks, strategy: str, micro_steps: int):
     for found in two.run(leave, strategy, micro_steps, False):
         assert found["early"] and found["seen"] == found["early"]

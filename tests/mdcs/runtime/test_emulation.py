@@ -28,7 +28,7 @@ LINK = mdcs.Link.uniform(0.25, 200.0, emulated=True)
 MODELS: dict[str, dict[str, Any]] = {"line-96-128-128-64": {}, "gpt2": {"width": 64, "samples": 1}}
 BLOCK = 40_000
 PLANS = (
-    How("dp", "wfbp"), How("zero1", "dear"), How("sdp", "partitioning", bytes=BLOCK), How("fsdp", "sequential"),
+    How("dp", "wfbp"), How("zero2", "dear"), How("sdp", "partitioning", bytes=BLOCK), How("fsdp", "sequential"),
     How("fsdp", "priority", budget=1.3, bytes=BLOCK), How("random", "random", seed=5),
 )  # fmt: skip
 CASES = [(model, world, how) for model in MODELS for world in (8, 64) for how in PLANS]
@@ -94,10 +94,10 @@ def other_jobs() -> list[tuple[dict[str, int], dict[str, int]]]:
     for collectives in (
         Collectives("native", "native", "native"), Collectives("ring", "ring", "ring"), Collectives.default("nccl"),
     ):  # fmt: skip
-        for strategy, scheduler in (("dp", "fusion"), ("fsdp", "fusion"), ("zero1", "sequential")):
+        for strategy, scheduler in (("dp", "fusion"), ("fsdp", "fusion"), ("zero2", "sequential")):
             how = How(strategy, scheduler, collectives=collectives, bytes=BLOCK)
             found.append(emulated("gpt2", how, Emulation(0, 8), steps=4))
-    found.append(emulated("gpt2", How("zero1", "priority"), Emulation(7, 8), clip_norm=0.1, micro_steps=2))
+    found.append(emulated("gpt2", How("zero2", "priority"), Emulation(7, 8), clip_norm=0.1, micro_steps=2))
     return [(run.memory["predicted"], run.memory["measured"]) for run in found]
 
 

@@ -19,7 +19,7 @@ from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, compare
 
-STRATEGIES = ("dp", "zero1", "sdp", "fsdp", "random", "greedy")
+STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random", "greedy")
 SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear", "random")
 MODELS = ("gpt2", "bert", "resnet", "frozen")  # tied weights, tied weights, BatchNorm, a frozen block
 ROUNDING = 1e-9
@@ -99,7 +99,7 @@ def test_three_ranks_with_padding(three: Ranks, strategy, micro_steps, clip, mod
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("strategy", few(["random", "zero1", "dp", "sdp", "fsdp"], 2))
+@pytest.mark.parametrize("strategy", few(["random", "zero2", "dp", "sdp", "fsdp"], 2))
 def test_other_optimizers_and_a_schedule(two: Ranks, optimizer, strategy):
     """SGD with momentum, and AdamW with two parameter groups; the learning rate changes at every step."""
     job = Job("tied", 2, optimizer=optimizer, steps=8, halve_at=4)
@@ -119,7 +119,7 @@ def _weights_after(job: Job) -> float:
     return float(sum(value.double().sum() for value in reference(job).state.values()))
 
 
-@pytest.mark.parametrize("strategy", few(["random", "zero1", "fsdp"]))
+@pytest.mark.parametrize("strategy", few(["random", "zero2", "fsdp"]))
 @pytest.mark.parametrize("model", ["twice", "gpt2/leaf", "checkpointed", "checkpointed/leaf"])
 def test_other_models(two: Ranks, model, strategy):
     """A module called twice, one unit per leaf, and forward passes that run again inside backward."""

@@ -40,7 +40,7 @@ from tests.mdcs.runtime.training import (
     train,
 )
 
-SHARDED = ("zero1", "sdp", "fsdp")
+SHARDED = ("zero2", "sdp", "fsdp")
 STRATEGIES = ("dp", *SHARDED, "random")
 
 
@@ -218,7 +218,7 @@ def average(strategy: str) -> list[str]:
     return differing(mine.state_dict(), wanted.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_a_moving_average(two: Ranks, strategy):
     assert two.run(average, strategy) == [[], []]
 
@@ -263,8 +263,8 @@ def close_and_train_on(first: str, second: str, optimizer_name: str) -> dict[str
 @pytest.mark.parametrize(
     ("first", "second", "optimizer"),
     [
-        ("fsdp", "zero1", "adam"), ("sdp", "dp", "sgd"), ("random", "fsdp", "adamw"), ("zero1", "random", "adam"),
-        ("dp", "sdp", "adam"), ("fsdp", "fsdp", "plain sgd"), ("zero1", "sdp", "sgd"),
+        ("fsdp", "zero2", "adam"), ("sdp", "dp", "sgd"), ("random", "fsdp", "adamw"), ("zero2", "random", "adam"),
+        ("dp", "sdp", "adam"), ("fsdp", "fsdp", "plain sgd"), ("zero2", "sdp", "sgd"),
     ],
 )  # fmt: skip
 def test_after_close_model_and_optimizer_are_plain_and_whole(two: Ranks, first, second, optimizer):
@@ -293,13 +293,13 @@ def thaw(strategy: str) -> str:
         one_step(made, parallel)
 
         def unfreeze_and_train() -> None:
-            made.model.requires_grad_(False) if strategy == "zero1" else made.model.blocks[1].requires_grad_(True)
+            made.model.requires_grad_(False) if strategy == "zero2" else made.model.blocks[1].requires_grad_(True)
             one_step(made, parallel, 1)
 
         return said(unfreeze_and_train)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp"])
 def test_what_is_trained_is_fixed_in_a_run(two: Ranks, strategy):
     for message in two.run(thaw, strategy):
         assert "weight: what is trained is fixed while a plan runs: close(), change requires_grad" in message
@@ -364,7 +364,7 @@ def untrained(what: str) -> str:
             model, units, lambda: model(torch.ones(1, 4)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0)
         )
     )
-    plan = mdcs.make_plan(profile, Uniform("zero1"), SCHEDULERS["wfbp"]())
+    plan = mdcs.make_plan(profile, Uniform("zero2"), SCHEDULERS["wfbp"]())
     if what == "a head of its own":
         optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     elif what == "not in the optimizer":
@@ -457,7 +457,7 @@ def habits(strategy: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp"])
 def test_habits_between_backward_and_step(two: Ranks, strategy):
     for found in two.run(habits, strategy):
         for what in ("clip", "clip value", "unscale", "zero"):
@@ -491,7 +491,7 @@ def tensor_rate(strategy: str) -> list[str]:
         return differing(parallel.state_dict(), wanted.model.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "random"])
+@pytest.mark.parametrize("strategy", ["zero2", "random"])
 def test_a_rate_in_a_tensor(two: Ranks, strategy):
     assert two.run(tensor_rate, strategy) == [[], []]
 
@@ -558,7 +558,7 @@ def evaluate_unequal_parts(strategy: str, budget: float | None) -> dict[str, Any
     return {"equal": losses == wanted, "most": max(map(gathers.count, gathers), default=0), "same": same}
 
 
-@pytest.mark.parametrize(("strategy", "budget"), [("dp", None), ("zero1", None), ("fsdp", None), ("fsdp", 1.0), ("random", 1.1)])
+@pytest.mark.parametrize(("strategy", "budget"), [("dp", None), ("zero2", None), ("fsdp", None), ("fsdp", 1.0), ("random", 1.1)])
 def test_ranks_with_unequal_numbers_of_batches(two: Ranks, strategy, budget):
     for found in two.run(evaluate_unequal_parts, strategy, budget):
         assert found["equal"] and found["same"] == []
@@ -732,7 +732,7 @@ def codebooks(option: bool | None) -> Any:
     ddp = nn.parallel.DistributedDataParallel(wanted, process_group=dist.new_group(), broadcast_buffers=option is not False)
     units = mdcs.partition(mine, mdcs.ByLeaf())
     profile = _agreed(measure_profile(mine, units, lambda: loss(mine, 0), ours, world=2, link=mdcs.Link.uniform(1.0, 50.0)))
-    plan = mdcs.make_plan(profile, Uniform("zero1"), SCHEDULERS["wfbp"]())
+    plan = mdcs.make_plan(profile, Uniform("zero2"), SCHEDULERS["wfbp"]())
     with mdcs.parallelize(mine, ours, plan, units, timeout_s=10, broadcast_buffers=option) as parallel:
         for step in range(4):
             loss(mine, step).backward()
@@ -808,7 +808,7 @@ def made_in_forward(kind: str, strategy: str, option: bool | None) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "option"),
-    [("lazy", "fsdp", None), ("lazy", "dp", True), ("none", "zero1", None), ("expanded", "fsdp", None)],
+    [("lazy", "fsdp", None), ("lazy", "dp", True), ("none", "zero2", None), ("expanded", "fsdp", None)],
 )
 def test_buffers_that_the_first_forward_makes_are_ddps(two: Ranks, kind, strategy, option):
     assert two.run(made_in_forward, kind, strategy, option) == [[], []]
@@ -839,7 +839,7 @@ def adversaries(strategies: tuple[str, str]) -> dict[str, list[str]]:
     return {"first": differing(states[0], wanted[0]), "second": differing(states[1], wanted[1])}
 
 
-@pytest.mark.parametrize("strategies", [("fsdp", "zero1"), ("dp", "random")])
+@pytest.mark.parametrize("strategies", [("fsdp", "zero2"), ("dp", "random")])
 def test_several_models_in_one_process(two: Ranks, strategies):
     assert two.run(adversaries, strategies) == [{"first": [], "second": []}] * 2
 

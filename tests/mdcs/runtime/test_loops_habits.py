@@ -446,7 +446,7 @@ def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("strategy", "micro_steps"),
-    few([("fsdp", 1), ("dp", 2), ("dp", 1), ("zero1", 1), ("fsdp", 2)]),
+    few([("fsdp", 1), ("dp", 2), ("dp", 1), ("zero2", 1), ("fsdp", 2)]),
 )
 def test_what_is_refused_in_a_sentence(two: Ranks, strategy, micro_steps):
     late = {judge_another, freeze, replace_a_weight, replace_a_layer, add_a_group, hook_the_optimizer}
@@ -482,7 +482,7 @@ def on_rank_zero_alone(strategy: str, call: str) -> None:
     ("strategy", "call"),
     [
         ("fsdp", "evaluate()"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dp", "state_dict()"), ("zero1", "full_parameters()"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dp", "state_dict()"), ("zero2", "full_parameters()"))),
     ],
 )
 def test_a_call_on_one_rank_says_that_it_is_for_all(two: Ranks, strategy, call):
@@ -527,7 +527,7 @@ def different_buffers(when: str) -> str:
         made.model.register_buffer("mask", torch.ones(3 + rank))
     optimizer = optimizer_for("adam", made.model)
     units = mdcs.partition(made.model, made.policy)
-    plan = plan_for(JOB, how("zero1"), profile_of(JOB, how("zero1"), made, units, optimizer))
+    plan = plan_for(JOB, how("zero2"), profile_of(JOB, how("zero2"), made, units, optimizer))
 
     def train() -> None:
         with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=5, broadcast_buffers=True) as parallel:

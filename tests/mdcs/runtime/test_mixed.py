@@ -12,7 +12,7 @@ from tests.mdcs.runtime.test_memory import BUFFERS, measure
 from tests.mdcs.runtime.test_precision import beside_a_plain_loop
 from tests.mdcs.runtime.training import How, Job, compare_all, parallel_for, setup, train
 
-STRATEGIES = ("dp", "zero1", "sdp", "fsdp")
+STRATEGIES = ("dp", "zero2", "sdp", "fsdp")
 SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear")
 
 
@@ -27,8 +27,8 @@ def test_every_strategy_and_scheduler_trains_as_ddp_does(two: Ranks) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("job", "strategy"),
-    [(Job("mixed", 2, "adamw"), s) for s in ("zero1", "fsdp")] + [(Job("mixed", half="masters"), s) for s in ("dp", "sdp")],
-    ids=["plain-zero1", "plain-fsdp", "masters-dp", "masters-sdp"],
+    [(Job("mixed", 2, "adamw"), s) for s in ("zero2", "fsdp")] + [(Job("mixed", half="masters"), s) for s in ("dp", "sdp")],
+    ids=["plain-zero2", "plain-fsdp", "masters-dp", "masters-sdp"],
 )
 def test_the_ledger_is_exact(measured: Ranks, job: Job, strategy: str) -> None:
     for rank in measured.run(measure, job, How(strategy, "fusion", bytes=200), {}):
@@ -68,7 +68,7 @@ def taken_out(strategy: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_what_is_taken_out_has_every_parameter_in_its_type(two: Ranks, strategy: str) -> None:
     for found in two.run(taken_out, strategy):
         assert found == dict.fromkeys(found, True)

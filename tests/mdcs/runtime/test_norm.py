@@ -75,7 +75,7 @@ def test_numbers_at_the_ends_of_float32_and_beyond(elements: list[float], wanted
 # ---- in training
 
 PLANS = [
-    How("dp", "wfbp"), How("zero1", "sequential"), How("sdp", "fusion"), How("fsdp", "partitioning"),
+    How("dp", "wfbp"), How("zero2", "sequential"), How("sdp", "fusion"), How("fsdp", "partitioning"),
     *(How("random", "random", seed=seed, bytes=1000 * (1 + seed)) for seed in range(8)),
 ]  # fmt: skip
 

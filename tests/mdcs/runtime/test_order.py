@@ -93,7 +93,7 @@ def test_messages_are_launched_in_the_plans_order(two: Ranks, scheduler, cross):
     assert len(whole) - first["so far"] < 2 * len(plan.messages)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "sdp", "fsdp"])
 def test_a_message_is_one_collective(two: Ranks, strategy):
     """An all-reduce, an all-to-all, or on gloo a broadcast from each rank; the last step's messages are counted."""
     job = Job("tied", steps=STEPS)
@@ -114,9 +114,9 @@ def sent(two: Ranks, strategy: str, scheduler: str, size: int) -> dict[str, Any]
 
 def test_partitioning_and_fusion_change_the_messages_and_not_the_bytes(two: Ranks):
     """tied has 5 trainable units of 66, 123, 69, 123 and 12 numbers, and one frozen one of 54."""
-    whole = sent(two, "zero1", "wfbp", 0)
-    cut = sent(two, "zero1", "partitioning", 256)
-    fused = sent(two, "zero1", "fusion", 1 << 20)
+    whole = sent(two, "zero2", "wfbp", 0)
+    cut = sent(two, "zero2", "partitioning", 256)
+    fused = sent(two, "zero2", "fusion", 1 << 20)
     assert whole["messages"] == {"RS": 5, "AG_F": 5}
     # Blocks of 64 numbers: 66 -> 1, 124 -> 2, 70 -> 1, 124 -> 2, 12 -> 1.
     assert cut["messages"] == {"RS": 7, "AG_F": 7}
@@ -148,7 +148,7 @@ def overlaps(how: How) -> list[tuple[float, float]]:
         return [(r.times.communication_s, r.times.overlap_s) for r in parallel.records(flush=True)]
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "sdp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "sdp", "fsdp"])
 def test_sequential_overlaps_nothing(two: Ranks, strategy):
     for times in two.run(overlaps, How(strategy, "sequential", emulated=True)):
         assert len(times) == 6

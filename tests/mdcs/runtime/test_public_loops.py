@@ -144,7 +144,7 @@ def _built(job: Job) -> tuple[Setup, Any]:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "fsdp", "random"])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "fsdp", "random"])
 def test_public_loops_train_as_with_ddp(two: Ranks, name, strategy):
     assert max(two.run(both, name, strategy)) <= 1e-9
 

@@ -20,7 +20,7 @@ def plan() -> Plan:
     unit = Unit("u", (8,), True, (0, 0), (0, 0))
     slots = (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0))
     link = Link((0.0,) * 4, (0.0,) * 4)
-    return Wfbp().schedule(Mix(Job(Profile((unit,), slots, 2, link)), (Strategy.zero1,)))
+    return Wfbp().schedule(Mix(Job(Profile((unit,), slots, 2, link)), (Strategy.zero2,)))
 
 
 def recorder() -> Recorder:

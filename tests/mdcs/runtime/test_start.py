@@ -25,7 +25,7 @@ from tests.mdcs.runtime.training import TINY, differing, optimizer_for
 
 STEPS = 4
 WIDTH = 64
-HOWS = ("dp", "zero1", "sdp", "fsdp", "mixed")  # strategies
+HOWS = ("dp", "zero2", "sdp", "fsdp", "mixed")  # strategies
 
 
 class Scale(nn.Module):
@@ -199,7 +199,7 @@ def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("strategy", "half"), [*((s, False) for s in HOWS), ("zero1", True), ("fsdp", True)])
+@pytest.mark.parametrize(("strategy", "half"), [*((s, False) for s in HOWS), ("zero2", True), ("fsdp", True)])
 def test_no_more_than_a_unit_is_whole_beside_the_shards(measured: Ranks, strategy: str, half: bool) -> None:
     for found, predicted, buffers, whole in measured.run(bytes_of_start, strategy, half):
         assert predicted <= found <= predicted + buffers + 16  # and a number or two

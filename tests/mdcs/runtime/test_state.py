@@ -24,7 +24,7 @@ from tests.mdcs.runtime.training import (
     train,
 )
 
-STRATEGIES = ("dp", "zero1", "sdp", "fsdp", "random")
+STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random")
 HOW = {s: How(s, "random" if s == "random" else "priority", seed=4) for s in STRATEGIES}
 
 
@@ -139,7 +139,7 @@ def round_trip(model: str, how: How) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy"), [("tied", "dp"), ("tied", "zero1"), ("tied", "fsdp"), ("resnet", "random"), ("frozen", "random")]
+    ("model", "strategy"), [("tied", "dp"), ("tied", "zero2"), ("tied", "fsdp"), ("resnet", "random"), ("frozen", "random")]
 )
 def test_whole_state_dicts_are_the_plain_models(two: Ranks, model, strategy):
     for found in two.run(round_trip, model, HOW[strategy]):
@@ -189,7 +189,7 @@ def _continue(made: Setup, parallel: mdcs.Parallel) -> dict[str, Tensor]:
     return parallel.state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "random"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", "random"])
 def test_a_loaded_model_continues(two: Ranks, strategy):
     how = dataclasses.replace(HOW[strategy], scheduler="random")
     assert two.run(load_and_train_on, how) == [{"same": [], "continued": []}] * 2

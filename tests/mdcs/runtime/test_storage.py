@@ -70,7 +70,7 @@ def test_a_rank_owns_a_part_of_every_block():
 def test_strategies_update_what_they_keep():
     whole, _ = storage_of(1, "dp")
     assert whole.at_rest(0).tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
-    resident, _ = storage_of(1, "zero1")
+    resident, _ = storage_of(1, "zero2")
     assert resident.shards == [None] and resident.at_rest(0).tolist() == [4, 5, 6, 0]
     resident.at_rest(0).fill_(9)  # a view: the update is in place
     assert resident.fulls[0].tolist() == [0, 1, 2, 3, 9, 9, 9, 9]

@@ -95,8 +95,8 @@ def finish(wire: Wire, transfer: Transfer) -> dict[tuple[int, int], torch.Tensor
     ("strategy", "kind", "algorithm"),
     [
         *(("dp", "AR", name) for name in ALGORITHMS["gloo"]["all_reduce"]),
-        *(("zero1", "RS", name) for name in ALGORITHMS["gloo"]["reduce_scatter"]),
-        *(("zero1", "AG_F", name) for name in ALGORITHMS["gloo"]["all_gather"]),
+        *(("zero2", "RS", name) for name in ALGORITHMS["gloo"]["reduce_scatter"]),
+        *(("zero2", "AG_F", name) for name in ALGORITHMS["gloo"]["all_gather"]),
         ("fsdp", "AG_F", "broadcast"),
         ("fsdp", "AG_B", "ring"),
     ],

@@ -107,12 +107,6 @@ def show(made: dict[str, Any], console: Console) -> None:
     console.print(_predicted(made["predicted"]))
     if made["budget"] is not None:
         console.print(_budget(made), markup=False, highlight=False)
-    mode = made["megatron_fsdp"]
-    nearest = f"data_parallel_sharding_strategy={mode['data_parallel_sharding_strategy']}"
-    if mode["num_distributed_optimizer_instances"] > 1:
-        nearest += f" num_distributed_optimizer_instances={mode['num_distributed_optimizer_instances']}"
-    words = f"Megatron-FSDP: {nearest} is nearest for {mode['share_of_parameters']:.0%} of the parameters. {mode['lost']}"
-    console.print(words, markup=False, highlight=False)
 
 
 def _budget(made: dict[str, Any]) -> str:

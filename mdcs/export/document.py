@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mdcs.export.groups import Group, groups_of
-from mdcs.export.lost import lost, megatron
+from mdcs.export.groups import Group, effective, fused_with, groups_of, in_order, modules_of, planned_ahead
 from mdcs.export.predicted import Steps, best_steps, fitting
 from mdcs.plan.messages import Plan
+from mdcs.plan.period import Op
+from mdcs.plan.strategy import Strategy
+from mdcs.profile.link import Kind
 
 SCHEMA = 2
 
@@ -30,7 +32,6 @@ KEYS = {
     "budget.would_fit": "units to be fsdp (reshard_after_forward) instead so that it is kept, with that step; null: none needed, "
     "or too little",
     "budget.least": "the step with all units fsdp, where not even that keeps it; else null",
-    "megatron_fsdp": "the nearest mode of Megatron-FSDP",
 }
 
 
@@ -44,13 +45,12 @@ def document(plan: Plan) -> dict[str, Any]:
         "plan": plan.hash,
         "ranks": plan.world,
         "groups": [_group(plan, g, chosen) for g in groups],
-        "lost": [{"what": each.what, "units": list(each.units)} for each in lost(plan, groups, chosen.forward, chosen.backward)],
+        "lost": [{"what": what, "units": units} for what, units in lost(plan, groups, chosen).items()],
         "predicted": {
             "mdcs": None if plan.prediction is None else dataclasses.asdict(plan.prediction),
             "fsdp2": dataclasses.asdict(chosen.prediction),
         },
         "budget": _budget(plan, groups),
-        "megatron_fsdp": megatron(plan),
         "keys": KEYS,
     }
 
@@ -58,12 +58,12 @@ def document(plan: Plan) -> dict[str, Any]:
 def _budget(plan: Plan, groups: tuple[Group, ...]) -> dict[str, Any] | None:
     if plan.budget is None:
         return None
-    found = fitting(plan, groups)
-    other = None if found is None else {"units": list(found.units), **dataclasses.asdict(found.prediction)}
+    units, steps = fitting(plan, groups)
+    other = {"units": units, **dataclasses.asdict(steps.prediction)} if units else None
+    fits = steps.fit(plan)
     return {
-        "bytes": plan.budget, "reserve": plan.reserve, "fits": found is None,
-        "would_fit": other if found is not None and found.fits else None,
-        "least": other if found is not None and not found.fits else None,
+        "bytes": plan.budget, "reserve": plan.reserve, "fits": fits and not units,
+        "would_fit": other if fits else None, "least": None if fits else other,
     }  # fmt: skip
 
 
@@ -79,6 +79,63 @@ def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:
         "forward_prefetch": list(chosen.forward.get(group.name, ())),
         "backward_prefetch": list(chosen.backward.get(group.name, ())),
     }
+
+
+def lost(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> dict[str, list[str]]:
+    """Return sentences that say what FSDP2 lacks -> names of the units that lose it. No units: the whole plan."""
+    found: dict[str, list[str]] = {}
+    for unit, what in _lost_by_unit(plan, groups, chosen):
+        units = found.setdefault(what, [])
+        if plan.profile.units[unit].name not in units:
+            units.append(plan.profile.units[unit].name)
+    if plan.budget is not None:
+        found["has a byte budget that is enforced while it runs; FSDP2 has none: its peak is what its calls come to"] = []
+    if plan.cross_iteration:
+        found[
+            "updates a unit as soon as it is reduced, beside backward and the next forward; FSDP2 updates all of them in"
+            " optimizer.step(), after backward, and gathers nothing before it"
+        ] = []
+    if any(section.master_bytes for layout in plan.profile.layouts for section in layout.sections):
+        found[
+            "has float32 masters: keep the model in float32 and give fully_shard (or apply_plan) a MixedPrecisionPolicy"
+            " with param_dtype, and with reduce_dtype where gradients are summed in another type"
+        ] = []
+    return found
+
+
+def _lost_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> Iterator[tuple[int, str]]:
+    together = fused_with(plan)
+    ahead = {kind: planned_ahead(plan, groups, kind) for kind in (Kind.AG_F, Kind.AG_B)}
+    of = {u: g for g in groups for u in g.units}
+    for u, strategy in enumerate(plan.strategies):
+        g, own = of[u], [m for m in plan.messages if m.micro == 0 and any(v == u for v, _ in m.parts)]
+        if strategy is Strategy.zero2 and g.strategy is Strategy.sdp:
+            yield u, (
+                "zero2 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held from"
+                " forward to backward, not between steps, and are gathered right before their use"
+            )
+        elif effective(strategy) is not g.strategy:
+            yield u, f"{strategy} becomes {g.strategy}, that of the largest unit in its fully_shard group"
+        if g.strategy is Strategy.dp:
+            yield u, "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used"
+        uses = sum(s.unit == u and s.phase == "F" for s in plan.profile.slots)
+        if g.strategy.regathers and uses > len(modules_of(plan, u)):
+            yield u, "is used several times in a forward pass; FSDP2 gathers it for each of them"
+        for kind in Kind:
+            if sum(m.kind is kind for m in own) > len(plan.profile.layouts[u].sections):
+                yield u, f"is sent in parts ({kind}); FSDP2 sends it whole"
+            if together.get((kind, u), {u}) - {*g.units}:
+                yield u, f"shares messages ({kind}) with units that FSDP2 sends by themselves"
+        late = [m.slot > plan.period.window(Op(m.kind, u, 0))[0] for m in own if not m.kind.is_gather]
+        if late and all(late):
+            yield u, "is reduced later than its gradients are there, behind other messages; FSDP2 reduces it at once"
+        if any(m.kind.plain is Kind.AG_F and plan.unrolled(m) < plan.period.turn for m in own):
+            yield u, "is gathered for the next step while backward runs; FSDP2 begins to gather with the forward pass"
+        for kind, lists in ((Kind.AG_F, chosen.forward), (Kind.AG_B, chosen.backward)):
+            order = [each.name for each in in_order(groups, kind)]
+            by = next((name for name, targets in lists.items() if g.name in targets), g.name)
+            if g.name in order and ahead[kind].get(g.name, 0) > order.index(g.name) - order.index(by):
+                yield u, f"is gathered further ahead ({kind}) in the plan, which is not faster here or takes too many bytes"
 
 
 def named(group: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from mdcs.plan.lifetimes import bytes_beyond_fsdp
 from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
+from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.times import Prediction
 from mdcs.profile.algorithms import Collectives
@@ -30,6 +31,10 @@ class Steps:
     backward: Ahead
     prediction: Prediction
 
+    def fit(self, plan: Plan) -> bool:
+        """Whether the predicted peak is within the plan's budget."""
+        return plan.budget is None or self.prediction.peak_bytes + plan.job.reserve <= plan.budget
+
 
 def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
     """Return the fastest step within the plan's budget among the prefetch limits; if none fits, the smallest peak.
@@ -40,32 +45,18 @@ def best_steps(plan: Plan, groups: tuple[Group, ...]) -> Steps:
         steps(plan, groups, ahead(plan, groups, Kind.AG_F, limit), ahead(plan, groups, Kind.AG_B, limit))
         for limit in range(_FARTHEST + 1)
     ]
-    fit = [s for s in made if _is_within(plan, s)]
+    fit = [s for s in made if s.fit(plan)]
     if not fit:
         return min(made, key=lambda s: s.prediction.peak_bytes)
     return min(fit, key=lambda s: (round(s.prediction.step_s, 6), s.prediction.peak_bytes))
 
 
-@dataclass(frozen=True)
-class Fitting:
-    """Units to reshard after forward so that FSDP2 keeps the budget, and the predicted step with them.
+def fitting(plan: Plan, groups: tuple[Group, ...]) -> tuple[list[str], Steps]:
+    """Return names of units that must become fsdp (hsdp within nodes) for the plan's budget, and the step with them.
 
-    - ``units``: names of the units that become fsdp (hsdp where they are sharded within nodes).
-    - ``fits``: False if the budget is exceeded even with all of them; then ``prediction`` is for all of them.
+    None if the calls keep the budget, all if nothing does. The groups that hold most bytes beyond fsdp change first, one
+    after the other, until the budget is kept.
     """
-
-    units: tuple[str, ...]
-    prediction: Prediction
-    fits: bool
-
-
-def fitting(plan: Plan, groups: tuple[Group, ...]) -> Fitting | None:
-    """Return the units that must become fsdp for the plan's budget; None if it is kept already, or if there is none.
-
-    The groups that hold most bytes beyond fsdp change first, one after the other, until the budget is kept.
-    """
-    if plan.budget is None or _is_within(plan, best_steps(plan, groups)):
-        return None
 
     def beyond(group: Group) -> int:
         return sum(bytes_beyond_fsdp(plan.period, u, group.strategy) for u in group.units)
@@ -73,17 +64,13 @@ def fitting(plan: Plan, groups: tuple[Group, ...]) -> Fitting | None:
     changed: list[str] = []
     made = best_steps(plan, groups)
     for each in sorted((g for g in groups if g.units and not g.strategy.regathers), key=beyond, reverse=True):
+        if made.fit(plan):
+            break
         resharded = Strategy.hsdp if each.strategy.in_node else Strategy.fsdp
         groups = tuple(dataclasses.replace(g, strategy=resharded) if g.name == each.name else g for g in groups)
         changed += [plan.profile.units[u].name for u in each.units]
         made = best_steps(plan, groups)
-        if _is_within(plan, made):
-            return Fitting(tuple(changed), made.prediction, True)
-    return Fitting(tuple(changed), made.prediction, False)
-
-
-def _is_within(plan: Plan, made: Steps) -> bool:
-    return plan.budget is None or made.prediction.peak_bytes + plan.reserve <= plan.budget
+    return changed, made
 
 
 def steps(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahead) -> Steps:
@@ -109,25 +96,24 @@ def as_run(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahea
     job = dataclasses.replace(plan.job, profile=profile, cross_iteration=False)
     chosen = {u: g.strategy for g in groups for u in g.units}
     mix = Mix(job, tuple(chosen[u] for u in range(len(profile.units))))
-    drafts = []
-    by = {kind: _gatherers(groups, kind, lists) for kind, lists in ((Kind.AG_F, forward), (Kind.AG_B, backward))}
-    ops = {(op.kind, op.unit, op.micro): op for op in mix.ops}
+    gatherers = {Kind.AG_F: _gatherers(groups, Kind.AG_F, forward), Kind.AG_B: _gatherers(groups, Kind.AG_B, backward)}
+    messages = []
     for g in groups:
-        for kind in Kind:
-            for micro in range(job.micro_steps):
-                own = [ops[kind, u, micro] for u in g.units if (kind, u, micro) in ops]
-                if own:
-                    if kind.is_gather:
-                        slot = _gathered_at(mix, by[kind.plain].get(g.name, g), kind, micro)
-                    else:
-                        slot = _reduced_at(mix, g)
-                    windows = [mix.window(op) for op in own]
-                    first, last = max(w[0] for w in windows), min(w[1] for w in windows)
-                    parts = tuple(part for op in own for part in mix.parts(op.unit))
-                    waited = backend == "gloo" and not kind.is_gather
-                    drafts.append(Message(kind, parts, max(first, min(slot, last)), waited, micro))
-    drafts.sort(key=lambda d: d.kind.is_gather)  # at one boundary the reduction comes first
-    return mix.plan("fsdp2", mix.whole(), drafts)
+        own: dict[tuple[Kind, int], list[Op]] = {}
+        for op in mix.ops:
+            if op.unit in g.units:
+                own.setdefault((op.kind, op.micro), []).append(op)
+        for (kind, micro), ops in own.items():
+            if kind.is_gather:
+                slot = _gathered_at(mix, gatherers[kind.plain].get(g.name, g), kind, micro)
+            else:
+                slot = mix.period.turn if g.backward is None else g.backward[1] + 1
+            first, last = max(mix.window(op)[0] for op in ops), min(mix.window(op)[1] for op in ops)
+            parts = tuple(part for op in ops for part in mix.parts(op.unit))
+            waited = backend == "gloo" and not kind.is_gather
+            messages.append(Message(kind, parts, max(first, min(slot, last)), waited, micro))
+    messages.sort(key=lambda m: m.kind.is_gather)  # at one boundary the reduction comes first
+    return mix.plan("fsdp2", mix.whole(), messages)
 
 
 def _gatherers(groups: tuple[Group, ...], kind: Kind, lists: Ahead) -> dict[str, Group]:
@@ -142,10 +128,6 @@ def _gathered_at(mix: Mix, by: Group, kind: Kind, micro: int) -> int:
         return start + by.forward[0]
     assert by.backward is not None
     return start + mix.profile.forward_slots + by.backward[0]
-
-
-def _reduced_at(mix: Mix, group: Group) -> int:
-    return mix.period.turn if group.backward is None else group.backward[1] + 1
 
 
 def _with_copies(plan: Plan, groups: tuple[Group, ...]) -> Profile:

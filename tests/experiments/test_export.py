@@ -23,7 +23,6 @@ def test_a_run_s_plan_is_written_beside_it_and_shown(folder, capsys):
     assert export.main([str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "these calls, by FSDP2" in shown and "- a, b: zero2 becomes sdp" in shown
-    assert "optim_grads is nearest for 100%" in shown
     file = json.loads((folder / "fsdp2.json").read_text())
     assert [group["modules"] for group in file["groups"]] == [["a"], ["b"], [""]]
     assert file["predicted"]["fsdp2"]["step_s"] > file["predicted"]["mdcs"]["step_s"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 
 from mdcs.export.document import document
@@ -186,14 +185,6 @@ def test_a_group_is_named_by_its_first_module() -> None:
     assert Group(("a", "b"), (0, 1), Strategy.dp, (0, 1), None).name == "a"
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero2", "sdp", "fsdp"])
-def test_the_nearest_mode_of_megatron_is_that_of_most_parameters(strategy: str) -> None:
-    mode = document(planned(chain(64, 4), [strategy, "dp"]))["megatron_fsdp"]
-    nearest = {"dp": "no_shard", "zero2": "optim_grads"}.get(strategy, "optim_grads_params")
-    assert mode["data_parallel_sharding_strategy"] == nearest
-    assert ("a" in mode["units_that_the_plan_has_otherwise"]) is (strategy == "sdp")
-
-
 # ---- nodes
 
 
@@ -233,9 +224,3 @@ def test_the_predicted_step_sends_within_nodes() -> None:
     assert {m.kind for m in run.messages} == {Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N, Kind.RS, Kind.AG_F}
     far = of_nodes("sdp", "fsdp", "sdp")
     assert best_steps(plan, groups_of(plan)).prediction.step_s < best_steps(far, groups_of(far)).prediction.step_s
-
-
-def test_the_nearest_mode_of_megatron_has_an_instance_for_each_node() -> None:
-    mode = document(of_nodes("hsdp", "hsdp_no_reshard", "fsdp"))["megatron_fsdp"]
-    assert (mode["data_parallel_sharding_strategy"], mode["num_distributed_optimizer_instances"]) == ("optim_grads_params", 2)
-    assert mode["units_that_the_plan_has_otherwise"] == ["b", "c"]

@@ -39,13 +39,9 @@ _WORTH = 1e-3  # relative gain that makes another search worth its time
 
 @dataclass(frozen=True)
 class SlotPlanner(Solving):
-    """Base of the planners that use the slot model.
-
-    - ``heuristics`` False: only the solver's own plans are compared, to evaluate the solver.
-    """
+    """Base of the planners that use the slot model."""
 
     block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
-    heuristics: bool = True
 
     def solved(self, judge: Judge, name: str, fixed: Sequence[Strategy] | None = None) -> Plan:
         """Return the best plan found within ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
@@ -60,8 +56,8 @@ class SlotPlanner(Solving):
         strategies = None if fixed is None else tuple(fixed)
         request = SearchRequest(judge, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic())
         known = list(while_time_remains(request.at(_HEURISTICS), heuristics(judge, fixed)))
-        found, raced = _solve_beside_race(request, known, self.heuristics)
-        candidates = [*found.plans, *raced, *(known if self.heuristics else [])]
+        found, raced = _solve_beside_race(request, known)
+        candidates = [*found.plans, *raced, *known]
         if not candidates:
             raise PlanError(f"{name}: no plan was found: {found.status}")
         before, best = math.inf, min(candidates, key=_cost_s)
@@ -81,10 +77,8 @@ class SlotPlanner(Solving):
         return dataclasses.replace(plan, scheduler=name, outcome=outcome, bound_s=found.bound)
 
 
-def _solve_beside_race(
-    request: SearchRequest, known: list[EvaluatedPlan], heuristics: bool
-) -> tuple[SolverResult, list[EvaluatedPlan]]:
-    """Run the solver, and beside it races from the plans ``known`` if ``heuristics``. Return what both found.
+def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tuple[SolverResult, list[EvaluatedPlan]]:
+    """Run the solver, and beside it races from the plans ``known``. Return what both found.
 
     Plans come from the integer program of a small problem, from the relaxation of a large one, and from both of those
     between. The bound comes from the integer program or the relaxation of the exact model.
@@ -103,7 +97,7 @@ def _solve_beside_race(
     with ThreadPoolExecutor(len(solves)) as pool:
         solving = [pool.submit(solve) for solve in solves]
         raced: list[EvaluatedPlan] = []
-        if known and heuristics:
+        if known:
             search = partial(race, strategies=not fixed)
             raced = search(known, request.at(SOLVING), stop=solving[0].done)
             starts = [*raced, *solving[0].result().plans]

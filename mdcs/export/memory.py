@@ -57,17 +57,17 @@ class GroupBytes:
         sizes = dict.fromkeys(("shards", "full", "optimizer", "scratch", "gradients", "reduced", "kept"), 0)
         for u in group.units:
             unit, layout = profile.units[u], profile.layouts[u]
-            for section, total in zip(layout.sections, layout.sizes, strict=True):
-                own = total // parts
-                sizes["shards"] += own * section.updated_bytes
-                sizes["full"] += total * section.param_bytes
-                if unit.trainable:
-                    sizes["optimizer"] += int(own * section.updated_bytes * opt.state_tensors)
-                    sizes["scratch"] = max(sizes["scratch"], opt.scratch(own, section.updated_bytes))
-                    sizes["gradients"] += total * section.param_bytes
-                    sizes["reduced"] += total * section.grad_bytes
-                    sizes["kept"] += own * section.updated_bytes
-            sizes["optimizer"] += opt.state_fixed * len(unit.segments) if unit.trainable else 0
+            shards = [(size // parts, s.updated_bytes) for s, size in zip(layout.sections, layout.sizes, strict=True)]
+            updated = sum(own * width for own, width in shards)
+            sizes["shards"] += updated
+            sizes["full"] += layout.param_bytes
+            if unit.trainable:
+                state = sum(int(own * width * opt.state_tensors) for own, width in shards)
+                sizes["optimizer"] += state + opt.state_fixed * len(unit.segments)
+                sizes["scratch"] = max([sizes["scratch"], *(opt.scratch(own, width) for own, width in shards)])
+                sizes["gradients"] += layout.param_bytes
+                sizes["reduced"] += layout.grad_bytes
+                sizes["kept"] += updated
         return cls(parts, **sizes)
 
 

@@ -33,8 +33,7 @@ class MessageBytes:
     - ``own``: buffers that it allocates and frees.
     - ``kept``: buffers that it allocates, and that a slot or a later message frees.
     - ``ended``: buffers of slots and earlier messages that it frees.
-    - ``at_start``, ``when_landed``, ``when_done``: the effects of these three events. Its update begins when it has
-      landed.
+    - ``effects``: its effects at its start, when it has landed (its update begins), and when its update is done.
     - ``held``: bytes that it allocates and that stay after it.
     - ``freed``: bytes of slots and earlier messages that it frees.
     - ``transient``: the most bytes, in addition to ``held``, while it is in flight.
@@ -43,9 +42,7 @@ class MessageBytes:
     own: Rows
     kept: Rows
     ended: Rows
-    at_start: Effects = field(init=False)
-    when_landed: Effects = field(init=False)
-    when_done: Effects = field(init=False)
+    effects: tuple[Effects, Effects, Effects] = field(init=False)
     held: int = field(init=False)
     freed: int = field(init=False)
     transient: int = field(init=False)
@@ -63,15 +60,14 @@ class MessageBytes:
         held, begun = _total(self.kept), sum(size for _, size in start)
         most = max(begun, begun + sum(size for _, size in landed))
         vars(self).update(
-            at_start=tuple(start), when_landed=tuple(landed), when_done=tuple(done), held=held, freed=_total(self.ended),
-            transient=most - held,
+            effects=(tuple(start), tuple(landed), tuple(done)), held=held, freed=_total(self.ended), transient=most - held
         )  # fmt: skip
 
     @cached_property
     def freed_by_update(self) -> int:
         """Bytes that were held before its update and are free after it."""
         scratch = sum([row.bytes for row in self.own if row.allocated and row.allocated.moment == "update"])
-        return -sum([size for _, size in self.when_done]) - scratch
+        return -sum([size for _, size in self.effects[-1]]) - scratch
 
     # ---- the buffers that the runtime makes
 

@@ -14,6 +14,7 @@ forward slot.
 
 from __future__ import annotations
 
+import itertools
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
@@ -186,7 +187,7 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
     effects = [each for slot in ledger.slots[turn:] for each in (*slot.at_begin, *slot.at_end)]
     for m, e in zip(plan.messages, ledger.messages, strict=True):
         if plan.in_prologue(m):
-            effects += (*e.at_start, *e.when_landed, *e.when_done)
+            effects += itertools.chain(*e.effects)
     for what, size in effects:
         live[what] += size
     out: list[_Event] = []
@@ -216,9 +217,5 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
 
 def _effects(e: MessageBytes, start: float, landed: float, done: float) -> list[_Event]:
     """Return the allocations and releases of a message as events."""
-    events = [(start, what, size) for what, size in e.at_start]
-    if e.when_landed:
-        events += [(landed, what, size) for what, size in e.when_landed]
-    if e.when_done:
-        events += [(done, what, size) for what, size in e.when_done]
-    return events
+    times = zip((start, landed, done), e.effects, strict=True)
+    return [(time, what, size) for time, effects in times for what, size in effects]

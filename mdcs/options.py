@@ -15,12 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-LIMITS = ("choices", "renamed", "above", "at_least", "at_most", "below", "length")
+_ORDERS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "above": (">", operator.gt), "at_least": (">=", operator.ge), "at_most": ("<=", operator.le), "below": ("<", operator.lt),
+}  # fmt: skip
+
+LIMITS = ("choices", "renamed", *_ORDERS, "length")
 """Limits that :func:`option` takes.
 
 - ``choices``: the allowed values.
@@ -38,11 +43,11 @@ class OptionError(ValueError):
     """
 
     def __init__(self, option: str, complaint: str) -> None:
-        super().__init__(f"{option} {complaint}")
+        super().__init__(option, complaint)
         self.option, self.complaint = option, complaint
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.option, self.complaint)
+    def __str__(self) -> str:
+        return f"{self.option} {self.complaint}"
 
 
 def option(default: T, about: str, **limits: Any) -> T:
@@ -53,13 +58,9 @@ def option(default: T, about: str, **limits: Any) -> T:
     - ``limits``: limits by the names in :data:`LIMITS`. Other names are kept as metadata for the code that declares the
       class.
     """
-    metadata = {"about": about, **limits}
-    made = (
-        dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-        if isinstance(default, list)
-        else dataclasses.field(default=default, metadata=metadata)
-    )
-    return made  # type: ignore[return-value]  # dataclasses.field returns a Field and says it returns the default's type
+    how: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    made: T = dataclasses.field(**how, metadata={"about": about, **limits})
+    return made
 
 
 def options(of: Any) -> dict[str, dataclasses.Field[Any]]:
@@ -92,15 +93,9 @@ def _check_one(name: str, value: Any, limits: Mapping[str, Any]) -> None:
     value = limits.get("renamed", {}).get(value, value) if isinstance(value, str) else value
     if "choices" in limits and not any(value is c or (value == c and type(value) is type(c)) for c in limits["choices"]):
         raise OptionError(name, f"must be one of {', '.join(map(shown, limits['choices']))}; got {shown(value)}")
-    # "not value > limit" rather than "value <= limit": NaN fails every comparison, so it is refused.
-    if "above" in limits and not value > limits["above"]:
-        raise OptionError(name, f"must be > {shown(limits['above'])}, got {shown(value)}")
-    if "at_least" in limits and not value >= limits["at_least"]:
-        raise OptionError(name, f"must be >= {shown(limits['at_least'])}, got {shown(value)}")
-    if "at_most" in limits and not value <= limits["at_most"]:
-        raise OptionError(name, f"must be <= {shown(limits['at_most'])}, got {shown(value)}")
-    if "below" in limits and not value < limits["below"]:
-        raise OptionError(name, f"must be < {shown(limits['below'])}, got {shown(value)}")
+    for limit, (sign, holds) in _ORDERS.items():
+        if limit in limits and not holds(value, limits[limit]):  # NaN fails every comparison, so it is refused
+            raise OptionError(name, f"must be {sign} {shown(limits[limit])}, got {shown(value)}")
 
 
 class Checked:

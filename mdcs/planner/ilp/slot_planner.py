@@ -81,7 +81,8 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
     """Run the solver, and beside it races from the plans ``known``. Return what both found.
 
     Plans come from the integer program of a small problem, from the relaxation of a large one, and from both of those
-    between. The bound comes from the integer program or the relaxation of the exact model.
+    between. The bound comes from the exact model: from its integer program if this is small and gives plans as well
+    (messages have no price), otherwise from its relaxation.
     """
     slots, fixed = request.judge.job.period.length, request.fixed is not None
     best, realistic = min(known, key=_cost_s, default=None), request.realistic()
@@ -90,10 +91,10 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
         solves.append(partial(solve_relaxed, request, realistic, plans=True))
     if slots <= (2 * _WHOLE if fixed else _WHOLE):
         solves.append(partial(solve_whole, request, realistic, best))
-    if slots > _SMALL:
-        solves.append(partial(solve_relaxed, request, request.judge, plans=False))
-    else:
+    if slots <= _SMALL and realistic.profile is request.judge.profile:
         solves.append(partial(solve_whole, request, request.judge, best))
+    else:
+        solves.append(partial(solve_relaxed, request, request.judge, plans=False))
     with ThreadPoolExecutor(len(solves)) as pool:
         solving = [pool.submit(solve) for solve in solves]
         raced: list[EvaluatedPlan] = []

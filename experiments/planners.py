@@ -102,7 +102,7 @@ def gaps(units: list[int], console: Console) -> None:
         began = time.monotonic()
         plan = make_plan(profile, Joint(LIMITS_S[count]), budget=budget)
         took = time.monotonic() - began
-        others = [*(Uniform(str(k)) for k in Strategy), Ilp()]
+        others: list[StrategyPlanner] = [*(Uniform(str(k)) for k in Strategy), Ilp()]
         heuristic = min(fastest(profile, budget, [Greedy()], (None, *SHARES)), fastest(profile, budget, others, [None]))
         assert plan.prediction is not None
         joint, bound = plan.prediction.step_s, plan.bound_s or 0.0

@@ -23,6 +23,7 @@ from mdcs.measure.timeline import Interval, Span, times_of
 from mdcs.plan.ledger import Ledger, MessageBytes
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.messages import Plan
+from mdcs.plan.period import Period
 from mdcs.plan.times import Prediction, StepTimes
 from mdcs.plan.worst_case import SlotLimits
 from mdcs.simulator.recurrence import Course, Trace, run
@@ -95,6 +96,17 @@ class Steady(NamedTuple):
     period_s: float
     slots: tuple[tuple[float, float, float], ...]
     bytes: tuple[Span, ...]
+
+    def arrival(self, slot: int) -> float:
+        """Return when compute arrives at a slot (unrolled)."""
+        turns, q = divmod(slot, len(self.slots))
+        return turns * self.period_s + self.slots[q][0]
+
+
+def undelayed(period: Period) -> Steady:
+    """Return the times of slots without messages."""
+    edges = [0.0, *itertools.accumulate(period.seconds)]
+    return Steady(edges[-1], tuple((begin, begin, end) for begin, end in itertools.pairwise(edges)), ())
 
 
 def steady_state(plan: Plan) -> Steady:

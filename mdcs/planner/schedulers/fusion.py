@@ -18,6 +18,7 @@ from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.planner.schedulers.wfbp import in_ready_order, ready_slot
 from mdcs.profile.link import Kind
+from mdcs.simulator.simulate import undelayed
 from mdcs.sizes import MIB
 
 Grouping = Callable[[list[Op]], list[list[Op]]]
@@ -123,12 +124,9 @@ def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
     """
     if not stream:
         return []
-    kind, link, length = stream[0].kind, mix.profile.link, mix.period.length
-    clock = [0.0]
-    for k in range(2 * length):
-        clock.append(clock[-1] + mix.profile.slots[mix.period.slots[k % length].place].seconds)
+    kind, link, times = stream[0].kind, mix.profile.link, undelayed(mix.period)
     ops = stream[::-1] if kind.is_gather else stream
-    ready = [-clock[mix.window(op)[1]] if kind.is_gather else clock[mix.window(op)[0]] for op in ops]
+    ready = [-times.arrival(mix.window(op)[1]) if kind.is_gather else times.arrival(mix.window(op)[0]) for op in ops]
     wire = [mix.profile.wire(kind, mix.payload(op)) for op in ops]
     best: list[tuple[float, int]] = [(min(ready), 0)]
     for j in range(1, len(ops) + 1):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,7 +24,7 @@ from mdcs.plan.period import Op
 from mdcs.plan.widths import width_of
 from mdcs.planner.schedulers.wfbp import Blocks, ready_slot
 from mdcs.profile.link import GATHER, Kind
-from mdcs.simulator.simulate import Steady, steady_state
+from mdcs.simulator.simulate import Steady, steady_state, undelayed
 
 _ROUNDS = 3  # orders made from each first times, the later ones from the replay of the plan before
 _PERIODS = 4  # of the list schedule; the plan takes the order of the last but one
@@ -61,7 +60,7 @@ def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: W
     first.sort(key=lambda m: (m.slot, m.kind.is_gather))
     best = mix.plan(name, blocks, first)
     shortest = steady_state(best)
-    for times in (shortest, undelayed(mix)):
+    for times in (shortest, undelayed(mix.period)):
         plan: Plan | None = None
         for _ in range(_ROUNDS):
             before, plan = plan, mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, times))
@@ -73,19 +72,13 @@ def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: W
     return best
 
 
-def undelayed(mix: Mix) -> Steady:
-    """Return the times of slots without messages."""
-    arrivals = [0.0, *itertools.accumulate(mix.period.seconds)]
-    return Steady(arrivals[-1], tuple(zip(arrivals, arrivals, arrivals[1:], strict=False)), ())
-
-
 def nearest_deadline_first(mix: Mix, blocks: Sequence[tuple[int, ...]], windows: Windows, times: Steady) -> list[Message]:
     """Return messages: whenever the link is free, send the ready block with the nearest deadline.
 
     - ``times``: when compute arrives at the slots.
     """
     length, job, depth = mix.period.length, mix.job, mix.profile.link.depth
-    arrivals = [p * times.period_s + arrival for p in range(_PERIODS) for arrival, _, _ in times.slots]
+    arrivals = [times.arrival(q) for q in range(_PERIODS * length)]
     released: list[tuple[float, int, int, tuple[int, bool, int, int], Op, int, int]] = []  # heap by time
 
     def release(at: float, op: Op, block: int, place: int, p: int) -> None:

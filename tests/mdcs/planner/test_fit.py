@@ -18,13 +18,13 @@ from mdcs.planner.judge import Judge
 from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion
-from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first, undelayed
+from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Kind, Link
-from mdcs.simulator.simulate import replay
+from mdcs.simulator.simulate import replay, undelayed
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
 
@@ -191,7 +191,7 @@ def test_gathers_far_ahead_do_not_take_the_room_of_gradients() -> None:
     profile = chain(*[1000] * 8, link=link(4e-4, depth=2, block=1 << 14), forward_s=2.0, backward_s=4.0)
     mix = Judge(Job(profile), None).mix([Strategy.fsdp] * 8)
     blocks, windows = Priority().cut(mix), {op: mix.window(op) for op in mix.ops}
-    plan = mix.plan("eager", blocks, nearest_deadline_first(mix, blocks, windows, undelayed(mix)))  # gathers as early as can be
+    plan = mix.plan("eager", blocks, nearest_deadline_first(mix, blocks, windows, undelayed(mix.period)))
     hidden, sequential = replay(plan).period_s, planned(profile, "fsdp")
     budget = smallest_budget(sequential) + 3 * 4000  # a unit has 4,000 bytes
     assert smallest_budget(plan) > budget + 3 * 4000

@@ -23,14 +23,14 @@ from mdcs.plan.widths import sections_of, width_of
 from mdcs.planner.named import SCHEDULERS, Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp, fuse_neighbours, optimal_merge
-from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first, undelayed
+from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp, in_ready_order
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Contention, Optimizer, Profile, Unit
 from mdcs.profile.link import Kind, Link
-from mdcs.simulator.simulate import replay, steady_state
+from mdcs.simulator.simulate import replay, steady_state, undelayed
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds, tied
 
@@ -462,7 +462,7 @@ def test_priority_knows_what_messages_cost_compute(seed: int) -> None:
     slow = replace(profile, contention=Contention(compute_per_byte=profile.link.beta_of(RS)))
     mix = Mix(Job(slow), (Strategy.zero1,) * 4)
     windows = {op: mix.window(op) for op in mix.ops}
-    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix)))
+    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix.period)))
     assert step_s(Priority(128 / MIB).schedule(mix)) <= step_s(blind)
 
 
@@ -472,7 +472,7 @@ def test_idle_time_that_messages_make_is_used() -> None:
     slow = replace(profile, contention=Contention(compute_per_byte=0.5 / 256))
     mix = Mix(Job(slow), (Strategy.zero1,) * 6)
     windows = {op: mix.window(op) for op in mix.ops}
-    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix)))
+    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix.period)))
     assert step_s(Priority(128 / MIB).schedule(mix)) < 0.9 * step_s(blind)
 
 

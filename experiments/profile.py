@@ -125,11 +125,9 @@ def interference_table(profile: Profile) -> Table:
     table.add_row("computing loses per message", f"{c.compute_per_message * 1e6:.0f} µs")
     table.add_row("computing loses per MB sent", f"{c.compute_per_byte * 1e9:.2f} ms")
     table.add_row("computing loses of copying, summing and updating", f"{c.compute_per_work:.0%}")
-    table.add_row("an all-reduce costs computing that, times", f"{c.all_reduce:.2f}")
     table.add_row("a message beside computing takes at least", f"{c.message_seconds * 1e6:.0f} µs")
     table.add_row("and per MB", f"{c.seconds_per_byte * 1e9:.2f} ms")
     table.add_row("computing that waits for a message goes on later by", f"{c.dispatch_seconds * 1e6:.0f} µs")
-    table.add_row("and loses of the time it has waited", f"{c.compute_per_wait:.0%}")
     table.add_row("between backward and forward the loop takes", f"{c.turn_seconds * 1e3:.1f} ms")
     return table
 

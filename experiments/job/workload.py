@@ -24,6 +24,9 @@ from mdcs.torch_compat import has_batch_statistics
 _TRIALS, _TRIALS_COST = 3, 0.03
 """Default number of plans that are tried, and the largest share of a run that the trials may take."""
 
+_PROFILING_S = 60.0
+"""Time budget of a profile. It is kept for later jobs, so it may take longer than the library's."""
+
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -100,7 +103,7 @@ class Workload:
             self.model, self.optimizer, self.units, self._trying(), link=MeasuredLink(*emulated, {}) if emulated else None,
             depth=config.link.depth, collectives=config.collectives.named(), master_dtype=self.master_dtype,
             grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=identity(config), emulate=self.emulate,
-            computes=config.model.computes,
+            computes=config.model.computes, seconds=_PROFILING_S, progress=False,
         )  # fmt: skip
 
     def _require_same_units(self, profile: mdcs.Profile) -> None:

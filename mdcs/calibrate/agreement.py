@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import statistics
-import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from mdcs.calibrate.progress import Progress
 from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.link import Link
 from mdcs.runtime.errors import Place, RunError
@@ -22,8 +21,6 @@ from mdcs.runtime.last_words import LastWords
 
 T = TypeVar("T")
 
-_BAR = 20
-"""Characters of a progress bar."""
 _LISTEN = timedelta(seconds=0.5)
 """Time between a waiting rank's checks whether another rank has left."""
 
@@ -32,39 +29,23 @@ class _Together:
     """The current phase of all ranks, with a group of their own: a failed rank leaves nothing in the loop's group."""
 
     def __init__(self, tells: bool) -> None:
-        self.doing, self._begin = "planning", time.monotonic()
+        self.doing = "planning"
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        self.tells, self._has_bar = tells and self.rank == 0, False
+        self.progress = Progress(tells and self.rank == 0)
         self.group = dist.new_group(backend="gloo")
         run = [uuid.uuid4().hex]
         dist.broadcast_object_list(run, src=0, group=self.group)
         self.words = LastWords(Place(self.rank), run[0], world, lambda: f"while {self.doing}")
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str, seconds: float | None) -> None:
         self.doing = what
-        if self.tells:
-            self._end_bar()
-            print(self._line(), file=sys.stderr, flush=True)
-
-    def advance(self, part: float) -> None:
-        if self.tells and sys.stderr.isatty():
-            full = round(_BAR * part)
-            self._has_bar = True
-            print(f"\r{self._line()} [{'#' * full}{'.' * (_BAR - full)}]", end="", file=sys.stderr, flush=True)
-
-    def _line(self) -> str:
-        return f"mdcs: {self.doing} (after {time.monotonic() - self._begin:.0f} s)"
-
-    def _end_bar(self) -> None:
-        if self._has_bar:
-            print(file=sys.stderr)
-        self._has_bar = False
+        self.progress.begin(what, seconds)
 
     def error(self, what: str) -> RunError:
         return RunError(f"rank {self.rank}, while {self.doing}: {what}")
 
     def end(self) -> None:
-        self._end_bar()
+        self.progress.end()
         self.words.end()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
@@ -79,7 +60,7 @@ def together(*, tells: bool = False) -> Iterator[None]:
 
     The other ranks raise RunError with the error's text within a second, once they wait for the failed rank. A killed
     rank is named. A nested context has no effect. ``tells``: rank 0 writes a line to stderr for every phase
-    (:func:`doing`), with a progress bar on a terminal.
+    (:func:`doing`), with a bar on a terminal (:mod:`mdcs.calibrate.progress`).
     """
     global _together
     if _together is not None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -102,16 +83,13 @@ def together(*, tells: bool = False) -> Iterator[None]:
         all_ranks.end()
 
 
-def doing(what: str) -> None:
-    """Name the present phase of all ranks, such as 'measuring the link', for errors and progress lines."""
-    if _together is not None:
-        _together.begin(what)
+def doing(what: str, seconds: float | None = None) -> None:
+    """Name the present phase of all ranks, such as 'measuring the link', for errors and for progress lines.
 
-
-def advance(part: float) -> None:
-    """Draw rank 0's progress bar of the phase; ``part``: the fraction done (0 to 1)."""
+    - ``seconds``: its time budget.
+    """
     if _together is not None:
-        _together.advance(part)
+        _together.begin(what, seconds)
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mdcs.calibrate.agreement import doing, on_rank_zero, together
 from mdcs.calibrate.autoprofile import autoprofile
-from mdcs.calibrate.trials import candidates, fastest
+from mdcs.calibrate.trials import candidates, cost_s, fastest
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
+from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.make import make_plan
 from mdcs.planner.named import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
+
+SECONDS = 30.0
+"""Default time budget of a profile and a plan."""
+T = TypeVar("T")
 
 
 def autoplan(
@@ -35,9 +43,10 @@ def autoplan(
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     trials: int = 1,
+    seconds: float = SECONDS,
     progress: bool = True,
 ) -> Plan:
-    """A plan for training ``model`` within ``budget`` bytes per rank; collective: call it on every rank.
+    """Return a plan for training ``model`` within ``budget`` bytes per rank. Collective: call it on every rank.
 
     The profile is that of :func:`mdcs.autoprofile`; with one that is at hand :func:`mdcs.make_plan` plans alike.
     ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` and ``scheduler`` are planners or
@@ -49,8 +58,10 @@ def autoplan(
     activations are measured in processes that are started with :func:`mdcs.measure.memory.preload_env`; elsewhere a budget
     does not count them, with a warning.
 
-    It takes from seconds to minutes: with ``progress`` rank 0 writes a line to stderr for each phase, with a bar on a terminal. A
-    budget that no plan can keep is refused as soon as that is known (:func:`mdcs.autoprofile`).
+    ``seconds`` is the time budget: half of it is for the profile (:func:`mdcs.autoprofile`), and planners that are named, not
+    given, have what is left, at least a third. A step that takes seconds, and trials, make it longer. With ``progress`` rank 0
+    writes a line to stderr for each phase, with a bar on a terminal. A budget that no plan can keep is refused as soon as that
+    is known.
 
     Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
     rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits. Where one
@@ -61,8 +72,11 @@ def autoplan(
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
     with together(tells=progress):
-        room = None if budget is None else budget - reserve
-        profile = autoprofile(model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype, budget=room)
+        until = time.monotonic() + seconds
+        profile = autoprofile(
+            model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype,
+            budget=None if budget is None else budget - reserve, seconds=seconds / 2, progress=progress,
+        )  # fmt: skip
         if budget is not None and not any(slot.peak for slot in profile.slots):
             warnings.warn(
                 "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
@@ -70,9 +84,21 @@ def autoplan(
                 stacklevel=2,
             )
         job = Job(profile, micro_steps, cross_iteration, reserve)
-        doing("planning")
+        left = max(seconds / 3, until - time.monotonic())
+        both = isinstance(planner, Solving) and isinstance(schedule, Solving)
+        if isinstance(strategy, str):
+            planner = _within(left / (1 + both), planner)
+        if isinstance(scheduler, str):
+            schedule = _within(left / (1 + both), schedule)
+        doing("planning", left)
         plans = on_rank_zero(
             lambda: candidates(make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share), trials)
         )
-        doing("trying plans")
+        if len(plans) > 1:
+            doing("trying plans", cost_s(plans))
         return fastest(plans, model, units, step, optimizer)[0]
+
+
+def _within(seconds: float, planner: T) -> T:
+    """Return the planner with this time limit, if it uses a solver."""
+    return dataclasses.replace(planner, seconds=seconds) if isinstance(planner, Solving) else planner

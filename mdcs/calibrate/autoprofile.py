@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,14 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.calibrate.agreement import agree, doing, meet, together
+from mdcs.calibrate.contention import measure_contention
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import MeasuredLink, measure_link
-from mdcs.calibrate.rehearsal import rehearse
 from mdcs.calibrate.room import measuring_bytes, require_floor, require_room, warn_of_measuring
 from mdcs.calibrate.slots import measure_profile, refuse_meta
 from mdcs.model.units import ModelUnit
 from mdcs.profile.contents import Profile
 from mdcs.runtime.emulation import Emulation
+
+SECONDS = 16.0
+"""Default time budget of a profile."""
+_LINK, _MODEL = 0.2, 0.25  # of the time budget; the rest is for the contention
 
 
 def autoprofile(
@@ -36,19 +41,29 @@ def autoprofile(
     emulate: Emulation | None = None,
     computes: bool = True,
     budget: int | None = None,
+    seconds: float = SECONDS,
+    progress: bool = True,
 ) -> Profile:
-    """The profile of this job, the same on all ranks; collective: call it on every rank.
+    """Return the profile of this job, the same on all ranks. Collective: call it on every rank.
 
-    Model and optimizer are not changed. First the link is measured, with ``depth`` messages in flight (None: as many as are
-    best; on NCCL one) and ``collectives``, algorithms by operation that are named rather than measured; ``link`` is one that is
-    known. Then slots and updates, in ``iterations`` steps, what computing and communicating cost each other, and a few plans in
-    rehearsal, which tell how good predictions are (:attr:`mdcs.Profile.rehearsed`). ``step`` runs one forward pass on a typical
-    batch and returns the loss. ``master_dtype``, ``grad_dtype`` and ``about`` are those of :func:`mdcs.measure_profile`,
-    ``emulate`` that of :func:`mdcs.parallelize`. ``computes`` is False where computing only waits, so that messages take none of
-    its time.
+    1. The link is measured, or taken from ``link``.
+    2. Slots and updates are measured in some steps of the model alone.
+    3. On a GPU, steps beside messages give the interference. On a CPU, a few plans run for some steps each, to which the
+       contention is fitted; :attr:`mdcs.Profile.rehearsed` says how well the profile predicts them.
 
-    With a ``budget`` (bytes per rank) the plans in rehearsal keep it, and one that no plan can keep is refused as soon as that is
-    known. The model itself is measured whole: a warning says how much that holds, if it is more than the budget.
+    Model and optimizer are not changed.
+
+    - ``step``: runs one forward pass on a typical batch and returns the loss.
+    - ``depth``: messages in flight. None: as many as are best. On NCCL it is one.
+    - ``collectives``: algorithms by operation that are named rather than measured.
+    - ``master_dtype``, ``grad_dtype``, ``about``: those of :func:`mdcs.measure_profile`.
+    - ``iterations``: the most steps of the second phase.
+    - ``emulate``: that of :func:`mdcs.parallelize`.
+    - ``computes``: False where computing only waits, so that messages take none of its time.
+    - ``budget``: bytes per rank. The plans of the third phase keep it, and a budget that no plan can keep is refused as
+      soon as that is known. The model itself is measured whole: a warning says how much that holds, if it is more.
+    - ``seconds``: time budget of the phases. They measure more often while it lasts, and each thing once in any case.
+    - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
     Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` and
@@ -57,33 +72,32 @@ def autoprofile(
     refuse_meta(model)  # before the link, whose backend has no such device
     processes = dist.get_world_size() if dist.is_initialized() else 1
     world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
-    with together():
+    until = time.monotonic() + seconds
+    with together(tells=progress):
         if budget is not None:
             require_room(units, optimizer, budget, world, master_dtype)
             known = measuring_bytes(units)
             if is_first:
                 warn_of_measuring(known, budget)
-        doing("measuring the link")
-        link = link or measure_link(units[0].parameters[0][1].device, depth=depth, wanted=collectives)
+        if link is None:
+            doing("measuring the link", _LINK * seconds)
+            link = measure_link(units[0].parameters[0][1].device, depth=depth, wanted=collectives)
         if processes > 1:
             meet()  # so that all compute side by side, as in training
-        doing("measuring the model")
+        doing("measuring the model", _MODEL * seconds)
         profile = measure_profile(
             model, units, step, optimizer, world=world, link=link.link,
             collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype, grad_dtype=grad_dtype,
+            seconds=_MODEL * seconds,
         )  # fmt: skip
         profile = agree(dataclasses.replace(profile, spread=profile.spread | link.spread))
         if budget is not None:
             require_floor(profile, budget)
             if is_first and known <= budget:
                 warn_of_measuring(measuring_bytes(units, profile), budget)
-        doing("measuring computing beside messages")
-        profile = measure_interference(profile, model, step, optimizer, emulate=emulate)
-        profile = profile if computes else _undisturbed(profile)
-        doing("rehearsing plans")
-        return rehearse(profile, model, units, step, optimizer, emulate=emulate, budget=budget)
-
-
-def _undisturbed(profile: Profile) -> Profile:
-    free = dataclasses.replace(profile.contention, compute_per_message=0.0, compute_per_byte=0.0, compute_per_work=0.0)
-    return dataclasses.replace(profile, contention=free)
+        left = max(0.0, until - time.monotonic())
+        doing("running a few plans to see what compute and messages cost each other", left)
+        profile = measure_interference(profile, model, step, emulate=emulate)
+        return measure_contention(
+            profile, model, units, step, optimizer, seconds=left, shares_cores=computes, emulate=emulate, budget=budget
+        )

@@ -1,12 +1,17 @@
-"""Restore a model's buffers after steps that are only measured."""
+"""Restore a model's buffers and the random state after steps that are only measured."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mdcs.checkpoint.numbers import random_state, set_random_state
+from mdcs.measure.memory import Meter
 from mdcs.runtime.buffers import unexpanded
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -57,3 +62,21 @@ class BuffersBefore:
                 place.copy_(value)
             else:  # forward resized it through .data
                 buffer.data = value
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Run steps that are only measured: no garbage collection; buffers and the random state are restored."""
+    with meter.tag("parameters"):  # not part of a step: must not count as activations
+        buffers = BuffersBefore(model)
+        device = next(model.parameters()).device
+        numbers = random_state(device)
+    collected = gc.isenabled()
+    gc.disable()  # a collection inside a slot would be measured as compute
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+    buffers.put_back()
+    set_random_state(numbers, device)

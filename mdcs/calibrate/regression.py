@@ -1,4 +1,4 @@
-"""Fits of measured points: lines and a factor by least squares, the spread by percentiles."""
+"""Fits of measured points: lines by least squares, the spread by percentiles."""
 
 from __future__ import annotations
 
@@ -64,18 +64,6 @@ def below(points: Sequence[tuple[float, float]]) -> Line:
             corners.append(Line(float(y[i] - slope * x[i]), slope))
     possible = (c for c in corners if min(c) >= 0 and (c.intercept + c.slope * x <= y * (1 + 1e-9)).all())
     return max(possible, key=lambda c: float((c.intercept + c.slope * x).sum()))
-
-
-def factor(losses: Sequence[tuple[float, float]], noise: float) -> float:
-    """Return the factor from modelled to seen losses (seconds): least squares, drawn towards 1 by the ``noise``
-    (seconds).
-
-    Ridge regression: (Σ modelled · seen + noise²) / (Σ modelled² + noise²); never below 0, and 1 without noise.
-    """
-    if not noise:
-        return 1.0
-    modelled, seen = np.transpose(losses)
-    return max(0.0, float((modelled @ seen + noise**2) / (modelled @ modelled + noise**2)))
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float]:

@@ -8,33 +8,36 @@ training.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
+import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mdcs.calibrate.clock import Mark
-from mdcs.calibrate.put_back import BuffersBefore
+from mdcs.calibrate.put_back import untouched
 from mdcs.calibrate.regression import spread
+from mdcs.calibrate.slot_recorder import Kept, SlotRecorder
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.calibrate.uses import Watch
-from mdcs.checkpoint.numbers import random_state, set_random_state
-from mdcs.measure.memory import TOTAL, UNTAGGED, Meter, Reading, current_meter
+from mdcs.measure.memory import Meter, current_meter
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import INPUTS, BatchSizes, in_words
-from mdcs.model.optimizers import Segment, in_flat_order, parameter_groups
+from mdcs.model.optimizers import Segment, parameter_groups
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
+from mdcs.profile.contents import Optimizer, Profile
 from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
+
+_STABLE = 0.02
+"""Relative difference of two passes below which no more are measured."""
 
 
 def measure_profile(
@@ -51,9 +54,12 @@ def measure_profile(
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     about: dict[str, str] | None = None,
+    seconds: float = math.inf,
 ) -> Profile:
-    """Return this rank's profile of ``iterations`` steps after ``warmup``: slots (median seconds, most bytes), updates,
-    copies.
+    """Return this rank's profile: slots (median seconds, most bytes), updates, copies.
+
+    Measures at most ``iterations`` steps after ``warmup``: fewer when two in a row take the same time within 2 %, or when
+    ``seconds`` are over. One step is measured in any case.
 
     - ``step``: runs a forward pass and returns the loss; backward is called here.
     - ``world``, ``link``, ``collectives``: the job's, stored as given.
@@ -86,7 +92,7 @@ def measure_profile(
             meter.retag(value, "optimizer")
     batch = BatchSizes(module for unit in units for module in unit.modules)
     try:
-        recorder = _recorded(model, units, step, iterations, warmup, state, watch=True)
+        recorder = _recorded(model, units, step, iterations, warmup, state, watch=True, limit_s=seconds)
     finally:
         batch.remove()
     groups = parameter_groups(optimizer)
@@ -98,7 +104,7 @@ def measure_profile(
         0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
     )
     return Profile(
-        units=recorder.units(groups, widths),
+        units=recorder.units(groups, widths.sections),
         slots=recorder.slots(),
         world=world,
         link=link,
@@ -149,25 +155,23 @@ def _optimizer_costs(
     return replace(costs, scratch_fixed_of=tuple(sorted(fixed)))
 
 
-def slot_seconds(
-    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int = 2, warmup: int = 1
-) -> float:
-    """Return the seconds of all slots of an iteration together, as :func:`measure_profile` would have them; raises as
-    it does.
-    """
-    return sum(slot.seconds for slot in _recorded(model, units, step, iterations, warmup).slots())
+def compute_alone(model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor]) -> tuple[float, float]:
+    """Return the seconds of all slots of an iteration, and its processor seconds; raises as :func:`measure_profile`."""
+    recorder = _recorded(model, units, step, iterations=2, warmup=1)
+    return sum(slot.seconds for slot in recorder.slots()), statistics.median(recorder.processor)
 
 
 def _recorded(
     model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int,
-    state: Sequence[Tensor] = (), watch: bool = False,
-) -> _Recorder:
+    state: Sequence[Tensor] = (), watch: bool = False, limit_s: float = math.inf,
+) -> SlotRecorder:
+    until = time.monotonic() + limit_s
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
     with untouched(model, meter):
         known = [*(p for unit in units for _, p in unit.parameters), *model.buffers(), *state]  # buffers: their copies
         guards = [Guard(unit.parameters, _used_outside) for unit in units]
-        recorder = _Recorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
+        recorder = SlotRecorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         held = attributes_over_parameters(model)
         hooks, before = Hooks(units, recorder), _weights(units)
         loss: Tensor | None = None
@@ -185,6 +189,8 @@ def _recorded(
                     loss = step()
                     loss.backward()
                 recorder.check(model)
+                if _is_enough(recorder.seconds, until):
+                    break
             loss = None
             alias = still_held(model, held)  # tensors that forward makes anew in every step are gone
             if alias is not None:
@@ -204,28 +210,28 @@ def _recorded(
     return recorder
 
 
-def _watch(recorder: _Recorder, model: nn.Module, step: Callable[[], Tensor]) -> None:
+def _watch(recorder: SlotRecorder, model: nn.Module, step: Callable[[], Tensor]) -> None:
     """Run one more step, unmeasured, that records where the memory of parameters is used, through any tensor."""
     with Watch(recorder.model_units, recorder.used) as watch:
-        recorder.begin(_Kept(False, False))
+        recorder.begin(Kept(False, False))
         step().backward()
         watch.check(model)
     recorder.check_order()
 
 
-class _Kept(NamedTuple):
-    """Which measurements of a pass are kept: seconds, bytes."""
-
-    seconds: bool
-    bytes: bool
-
-
-def _passes(meter: Meter, iterations: int, warmup: int) -> list[_Kept]:
+def _passes(meter: Meter, iterations: int, warmup: int) -> list[Kept]:
     """Return the passes: warm-up, then measured ones. Where reading bytes takes time, one pass reads only bytes."""
-    first = [_Kept(False, False)] * warmup
+    first = [Kept(False, False)] * warmup
     if meter.disturbs:
-        return [*first, _Kept(False, True), *[_Kept(True, False)] * iterations]
-    return [*first, *[_Kept(True, True)] * iterations]
+        return [*first, Kept(False, True), *[Kept(True, False)] * iterations]
+    return [*first, *[Kept(True, True)] * iterations]
+
+
+def _is_enough(seconds: Sequence[Sequence[float]], until: float) -> bool:
+    """Whether time is over, or the two last passes took nearly the same seconds."""
+    passes = [sum(slots) for slots in seconds]
+    stable = len(passes) > 1 and abs(passes[-1] - passes[-2]) < _STABLE * passes[-2]
+    return stable or bool(passes) and time.monotonic() > until
 
 
 _CHANGED = "has been modified by an inplace operation"
@@ -243,231 +249,3 @@ def _used_outside(name: str, what: str) -> UnsupportedModel | None:
     return UnsupportedModel(
         f"{name}: is used without a call of its module's forward ({what}), when it may be in pieces; wrap the module that uses it"
     )
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module, meter: Meter) -> Iterator[None]:
-    """Run steps that are only measured: no garbage collection; buffers and the random state are restored."""
-    with meter.tag("parameters"):  # not part of a step: must not count as activations
-        buffers = BuffersBefore(model)
-        device = next(model.parameters()).device
-        numbers = random_state(device)
-    collected = gc.isenabled()
-    gc.disable()  # a collection inside a slot would be measured as compute
-    try:
-        yield
-    finally:
-        if collected:
-            gc.enable()
-    buffers.put_back()
-    set_random_state(numbers, device)
-
-
-@dataclass
-class _Recorder:
-    """Listens to one micro-step after the other and keeps times and bytes per slot."""
-
-    model_units: Sequence[ModelUnit]
-    meter: Meter
-    device: torch.device
-    guards: Sequence[Guard]  # by unit: parameters are open in their module's forward, and in backward
-    known: int  # bytes held all the time that are not activations
-    order: list[tuple[int, str]] = field(default_factory=list)
-    spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-    seconds: list[list[float]] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
-    peak: list[int] = field(default_factory=list)
-    marks: bool = True  # bump weights' versions at their gradients; off if backward objects
-    uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # slots in which the memory of parameters is used
-    aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
-    late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
-    came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradient: (slot, seconds into it)
-
-    def begin(self, kept: _Kept) -> None:
-        self._kept = kept
-        for unit in self.model_units:
-            for _, p in unit.parameters:
-                p.grad = None
-        self._now: list[tuple[int, str]] = []
-        self._times: list[Mark] = []
-        self._lives: list[int] = []
-        self._peaks: list[int] = []
-        self._highest = 0  # most bytes of activations in this slot so far
-        self._gradients: list[Tensor] = []
-        self._arrived: dict[tuple[int, int], tuple[int, Mark]] = {}  # (unit, parameter) -> (slot, time)
-        self._spans: dict[tuple[int, str], list[int]] = {}
-        self._inside = [0] * len(self.guards)
-        self._ended = False
-        for guard in self.guards:
-            guard.close()
-
-    def _boundary(self) -> None:
-        if self._kept.bytes:
-            self._look()
-            self._peaks.append(self._highest)
-            self._highest = 0
-            self._lives.append(self._untagged(self.meter.live()))
-        self._times.append(Mark(self.device))
-
-    def _look(self) -> None:
-        """Note the most activation bytes since the last look: no gradient has been added to those held since then."""
-        self._highest = max(self._highest, self._untagged(self.meter.window()))
-
-    def _untagged(self, reading: Reading | None) -> int:
-        """Return the activation bytes. Where only a total is measured: the total without known bytes and gradients."""
-        reading = reading or {}
-        untagged, total = reading.get(UNTAGGED), reading.get(TOTAL)
-        if untagged is not None:
-            return untagged
-        if total is None:
-            return 0
-        return max(0, total - self.known - sum(g.numel() * g.element_size() for g in self._gradients))
-
-    def _slot(self, unit: int, phase: str) -> None:
-        self._boundary()
-        index = sum(p == phase for _, p in self._now)
-        self._now.append((unit, phase))
-        self._spans.setdefault((unit, phase), [index, index])[1] = index
-
-    def forward_begin(self, unit: int) -> None:
-        self._inside[unit] += 1
-        self.guards[unit].open()
-        self._slot(unit, "F")
-
-    def forward_end(self, unit: int) -> None:
-        self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
-        self._inside[unit] -= 1
-        if not self._inside[unit]:
-            self.guards[unit].close()
-
-    def backward_begin(self, unit: int) -> None:
-        for guard in self.guards:
-            guard.open()
-        self._slot(unit, "B")
-
-    def recomputed(self, unit: int) -> None:
-        # Its parameters are needed now, before the gradient of its output is ready.
-        self.guards[unit].open()
-        index = sum(p == "B" for _, p in self._now) - 1
-        if index < 0:
-            raise UnsupportedModel(
-                f"{self.model_units[unit].name}: is computed again before any unit's backward has begun (reentrant "
-                f"checkpointing, or the loss inside of the checkpointed function): not supported"
-            )
-        self._spans.setdefault((unit, "B"), [index, index])[1] = index
-
-    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        if self._kept.bytes:
-            self._look()
-        with self.meter.tag("gradients"):
-            kept = torch.empty_like(parameter.grad)
-        kept.copy_(parameter.grad)
-        self._gradients.append(kept)
-        parameter.grad = None
-        self._arrived[unit, index] = len(self._now) - 1, Mark(self.device)
-        if self.marks:
-            torch.autograd.graph.increment_version(parameter)
-        slot = sum(p == "B" for _, p in self._now) - 1
-        if slot < 0:
-            raise UnsupportedModel(
-                f"{self.model_units[unit].name}: its gradients come before one reaches the output of any unit: return "
-                f"tensors from its forward, in tuples, lists, dictionaries or dataclasses"
-            )
-        self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
-
-    def used(self, unit: int, index: int) -> None:
-        """Note that the memory of the unit's parameter ``index`` is used now."""
-        if not self._now:
-            return
-        phase = self._now[-1][1]
-        slot = sum(p == phase for _, p in self._now) - 1
-        span = self.uses.setdefault((unit, phase), [slot, slot])
-        span[:] = min(span[0], slot), max(span[1], slot)
-        if phase == "F" and not self._inside[unit]:
-            self.aliased.add(unit)
-        if (unit, index) in self._arrived:
-            self.late.add(unit)
-
-    def backward_end(self) -> None:
-        if self._ended:
-            raise UnsupportedModel("a step runs backward, or torch.autograd.grad, twice: not supported")
-        self._ended = True
-        self._boundary()
-        self._gradients.clear()
-        if not any(self._kept):
-            return
-        if not self.order:
-            self.order, self.spans = self._now, self._spans
-            self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
-        self.check_order()
-        if self._kept.seconds:
-            self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
-            for key, (slot, mark) in self._arrived.items():
-                self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
-        if self._kept.bytes:
-            self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
-            self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
-
-    def check_order(self) -> None:
-        if self._now != self.order:
-            raise UnsupportedModel("the model's units run in another order from step to step: not supported")
-
-    def check(self, model: nn.Module) -> None:
-        for u, unit in enumerate(self.model_units):
-            if (u, "F") not in self._spans:
-                raise UnsupportedModel(
-                    f"{unit.parameters[0][0]}: is used without a call of its module's forward, or not at all; "
-                    f"wrap the module that uses it (unit {unit.name})"
-                )
-            for i, (name, _) in enumerate(unit.parameters):
-                if unit.trainable and (u, i) not in self._arrived:
-                    raise UnsupportedModel(f"{name}: gets no gradient in a step; freeze it (requires_grad_(False))")
-
-    def units(self, groups: dict[nn.Parameter, int], widths: _Widths) -> tuple[Unit, ...]:
-        inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
-        out = []
-        for u, unit in enumerate(self.model_units):
-            forward = self._span(u, "F")
-            backward = self._span(u, "B")
-            assert forward is not None
-            if backward is not None and not unit.trainable:
-                # A frozen unit has no gradient that marks its end: it may be in use until its inner units end.
-                nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
-                ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
-                backward = backward[0], max([backward[1], *ends])
-            ordered, segments = in_flat_order(unit, groups)
-            lengths, sections = tuple(s.numel for s in segments), widths.sections(segments)
-            gradients = self._gradients_of(u, [p for _, p in ordered]) if unit.trainable else ()
-            aliased = u in self.aliased
-            out.append(Unit(unit.name, lengths, unit.trainable, forward, backward, sections, gradients, aliased))
-        return tuple(out)
-
-    def _span(self, unit: int, phase: str) -> tuple[int, int] | None:
-        """Return first and last slot in which the unit computes, or its memory is used."""
-        slots = [*self.spans.get((unit, phase), ()), *self.uses.get((unit, phase), ())]
-        return (min(slots), max(slots)) if slots else None
-
-    def _gradients_of(self, unit: int, ordered: list[nn.Parameter]) -> tuple[tuple[int, float], ...]:
-        """Return (elements, fraction of the last backward slot at which they are ready) in flat order.
-
-        Empty where the weights are used after their gradients.
-        """
-        last = max(slot for i in range(len(ordered)) for slot, _ in self.came[unit, i])
-        span = self._span(unit, "B")
-        forward_slots = sum(phase == "F" for _, phase in self.order)
-        if not self.marks or unit in self.late or span is None or forward_slots + span[1] > last:
-            return ()
-        took = statistics.median(seconds[last] for seconds in self.seconds)
-        index = {p: i for i, (_, p) in enumerate(self.model_units[unit].parameters)}
-        out = []
-        for p in ordered:
-            samples = [seconds if slot == last else 0.0 for slot, seconds in self.came[unit, index[p]]]
-            out.append((p.numel(), round(min(1.0, statistics.median(samples) / took), 3) if took > 0 else 1.0))
-        return tuple(out)
-
-    def slots(self) -> tuple[Slot, ...]:
-        medians = [statistics.median(s) for s in zip(*self.seconds, strict=True)]
-        return tuple(
-            Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)
-        )

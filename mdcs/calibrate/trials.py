@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.calibrate.agreement import gathered, meet
-from mdcs.calibrate.slots import untouched
+from mdcs.calibrate.put_back import untouched
 from mdcs.measure.memory import current_meter
 from mdcs.model.units import ModelUnit
 from mdcs.plan.messages import Plan
@@ -94,7 +96,7 @@ def fastest(
     rounds: list[list[float]] = []
     for _ in range(ROUNDS):
         own = [
-            statistics.median(times.step_s for times in periods(plan, model, units, step, optimizer, PERIODS, emulate=emulate))
+            statistics.median(t.step_s for t in periods(plan, model, units, step, optimizer, PERIODS, emulate=emulate)[0])
             for plan in plans
         ]
         rounds.append([max(of_ranks) for of_ranks in zip(*gathered(own), strict=True)])
@@ -114,18 +116,24 @@ def periods(
     count: int,
     *,
     emulate: Emulation | None = None,
-) -> list[StepTimes]:
-    """Return the times of ``count`` periods after a warm-up. Restores the model, without gradients. Collective."""
+) -> tuple[list[StepTimes], float]:
+    """Return the times of ``count`` periods after a warm-up, and the processor seconds of a period.
+
+    Restores the model, without gradients. Collective.
+    """
     weights = {p: p.data for p in model.parameters()}
-    records = []
+    records, used = [], []
     meet()
-    with untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
+    with warnings.catch_warnings(), untouched(model, current_meter(units[0].parameters[0][1].device)), _without_state(optimizer):
+        # The model's own weights are kept beside the plan's buffers, so the budget is exceeded.
+        warnings.filterwarnings("ignore", r"rank \d+, step \d+: .* above the budget")
         parallel = parallelize(model, optimizer, plan, list(units), emulate=emulate)
         try:
             for _ in range(_WARMUP + count + 1):  # one more: the last is cut short by drain()
                 for _ in range(plan.micro_steps):
                     (step() / plan.micro_steps).backward()
                 parallel.step()
+                used.append(time.process_time())
                 records += parallel.records()
             parallel.drain()
         except BaseException as e:
@@ -133,7 +141,7 @@ def periods(
             raise
         finally:
             parallel.undo(weights)
-    return [record.times for record in records[_WARMUP:]]
+    return [record.times for record in records[_WARMUP:]], (used[-1] - used[0]) / (len(used) - 1)
 
 
 @contextmanager

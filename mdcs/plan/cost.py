@@ -98,17 +98,15 @@ class CostModel:
         optimizer = self.profile.optimizer
         return elements / ranks * optimizer.seconds_per_element + runs * optimizer.seconds_per_run
 
-    def lost_s(self, kind: Kind, wire: int, work: float) -> float:
+    def lost_s(self, wire: int, work: float) -> float:
         """Return the compute seconds lost to a message of ``wire`` bytes.
 
         - ``work``: seconds of copies and updates that the message causes.
 
-        The result is compute_per_message + compute_per_byte·wire + compute_per_work·work, times ``all_reduce`` for an
-        all-reduce.
+        The result is compute_per_message + compute_per_byte·wire + compute_per_work·work.
         """
         c = self.profile.contention
-        lost = c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
-        return c.all_reduce * lost if kind is Kind.AR else lost
+        return c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
 
     def message(
         self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False, width: int | None = None
@@ -131,7 +129,7 @@ class CostModel:
         idle = link.beta_of(kind) * wire
         copy, update = self.copy_s(kind, payload, parts), self.update_s(kind, elements, parts)
         transfer = idle if blocking else self.transfer_s(kind, wire)
-        lost = self.lost_s(kind, wire, copy + update)
+        lost = self.lost_s(wire, copy + update)
         return Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
 
     def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:

@@ -185,7 +185,7 @@ class Plan:
         last = max((i for i, m in enumerate(self.messages) if not m.kind.is_gather), default=-1)
         for i, (m, each) in enumerate(zip(self.messages, out, strict=True)):
             update = total if i == last else 0.0
-            out[i] = each._replace(update=update, lost=cost.lost_s(m.kind, self.wire(m), each.copy + update))
+            out[i] = each._replace(update=update, lost=cost.lost_s(self.wire(m), each.copy + update))
         return tuple(out)
 
     def in_prologue(self, message: Message) -> bool:

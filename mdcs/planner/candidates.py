@@ -133,7 +133,7 @@ class Candidates:
             "is_backward": kind.plain is Kind.AG_B, "follows_update": kind.plain is Kind.AG_F and message.micro == 0,
             "blocking": message.blocking, "first": window[0], "last": window[1],
             "early": 1.0 if kind.is_gather else part_of_slot(self.job.period, blocks, message, window[0]),
-            "lost": cost.lost_s(kind, wire, 0.0), "lost_per_work": cost.lost_s(kind, wire, 1.0) - cost.lost_s(kind, wire, 0.0),
+            "lost": cost.lost_s(wire, 0.0), "lost_per_work": profile.contention.compute_per_work,
             "until_landed": bytes_between(rows, "start", "landed"), "until_updated": bytes_between(rows, "start", "done"),
             "updating": bytes_between(rows, "update", "done"),
             **{name: getattr(seconds, name) for name in ("alpha", "gap", "transfer", "copy", "update", "idle")},

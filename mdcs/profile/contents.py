@@ -127,7 +127,9 @@ _LARGEST_BLOCK = 16 * MIB
 
 @dataclass(frozen=True)
 class Contention:
-    """The cost of communication where compute, copies and the dispatcher share the same cores.
+    """The cost of communication where compute, copies and the runtime share the same cores: of the CPU backend only.
+
+    All values are 0 on a GPU. :func:`mdcs.calibrate.contention.fitted` fits them.
 
     - ``compute_per_message`` (s): compute time lost per message that completes while computing.
     - ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.
@@ -136,10 +138,7 @@ class Contention:
     - ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
       gap and β are measured while nothing computes. The longer of the two counts, never their sum.
     - ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
-    - ``compute_per_wait`` (fraction): compute after a wait takes longer by this fraction of the wait, because caches are
-      cold and the core has slept.
     - ``turn_seconds`` (s): time of the training loop between backward and the next forward.
-    - ``all_reduce`` (factor): the lost compute time of an all-reduce is multiplied by this.
 
     Raises ValueError for a negative number.
     """
@@ -150,14 +149,17 @@ class Contention:
     message_seconds: float = 0.0
     seconds_per_byte: float = 0.0
     dispatch_seconds: float = 0.0
-    compute_per_wait: float = 0.0
     turn_seconds: float = 0.0
-    all_reduce: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if value < 0:
                 raise ValueError(f"contention {name} must be >= 0, got {value}")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, float]) -> Contention:
+        """Return the contention of ``dataclasses.asdict``. Values that older profiles had in addition are dropped."""
+        return cls(**{name: value for name, value in data.items() if name not in ("compute_per_wait", "all_reduce")})
 
 
 def is_far_off(predicted_s: float, measured_s: float) -> bool:
@@ -342,7 +344,7 @@ class Profile:
                     | {"scratch_fixed_of": tuple((w, n) for w, n in data["optimizer"].get("scratch_fixed_of", ()))}
                 ),
                 collectives=Collectives(**data["collectives"]),
-                contention=Contention(**data["contention"]),
+                contention=Contention.from_dict(data["contention"]),
                 spread={name: (low, high) for name, (low, high) in data["spread"].items()},
                 rehearsed={  # zero2 was called zero1
                     name.replace("zero1", "zero2"): (predicted, measured)

@@ -41,7 +41,6 @@ class Circle(NamedTuple):
     slowdown: float  # factor on compute time while a message is in flight
     contended: bool  # whether the profile has contention
     dispatch_s: float  # delay between the end of a message and the compute that waits for it
-    per_wait: float  # slowdown of compute after a wait, as a fraction of the wait
     turn_s: float  # time of the training loop between backward and forward
     rest: int  # bytes held between steps
     cap: int  # bytes that admission allows; -1: no limit
@@ -255,7 +254,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
     alpha, gap, transfer, copy, update = m.alpha, m.gap, m.transfer, m.copy, m.update
     held, freed, transient = m.held, m.freed, m.transient
     n, turn, depth, cap, slowdown, contended = len(alpha), c.turn, c.depth, c.cap, c.slowdown, c.contended
-    dispatch_s, per_wait, turn_s = c.dispatch_s, c.per_wait, c.turn_s
+    dispatch_s, turn_s = c.dispatch_s, c.turn_s
     for k in range(len(count)):
         count[k] = 0
     if cap >= 0 and n > 0:
@@ -333,7 +332,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
             count[HELD] += allocated[q]
             begins[begun] = begin = now
             begun += 1
-            at, work = q, seconds[q] + per_wait * (now - arrived)
+            at, work = q, seconds[q]
         if settled or p == MAX_PERIODS - 1:
             leave(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
             return SETTLED if settled else UNSETTLED

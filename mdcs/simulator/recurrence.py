@@ -113,7 +113,6 @@ def circle(job: Job, budget: int | None, held: MixBytes | None) -> Circle:
         slowdown=1.0 + job.profile.interference,
         contended=contention != _NOTHING,
         dispatch_s=contention.dispatch_seconds,
-        per_wait=contention.compute_per_wait,
         turn_s=contention.turn_seconds,
         rest=0 if held is None else held.rest_bytes,
         cap=-1 if budget is None or held is None else budget - job.reserve,

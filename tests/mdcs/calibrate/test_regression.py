@@ -1,4 +1,4 @@
-"""Lines, factors and spreads: hand-computed cases, and the textbook's formulas on random points."""
+"""Lines and spreads: hand-computed cases, and the textbook's formulas on random points."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mdcs.calibrate.regression import below, factor, least_squares, line, spread
+from mdcs.calibrate.regression import below, least_squares, line, spread
 
 
 def test_a_line_of_relative_errors_has_no_negative_part() -> None:
@@ -80,13 +80,6 @@ def test_lines_are_the_textbooks_and_the_best_that_are_not_negative(seed: int, r
     for a in (found.intercept - 1e-5, found.intercept, found.intercept + 1e-5):
         for b in (found.slope * 0.99, found.slope, found.slope * 1.01, found.slope + 1e-10):
             assert a < 0 or error(a, b) >= best * (1 - 1e-9)
-
-
-def test_losses_that_are_seen_scale_the_modelled_ones_as_far_as_they_stand_out_of_the_noise() -> None:
-    assert factor([(1.0, 2.0), (3.0, 6.0)], noise=1e-6) == pytest.approx(2)
-    assert factor([(0.001, 0.5)], noise=0.1) == pytest.approx(1, rel=0.06)
-    assert factor([(1.0, -2.0)], noise=0.1) == 0
-    assert factor([(0.0, 1.0)], noise=0.0) == 1
 
 
 def test_the_spread_is_that_of_the_samples() -> None:

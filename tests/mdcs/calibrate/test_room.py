@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mdcs
-from mdcs.calibrate import rehearsal, room
+from mdcs.calibrate import contention, room
 from mdcs.calibrate.link_timing import MeasuredLink
 from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.named import scheduler_named, strategy_named
@@ -80,10 +80,9 @@ def test_plans_in_rehearsal_keep_a_budget() -> None:
     dp = mdcs.make_plan(profile, strategy_named("dp"), scheduler_named("wfbp"))
     assert floor < smallest_budget(dp)
     for budget in (floor, smallest_budget(dp)):
-        plans = [rehearsal._rehearsed(profile, strategy, scheduler, budget) for strategy, scheduler in rehearsal._REHEARSED]
+        plans = [contention._rehearsed(profile, strategy, scheduler, budget) for strategy, scheduler in contention.REHEARSED]
         assert all(smallest_budget(plan) <= budget == plan.budget for plan in plans)
         assert (plans[-1].strategies == dp.strategies) is (budget > floor)
-        seen = [rehearsal._replay(plan, profile) for plan in plans]
-        fitted = rehearsal.fitted(profile, plans, seen)
+        seen = [contention._replay(plan, profile, profile.contention) for plan in plans]
+        fitted = contention.fitted(profile, plans, seen, alone=seen[0])
         assert ("dp wfbp" in fitted.rehearsed) is (budget > floor) and len(fitted.rehearsed) == 4
-        assert fitted.contention.all_reduce >= 1.0

@@ -13,7 +13,7 @@ import mdcs
 from experiments.tasks.stand_in import Shape, Unit, Use
 from experiments.tasks.waiting import Waiting
 from mdcs.calibrate import slots
-from mdcs.calibrate.slots import untouched
+from mdcs.calibrate.put_back import untouched
 from mdcs.measure.memory import NullMeter, Reading, ShimMeter
 from mdcs.plan.lifetimes import CATEGORIES
 

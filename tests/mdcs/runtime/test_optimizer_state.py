@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(two: Ranks):
 
 def rehearse_with_state() -> list[Any]:
     """A profile of a model in training: its optimizer has the state that it had."""
-    from mdcs.calibrate.rehearsal import rehearse
+    from mdcs.calibrate.contention import measure_contention
 
     made = setup("tied")
     optimizer = optimizer_for("adam", made.model)
@@ -134,7 +134,7 @@ def rehearse_with_state() -> list[Any]:
     before = optimizer.state_dict()
     job, units = Job("tied"), mdcs.partition(made.model, made.policy)
     profile = profile_of(job, how("dp"), made, units, optimizer)
-    rehearse(profile, made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), optimizer)
+    measure_contention(profile, made.model, units, lambda: made.loss(made.model, made.batch(0, 0, 0)), optimizer, seconds=0.0)
     parallel = mdcs.parallelize(made.model, optimizer, plan_for(job, how("dp"), profile), units, timeout_s=20)
     after = parallel.optimizer_state_dict()
     parallel.close()

@@ -40,7 +40,7 @@ def test_no_plan_needs_less(world: int, frozen: bool) -> None:
     profile = mdcs.measure_profile(model, units, lambda: model(torch.ones(2, 16)).sum(), optimizer, world=world, link=LINK.link)
     least = room.least_bytes(units, optimizer, world)
     assert least < mdcs.floor_bytes(profile)
-    for strategy in ("dp", "zero1", "sdp", "fsdp"):
+    for strategy in ("dp", "zero2", "sdp", "fsdp"):
         plan = mdcs.make_plan(profile, strategy_named(strategy), scheduler_named("sequential"))
         assert least < smallest_budget(plan)
 

@@ -109,9 +109,12 @@ def test_json_without_a_field_is_no_profile(missing: str) -> None:
 def test_contention_is_stored_and_never_negative() -> None:
     profile = replace(
         chain(10), contention=Contention(1e-3, 1e-9, 1.0, 2e-3, 1e-8, 5e-4), spread={"slot 0": (0.5, 1.5)},
-        rehearsed={"zero1 dear": (1.0, 1.1)},
+        rehearsed={"zero2 dear": (1.0, 1.1)},
     )
     assert Profile.from_json(profile.to_json()) == profile
+    older = json.loads(profile.to_json())
+    older["contention"] |= {"compute_per_wait": 0.1, "all_reduce": 1.5}
+    assert Profile.from_dict(older) == profile
     with pytest.raises(ValueError, match="contention message_seconds must be >= 0, got -1"):
         Contention(message_seconds=-1)
 

@@ -25,6 +25,8 @@ from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 
+_Key = str | tuple[str, str]
+
 
 @dataclass(frozen=True)
 class GroupBytes:
@@ -72,56 +74,60 @@ class GroupBytes:
 
 
 class Walk:
-    """One iteration of a job in steady state; ``peak`` has the peak bytes of each category and of the "total"."""
+    """One iteration of a job in steady state; ``peak`` has the peak bytes of each category and of the "total".
+
+    Each buffer is allocated by :meth:`_hold` and freed by :meth:`_free`, under a key: (group, what it is), or a name if
+    there is one at a time.
+    """
 
     def __init__(self, job: Job, groups: tuple[Group, ...], forward: Ahead, backward: Ahead, collectives: Collectives) -> None:
         self._profile, self._groups, self._collectives = job.profile, groups, collectives
         self._waits = collectives.backend == "gloo"  # on the host
         self._bytes = {g.name: GroupBytes.of(g, job) for g in groups}
-        self._named = {g.name: g for g in groups}
+        self._buffers: dict[_Key, tuple[str, int]] = {}  # category, bytes
         self._live = dict.fromkeys(CATEGORIES, 0)
         self.peak = dict.fromkeys((*CATEGORIES, "total"), 0)
-        self._whole: set[str] = set()
-        self._gathered: dict[str, int] = {}  # bytes of gathers that are issued and not yet waited for
-        self._deferred = self._reduced = 0  # bytes of the last gather's buffer, and of the last reduction's
-        self._lingering = 0  # bytes of the copy that gloo reduces, until the walk counts it as freed
-        for size in self._bytes.values():
-            self._hold("parameters", size.shards)
-            self._hold("optimizer", size.optimizer)
+        for name, size in self._bytes.items():
+            self._hold((name, "parameters"), "parameters", size.shards)
+            self._hold((name, "optimizer"), "optimizer", size.optimizer)
         for micro in range(job.micro_steps):
             self._forward(forward)
             self._backward(backward, first=micro == 0, last=micro == job.micro_steps - 1)
-        self._update()
+        self._hold("scratch", "update_scratch", max((size.scratch for size in self._bytes.values()), default=0))
 
-    def _hold(self, category: str, size: int) -> None:
+    def _hold(self, key: _Key, category: str, size: int) -> None:
+        self._free(key)
+        self._buffers[key] = category, size
         self._live[category] += size
         self.peak[category] = max(self.peak[category], self._live[category])
         self.peak["total"] = max(self.peak["total"], sum(self._live.values()))
 
-    def _computing(self, size: int) -> None:
-        self._hold("activations", size - self._live["activations"])
+    def _free(self, key: _Key) -> None:
+        """Free a buffer, if it is there."""
+        category, size = self._buffers.pop(key, ("staging", 0))
+        self._live[category] -= size
 
     def _forward(self, ahead: Ahead) -> None:
         slots = self._profile.slots[: self._profile.forward_slots]
         order = in_order(self._groups, Kind.AG_F)
         for q, slot in enumerate(slots):
-            self._computing(slot.live)
+            self._hold("activations", "activations", slot.live)
             for g in order:
                 if g.forward[0] == q:
                     self._gather(g.name, in_forward=True)
                     self._issue(ahead.get(g.name, ()))
-            self._computing(slot.peak)
+            self._hold("activations", "activations", slot.peak)
             for g in reversed(order):
                 if g.forward[1] == q and g.reshard_after_forward:
-                    self._free(g.name)
-        self._undefer()
+                    self._free((g.name, "full"))
+        self._free("last gather")
 
     def _backward(self, ahead: Ahead, *, first: bool, last: bool) -> None:
         slots = self._profile.slots[self._profile.forward_slots :]
         after = [slot.live for slot in slots[1:]] + [self._profile.slots[0].live]
         order = in_order(self._groups, Kind.AG_B)
         for q, slot in enumerate(slots):
-            self._computing(slot.live)
+            self._hold("activations", "activations", slot.live)
             made = 0
             for g in order:
                 if g.backward is not None and g.backward[0] == q:
@@ -129,77 +135,49 @@ class Walk:
                     self._issue(ahead.get(g.name, ()))
                     if first:
                         made += self._bytes[g.name].gradients
-                        self._hold("gradients", self._bytes[g.name].gradients)
+                        self._hold((g.name, "gradients"), "gradients", self._bytes[g.name].gradients)
             # A profile's peak counts each gradient as a temporary. FSDP2 keeps it: it is in "gradients" here.
-            self._computing(max(slot.live, after[q], slot.peak - made))
-            self._computing(after[q])
+            self._hold("activations", "activations", max(slot.live, after[q], slot.peak - made))
+            self._hold("activations", "activations", after[q])
             for g in reversed(order):
                 if g.backward is not None and g.backward[1] == q:
-                    self._free(g.name)
+                    self._free((g.name, "full"))
                     if last:
-                        self._reduce(g)
-        for name in list(self._whole):  # groups whose backward hooks did not run
-            self._free(name)
-        self._hold("staging", -self._reduced)
-        self._reduced = 0
-        self._let_go()
+                        self._reduce(g.name)
+        for g in self._groups:  # those whose backward hooks did not run
+            self._free((g.name, "full"))
+        self._free("last reduction")
+        self._free("copy")
 
     def _issue(self, names: Iterable[str]) -> None:
         for name in names:
-            if name not in self._whole and name not in self._gathered:
-                message = 0 if self._bytes[name].parts == 1 else self._bytes[name].full
-                self._gathered[name] = message
+            if (name, "full") not in self._buffers and (name, "message") not in self._buffers:
+                size = self._bytes[name]
+                message = 0 if size.parts == 1 else size.full
                 if message:
-                    self._let_go()
-                self._hold("staging", message + self._copied(message, self._bytes[name].parts))
+                    self._free("copy")
+                self._hold((name, "message"), "staging", message)
+                self._hold((name, "of backend"), "staging", self._collectives.buffer(Kind.AG_F, message, size.parts))
 
     def _gather(self, name: str, *, in_forward: bool) -> None:
-        if name in self._whole:
+        if (name, "full") in self._buffers:
             return
         self._issue([name])
         if in_forward:
-            self._undefer()
-        message = self._gathered.pop(name)
-        self._hold("staging", -self._copied(message, self._bytes[name].parts))
-        self._hold("full_parameters", self._bytes[name].full)
-        self._whole.add(name)
+            self._free("last gather")
+        self._free((name, "of backend"))  # the host has waited for the gather
+        self._hold((name, "full"), "full_parameters", self._bytes[name].full)
         if in_forward and not self._waits:
-            self._deferred = message
-        else:
-            self._hold("staging", -message)
+            self._buffers["last gather"] = self._buffers.pop((name, "message"))  # until the next gather has arrived
+        self._free((name, "message"))
 
-    def _copied(self, message: int, parts: int) -> int:
-        """Return the bytes of the backend's own buffer for a gather, held until the host waits for the gather."""
-        return self._collectives.buffer(Kind.AG_F, message, parts)
-
-    def _undefer(self) -> None:
-        self._hold("staging", -self._deferred)
-        self._deferred = 0
-
-    def _free(self, name: str) -> None:
-        if name in self._whole:
-            self._whole.remove(name)
-            self._hold("full_parameters", -self._bytes[name].full)
-
-    def _reduce(self, group: Group) -> None:
-        size = self._bytes[group.name]
+    def _reduce(self, name: str) -> None:
+        size = self._bytes[name]
         if not size.gradients:
             return
-        self._hold("staging", -self._reduced)
-        self._hold("staging", size.reduced)
-        self._hold("gradients", -size.gradients)
-        self._let_go()
-        self._hold("gradient_shards", size.kept)
-        self._reduced = size.reduced
+        self._hold("last reduction", "staging", size.reduced)  # instead of the one before
+        self._free((name, "gradients"))
+        self._free("copy")
+        self._hold((name, "shards"), "gradient_shards", size.kept)
         if self._waits and size.parts > 1:
-            self._lingering = size.reduced
-            self._hold("staging", self._lingering)
-
-    def _let_go(self) -> None:
-        self._hold("staging", -self._lingering)
-        self._lingering = 0
-
-    def _update(self) -> None:
-        scratch = max((size.scratch for size in self._bytes.values()), default=0)
-        self._hold("update_scratch", scratch)
-        self._hold("update_scratch", -scratch)
+            self._hold("copy", "staging", size.reduced)  # gloo's, until the next message is issued

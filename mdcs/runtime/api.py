@@ -159,12 +159,12 @@ class Parallel:
     def full_parameters(
         self, *, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
     ) -> AbstractContextManager[None]:
-        """Hold whole parameters in the model, on every rank or on rank 0, on its device or on the ``cpu``; drains
-        first.
+        """Hold copies of whole parameters in the model, on every rank or on rank 0, on its device or on the ``cpu``;
+        drains first.
 
         With ``writeback`` rank 0's changes reach every rank; without it, and if the block raises, changes are lost.
-        Unless on the ``cpu``, the device holds the whole model besides the shards. Parameters that a rank keeps whole
-        anyway are copied. Collective.
+        Unless on the ``cpu``, the device holds the whole model, and one more unit at first, besides the shards.
+        Collective.
         """
         engine, keep = self._engine, not rank0_only or self.rank == 0
         group = engine.groups.messages

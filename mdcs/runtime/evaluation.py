@@ -38,7 +38,6 @@ class Evaluation:
     @contextmanager
     def run(self) -> Iterator[None]:
         """Gather units for forward passes inside the block. Collective; no message of the plan may be in flight."""
-        self._gathering.begin()
         missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
         at_once = self._gathering.fits(missing + self._slot_bytes)
         before = [u for u, s in enumerate(self._storages) if at_once or s.is_aliased or not s.strategy.sharded]

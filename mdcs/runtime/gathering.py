@@ -25,13 +25,13 @@ class Gathering:
         self.place = place
         self._kept: set[int] = set()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Keep the units that the plan has gathered by now: the next forward relies on them."""
         self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
 
     def one_by_one(self) -> Iterator[UnitStorage]:
         """Gather each unit in turn, and free it before the next one."""
-        self.begin()
+        self._begin()
         for u, storage in enumerate(self._storages):
             self.gather(u)
             yield storage
@@ -40,6 +40,7 @@ class Gathering:
     @contextmanager
     def held(self, units: Iterable[int]) -> Iterator[None]:
         """Gather these units, and free them at the end, after an error too."""
+        self._begin()
         taken = []
         try:
             for u in units:
@@ -71,7 +72,7 @@ class Gathering:
     def free(self, unit: int) -> None:
         """Free the memory that :meth:`gather` took; close the parameters unless they are all there is of the unit."""
         storage = self._storages[unit]
-        if self.is_transient(unit):
+        if storage.strategy.sharded and unit not in self._kept:
             with self._account.lock:
                 storage.free_full()
                 self._account.book("full_parameters", -storage.full_bytes)
@@ -93,10 +94,6 @@ class Gathering:
                 self._executor.finish(self._wire.gather_flat(unit, wholes))
         places = zip(storage.names, storage.places, strict=True)
         return {name: wholes[s][offset : offset + n].view(shape).clone() for name, (s, offset, n, shape) in places}
-
-    def is_transient(self, unit: int) -> bool:
-        """Return whether :meth:`free` will free the unit."""
-        return self._storages[unit].strategy.sharded and unit not in self._kept
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""

@@ -72,23 +72,19 @@ def full_parameters(
 
     With ``writeback`` rank 0's changes are broadcast over ``group`` at the end; otherwise changes are lost.
     """
-    device = storages[0].device
-    target = torch.device("cpu") if cpu else device
+    target = torch.device("cpu") if cpu else storages[0].device
     moved: set[int] = set()  # units whose parameters are copies
-    gathering.begin()
     try:
-        for u, storage in enumerate(storages):
-            gathering.gather(u)
-            if keep and (target != device or not gathering.is_transient(u)):
+        for u, storage in enumerate(gathering.one_by_one()):
+            if keep:
                 storage.move(target)
                 moved.add(u)
-            if not keep or target != device:
-                gathering.free(u)
+        for storage in storages:
             storage.guard.open() if keep else storage.guard.close()
         yield
         for u, storage in enumerate(storages) if writeback else ():
             gathering.allocate(u)
-            if u in moved:
+            if keep:
                 storage.move_back(keep_changes=True)
                 moved.remove(u)
             with torch.no_grad(), torch.inference_mode(False), gathering.place.during(f"broadcast of {storage.name}"):
@@ -97,11 +93,11 @@ def full_parameters(
                 storage.adopt()
             gathering.free(u)
     finally:
-        for u, storage in enumerate(storages):
-            if u in moved:
-                storage.move_back(keep_changes=False)
-            if storage.is_full:
-                gathering.free(u)
+        for u in moved:
+            gathering.allocate(u)  # a view of freed memory cannot be made
+            storages[u].move_back(keep_changes=False)
+            gathering.free(u)
+        for storage in storages:
             storage.guard.open() if storage.is_plain else storage.guard.close()
 
 

@@ -92,7 +92,7 @@ def meta(half: bool = False) -> tuple[nn.Module, list[mdcs.ModelUnit]]:
     return model, mdcs.partition(model, mdcs.ByClass(("Sequential",)))
 
 
-def planned(strategy: str, half: bool = False, rank: int = 0) -> tuple[nn.Module, mdcs.Plan]:
+def planned(strategy: str, half: bool = False, rank: int = 0, optimizer: str = "adam") -> tuple[nn.Module, mdcs.Plan]:
     """A plan for the model, profiled on a twin that is whole: the twin, before any step, too."""
     model, units = meta(half)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def planned(strategy: str, half: bool = False, rank: int = 0) -> tuple[nn.Module
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     profile = agree(
         measure_profile(
-            model, units, lambda: loss(model, 0, rank), optimizer_for("adam", model), world=dist.get_world_size(),
+            model, units, lambda: loss(model, 0, rank), optimizer_for(optimizer, model), world=dist.get_world_size(),
             link=mdcs.Link.uniform(1.0, 50.0), iterations=1, master_dtype=torch.float32 if half else None,
         )
     )  # fmt: skip
@@ -181,10 +181,10 @@ def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
     """What the allocator gave at most from the call of parallelize to its return, what was predicted, buffers, and the whole
     model.
     """
-    _, plan = planned(strategy, half, dist.get_rank())
+    _, plan = planned(strategy, half, dist.get_rank(), "plain sgd")  # state would hide what is whole at first
     model, units = meta(half)
     together = Initialisation(model, units, None, torch.device("cpu")).together
-    optimizer, meter = optimizer_for("adam", model), ShimMeter()
+    optimizer, meter = optimizer_for("plain sgd", model), ShimMeter()
     gc.collect()  # of the twin
     settle(meter)
     meter.window()

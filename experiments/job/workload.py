@@ -19,6 +19,7 @@ from launch import status
 from mdcs.calibrate.agreement import on_rank_zero
 from mdcs.calibrate.link_timing import MeasuredLink
 from mdcs.calibrate.trials import Trial, candidates, cost_s, fastest
+from mdcs.sizes import aligned
 from mdcs.torch_compat import has_batch_statistics
 
 _TRIALS, _TRIALS_COST = 3, 0.03
@@ -110,8 +111,9 @@ class Workload:
         """Raise ValueError if the profile's model has other units, for instance because the model's code has changed.
         """
         of_profile = [(unit.name, unit.numel, unit.trainable) for unit in profile.units]
-        of_model = [(unit.name, unit.numel, unit.trainable) for unit in self.units]
-        if of_profile == of_model:
+        packed = [(unit.name, unit.numel, unit.trainable) for unit in self.units]  # as in profiles of older versions
+        of_model = [(u.name, sum(aligned(p.numel()) for _, p in u.parameters), u.trainable) for u in self.units]
+        if of_profile in (packed, of_model):
             return
         pairs = zip_longest(of_profile, of_model)
         number, there, here = next((i, *pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])

@@ -18,6 +18,7 @@ from mdcs.model.optimizers import Segment, in_flat_order
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.profile.contents import Slot, Unit
 from mdcs.profile.layout import Section
+from mdcs.sizes import aligned
 
 
 class Kept(NamedTuple):
@@ -242,7 +243,7 @@ class SlotRecorder:
         out = []
         for p in ordered:
             samples = [seconds if slot == last else 0.0 for slot, seconds in self.came[unit, index[p]]]
-            out.append((p.numel(), round(min(1.0, statistics.median(samples) / took), 3) if took > 0 else 1.0))
+            out.append((aligned(p.numel()), round(min(1.0, statistics.median(samples) / took), 3) if took > 0 else 1.0))
         return tuple(out)
 
     def slots(self) -> tuple[Slot, ...]:

@@ -60,24 +60,29 @@ def _row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape,
 
 
 class Pieces:
-    """This rank's pieces of a tensor, as views that DCP reads from or writes into."""
+    """This rank's pieces of a tensor, as views that DCP reads from or writes into.
 
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+    ``order``: the tensor's dimensions, from the one with the largest stride in memory to the one with the smallest.
+    Default: row-major.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, order: Shape | None = None) -> None:
         self.shape, self.dtype = torch.Size(shape), dtype
+        self._order = tuple(range(len(shape))) if order is None else order
         self._boxes: list[tuple[ChunkStorageMetadata, Tensor]] = []
 
     def add(self, start: int, values: Tensor) -> None:
-        """Add the elements from ``start`` on; ``values`` is flat."""
-        at = 0
-        for offsets, sizes in boxes(self.shape, start, start + values.numel()):
+        """Add the elements from ``start`` on in memory; ``values`` is flat."""
+        at, back = 0, sorted(range(len(self._order)), key=self._order.__getitem__)
+        for offsets, sizes in boxes(tuple(self.shape[dim] for dim in self._order), start, start + values.numel()):
             n = math.prod(sizes)
-            box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            self._boxes.append((box, values[at : at + n].view(sizes)))
+            box = ChunkStorageMetadata(torch.Size(offsets[i] for i in back), torch.Size(sizes[i] for i in back))
+            self._boxes.append((box, values[at : at + n].view(sizes).permute(back)))
             at += n
 
     def to(self, device: str, *, copy: bool) -> Pieces:
         """Return a copy on this device, as a tensor's ``to``."""
-        made = Pieces(self.shape, self.dtype)
+        made = Pieces(self.shape, self.dtype, self._order)
         made._boxes = [(box, values.to(device, copy=copy)) for box, values in self._boxes]
         return made
 

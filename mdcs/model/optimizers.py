@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.sizes import aligned
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
@@ -17,9 +19,14 @@ def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int
 
 
 class Segment(NamedTuple):
-    """Neighbours in a unit's flat order with one type and one parameter group (0 for frozen parameters)."""
+    """Neighbours in a unit's flat order with one type and one parameter group (0 for frozen parameters).
+
+    - ``numel``: elements, each parameter with its padding (:func:`mdcs.sizes.aligned`).
+    - ``packed``: elements without padding.
+    """
 
     numel: int
+    packed: int
     dtype: torch.dtype
     group: int
 
@@ -40,10 +47,11 @@ def in_flat_order(
             raise UnsupportedModel(f"{name}: is trainable but not in the optimizer")
         keyed.append(((types.index(p.dtype), groups[p] if unit.trainable else 0), (name, p)))
     keyed.sort(key=lambda item: item[0])
-    sizes: dict[tuple[int, int], int] = {}
-    for key, (_, p) in keyed:
-        sizes[key] = sizes.get(key, 0) + p.numel()
-    return [pair for _, pair in keyed], tuple(Segment(n, types[t], group) for (t, group), n in sizes.items())
+    segments = []
+    for (t, group), members in itertools.groupby(keyed, key=lambda item: item[0]):
+        sizes = [p.numel() for _, (_, p) in members]
+        segments.append(Segment(sum(map(aligned, sizes)), sum(sizes), types[t], group))
+    return [pair for _, pair in keyed], tuple(segments)
 
 
 def same_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.optim.Optimizer:

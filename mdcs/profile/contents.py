@@ -26,7 +26,8 @@ class Unit:
     """The smallest group of parameters that is sharded, gathered, reduced and updated together.
 
     - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one type and one optimizer
-      parameter group. The lengths sum to ``numel``.
+      parameter group. The lengths sum to ``numel``. Each parameter counts with the padding behind it
+      (:func:`mdcs.sizes.aligned`); in profiles of older versions parameters are not padded.
     - ``sections``: consecutive parts of one type. Empty: all elements have the profile's widths.
     - ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
     - ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no gradient
@@ -64,7 +65,7 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Elements of all parameters, as ``segments`` count them."""
         return sum(self.segments)
 
 

@@ -16,9 +16,9 @@ def pad(numel: int, world: int) -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """Consecutive elements of a unit that have one type, without padding.
+    """Consecutive elements of a unit that have one type, without the padding at its end.
 
-    - ``numel``: elements.
+    - ``numel``: elements. Each parameter counts with its padding (:func:`mdcs.sizes.aligned`).
     - ``param_bytes``: bytes of a parameter element in compute.
     - ``grad_bytes``: bytes of a gradient element on the wire and in shards.
     - ``master_bytes``: bytes of an element of the copy that the optimizer updates. 0: the optimizer updates the

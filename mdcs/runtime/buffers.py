@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mdcs.model.units import UnsupportedModel
 from mdcs.runtime.errors import Place
 from mdcs.runtime.groups import Groups
+from mdcs.runtime.storage import dense_order
 from mdcs.sizes import MIB
 from mdcs.torch_compat import copy_all, has_batch_statistics, version_of
 
@@ -133,8 +134,11 @@ class Buffers:
 
 
 def layout(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Return a checksum of names, shapes and types: ranks with different checksums cannot exchange these tensors."""
-    return zlib.crc32(repr([(name, tuple(t.shape), t.dtype) for name, t in tensors]).encode())
+    """Return a checksum of names, shapes, types and parameters' strides: ranks with different checksums cannot exchange
+    these tensors.
+    """
+    told = [(n, tuple(t.shape), t.dtype, dense_order(t) if isinstance(t, nn.Parameter) else ()) for n, t in tensors]
+    return zlib.crc32(repr(told).encode())
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -325,7 +325,7 @@ class _Found(dict[Key, Any]):
     def add(self, path: Key, fragment: Fragment) -> None:
         """Add a fragment to the tensor of this name."""
         if path not in self:
-            self[path] = Pieces(fragment.parameter.shape, fragment.values.dtype)
+            self[path] = Pieces(fragment.parameter.shape, fragment.values.dtype, fragment.order)
         self[path].add(fragment.start, fragment.values)
 
 

@@ -93,7 +93,7 @@ class Gathering:
             with between(self._executor), self.place.during(f"gather of {storage.name}'s {what}"):
                 self._executor.finish(self._wire.gather_flat(unit, wholes))
         places = zip(storage.names, storage.places, strict=True)
-        return {name: wholes[s][offset : offset + n].view(shape).clone() for name, (s, offset, n, shape) in places}
+        return {name: place.view(wholes).clone() for name, place in places}
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +26,6 @@ _STEPS_AHEAD = timedelta(seconds=60)
 """Extra timeout: more than the host runs ahead of its device."""
 _ABORT_SECONDS = 3.0
 """Seconds for which the end of a failed run waits for the abort of an NCCL group."""
-_LOOP = "gloo_tcp_loop"
-"""Name of the thread with which a gloo group serves its connections."""
 
 
 class Groups:
@@ -61,26 +57,18 @@ class Groups:
         of_messages = timeout + _STEPS_AHEAD if backend == "nccl" else timeout
         if backend == "nccl" and nccl_keeps_buffers():
             os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
-        with _loops_that_wait():
-            self.messages = self._new(group, of_messages, backend)
-        self.control = None
+        self.messages = self._new(group, of_messages, backend)
         if needs_control:
             self.control = self.messages if backend == "nccl" else self._new(group, timeout)
         self.talk = self._new(group, timeout)
         if per_node:
             nodes = [list(range(first, first + per_node)) for first in range(0, self.world, per_node)]
-            with _loops_that_wait():
-                self.node = self._one_of(nodes, of_messages, backend)
-                self.across = self._one_of([list(ranks) for ranks in zip(*nodes, strict=True)], of_messages, backend)
-
-        if backend == "nccl":
-            self._connect(device)
-
-    def _connect(self, device: torch.device) -> None:
-        """Connect NCCL's groups now: otherwise their first messages would, for seconds, inside of a forward pass."""
-        for group in (self.messages, self.node, self.across):
-            if group is not None:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self.node = self._one_of(nodes, of_messages, backend)
+            self.across = self._one_of([list(ranks) for ranks in zip(*nodes, strict=True)], of_messages, backend)
+        # Connect now: otherwise the first messages would, on NCCL for seconds, inside of a forward pass.
+        for made in (self.messages, self.node, self.across):
+            if made is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=made)
 
     def _one_of(self, parts: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
         """Make a group of each part of the ranks; return the group of the part that has this rank."""
@@ -164,30 +152,3 @@ def _abort(group: dist.ProcessGroup) -> None:
     thread = threading.Thread(target=end, name="mdcs-abort", daemon=True)
     thread.start()
     thread.join(_ABORT_SECONDS)
-
-
-@contextlib.contextmanager
-def _loops_that_wait() -> Iterator[None]:
-    """Set SCHED_BATCH on the event-loop threads of gloo groups made in this block: they do not preempt a running
-    thread.
-
-    A sender holds its connection while it sends; the event loop is woken for the connection and skips it. If the loop
-    has preempted the sender and no core is free, the loop spins until the next scheduler tick (4 ms). See sched(7).
-    Linux only.
-    """
-    before = _loops()
-    yield
-    for thread in _loops() - before:
-        with contextlib.suppress(OSError):  # best effort: without it messages are slower
-            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
-                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _loops() -> set[int]:
-    """Return the kernel's thread ids of this process's gloo event loops; empty where /proc has none."""
-    loops = set()
-    for task in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            if (task / "comm").read_text().strip() == _LOOP:
-                loops.add(int(task.name))
-    return loops

@@ -90,8 +90,8 @@ class OptimizerState:
     def load(self, state: State) -> None:
         """Load this rank's part of whole state; replaces the state before. Raises ValueError as :func:`together` does."""
         self.begin(state)
-        for key, (p, start, values) in self.fragments():
-            values.copy_(state[p][key].reshape(-1)[start : start + values.numel()])
+        for key, fragment in self.fragments():
+            fragment.load(state[fragment.parameter][key])
 
     # -- out
 

@@ -16,11 +16,20 @@ from mdcs.runtime.storage import UnitStorage
 
 
 class Fragment(NamedTuple):
-    """Neighbouring elements of a parameter that this rank holds: ``values`` [flat] begin at element ``start``."""
+    """Neighbouring elements of a parameter that this rank holds: ``values`` [flat] begin at element ``start`` in memory.
+
+    ``order``: the parameter's dimensions in memory (:class:`mdcs.runtime.storage.ParameterPlace`).
+    """
 
     parameter: nn.Parameter
     start: int
     values: Tensor
+    order: tuple[int, ...]
+
+    def load(self, whole: Tensor) -> None:
+        """Set the values from a whole tensor of the parameter's shape."""
+        flat = whole.permute(self.order).reshape(-1)
+        self.values.copy_(flat[self.start : self.start + self.values.numel()])
 
 
 def fragments(storage: UnitStorage, section: int, start: int, values: Tensor, within: slice | None = None) -> Iterator[Fragment]:
@@ -30,10 +39,10 @@ def fragments(storage: UnitStorage, section: int, start: int, values: Tensor, wi
     """
     stop = start + values.numel()
     first, last = (start, stop) if within is None else (max(start, within.start), min(stop, within.stop))
-    for p, (s, offset, n, _) in zip(storage.parameters, storage.places, strict=True):
-        a, b = max(first, offset), min(last, offset + n)
-        if s == section and a < b:
-            yield Fragment(p, a - offset, values[a - start : b - start])
+    for p, place in zip(storage.parameters, storage.places, strict=True):
+        a, b = max(first, place.offset), min(last, place.offset + place.numel)
+        if place.section == section and a < b:
+            yield Fragment(p, a - place.offset, values[a - start : b - start], place.order)
 
 
 def fragments_in_memory(storage: UnitStorage) -> Iterator[Fragment]:
@@ -114,7 +123,7 @@ def load_full(model: nn.Module, storages: Sequence[UnitStorage], full: dict[str,
     for name, v in named.items():
         if v not in held:  # buffers, and parameters without elements, are in no unit
             write(v, full[name])
-    flat = {v: full[name].reshape(-1) for name, v in named.items() if v in held}
+    wholes = {v: full[name] for name, v in named.items() if v in held}
     for storage in storages:
-        for p, start, values in fragments_in_memory(storage):
-            values.copy_(flat[p][start : start + values.numel()])
+        for fragment in fragments_in_memory(storage):
+            fragment.load(wholes[fragment.parameter])

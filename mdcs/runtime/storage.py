@@ -1,12 +1,16 @@
 """The flat buffers of one unit: full parameters, the shard at rest, gradients. Freed buffers free their storage.
 
 Each section of the unit has its own buffers, of one dtype. Parameters are views of the full buffer (``p.data = view``);
-the views stay valid for autograd while the storage is resized to nothing and back. Elements are in the model's order.
+the views stay valid for autograd while the storage is resized to nothing and back. Parameters are in the model's order,
+begin at 16 bytes (:func:`mdcs.sizes.aligned`), and keep their strides: a ``channels_last`` weight stays one.
 Rank r, of the world or of a node, owns the r-th part of every *block*: a block is contiguous on the wire, and a shard
 is the concatenation of its parts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +19,41 @@ from mdcs.measure.memory import Meter
 from mdcs.model.guard import Guard, Refuse
 from mdcs.plan.messages import Plan
 from mdcs.plan.widths import sections_of
+from mdcs.sizes import aligned
 from mdcs.torch_compat import without_torch_function
+
+
+class ParameterPlace(NamedTuple):
+    """Where a parameter lies: ``numel`` elements from ``offset`` on in the buffers of ``section``.
+
+    ``order``: its dimensions, from the one with the largest stride to the one with the smallest.
+    """
+
+    section: int
+    offset: int
+    numel: int
+    shape: torch.Size
+    order: tuple[int, ...]
+
+    def view(self, flats: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+        """Return the parameter's part of flat tensors by section, in its shape and strides."""
+        flat = flats[self.section][self.offset : self.offset + self.numel]
+        if self.order == tuple(range(len(self.shape))):
+            return flat.view(self.shape)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return flat.view([self.shape[dim] for dim in self.order]).permute(inverse)
+
+
+def dense_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the largest stride to the smallest; in order if the tensor leaves gaps or overlaps."""
+    strides, step = tensor.stride(), 1
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    for dim in reversed(order):
+        if tensor.shape[dim] > 1:
+            if strides[dim] != step:
+                return tuple(range(tensor.dim()))
+            step *= tensor.shape[dim]
+    return order
 
 
 class UnitStorage:
@@ -44,21 +82,14 @@ class UnitStorage:
         self.offsets = [o - begins[s] for o, s in zip(plan.offsets[unit], self.sections, strict=True)]  # in the section
         first = self.parameters[0]
         self.device = device if device is not None and first.is_meta else first.device
-        self.places: list[tuple[int, int, int, torch.Size]] = []  # section, offset in it, length, shape
-        section, offset = 0, 0
-        for p in self.parameters:
-            n = p.numel()
-            if offset + n > self.layout.sections[section].numel:
-                section, offset = section + 1, 0
-            self.places.append((section, offset, n, p.shape))
-            offset += n
-        dtypes = {place[0]: p.dtype for place, p in zip(self.places, self.parameters, strict=True)}
+        self.places, self._gaps = self._lay_out(plan.profile.units[unit].numel)
+        dtypes = {place.section: p.dtype for place, p in zip(self.places, self.parameters, strict=True)}
         self.gradient_dtypes = [dtype_of(s.grad_bytes, dtypes[i]) for i, s in enumerate(self.layout.sections)]
         with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
             self.fulls = [torch.zeros(n, dtype=dtypes[i], device=self.device) for i, n in enumerate(self.layout.sizes)]
         with torch.no_grad():
-            for p, (section, offset, n, shape) in zip(self.parameters, self.places, strict=True):
-                view = self.fulls[section][offset : offset + n].view(shape)
+            for p, place in zip(self.parameters, self.places, strict=True):
+                view = place.view(self.fulls)
                 if p.is_meta:
                     leave_meta(p, view.fill_(torch.nan))
                 else:
@@ -67,6 +98,21 @@ class UnitStorage:
         self.shards: list[Tensor | None] = [None] * len(self.fulls)
         self.gradients: list[Tensor] = []
         self.guard = Guard(parameters, refuse)
+
+    def _lay_out(self, numel: int) -> tuple[list[ParameterPlace], list[tuple[int, slice]]]:
+        """Return the places of the parameters, and the (section, slice) pairs that no parameter has."""
+        sizes = [aligned(p.numel()) for p in self.parameters]
+        if sum(sizes) != numel:  # a profile of an older version, which knows no padding between parameters
+            sizes = [p.numel() for p in self.parameters]
+        places, gaps, section, offset = [], [], 0, 0
+        for p, size in zip(self.parameters, sizes, strict=True):
+            if offset + size > self.layout.sections[section].numel:
+                section, offset = section + 1, 0
+            places.append(ParameterPlace(section, offset, p.numel(), p.shape, dense_order(p)))
+            offset += size
+            end = offset if offset < self.layout.sections[section].numel else self.layout.sizes[section]
+            gaps.append((section, slice(offset - size + p.numel(), end)))
+        return places, [(section, gap) for section, gap in gaps if gap.start < gap.stop]
 
     def settle(self) -> None:
         """Keep the buffers that the strategy keeps between steps: make shards, free full parameters."""
@@ -101,9 +147,9 @@ class UnitStorage:
     def detached(self) -> str | None:
         """Return the name of a parameter that left the flat buffer, as after ``model.half()``; None if there is none.
         """
-        for name, p, (section, offset, _, _) in zip(self.names, self.parameters, self.places, strict=True):
-            full = self.fulls[section]
-            if p.data_ptr() != full.data_ptr() + offset * full.element_size():
+        for name, p, place in zip(self.names, self.parameters, self.places, strict=True):
+            full = self.fulls[place.section]
+            if p.data_ptr() != full.data_ptr() + place.offset * full.element_size():
                 return name
         return None
 
@@ -186,8 +232,8 @@ class UnitStorage:
     def move_back(self, keep_changes: bool) -> None:
         """Make the parameters views of the full buffers again; copy their values there if ``keep_changes``."""
         with without_torch_function(), torch.no_grad():
-            for p, (section, offset, n, shape) in zip(self.parameters, self.places, strict=True):
-                view = self.fulls[section][offset : offset + n].view(shape)
+            for p, place in zip(self.parameters, self.places, strict=True):
+                view = place.view(self.fulls)
                 if keep_changes:
                     view.copy_(p)
                 p.data = view
@@ -196,8 +242,8 @@ class UnitStorage:
 
     def zero_padding(self, flats: list[Tensor]) -> None:
         """Zero the padding of flat tensors by section."""
-        for flat, section in zip(flats, self.layout.sections, strict=True):
-            flat[section.numel :].zero_()
+        for section, gap in self._gaps:
+            flats[section][gap].zero_()
 
     def let_go(self) -> None:
         """Make the parameters plain ones with memory of their own. They must be whole."""
@@ -246,8 +292,7 @@ class UnitStorage:
         ``scale`` (1/world, on the last micro-step) averages over ranks before the reduction, as DDP does.
         """
         p = self.parameters[index]
-        section, offset, n, shape = self.places[index]
-        view = self.gradients[section][offset : offset + n].view(shape)
+        view = self.places[index].view(self.gradients)
         assert p.grad is not None
         if first and scale is not None and view.dtype == p.dtype:
             torch.mul(p.grad, scale, out=view)

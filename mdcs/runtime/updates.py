@@ -142,12 +142,12 @@ class Updates:
                 if part[0] in self.kept:
                     self.kept[part[0]][part[1]] = gradient.clone()
                 for run in own:
-                    update = run, gradient[run.place]
-                    # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message.
+                    # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message. Others
+                    # go one by one, and no name holds a copy of a gradient while the next one is made.
                     if self._now[run.group].get("fused") and not is_copy:
-                        together.setdefault((run.group, dtype, run.started), []).append(update)
+                        together.setdefault((run.group, dtype, run.started), []).append((run, gradient[run.place]))
                     else:
-                        _update(self._algorithm, self._now[run.group], [update])
+                        _update(self._algorithm, self._now[run.group], [(run, gradient[run.place])])
             for (group, *_), updates in together.items():
                 _update(self._algorithm, self._now[group], updates)
         for unit, block in gradients:

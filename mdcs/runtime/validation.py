@@ -176,15 +176,16 @@ def _match(
     parameters, group_of = [], []
     for unit, planned, flat in zip(units, plan.profile.units, plan.profile.layouts, strict=True):
         ordered, found = in_flat_order(unit, groups)
-        segments = tuple(s.numel for s in found)
+        is_packed = planned.segments == tuple(s.packed for s in found)  # as in profiles of older versions
+        segments = planned.segments if is_packed else tuple(s.numel for s in found)
         if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
             raise ValueError(
                 f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
                 f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}"
             )
         types: dict[torch.dtype, int] = {}
-        for s in found:
-            types[s.dtype] = types.get(s.dtype, 0) + s.numel
+        for s, n in zip(found, segments, strict=True):
+            types[s.dtype] = types.get(s.dtype, 0) + n
         wanted = [(s.numel, s.param_bytes) for s in flat.sections]
         if [(n, dtype.itemsize) for dtype, n in types.items()] != wanted:
             raise ValueError(
@@ -222,7 +223,7 @@ def agree(found: Fit, model: nn.Module, plan: Plan, place: Place, groups: Groups
     for r, (_, _, theirs, state) in enumerate(answers):
         if theirs != answers[0][2]:
             raise UnsupportedModel(
-                f"rank {rank}, before step 1: parameters or buffers of rank {r} are not rank 0's in name, shape or type"
+                f"rank {rank}, before step 1: parameters or buffers of rank {r} are not rank 0's in name, shape, strides or type"
             )
         if state != answers[0][3]:
             raise PlanError(f"rank {rank}, before step 1: rank {r}'s optimizer has other state than rank 0's: load it on all")

@@ -58,6 +58,25 @@ def test_what_was_cut_in_one_way_is_read_whole_or_cut_in_another(tmp_path):
     assert torch.equal(plain["model"]["a.weight"], weight) and plain["model"]["a.scale"] == 3
 
 
+def test_pieces_of_channels_last_memory_are_of_the_tensor_itself(tmp_path):
+    weight = torch.randn(3, 5, 2, 4).to(memory_format=torch.channels_last)
+    flat, order = weight.permute(0, 2, 3, 1).reshape(-1), (0, 2, 3, 1)
+    made, other, into = Pieces(weight.shape, weight.dtype, order), Pieces(weight.shape, weight.dtype), torch.zeros(120)
+    for start, stop in ((0, 7), (7, 61), (61, 120)):
+        made.add(start, flat[start:stop].clone())
+        other.add(start, into[start:stop])
+    pieces.save(tmp_path, {"w": made.to("cpu", copy=True)}, None)
+    plain = {"w": torch.zeros(3, 5, 2, 4)}
+    dcp.load(plain, checkpoint_id=tmp_path)
+    pieces.load(tmp_path, {"w": other})
+    assert torch.equal(plain["w"], weight) and torch.equal(into.view(3, 5, 2, 4), weight)
+    into.zero_()
+    back = Pieces(weight.shape, weight.dtype, order)
+    back.add(0, into)
+    pieces.load(tmp_path, {"w": back})
+    assert torch.equal(into, flat)
+
+
 def test_pieces_that_lack_a_part_are_not_read_as_whole(tmp_path):
     pieces.save(tmp_path, {("w",): in_pieces(torch.ones(4))}, None)
     with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: v"):

@@ -120,9 +120,9 @@ def _weights_after(job: Job) -> float:
 
 
 @pytest.mark.parametrize("strategy", few(["random", "zero2", "fsdp"]))
-@pytest.mark.parametrize("model", ["twice", "gpt2/leaf", "checkpointed", "checkpointed/leaf"])
+@pytest.mark.parametrize("model", ["twice", "pictures", "gpt2/leaf", "checkpointed", "checkpointed/leaf"])
 def test_other_models(two: Ranks, model, strategy):
-    """A module called twice, one unit per leaf, and forward passes that run again inside backward."""
+    """A module called twice, weights in channels_last, one unit per leaf, and forward passes that run again inside backward."""
     for result in two.run(compare, Job(model, steps=5), How(strategy, "random", seed=2)):
         assert result["bitwise"], result
 

@@ -539,7 +539,7 @@ def different_buffers(when: str) -> str:
 
 def test_buffers_that_differ_between_ranks(two: Ranks):
     for message in two.run(different_buffers, "before"):
-        assert "parameters or buffers of rank 1 are not rank 0's in name, shape or type" in message
+        assert "parameters or buffers of rank 1 are not rank 0's in name, shape, strides or type" in message
     for message in two.run(different_buffers, "later"):
         assert "the ranks' buffers differ in name, shape or type" in message
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.profile.link import Kind
+from mdcs.sizes import aligned
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -134,7 +135,7 @@ def round_trip(model: str, how: How) -> dict[str, Any]:
         "whole": differing(whole, wanted),
         "plain": differing(plain(model, whole).state_dict(), wanted),
         "owned": owned,
-        "numel": sum(p.numel() for p in made.model.parameters()),
+        "numel": sum(aligned(p.numel()) for p in made.model.parameters()),
     }
 
 

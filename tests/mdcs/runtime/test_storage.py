@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -121,3 +122,46 @@ def test_one_micro_step_sets_the_average_at_once():
     a.grad = torch.full((2, 2), 3.0)
     storage.take_gradient(0, True, 0.5)
     assert storage.gradients[0][:4].tolist() == [1.5] * 4
+
+
+def odd(aligned: bool, strategy: str = "sdp", rank: int = 0) -> tuple[UnitStorage, list[nn.Parameter]]:
+    """Parameters of odd sizes, the second in channels_last, the third with gaps between its elements."""
+    torch.manual_seed(0)
+    parameters = [
+        nn.Parameter(torch.randn(5)),
+        nn.Parameter(torch.randn(3, 5, 1, 3).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.randn(3, 14)[:, ::2]),
+    ]
+    sizes = [p.numel() for p in parameters]
+    numel = 8 + 48 + 24 if aligned else sum(sizes)
+    named = [(str(i), p) for i, p in enumerate(parameters)]
+    return UnitStorage(plan_of(numel, strategy), 0, named, rank, NullMeter()), parameters
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_parameters_begin_at_16_bytes_and_keep_their_strides(aligned: bool):
+    storage, parameters = odd(aligned, "dp")
+    storage.allocate_gradient()
+    for p, place in zip(parameters, storage.places, strict=True):
+        for flats in (storage.fulls, storage.gradients):
+            assert not aligned or place.view(flats).data_ptr() % 16 == 0
+        assert torch.equal(place.view(storage.fulls), p)
+    assert parameters[1].stride() == (15, 1, 15, 5)
+    assert parameters[1].is_contiguous(memory_format=torch.channels_last)
+    assert parameters[2].is_contiguous()
+    assert all(place.view(storage.fulls).stride() == p.stride() for p, place in zip(parameters, storage.places, strict=True))
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_padding_between_parameters_is_zero_in_gradients(aligned: bool):
+    storage, parameters = odd(aligned, "dp")
+    storage.allocate_gradient()
+    for flat in storage.gradients:
+        flat.fill_(torch.nan)
+    storage.zero_padding(storage.gradients)
+    for i, p in enumerate(parameters):
+        p.grad = torch.ones_like(p)
+        storage.take_gradient(i, True, 2.0)
+    (flat,) = storage.gradients
+    assert flat.sum() == 2 * sum(p.numel() for p in parameters)
+    assert all((place.view([flat]) == 2).all() for place in storage.places)

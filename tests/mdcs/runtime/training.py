@@ -186,6 +186,25 @@ def twice() -> Setup:
     return Setup(Twice(), loss, mdcs.ByLeaf(), batch)
 
 
+def pictures() -> Setup:
+    """Convolutions in channels_last, with parameters of odd sizes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh()), nn.Sequential(nn.Conv2d(5, 7, 1), nn.Conv2d(7, 3, 2)), nn.Flatten(),
+        nn.Sequential(nn.Linear(27, 3)),
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
+        return {"x": torch.randn(2, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        assert all(c.weight.is_contiguous(memory_format=torch.channels_last) for c in model.modules() if isinstance(c, nn.Conv2d))
+        return model(batch["x"]).square().mean()
+
+    return Setup(model, loss, mdcs.ByClass(("Sequential",)), batch)
+
+
 def tiny(name: str, samples: int = 2, **options: Any) -> Setup:
     """A model of :mod:`experiments.tasks` in miniature, its blocks or, with "/leaf", its leaves being the units.
 
@@ -209,8 +228,8 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def setup(name: str, double: bool = False, half: str = "", **options: Any) -> Setup:
-    """"tied", "empty", "mixed" or "wider" (types), "twice", "line-8-16-4" for linear layers of these widths, or one that
-    :func:`tiny` knows.
+    """"tied", "empty", "mixed" or "wider" (types), "twice", "pictures", "line-8-16-4" for linear layers of these widths, or
+    one that :func:`tiny` knows.
 
     ``double`` is all in float64, ``half`` names another precision of all, or "masters": that which the model has.
     """
@@ -218,8 +237,8 @@ def setup(name: str, double: bool = False, half: str = "", **options: Any) -> Se
         made = line(*map(int, name.split("-")[1:]))
     elif name in ("tied", "empty", "mixed", "wider"):
         made = tied(kind={"tied": Tied, "empty": Empty, "mixed": Mixed, "wider": Wider}[name], **options)
-    elif name == "twice":
-        made = twice(**options)
+    elif name in ("twice", "pictures"):
+        made = {"twice": twice, "pictures": pictures}[name](**options)
     else:
         made = tiny(name, **options)
     if not double and not half:

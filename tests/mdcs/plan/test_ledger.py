@@ -11,21 +11,17 @@ from mdcs.plan.ledger import Ledger
 from mdcs.plan.lifetimes import CATEGORIES, staging_bytes
 from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
-from mdcs.plan.runs import runs
-from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import SlotLimits, check, most_in_flight, needs, smallest_budget
+from mdcs.plan.worst_case import needs, smallest_budget
 from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.fusion import Fusion
-from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
+from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.algorithms import OPERATION, Collectives
 from mdcs.profile.contents import Profile, Slot
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
-from tests.mdcs.profiles import ADAM, FREE, Job, chain, examples, jobs, of_job, planned, schedulers, seeds, tied
+from tests.mdcs.profiles import ADAM, FREE, Job, chain, examples, jobs, planned, schedulers, seeds, tied
 
 AR, RS, AG_F, AG_B, *_ = Kind
 
@@ -259,31 +255,6 @@ def test_the_first_gather_is_the_first_in_time_when_blocks_cross_the_end_of_the_
 # ---- ranks
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rank", "block", "expected"),
-    [
-        # Segments of 7 and 2 elements, padded to 10, in blocks of 6 and 4; a rank has 3 and 2 of them.
-        ("zero1", 0, 0, [(0, 3, 0)]),
-        ("zero1", 1, 0, [(3, 3, 0)]),
-        ("zero1", 0, 1, [(6, 1, 0), (7, 1, 1)]),
-        ("zero1", 1, 1, [(8, 2, 1)]),  # the padding belongs to the last segment
-        ("dp", 0, 1, [(6, 1, 0), (7, 3, 1)]),
-        ("dp", 1, 0, [(0, 6, 0)]),
-    ],
-)
-def test_runs(strategy: str, rank: int, block: int, expected: list[tuple[int, int, int]]) -> None:
-    unit = replace(PROFILE.units[0], segments=(7, 2))
-    profile = replace(PROFILE, units=(unit, PROFILE.units[1]))
-    plan = planned(profile, strategy)
-    messages = [replace(m, parts=((0, b),)) for m in plan.messages for b in range(2) if m.parts[0][0] == 0] + [
-        m for m in plan.messages if m.parts[0][0] == 1
-    ]
-    cut = replace(
-        plan, blocks=((6, 4), (4,)), messages=tuple(sorted(messages, key=lambda m: (m.slot, m.kind.is_gather)))
-    )
-    assert runs(cut, 0, block, rank) == expected
-
-
 def test_planning_assumes_the_rank_that_needs_most() -> None:
     # Rank 0 updates two runs of 4 elements, rank 1 one of 8: more state here, more scratch there.
     unit = replace(PROFILE.units[0], segments=(4, 12))
@@ -316,84 +287,6 @@ def test_what_is_allocated_in_a_period_is_freed_in_it(job: Job, seed: int, sched
     ledger = Ledger(job.plan(RandomMix(seed), scheduler))
     assert sum(s.allocated - s.freed for s in ledger.slots) + sum(e.held - e.freed for e in ledger.messages) == 0
     assert sum(e.shards - e.shards_freed for e in ledger.messages) == 0
-
-
-# ---- what must fit
-
-
-def test_what_is_issued_and_what_is_done_at_each_slot() -> None:
-    sequential = SlotLimits(planned(PROFILE, "zero1"))  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
-    assert (sequential.issued, sequential.done) == ([0, 1, 3, 4], [0, 1, 3, 4])
-    ahead = SlotLimits(planned(PROFILE, "zero1", Wfbp()))  # RS b, AG_F b, RS a, AG_F a at slots 1, 1, 2, 2
-    assert (ahead.issued, ahead.done) == ([0, 2, 4, 4], [0, 0, 4, 4])
-
-
-def test_a_slot_can_wait_for_messages_of_the_period_before() -> None:
-    plan = planned(chain(8, 4, 4), "fsdp", Wfbp())  # B:c B:b B:a F:a F:b F:c
-    order = [(str(m.kind), "abc"[m.parts[0][0]], m.slot) for m in plan.messages]
-    assert order[:2] == [("AG_B", "b", 0), ("RS", "c", 1)]
-    limits = SlotLimits(plan)
-    assert limits.done[1] == 1  # B:b needs what was issued one slot ahead
-    late = [m for m in plan.messages if m.kind is AG_B and m.parts[0][0] == 1]
-    early = [m for m in plan.messages if m not in late]
-    ahead = replace(plan, messages=(*early, replace(late[0], slot=5)))  # issued before the period ends
-    assert SlotLimits(ahead).done[1] == 0
-    assert SlotLimits(ahead).done[0] == -1 + 1 - (len(order) - SlotLimits(ahead).done[5])
-
-
-@pytest.mark.parametrize(
-    ("transient", "depth", "most"),
-    [((), 2, 0), ((5,), 2, 5), ((5, 1, 4), 1, 5), ((5, 1, 4, 3), 2, 7), ((5, 1, 4), 3, 10), ((5, 1, 4), 9, 10)],
-)
-def test_only_neighbours_are_in_flight_together(transient: tuple[int, ...], depth: int, most: int) -> None:
-    assert most_in_flight(transient, depth) == most
-
-
-def test_the_peak_is_the_smallest_budget_of_a_plan() -> None:
-    plan = planned(PROFILE, "zero1")
-    assert [n.bytes for n in needs(plan)] == [row[-1] for row in ZERO1]
-    check(replace(plan, budget=194))
-    check(replace(of_job(plan, reserve=10), budget=204))
-    check(replace(plan, budget=None))
-    for budget, reserve in ((193, 0), (203, 10)):
-        with pytest.raises(PlanError, match=rf"cycle: slot 2 \(F:a\) needs {194 + reserve} of {budget} bytes"):
-            check(replace(of_job(plan, reserve=reserve), budget=budget))
-
-
-def test_a_cycle_names_what_was_gathered_ahead() -> None:
-    plan = planned(PROFILE, "sdp")  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
-    ahead = replace(plan, messages=(*plan.messages[:3], replace(plan.messages[3], slot=2)), budget=smallest_budget(plan))
-    assert smallest_budget(ahead) == smallest_budget(plan)  # 48 bytes of parameters fit beside F:a
-    tight = replace(
-        PROFILE, slots=tuple(replace(s, peak=100) if s.phase == "F" and s.unit == 0 else s for s in PROFILE.slots)
-    )
-    tight_plan = replace(of_job(ahead, profile=tight), budget=80 + 32 + 100)
-    with pytest.raises(PlanError, match=r"slot 2 \(F:a\) needs 228 of 212 bytes.* \(gathered ahead: AG_F of b\)"):
-        check(tight_plan)
-    check(replace(of_job(plan, profile=tight), budget=212))
-
-
-@examples(100)
-@given(jobs(), seeds)
-def test_the_sequential_peak_is_what_its_replay_reaches(job: Job, seed: int) -> None:
-    plan = job.plan(RandomMix(seed), Sequential())
-    assert replay(plan).peak["total"] + plan.reserve == smallest_budget(plan)
-
-
-@examples(100)
-@given(jobs(), seeds)
-def test_the_peak_is_exact(job: Job, seed: int) -> None:
-    """With its peak as budget a plan runs to the end; with one byte less it cannot, whatever the timing."""
-    plan = job.plan(RandomMix(seed), RandomOrder(seed))
-    smallest = smallest_budget(plan)
-    enough = replace(plan, budget=smallest)
-    check(enough)
-    assert replay(enough).peak["total"] + plan.reserve <= smallest
-    less = replace(plan, budget=smallest - 1)
-    with pytest.raises(PlanError, match="cycle: slot"):
-        check(less)
-    with pytest.raises(PlanError, match="deadlock at slot"):
-        replay(less)
 
 
 def test_slots_keep_what_they_measured() -> None:

@@ -82,6 +82,7 @@ class Checkpoints:
         self._engine, self._rank, self._device = engine, engine.rank, engine.storages[0].device
         self._model, self._optimizer, self._storages = engine.model, engine.optimizer, engine.storages
         self._state, self._groups = engine.optimizer_state, engine.groups
+        self._names = self._names_by_parameter()
         self._files: dist.ProcessGroup | None = None
         self._last: Saving | None = None
 
@@ -181,7 +182,7 @@ class Checkpoints:
 
     def _to_write(self) -> Leaves:
         """Return what this rank writes. Replicas of a block write an equal share each."""
-        names, found = self._names(), _Found()
+        names, found = self._names, _Found()
         for storage in self._storages:
             for b, section in enumerate(storage.sections):
                 start, values, share = storage.own(b).start, storage.at_rest(b), _share(storage, b)
@@ -199,7 +200,7 @@ class Checkpoints:
                 found |= {(*STATE, names[p][0], key): value for key, value in own.items() if isinstance(value, Tensor)}
         return found
 
-    def _names(self) -> dict[nn.Parameter, list[str]]:
+    def _names_by_parameter(self) -> dict[nn.Parameter, list[str]]:
         """Return the names of each parameter in the plain state dict (several for tied ones), the unit's name first."""
         names = {p: [name] for storage in self._storages for name, p in zip(storage.names, storage.parameters, strict=True)}
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -209,11 +210,10 @@ class Checkpoints:
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return buffers, and parameters without elements, which no unit has."""
-        names = self._names()
-        return {name: value for name, value in self._model.state_dict(keep_vars=True).items() if value not in names}
+        return {name: value for name, value in self._model.state_dict(keep_vars=True).items() if value not in self._names}
 
     def _group_names(self) -> list[list[str]]:
-        named = {p: name for name, p in self._model.named_parameters()} | {p: own[0] for p, own in self._names().items()}
+        named = {p: name for name, p in self._model.named_parameters()} | {p: own[0] for p, own in self._names.items()}
         return [[named[p] for p in group["params"]] for group in self._optimizer.param_groups]
 
     def _run(self, step: int) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class Checkpoints:
         return resumed
 
     def _read(self, chosen: Path) -> Resumed:
-        run, saved, names = numbers.load(chosen / RUN), pieces.described(chosen), self._names()
+        run, saved, names = numbers.load(chosen / RUN), pieces.described(chosen), self._names
         self._compare(run, saved)
         self._begin_optimizer(chosen, run, saved)
         found = _Found()
@@ -291,7 +291,7 @@ class Checkpoints:
 
     def _compare(self, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
         """Raise ValueError, by name, for a checkpoint of another model or optimizer."""
-        for p, (name, *_) in self._names().items():
+        for p, (name, *_) in self._names.items():
             described = saved.get((MODEL, name))
             if described is None:
                 raise ValueError(f"it has no {name}")
@@ -309,7 +309,7 @@ class Checkpoints:
         counts: Leaves = {path: torch.zeros(()) for path in saved if path[: len(STATE)] == STATE and path[-1] == STEP}
         pieces.load(chosen, counts)
         state: dict[Any, dict[str, Any]] = {}
-        named = {own[0]: p for p, own in self._names().items()}
+        named = {own[0]: p for p, own in self._names.items()}
         for path in saved:
             if path[: len(STATE)] == STATE and path[-2] in named:
                 p, key = named[path[-2]], path[-1]

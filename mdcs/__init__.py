@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from mdcs.checkpoint.plain import read_checkpoint
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
     from mdcs.runtime.api import Parallel, parallelize, resume
-    from mdcs.runtime.dispatcher import RunError
     from mdcs.runtime.emulation import Emulation
+    from mdcs.runtime.errors import RunError
     from mdcs.runtime.scaling import LossScale
     from mdcs.runtime.start import materialize
 
@@ -49,7 +49,7 @@ _LAZY = {
     "resume": "mdcs.runtime.api",
     "CheckpointError": "mdcs.checkpoint.folder",
     "read_checkpoint": "mdcs.checkpoint.plain",
-    "RunError": "mdcs.runtime.dispatcher",
+    "RunError": "mdcs.runtime.errors",
     "Emulation": "mdcs.runtime.emulation",
     "LossScale": "mdcs.runtime.scaling",
     "materialize": "mdcs.runtime.start",

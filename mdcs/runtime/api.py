@@ -271,7 +271,7 @@ class Parallel:
     @property
     def grad_norm(self) -> float | None:
         """Global gradient norm of the last clipped iteration; on CUDA the host waits for it."""
-        norm = self._engine.recorder.norm
+        norm = self._engine.update_scale.norm
         if norm is None:
             return None
         with self._engine.executor.communicating():

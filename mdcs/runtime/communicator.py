@@ -50,10 +50,15 @@ class Communicator:
 
     Buffers are flat, of a multiple of ``world`` elements; rank r's part is the r-th of ``world`` equal parts.
     ``received`` is scratch of :meth:`Collectives.buffer` elements, for algorithms that are not native. Communicators of
-    one group whose messages are in flight together share ``tags``.
+    one group whose messages are in flight together share ``tags``. ``synchronous``: NCCL's collectives run on the
+    caller's stream, in its order, with no stream of their own and no events between (torch since 2.8).
     """
 
-    def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, tags: Iterator[int] | None = None) -> None:
+    def __init__(
+        self, collectives: Collectives, group: dist.ProcessGroup | None, tags: Iterator[int] | None = None,
+        synchronous: bool = False,
+    ) -> None:  # fmt: skip
+        self._async = not synchronous or collectives.backend == "gloo"
         self.collectives, self.group = collectives, group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if collectives.backend == "gloo":
@@ -73,7 +78,7 @@ class Communicator:
         if self.collectives.all_reduce == "reduce_broadcast":
             assert received is not None
             return Running(self._reduce_broadcast(buffer, received))
-        return _one(dist.all_reduce(buffer, group=self.group, async_op=True))
+        return _one(dist.all_reduce(buffer, group=self.group, async_op=self._async))
 
     def reduce_scatter(self, buffer: Tensor, received: Tensor | None, out: Tensor) -> Running:
         """Write the sum over ranks of this rank's part to ``out``. Overwrites ``buffer``; ``out`` may be its part of
@@ -92,7 +97,7 @@ class Communicator:
             return _one(self._gloo.alltoall_base(received, buffer, [], []))
         if self.collectives.backend == "gloo":
             return Running(self._all_reduce_and_keep(buffer, out))
-        return _one(_reduce_scatter(out, buffer, group=self.group, async_op=True))
+        return _one(_reduce_scatter(out, buffer, group=self.group, async_op=self._async))
 
     def all_gather(self, buffer: Tensor) -> Running:
         """Send every rank's part of ``buffer`` to all, in place."""
@@ -103,7 +108,7 @@ class Communicator:
             return Running(self._direct_all_gather(parts, self._tag()))
         if self.collectives.all_gather == "broadcast":
             return _one(*(self._gloo.broadcast(p, r) for r, p in enumerate(parts)))
-        return _one(_all_gather(buffer, parts[self.rank], group=self.group, async_op=True))
+        return _one(_all_gather(buffer, parts[self.rank], group=self.group, async_op=self._async))
 
     def _all_reduce_and_keep(self, buffer: Tensor, out: Tensor) -> Steps:
         """Reduce-scatter by an all-reduce: gloo's own reduce-scatter makes a copy that outlives the call."""
@@ -235,7 +240,7 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
 
 
 def _one(*works: dist.Work | None) -> Running:
-    return Running(iter([[_work(work) for work in works]]))
+    return Running(iter([[work for work in works if work is not None]]))
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -26,7 +26,7 @@ from mdcs.runtime import optimizer_state, validation
 from mdcs.runtime.account import Account
 from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
-from mdcs.runtime.dispatcher import Dispatcher
+from mdcs.runtime.draining import finish_iteration
 from mdcs.runtime.emulation import EmulatedCommunicator
 from mdcs.runtime.errors import Place, RunError
 from mdcs.runtime.excess import Excess
@@ -34,12 +34,16 @@ from mdcs.runtime.executor import between, executor_for
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.last_words import LastWords
+from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.pacing import pacer_for
+from mdcs.runtime.queue import MessageQueue, messages_of
 from mdcs.runtime.record import Recorder
+from mdcs.runtime.scaling import UpdateScale
 from mdcs.runtime.start import take_over
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.stream_dispatcher import StreamDispatcher, bytes_apart
+from mdcs.runtime.stream_transport import IN_FLIGHT, StreamTransport, bytes_apart
+from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.validation import Access, RunOptions
 from mdcs.runtime.walker import SlotWalker
@@ -99,28 +103,35 @@ class Engine:
 
         # Collectives, the optimizer on shards, and the bytes that both may hold.
         self.ledger = ledger = Ledger(plan, self.rank)
-        self.account = Account(threading.RLock(), None if plan.budget is None else plan.budget - plan.reserve, ledger.at_rest)
+        self.account = Account(threading.RLock(), ledger.at_rest)
         self.wire = Wire(plan, self.storages, self._connect, self.meter)
         self.updates = Updates(plan, self.storages, optimizer, found.group_of, self.rank, self.meter)
         self.buffers = Buffers(model, options.broadcast_buffers)
 
         # Queue and transport: messages in the plan's order, several in flight.
         self.recorder = Recorder(plan, self.executor)
-        self.dispatcher = (StreamDispatcher if self.executor.runs_ahead else Dispatcher)(
+        self.update_scale = UpdateScale(self.storages, groups.control, options.clip_norm, options.loss_scale)
+        runner = MessageRunner(
             plan, ledger, self.storages, self.wire, self.updates, self.account, self.executor, self.recorder,
-            control=groups.control, pacer=pacer_for(plan, self.rank, groups.messages, world), clip_norm=options.clip_norm,
-            loss_scale=options.loss_scale, timeout_s=options.timeout_s, last_words=self.last_words,
+            self.update_scale, place, self.last_words,
         )  # fmt: skip
+        runs_ahead, cap = self.executor.runs_ahead, None if plan.budget is None else plan.budget - plan.reserve
+        self.queue = MessageQueue(
+            messages_of(plan, ledger), IN_FLIGHT if runs_ahead else plan.profile.link.depth, cap=cap, at_rest=ledger.rest_bytes,
+            has_own_updates=runs_ahead,
+        )  # fmt: skip
+        pacer = pacer_for(plan, self.rank, groups.messages, world)
+        self.transport = (StreamTransport if runs_ahead else ThreadTransport)(self.queue, runner, pacer, options.timeout_s)
         if plan.budget is not None:
-            self.executor.limit(plan.budget + (bytes_apart(ledger) if self.executor.runs_ahead else 0))
+            self.executor.limit(plan.budget + (bytes_apart(ledger, IN_FLIGHT) if runs_ahead else 0))
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
-        self._stop_threads = weakref.finalize(self, _stop, self.dispatcher, self.last_words)
+        self._stop_threads = weakref.finalize(self, _stop, self.transport, self.last_words)
 
         # Sequencer: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self.excess = Excess(plan, ledger.slots, self.rank, batch)
         self.walker = SlotWalker(
-            plan, ledger, self.storages, self.dispatcher, self.updates, self.account, self.executor, self.recorder,
+            plan, ledger, self.storages, self.transport, self.updates, self.account, self.executor, self.recorder,
             self.meter, self.excess,
         )  # fmt: skip
         self.access.follow(self.walker)
@@ -131,7 +142,7 @@ class Engine:
         self._handles += [*batch.handles, *validation.refuse_calls(optimizer, self.rank)]
 
         # State: units and the optimizer's state, whole, outside of the plan's messages.
-        self.gathering = Gathering(self.storages, self.wire, self.account, self.executor, place)
+        self.gathering = Gathering(self.storages, self.wire, self.account, self.queue, self.executor, place)
         self.optimizer_state = OptimizerState(self.updates, self.storages, self.gathering, groups.exchange)
         self.optimizer_state.load(optimizer.state)
         optimizer.state.clear()  # the state is on shards from now on
@@ -146,10 +157,12 @@ class Engine:
     def _connect(self, collectives: Collectives, in_node: bool) -> Connected:
         if self.options.emulate is not None:
             return EmulatedCommunicator(collectives, self.options.emulate)
-        if in_node:
-            node, across = self.groups.node, self.groups.across
-            return NodeCommunicator(Communicator(collectives, node), Communicator(collectives, across))
-        return Communicator(collectives, self.groups.messages)
+
+        def of(group: dist.ProcessGroup | None) -> Communicator:
+            return Communicator(collectives, group, synchronous=self.executor.runs_ahead)
+
+        groups = self.groups
+        return NodeCommunicator(of(groups.node), of(groups.across)) if in_node else of(groups.messages)
 
     def _forward(self, module: nn.Module, args: object) -> None:
         if not (torch.is_grad_enabled() or self.walker.lent or self._hooks.in_backward):
@@ -167,7 +180,7 @@ class Engine:
         """Raise the error of a thread, and refuse this ``call`` of the loop where it cannot be."""
         if needs_ranks and self.options.emulate is not None:
             raise RunError(f"rank {self.rank}: {call} of an emulated world would be made up: no rank has sent anything")
-        self.dispatcher.check()
+        self.transport.check()
         self.refuse_if_lent(call)
 
     def refuse_if_lent(self, call: str) -> None:
@@ -199,8 +212,8 @@ class Engine:
         self.recorder.step(walker.step, self.executor.stamp())
         walker.step += 1
         walker.due = False
-        self.dispatcher.end_step()
-        self.dispatcher.step = place.step = walker.step
+        self.transport.end_step()
+        place.step = walker.step
         if self.buffers.option:
             # Where the host runs ahead, the broadcasts go in the messages' group, in stream order. On CPU threads have
             # messages in flight in that group, so the broadcasts need another one.
@@ -238,7 +251,7 @@ class Engine:
     @torch.inference_mode(False)
     def _finish(self, period: int) -> None:
         """Finish all issued messages and the updates of a period."""
-        self.dispatcher.finish_iteration(period * self.dispatcher.n)
+        finish_iteration(self.transport, period * self.queue.n)
         if self.buffers.option is not False:
             with between(self.executor):
                 self.buffers.broadcast(self.groups, self.groups.messages, self.place)
@@ -271,8 +284,8 @@ class Engine:
     @torch.inference_mode(False)
     def make_plain(self) -> str:
         """Make all units whole, in plain parameters, and the optimizer's state. Return why this failed, or ""."""
-        if self.dispatcher.error is not None:
-            return str(self.dispatcher.error)
+        if self.transport.error is not None:
+            return str(self.transport.error)
         if self.groups.world > 1 and not dist.is_initialized():
             return "the process group was destroyed before close()"
         try:
@@ -300,7 +313,7 @@ class Engine:
         self.is_closed = True
         self.access.ended = why
         self._stop_threads.detach()
-        self.dispatcher.stop()
+        self.transport.stop()
         self.last_words.end()
         if self.plan.budget is not None:
             self.executor.limit(None)
@@ -310,8 +323,8 @@ class Engine:
         self.groups.destroy(failed=failed)
 
 
-def _stop(dispatcher: Dispatcher, last_words: LastWords) -> None:
+def _stop(transport: ThreadTransport | StreamTransport, last_words: LastWords) -> None:
     """Stop a run that ends without close()."""
     last_words.say_uncaught()
-    dispatcher.stop()
+    transport.stop()
     last_words.end()

@@ -1,8 +1,9 @@
 """All device code: the runtime's interface to a CPU or a CUDA device.
 
 On a CPU, compute is done when a call returns, and a message is done when a host thread has waited for it. On CUDA the
-host only enqueues, and runs ahead. Messages are on one communication stream. Events order the two streams: streams
-wait for events, the host does not. ``docs/gpu.md`` has the rules by which memory is freed without ``record_stream``.
+host only enqueues, and runs ahead. Messages are on one communication stream, their updates on another. Events order the
+streams: streams wait for events, the host does not. ``docs/gpu.md`` has the rules by which memory is freed without
+``record_stream``.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ class Executor(Protocol):
         """Return a context that runs its body on the communication stream."""
         ...
 
-    def computing(self) -> AbstractContextManager[Any]:
-        """Inside of :meth:`communicating`: return a context that runs its body on the stream that it was entered from.
-        """
+    def updating(self) -> AbstractContextManager[Any]:
+        """Return a context that runs its body on the update stream."""
         ...
 
     def mark(self) -> Any:
@@ -104,7 +104,7 @@ class CpuExecutor:
         """Return an empty context: there is no stream."""
         return self._same
 
-    def computing(self) -> AbstractContextManager[Any]:
+    def updating(self) -> AbstractContextManager[Any]:
         """Return an empty context: there is no stream."""
         return self._same
 
@@ -165,32 +165,29 @@ _CYCLES = 20_000_000
 
 
 class CudaExecutor:
-    """CUDA: one communication stream, and events. ``cuda`` is torch.cuda, or its stand-in in tests."""
+    """CUDA: a communication stream, an update stream, and events. ``cuda`` is torch.cuda, or its stand-in in tests."""
 
     runs_ahead = True
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self.device, self._cuda = device, cuda
         self.stream = cuda.Stream(device, priority=-1)
-        self._compute = cuda.current_stream(device)
+        self.update_stream = cuda.Stream(device)
         self._seconds_per_cycle: float | None = None
         self._share_before: float | None = None  # this process's memory fraction of the device before the first limit
         self._zero = cuda.Event(enable_timing=True)
-        self._zero.record(self._compute)
+        self._zero.record(cuda.current_stream(device))
         self._zero.synchronize()
         self._zero_seconds = time.perf_counter()
 
     def communicating(self) -> AbstractContextManager[Any]:
         """Enter the communication stream."""
-        current = self._cuda.current_stream(self.device)
-        if current != self.stream:
-            self._compute = current
         entered: AbstractContextManager[Any] = self._cuda.stream(self.stream)
         return entered
 
-    def computing(self) -> AbstractContextManager[Any]:
-        """Enter the stream from which :meth:`communicating` was called."""
-        entered: AbstractContextManager[Any] = self._cuda.stream(self._compute)
+    def updating(self) -> AbstractContextManager[Any]:
+        """Enter the update stream."""
+        entered: AbstractContextManager[Any] = self._cuda.stream(self.update_stream)
         return entered
 
     def mark(self) -> Any:

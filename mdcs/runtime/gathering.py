@@ -11,6 +11,7 @@ from torch import Tensor
 from mdcs.runtime.account import Account
 from mdcs.runtime.errors import Place
 from mdcs.runtime.executor import Executor, between
+from mdcs.runtime.queue import MessageQueue
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Wire
 
@@ -19,9 +20,10 @@ class Gathering:
     """Gathers and frees units. No message of the plan may be in flight; every rank must gather the same units."""
 
     def __init__(
-        self, storages: Sequence[UnitStorage], wire: Wire, account: Account, executor: Executor, place: Place
-    ) -> None:
-        self._storages, self._wire, self._account, self._executor = storages, wire, account, executor
+        self, storages: Sequence[UnitStorage], wire: Wire, account: Account, queue: MessageQueue, executor: Executor,
+        place: Place,
+    ) -> None:  # fmt: skip
+        self._storages, self._wire, self._account, self._queue, self._executor = storages, wire, account, queue, executor
         self.place = place
         self._kept: set[int] = set()
 
@@ -98,4 +100,4 @@ class Gathering:
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""
         with self._account.lock:
-            return self._account.fits(size, 0)
+            return self._queue.fits(size)

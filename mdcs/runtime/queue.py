@@ -103,7 +103,7 @@ class MessageQueue:
 
     def admits_next(self, activations: int) -> bool:
         """Return whether the next message fits beside ``activations`` bytes of the slot; it does if it is skipped."""
-        if self.cap is None or self._is_skipped(self.issued):
+        if self.cap is None or self.is_skipped(self.issued):
             return True
         m = self.messages[self.issued % self.n]
         size = m.held + activations
@@ -138,7 +138,7 @@ class MessageQueue:
         """Issue the next message: reserve its bytes. Return its index, or None for a message that is passed over."""
         index = self.issued
         self.issued += 1
-        if self._is_skipped(index):
+        if self.is_skipped(index):
             self._skipped.add(index)
             self._pass_skipped()
             return None
@@ -187,15 +187,12 @@ class MessageQueue:
         self._skipped.add(index)
         self.reserved += m.held - m.freed
 
-    def was_sent_ahead(self, index: int) -> bool:
-        """Return whether :meth:`send_ahead` has sent this message."""
-        return index in self._skipped
-
     def in_prologue(self, index: int) -> bool:
         """Return whether the message belongs to the prologue."""
         return index < (self.first_period + 1) * self.n
 
-    def _is_skipped(self, index: int) -> bool:
+    def is_skipped(self, index: int) -> bool:
+        """Return whether the message is passed over in its turn: the prologue has no use for it, or it was sent ahead."""
         return index in self._skipped or self.in_prologue(index) and not self.messages[index % self.n].in_prologue
 
     def _pass_skipped(self) -> None:
@@ -215,7 +212,7 @@ class MessageQueue:
 class _Window:
     """The most bytes that ``depth`` consecutive messages among those not yet done can hold.
 
-    Equals :func:`mdcs.plan.ledger.most_in_flight` of all of them, updated message by message.
+    Equals :func:`mdcs.plan.worst_case.most_in_flight` of all of them, updated message by message.
     """
 
     def __init__(self, depth: int) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from mdcs.measure.timeline import Interval, step_times
 from mdcs.plan.messages import Plan
 from mdcs.plan.times import StepTimes
@@ -44,7 +42,6 @@ class Recorder:
 
     plan: Plan
     executor: Executor
-    norm: Tensor | None = None
     _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[Interval] = field(default_factory=list)
     _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # the end of each iteration, and the begin of the first

@@ -1,12 +1,23 @@
-"""Dynamic loss scaling for float16, which would lose small gradients.
+"""The factor on reduced gradients before their update: dynamic loss scaling, and clipping of the global norm.
 
-As torch.amp.GradScaler: if any gradient of any rank overflows, the scale is halved and the update skipped; after many
-updates without overflow it is doubled (Micikevicius et al., "Mixed Precision Training", 2018).
+Loss scaling is for float16, which would lose small gradients. As torch.amp.GradScaler: if any gradient of any rank
+overflows, the scale is halved and the update skipped; after many updates without overflow it is doubled (Micikevicius
+et al., "Mixed Precision Training", 2018).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mdcs.runtime import norm
+from mdcs.runtime.storage import UnitStorage
 
 
 @dataclass
@@ -37,3 +48,52 @@ class LossScale:
         elif self._good == self.growth_interval:
             self._good = 0
             self.value *= 2
+
+
+class UpdateScale:
+    """Undoes the loss scale of reduced gradients and clips their global norm, as torch's clip_grad_norm_ does.
+
+    - ``control``: the process group of the norm's all-reduces; None for one rank.
+    - ``norm``: the last global norm, in the gradients' precision, but at least float32; None before the first.
+    """
+
+    def __init__(
+        self, storages: Sequence[UnitStorage], control: dist.ProcessGroup | None, clip_norm: float | None,
+        loss_scale: LossScale | None,
+    ) -> None:  # fmt: skip
+        self._storages, self._control = storages, control
+        self._clip_norm, self._loss_scale = clip_norm, loss_scale
+        self.is_needed = clip_norm is not None or loss_scale is not None
+        self.norm: Tensor | None = None
+        wide = any(dtype == torch.float64 for s in storages if s.trainable for dtype in s.gradient_dtypes)
+        self._dtype = torch.float64 if wide else torch.float32
+
+    def workspace(self, gradients: Mapping[tuple[int, int], Tensor]) -> Tensor:
+        """Return the scratch memory that :meth:`factor` takes."""
+        return norm.workspace(gradients.values(), self._storages[0].device)
+
+    def factor(self, gradients: Mapping[tuple[int, int], Tensor], work: Tensor) -> tuple[bool, Tensor | None]:
+        """Return (all gradients are finite, factor on the gradients). The host reads the norm only for a loss scale.
+
+        ``gradients``: (unit, block) -> this rank's part. Of the ranks that have the same part only the first counts it
+        (rank 0 for a whole dp gradient).
+        """
+        counted = [g for (u, _), g in gradients.items() if self._storages[u].replica[0] == 0]
+        top = norm.largest(counted, work.device)
+        self._reduce(top, dist.ReduceOp.MAX)
+        squares = norm.squares(counted, top, work)
+        self._reduce(squares, dist.ReduceOp.SUM)
+        total, undo = norm.norm(top, squares), 1.0
+        if self._loss_scale is not None:
+            is_finite, undo = math.isfinite(float(total)), 1 / self._loss_scale.value
+            self._loss_scale.update(is_finite)
+            if not is_finite:
+                return False, None
+        self.norm = (total * undo).to(self._dtype)
+        if self._clip_norm is None:
+            return True, torch.full_like(total, undo)
+        return True, (self._clip_norm / (self.norm + 1e-6)).clamp(max=1.0) * undo
+
+    def _reduce(self, value: Tensor, how: Any) -> None:
+        if self._control is not None:
+            dist.all_reduce(value, how, group=self._control)

@@ -20,12 +20,13 @@ from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.worst_case import SlotLimits
 from mdcs.runtime.account import Account
-from mdcs.runtime.dispatcher import Dispatcher
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.excess import Excess
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.record import Recorder
 from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.stream_transport import StreamTransport
+from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.updates import Updates
 
 
@@ -33,11 +34,11 @@ class SlotWalker:
     """The hooks' listener (:class:`mdcs.model.hooks.Listener`)."""
 
     def __init__(
-        self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], dispatcher: Dispatcher, updates: Updates,
-        account: Account, executor: Executor, recorder: Recorder, meter: Meter, excess: Excess,
+        self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport,
+        updates: Updates, account: Account, executor: Executor, recorder: Recorder, meter: Meter, excess: Excess,
     ) -> None:  # fmt: skip
         self.plan, self.ledger, self.storages = plan, ledger, storages
-        self.dispatcher, self.updates, self.account = dispatcher, updates, account
+        self.transport, self.queue, self.updates, self.account = transport, transport.queue, updates, account
         self.executor, self.recorder, self.meter, self.excess = executor, recorder, meter, excess
         self.period = plan.period
         self.limits = SlotLimits(plan)
@@ -56,8 +57,7 @@ class SlotWalker:
         self._early = self._leaving_early()
 
     def _uses(self) -> tuple[list[list[UnitStorage]], list[list[UnitStorage]]]:
-        """Return for each slot the units whose parameters become usable at its begin, and those that stop at its end.
-        """
+        """Return for each slot the units whose parameters become usable at its begin, and those that stop at its end."""
         period = self.period
         opens: list[list[UnitStorage]] = [[] for _ in range(period.length)]
         closes: list[list[UnitStorage]] = [[] for _ in range(period.length)]
@@ -156,7 +156,7 @@ class SlotWalker:
     # -- slots --------------------------------------------------------------------------------------------------
 
     def _slot(self, unit: int, phase: str) -> None:
-        self.dispatcher.check()
+        self.transport.check()
         if self.lent is not None:
             raise self._error(f"a pass with gradients inside {self.lent}")
         expected = self.period.slots[self.position]
@@ -193,7 +193,7 @@ class SlotWalker:
             self.recorder.period(stamp)
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
-        has_run = self.periods > self.dispatcher.first_period or q > self.period.turn
+        has_run = self.periods > self.queue.first_period or q > self.period.turn
         for storage in self._closes[q - 1] if has_run else ():
             storage.guard.close()
         if previous.released and has_run:
@@ -201,41 +201,39 @@ class SlotWalker:
                 for u, size in previous.released:
                     self.storages[u].free_full()
                     self.account.book("full_parameters", -size)
-                self.account.release((previous.freed,))
+                self.queue.reserve(-previous.freed)
         with lock:
             self._window((q - 1) % self.period.length, has_run)
             self.account.enter(slot.live)
-            self.account.excess = self.excess.arrived(q, self.meter.live() if self._counts_excess else None)
-        mark = self.executor.mark()
-        n = self.dispatcher.n
-        while self.dispatcher.issued < self.periods * n + self.limits.issued[q]:
-            self.dispatcher.issue(self.dispatcher.issued, slot.live, mark)
+            self.queue.excess = self.excess.arrived(q, self.meter.live() if self._counts_excess else None)
+        while self.queue.issued < self.periods * self.queue.n + self.limits.issued[q]:
+            self.transport.issue(slot.live)
         self.arrived = True
 
     def _send_early(self) -> None:
         """Issue the messages that may leave before the slot ends, have all their gradients, and fit."""
-        dispatcher, live = self.dispatcher, self.ledger.slots[self.position - 1].peak
+        live = self.ledger.slots[self.position - 1].peak
         for carried in self._early[self.position][self._sent_early :]:
             if not all(self._gradients[u].issuperset(own) for u, own in carried.items()):
                 return
-            if not dispatcher.has_room(dispatcher.issued, live):
+            if not self.transport.has_room(live):
                 return
             for storage, own in ((self.storages[u], own) for u, own in carried.items()):
                 for i in own if not storage.strategy.sharded else ():
                     # The update is in place: a new version lets autograd raise if it still needs the old values.
                     torch.autograd.graph.increment_version(storage.parameters[i])
-            dispatcher.issue(dispatcher.issued, live, self.executor.mark())
+            self.transport.issue(live)
 
     @property
     def _sent_early(self) -> int:
         """Number of the next slot's messages issued before compute arrives there."""
         if self.arrived or self._entered is None or self.position not in self._early:
             return 0
-        return self.dispatcher.issued - self.periods * self.dispatcher.n - self.limits.issued[self.position - 1]
+        return self.queue.issued - self.periods * self.queue.n - self.limits.issued[self.position - 1]
 
     @property
     def _counts_excess(self) -> bool:
-        return self.watches_memory and self.account.cap is not None
+        return self.watches_memory and self.queue.cap is not None
 
     def _window(self, ended: int, has_run: bool) -> None:
         """Keep the peaks of the slot that ended; those of the last ``length`` slots are one period."""
@@ -251,13 +249,13 @@ class SlotWalker:
         q, lock, slot = self.position, self.account.lock, self.ledger.slots[self.position]
         name = self.period.name(q)
         with lock:
-            self.dispatcher.wait_for(self.periods * self.dispatcher.n + self.limits.done[q], f"what slot {name} needs")
-            self.account.excess = self.excess.entered(q)
-            self.dispatcher.admit(slot.allocated + slot.peak, f"slot {name}")
+            self.transport.wait_for(self.periods * self.queue.n + self.limits.done[q], f"what slot {name} needs")
+            self.queue.excess = self.excess.entered(q)
+            self.transport.admit(slot.allocated + slot.peak, f"slot {name}")
             for u, b in slot.gradients:
                 self.storages[u].allocate_gradient()
                 self.account.book("gradients", b)
-            self.account.reserve((slot.allocated,))
+            self.queue.reserve(slot.allocated)
             self.account.enter(slot.peak)
         for storage in self._opens[q]:
             if storage.guard.is_open:  # open between its slots: the loop could have changed it
@@ -287,7 +285,10 @@ class SlotWalker:
     @property
     def is_torn(self) -> bool:
         """Whether updates of the current iteration may have begun."""
-        return self.due and self.dispatcher.has_begun_updates(self.periods * self.dispatcher.n)
+        issued = range(self.queue.issued - self.periods * self.queue.n)
+        reductions = [i for i, m in enumerate(self.plan.messages) if not m.kind.is_gather]
+        begins = reductions[:1] if self.plan.cross_iteration else reductions[-1:]  # with a barrier the last one updates
+        return self.due and any(i in issued for i in begins)
 
     @property
     def has_gradients(self) -> bool:
@@ -301,8 +302,7 @@ class SlotWalker:
         return self._entered is None and self.position in starts
 
     def walk(self, progress: int) -> None:
-        """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are.
-        """
+        """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are."""
         while self.progress < progress:
             if self.arrived:
                 self._enter()
@@ -310,8 +310,7 @@ class SlotWalker:
                 self._arrive()
 
     def leave_forward(self) -> None:
-        """Go on to the end of the forward pass that compute has left: another rank may be in it and wait for messages.
-        """
+        """Go on to the end of the forward pass that compute has left: another rank may be in it and wait for messages."""
         slots = self.period.slots
         while self._entered is not None and slots[self.position - 1].phase == slots[self.position].phase == "F":
             self.walk(self.progress + 2)
@@ -334,7 +333,7 @@ class SlotWalker:
             self.account.restart()
         for seen in self._gradients:
             seen.clear()
-        self.periods = self.dispatcher.restart()
+        self.periods = self.transport.restart()
         self.position, self.arrived, self.due, self._entered = self.period.turn, False, False, None
 
     def _error(self, what: str) -> RunError:

@@ -8,8 +8,9 @@ unpacking are one call each.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,19 @@ from mdcs.profile.link import Kind
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, sum_rows
 from mdcs.runtime.emulation import EmulatedCommunicator
 from mdcs.runtime.executor import Waitable
+from mdcs.runtime.ranges import named_range
 from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import copy_all
+
+
+class _Units(NamedTuple):
+    """The units of a message, whose names are looked up when a trace asks for them."""
+
+    storages: list[UnitStorage]
+    message: Message
+
+    def __str__(self) -> str:
+        return "+".join(dict.fromkeys(self.storages[u].name for u, _ in self.message.parts))
 
 
 class _Sizes(NamedTuple):
@@ -70,8 +82,7 @@ Connect = Callable[[Collectives, bool], Connected]
 
 
 class Wire:
-    """Packs and sends messages. ``connect`` makes the communicators: of the world, and of nodes if the plan needs them.
-    """
+    """Packs and sends messages. ``connect`` makes the communicators: of the world, and of nodes if the plan needs them."""
 
     def __init__(self, plan: Plan, storages: list[UnitStorage], connect: Connect, meter: Meter) -> None:
         self.plan, self.storages, self.meter = plan, storages, meter
@@ -126,16 +137,9 @@ class Wire:
                 self.storages[u].place_own(b)
         if communicator is None:
             return
-        buffer = transfer.sent
-        if buffer is None:
-            [buffer] = self._blocks(message)
-        elif message.kind.is_gather:
-            own = [self.storages[u].full(b)[self.storages[u].own(b)] for u, b in message.parts]
-            rows = self._rows(buffer, message)
-            torch.cat(own, out=rows[self.rank % len(rows)])
-        else:
-            torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=self._rows(buffer, message))
-        with self.meter.tag("staging"):  # the backend may allocate a copy
+        with self.range("pack", message):
+            buffer = self._packed(transfer)
+        with self.range("collective", message), self.meter.tag("staging"):  # the backend may allocate a copy
             if message.kind.is_gather:
                 work = communicator.all_gather(buffer)
             elif transfer.reduced is not None:
@@ -145,10 +149,28 @@ class Wire:
                 work = communicator.all_reduce(buffer, transfer.received)
         transfer.works = [work]
 
+    def _packed(self, transfer: Transfer) -> Tensor:
+        """Return the collective's buffer: the one block of the message, or all blocks packed."""
+        buffer, message = transfer.sent, transfer.message
+        if buffer is None:
+            [block] = self._blocks(message)
+            return block
+        rows = self._rows(buffer, message)
+        if message.kind.is_gather:
+            own = [self.storages[u].full(b)[self.storages[u].own(b)] for u, b in message.parts]
+            torch.cat(own, out=rows[self.rank % len(rows)])
+        else:
+            torch.cat([self._rows(block, message) for block in self._blocks(message)], dim=1, out=rows)
+        return buffer
+
     def land(self, transfer: Transfer) -> None:
         """Unpack, or sum, what has arrived; the staging buffers can then be freed."""
-        message, reduced = transfer.message, transfer.reduced
         transfer.works = []
+        with self.range("unpack", transfer.message):
+            self._unpack(transfer)
+
+    def _unpack(self, transfer: Transfer) -> None:
+        message, reduced = transfer.message, transfer.reduced
         if reduced is not None:
             if self.world == 1:
                 torch.cat(self._blocks(message), out=reduced)
@@ -178,6 +200,10 @@ class Wire:
         if outside is None:
             return []
         return [outside.all_gather(flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
+
+    def range(self, phase: str, message: Message) -> AbstractContextManager[Any]:
+        """Return a context that names a phase of a message in traces."""
+        return named_range(phase, message.kind, _Units(self.storages, message))
 
     def _blocks(self, message: Message) -> list[Tensor]:
         """Return the message's blocks, as slices of the flat parameters or gradients."""

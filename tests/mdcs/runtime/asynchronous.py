@@ -50,6 +50,7 @@ class Kernel:
     run: Callable[[], object]
     after: Kernel | None = None  # on another stream
     touches: Sequence[Memory] = ()
+    before: Kernel | None = None  # on its stream
     is_done: bool = False
 
 
@@ -59,6 +60,7 @@ class Stream:
     name: str
     queue: deque[Kernel] = field(default_factory=deque)
     free: list[Memory] = field(default_factory=list)
+    last: Kernel | None = None
 
     def wait_event(self, event: Event) -> None:
         if event.kernel is not None:
@@ -104,8 +106,8 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.ahead = ahead
         self.chance = random.Random(ahead if isinstance(ahead, int) else 0)
-        self.compute, self.nccl = Stream(self, "compute"), Stream(self, "nccl")
-        self.streams = [self.compute, self.nccl]
+        self.compute = Stream(self, "compute")
+        self.streams = [self.compute]
         self.current = self.compute
         self.misuse: list[str] = []
         self.waits: list[str] = []
@@ -115,7 +117,7 @@ class Device(TorchDispatchMode):
     # -- what the executor asks of torch.cuda -------------------------------------------------------------------
 
     def Stream(self, *arguments: Any, **options: Any) -> Stream:
-        self.streams.append(Stream(self, "communication"))
+        self.streams.append(Stream(self, ("communication", "updates")[(len(self.streams) - 1) % 2]))  # as the executor asks
         return self.streams[-1]
 
     def Event(self, **options: Any) -> Event:
@@ -155,7 +157,7 @@ class Device(TorchDispatchMode):
     def enqueue(
         self, stream: Stream, name: str, run: Callable[[], object], after: Kernel | None = None, touches: Sequence[Memory] = ()
     ) -> Kernel:
-        kernel = Kernel(stream, name, run, after, touches)
+        kernel = stream.last = Kernel(stream, name, run, after, touches, stream.last)
         stream.queue.append(kernel)
         if isinstance(self.ahead, int):
             while self.chance.random() < 0.4:
@@ -165,6 +167,19 @@ class Device(TorchDispatchMode):
         elif stream.name in self.ahead:
             self.come_to(kernel)
         return kernel
+
+    @staticmethod
+    def ancestors(kernel: Kernel) -> set[Kernel]:
+        """The kernels that are done before this one in any order of execution."""
+        found: set[Kernel] = set()
+        todo = [kernel]
+        while todo:
+            this = todo.pop()
+            for other in (this.before, this.after):
+                if other is not None and other not in found:
+                    found.add(other)
+                    todo.append(other)
+        return found
 
     def come_to(self, kernel: Kernel) -> None:
         """Do what is before a kernel, and it; nothing else."""
@@ -351,8 +366,9 @@ class Device(TorchDispatchMode):
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def connect(self, collectives: Collectives, group: Any) -> Any:
-        """In the place of :class:`Communicator`: collectives on a stream of the backend's own, as NCCL's."""
+    def connect(self, collectives: Collectives, group: Any, synchronous: bool) -> Any:
+        """In the place of :class:`Communicator`: collectives on the caller's stream, as NCCL's are without async_op."""
+        assert synchronous
         real = Communicator(collectives, group)
 
         def queued(name: str) -> Callable[..., Any]:
@@ -363,15 +379,8 @@ class Device(TorchDispatchMode):
                 def send() -> None:
                     getattr(real, name)(*(None if a is None else a() for a in addresses)).wait()
 
-                def mark(stream: Stream) -> Event:
-                    event = self.Event()
-                    event.record(stream)
-                    return event
-
-                self.nccl.wait_event(mark(self.current))
-                self.enqueue(self.nccl, name, send, touches=memories)
-                end = mark(self.nccl)
-                return SimpleNamespace(wait=lambda: self.current.wait_event(end))
+                self.enqueue(self.current, name, send, touches=memories)
+                return SimpleNamespace(wait=lambda: None)
 
             return start
 

@@ -7,6 +7,7 @@ What CUDA would do to memory that is freed too early or read too soon is done he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.runtime import engine
 from mdcs.runtime.executor import CudaExecutor
 from mdcs.runtime.groups import Groups
-from mdcs.runtime.stream_dispatcher import StreamDispatcher
+from mdcs.runtime.message_runner import MessageRunner
+from mdcs.runtime.stream_transport import StreamTransport
 from tests.mdcs.runtime.asynchronous import Device
 from tests.mdcs.runtime.devices import emulated_run, equal, loss_of, make, plain_run
 from tests.mdcs.runtime.ranks import Ranks
@@ -29,7 +31,7 @@ from tests.mdcs.runtime.training import How, all_fsdp_bytes, optimizer_for, sche
 
 CPU = torch.device("cpu")
 STEPS = 4
-ORDERS: tuple[Sequence[str] | int, ...] = (("compute",), ("communication", "nccl"), 1, 2)
+ORDERS: tuple[Sequence[str] | int, ...] = (("compute",), ("communication", "updates"), 1, 2)
 """Which streams run ahead: those that find what communication, and what compute, has not waited for; and by chance."""
 
 Trained = tuple[list[float], dict[str, Tensor]]
@@ -216,13 +218,33 @@ def _after(which: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _free_when_enqueued(patch: pytest.MonkeyPatch) -> None:
-    from mdcs.runtime.dispatcher import Dispatcher
+    def free(self: StreamTransport, gradients: Any, *_: object) -> tuple[()]:
+        self.runner.free_gradients(gradients)
+        return ()
 
-    patch.setattr(StreamDispatcher, "_free_gradients", Dispatcher._free_gradients)
+    patch.setattr(StreamTransport, "_free_or_keep", free)
+
+
+def _free_shards_when_enqueued(patch: pytest.MonkeyPatch) -> None:
+    update = StreamTransport._update
+
+    def then_free(self: StreamTransport, *arguments: Any) -> Any:
+        end = update(self, *arguments)
+        self.runner.free_shards(self._updating.pop().update)
+        return end
+
+    patch.setattr(StreamTransport, "_update", then_free)
 
 
 def _as_when_it_was_issued(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamDispatcher, "_behind", lambda self, index: self._marks.pop(index))
+    issue = StreamTransport.issue
+
+    def issuing(self: StreamTransport, activations: int) -> None:
+        mark = self.executor.mark()
+        patch.setattr(StreamTransport, "_mark_compute", lambda self: mark)
+        issue(self, activations)
+
+    patch.setattr(StreamTransport, "issue", issuing)
 
 
 def _release_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -246,6 +268,8 @@ def _release_at_once(patch: pytest.MonkeyPatch) -> None:
         pytest.param(_after("compute"), How("fsdp", "wfbp"), id="compute does not wait for messages"),
         pytest.param(_free_when_enqueued, How("dp", "wfbp"), id="gradients are freed when their message is enqueued", marks=MORE),
         pytest.param(_as_when_it_was_issued, How("fsdp", "wfbp"), id="a message starts before its memory is ready", marks=MORE),
+        pytest.param(_after("updates"), How("zero2", "wfbp"), id="updates do not wait for messages", marks=MORE),
+        pytest.param(_free_shards_when_enqueued, How("zero2", "wfbp"), id="shards are freed before their update", marks=MORE),
         pytest.param(_release_at_once, How("zero2", "fusion"), id="a message's own buffers are compute's memory", marks=MORE),
     ],
 )
@@ -257,15 +281,33 @@ def test_a_mutated_runtime_is_found_out(mutate: Callable[[pytest.MonkeyPatch], N
     assert wrong(plan, wanted) != []
 
 
-def without_the_backend_s_wait() -> list[str]:
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaExecutor, "finish", lambda self, works: None)
-        return train_two([How("zero2", "wfbp")])
+@pytest.mark.parametrize("how", [How("dp", "wfbp"), How("zero2", "dear")], ids=lambda how: how.strategy)
+def test_no_update_is_on_the_path_between_two_collectives(how: How, monkeypatch: pytest.MonkeyPatch):
+    """A reduction does not wait for the update of the one before it, whatever the order of execution."""
+    device, collectives, updates = Device(()), dict[int, Any](), dict[int, Any]()
+    launch, update = MessageRunner.launch, StreamTransport._update
 
+    def launching(self: MessageRunner, index: int) -> Any:
+        collectives[index] = device.enqueue(device.current, "collective", lambda: None)
+        return launch(self, index)
 
-def test_not_waiting_for_the_backend_is_found_out(two: Ranks):
-    assert all(two.run(without_the_backend_s_wait))
+    def updating(self: StreamTransport, index: int, *arguments: Any) -> Any:
+        end = update(self, index, *arguments)
+        updates[index] = end.kernel
+        return end
+
+    monkeypatch.setattr(MessageRunner, "launch", launching)
+    monkeypatch.setattr(StreamTransport, "_update", updating)
+    plan = replace(plan_for(how), prediction=None)  # so that compute does not wait for bytes
+    train(plan, device)
+    n = len(plan.messages)
+    pairs = [i for i in updates if i - 1 in updates and i % n and plan.messages[i % n].slot > 0]
+    assert len(pairs) >= 2 * STEPS
+    for i in pairs:
+        ancestors = device.ancestors(collectives[i])
+        assert updates[i - 1] not in ancestors and collectives[i - 1] in ancestors
+        if i - 2 in updates:
+            assert updates[i - 2] in ancestors  # so few updates are outstanding
 
 
 # ---- the host runs ahead
@@ -320,7 +362,7 @@ def test_another_rank_s_error_is_heard_while_the_host_waits_for_the_device(monke
 
     def stop(parallel: mdcs.Parallel) -> None:
         device.is_stuck = True
-        monkeypatch.setattr(parallel._engine.dispatcher.last_words, "heard", lambda: "rank 1 left the run in step 2: KeyError")
+        monkeypatch.setattr(parallel._engine.transport.last_words, "heard", lambda: "rank 1 left the run in step 2: KeyError")
 
     with pytest.raises(mdcs.RunError, match=r"rank 0, step 3: waited for the device to come .* step 1 \(rank 1 left the run in"):
         train(plan, device, stop)

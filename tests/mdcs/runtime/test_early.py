@@ -48,15 +48,15 @@ def plan_of(made: Setup, job: Job, strategy: str, *, cross_iteration: bool = Tru
 
 def issued_inside(parallel: mdcs.Parallel) -> list[int]:
     """The messages, by their place in the plan, that are issued while compute is in a slot, as they are."""
-    walker, dispatcher = parallel._engine.walker, parallel._engine.dispatcher
-    issue, seen = dispatcher.issue, list[int]()
+    walker, transport = parallel._engine.walker, parallel._engine.transport
+    issue, seen = transport.issue, list[int]()
 
-    def issuing(index: int, activations: int, mark: Any) -> None:
+    def issuing(activations: int) -> None:
         if not walker.arrived and walker._entered is not None:
-            seen.append(index % dispatcher.n)
-        issue(index, activations, mark)
+            seen.append(transport.queue.issued % transport.queue.n)
+        issue(activations)
 
-    dispatcher.issue = issuing  # type: ignore[method-assign]
+    transport.issue = issuing  # type: ignore[method-assign]
     return seen
 
 

@@ -8,7 +8,6 @@ The ranks run with the memory shim.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import warnings
 from typing import Any
 
@@ -25,7 +24,6 @@ from mdcs.plan.ledger import SlotBytes
 from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.runtime.account import Account
 from mdcs.runtime.excess import Excess
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import chain, of_job, planned
@@ -157,16 +155,6 @@ def test_evaluations_and_whole_parameters_between_steps_are_not_counted(measured
 
 
 # ---- one process
-
-
-def test_what_can_wait_waits_and_what_cannot_goes_on():
-    account = Account(threading.RLock(), 100, {"parameters": 40})
-    assert account.admits(50, 10, 0) and not account.admits(51, 10, 0)
-    account.excess = 20
-    assert account.admits(30, 10, 0)  # all fits
-    assert not account.admits(50, 10, 0 - 15)  # when what is in flight is done, 15 bytes less are held: it waits
-    assert account.admits(50, 10, 0)  # nothing that ends makes room: it goes on as the plan does
-    assert not account.admits(51, 10, 0)  # but never beyond the plan
 
 
 def slots(*peaks: int) -> list[SlotBytes]:

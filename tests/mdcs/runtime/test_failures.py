@@ -27,7 +27,7 @@ from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
-from mdcs.runtime import dispatcher
+from mdcs.runtime import thread_transport
 from tests.mdcs.runtime import devices
 from tests.mdcs.runtime.ranks import Outcome, Ranks
 from tests.mdcs.runtime.training import (
@@ -326,7 +326,7 @@ def fail_on_rank_one(how: str) -> None:
     scheduler, collectives = "sequential" if "sequential" in how else "wfbp", RING if "ring" in how else GLOO
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if how == "fails in the starter":
-            patch.setattr(dispatcher, "_LARGE_BYTES", 0)
+            patch.setattr(thread_transport, "_LARGE_BYTES", 0)
         made, parallel = stack.enter_context(training(scheduler=scheduler, collectives=collectives))
 
         def fail(gradient: torch.Tensor) -> None:
@@ -450,7 +450,7 @@ def test_under_torchrun_and_without_a_with_block(tmp_path: Path):
 
 def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
     """The store may take its time to answer: what is waited for comes about meanwhile."""
-    monkeypatch.setattr(dispatcher, "LISTEN_SECONDS", 0.01)
+    monkeypatch.setattr(thread_transport, "LISTEN_SECONDS", 0.01)
     model, optimizer = devices.make(torch.device("cpu"))
     units = mdcs.partition(model, mdcs.ByLeaf())
 
@@ -461,7 +461,7 @@ def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: py
     plan = mdcs.make_plan(profile, Uniform("dp"), Wfbp())
     came = threading.Event()
     with mdcs.parallelize(model, optimizer, plan, units, timeout_s=5.0) as parallel:
-        lock = parallel._engine.dispatcher.lock
+        lock = parallel._engine.transport.lock
 
         def land() -> None:
             with lock:
@@ -471,9 +471,9 @@ def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: py
             threading.Thread(target=land).start()
             return "" if came.wait(20) else "nobody can have the lock"
 
-        monkeypatch.setattr(parallel._engine.dispatcher.last_words, "heard", heard)
+        monkeypatch.setattr(parallel._engine.transport.last_words, "heard", heard)
         with lock:
-            parallel._engine.dispatcher.wait(came.is_set, "what comes meanwhile")
+            parallel._engine.transport.wait(came.is_set, "what comes meanwhile")
 
 
 def drain_without_rank_one() -> None:

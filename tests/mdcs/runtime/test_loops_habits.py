@@ -439,8 +439,8 @@ def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
                 made.loss(made.model, made.batch(0, micro, 0)).backward()
             parallel.step()
             found[habit.__name__] = said(lambda: habit(made, parallel, optimizer))  # noqa: B023
-        dispatcher = parallel._engine.dispatcher
-        assert dispatcher.processed == dispatcher.issued, f"{habit.__name__}: what is issued was not finished"
+        queue = parallel._engine.queue
+        assert queue.done == queue.issued, f"{habit.__name__}: what is issued was not finished"
     return found
 
 

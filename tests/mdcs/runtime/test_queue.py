@@ -87,7 +87,7 @@ def test_a_message_sent_ahead_is_passed_over_in_its_turn() -> None:
     send_all(queue)
     queue.reserve(30)
     queue.send_ahead(2)
-    assert queue.reserved == 0 and queue.was_sent_ahead(2)
+    assert queue.reserved == 0 and queue.is_skipped(2)
     assert [queue.issue(), queue.issue()] == [None, 3]
     send_all(queue)
     assert queue.done == 4 and queue.reserved == 0
@@ -121,7 +121,7 @@ def test_a_restart_forgets_what_was_sent_ahead_and_reserved() -> None:
     send_all(queue)
     queue.send_ahead(3)
     assert queue.restart() == 2
-    assert (queue.issued, queue.done, queue.reserved) == (4, 4, 100) and not queue.was_sent_ahead(3)
+    assert (queue.issued, queue.done, queue.reserved) == (4, 4, 100) and not queue.is_skipped(7)
     assert [queue.issue(), queue.issue()] == [4, None]
 
 
@@ -179,7 +179,7 @@ class Case:
                 yield from self.backward
 
     def _smallest_cap(self) -> int:
-        """The bytes of the worst action when all earlier messages are done, as :func:`mdcs.plan.ledger.check` has them."""
+        """The bytes of the worst action when all earlier messages are done, as :func:`mdcs.plan.worst_case.check` has them."""
         queue, most = self.queue(None), 0
         for action, value in self.actions(3):
             if action == "hold":

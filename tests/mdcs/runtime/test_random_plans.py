@@ -25,7 +25,7 @@ from mdcs.plan.strategy import choices
 from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
-from mdcs.runtime import dispatcher
+from mdcs.runtime import thread_transport
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -79,8 +79,8 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
         return stack.enter_context(mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20))
 
     with contextlib.ExitStack() as stack:
-        large = (dispatcher._LARGE_BYTES, 0, 200)[seed % 3]
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(dispatcher, "_LARGE_BYTES", large)
+        large = (thread_transport._LARGE_BYTES, 0, 200)[seed % 3]
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(thread_transport, "_LARGE_BYTES", large)
         parallel = start(seed)
         for step in range(STEPS):
             if between[step] == "caught":

@@ -1,0 +1,267 @@
+"""Sends messages on streams of a device that executes in order what the host enqueues: no threads, and no waits on the host.
+
+When the training thread issues a message, it enqueues all of it behind compute's present point:
+
+    communication stream    pack, collective, unpack, norm    one message after the other
+    update stream           update                            behind the message's end on the communication stream
+
+Events order the streams. An update is not on the path between two collectives: only a message that gathers what was
+updated waits for it, and a message waits for the updates of those ``depth`` before it, which bounds their memory
+(:meth:`MessageQueue.starts_after`). Compute waits for a message's end where a slot needs it, or its bytes.
+
+Memory is freed in the host's order, and given away in the order of the stream that it was allocated on. So each free
+below stands behind a wait of that stream for whoever used the memory last; the reason is at the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from mdcs.plan.ledger import Ledger, MessageBytes
+from mdcs.plan.worst_case import most_in_flight
+from mdcs.runtime.message_runner import Gradients, MessageRunner, Update
+from mdcs.runtime.pacing import Pacer
+from mdcs.runtime.queue import MessageQueue
+from mdcs.runtime.ranges import named_range
+from mdcs.runtime.thread_transport import LISTEN_SECONDS
+from mdcs.runtime.wire import Transfer
+
+_STEPS_AHEAD = 2
+"""Iterations that the host may be ahead of the device."""
+IN_FLIGHT = 2
+"""Messages from start to the end of their updates: one on the link, one that is updated."""
+
+
+class _Sent(NamedTuple):
+    """An enqueued message that compute does not wait for yet: its end, and gradients to free after the wait."""
+
+    end: Any
+    gradients: Gradients
+
+
+class _Updating(NamedTuple):
+    """An enqueued update that the communication stream does not wait for yet, and the number of its message."""
+
+    number: int
+    end: Any
+    update: Update
+    size: int  # bytes of the communication stream's memory that it reads
+
+
+def bytes_apart(ledger: Ledger, depth: int) -> int:
+    """Return the most bytes that messages hold in the other streams' memory, apart from compute's."""
+    return sum(e.shards_held for e in ledger.messages) + most_in_flight([_own(e) for e in ledger.messages], depth)
+
+
+def _shards(effect: MessageBytes) -> int:
+    """Return the bytes of gradient shards that a message holds until its update is done."""
+    return effect.shards - effect.shards_held
+
+
+def _own(effect: MessageBytes) -> int:
+    """Return the bytes that a message holds alone, until it ends. Its gradients are not included: they are freed later."""
+    return _shards(effect) + max(effect.staging, effect.scratch)
+
+
+class StreamTransport:
+    """Enqueues messages; see the module. The queue's ``done`` counts messages that compute waits for.
+
+    ``error`` is always None: what fails here fails in the training thread.
+    """
+
+    def __init__(self, queue: MessageQueue, runner: MessageRunner, pacer: Pacer | None, timeout_s: float) -> None:
+        self.queue, self.runner, self.pacer, self.timeout_s = queue, runner, pacer, timeout_s
+        self.executor, self.last_words = runner.executor, runner.last_words
+        self.error: BaseException | None = None
+        self._sent: deque[_Sent] = deque()
+        self._updating: deque[_Updating] = deque()
+        self._ends: deque[Any] = deque()  # marks of the ends of iterations
+        # Without a budget: the predicted peak. Without any limit compute would wait only where a slot needs a message,
+        # and gradients would pile up.
+        predicted = runner.plan.prediction
+        self._wanted = queue.cap if predicted is None or queue.cap is not None else predicted.peak_bytes
+
+    # -- what compute asks for ------------------------------------------------------------------------------------
+
+    def issue(self, activations: int) -> None:
+        """Enqueue the next message. Compute waits on the device for earlier messages, if this makes room."""
+        queue, runner = self.queue, self.runner
+        index, effect = queue.issued, runner.ledger.messages[queue.issued % queue.n]
+        if not queue.is_skipped(index):
+            has_room = self._make_room(effect.held + activations + _own(effect))
+            if not has_room:
+                self._insist(effect.held + activations + effect.transient, f"bytes for {runner.describe(index)}")
+            queue.issue()
+            queue.start()
+            self._send(index, frees_gradients=not has_room)
+        else:
+            queue.issue()
+        if runner.plan.messages[index % queue.n].blocking:
+            self.wait_for(index + 1, runner.describe(index))
+
+    def has_room(self, activations: int) -> bool:
+        """Return whether the next message's bytes fit without a wait on the device."""
+        effect = self.runner.ledger.messages[self.queue.issued % self.queue.n]
+        return self._fits(effect.held + activations + _own(effect))
+
+    def admit(self, size: int, what: str) -> None:
+        """Make compute wait for messages until ``size`` bytes fit. Raises RunError if they do not fit after all."""
+        if not self._make_room(size):
+            self._insist(size, f"bytes for {what}")
+
+    def wait_for(self, count: int, what: str) -> None:
+        """Make compute wait for the first ``count`` messages."""
+        with named_range("wait", what):
+            while self.queue.done < count:
+                self._let_compute_wait()
+
+    def check(self) -> None:
+        """Do nothing: there is no other thread that could have failed."""
+
+    def send_ahead(self, index: int) -> None:
+        """Send a message out of its turn, and let compute wait for it."""
+        self.queue.send_ahead(index)
+        self._send(index, frees_gradients=False)
+        self._wait_for_updates(index)
+        sent = self._sent.pop()
+        self.executor.after(sent.end)
+        self.runner.free_gradients(sent.gradients)
+
+    def restart(self) -> int:
+        """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
+        self._wait_for_updates(self.queue.issued)
+        self.runner.restart(self.queue.restart())
+        return self.queue.first_period
+
+    def end_step(self) -> None:
+        """Wait on the host for the end of an iteration ``_STEPS_AHEAD`` before, if necessary.
+
+        Raises RunError when it does not come within ``timeout_s``, and when another rank has left.
+        """
+        self._ends.append(self.executor.mark())
+        if len(self._ends) <= _STEPS_AHEAD:
+            return
+        end, deadline, place = self._ends.popleft(), time.monotonic() + self.timeout_s, self.runner.place
+        while not self.executor.wait(end, max(0.0, min(LISTEN_SECONDS, deadline - time.monotonic()))):
+            heard = self.last_words.heard()
+            if heard or time.monotonic() >= deadline:
+                waited = "" if heard else f"{self.timeout_s:g} s "
+                raise place.error(
+                    f"waited {waited}for the device to come to the end of step {place.step - _STEPS_AHEAD}"
+                    f"{f' ({heard})' if heard else ''}"
+                )
+
+    def stop(self) -> None:
+        """Wait up to 5 s for the messages in flight: their memory may be reused after this."""
+        with contextlib.suppress(RuntimeError):  # the device may have failed
+            self._wait_for_updates(self.queue.issued)
+            with self.executor.communicating():
+                end = self.executor.mark()
+            self.executor.wait(end, 5.0)
+
+    # -- bytes, in the host's order -------------------------------------------------------------------------------
+
+    def _fits(self, size: int) -> bool:
+        held = self.queue.reserved + sum(u.size for u in self._updating)
+        return self._wanted is None or held + size <= self._wanted
+
+    def _make_room(self, size: int) -> bool:
+        while not (fits := self._fits(size)) and (self._updating or self._sent):
+            if self._updating:
+                self._wait_for_updates(self._updating[0].number)
+            else:
+                self._let_compute_wait()
+        return fits
+
+    def _insist(self, size: int, what: str) -> None:
+        if not self.queue.fits(size):
+            raise self.runner.place.error(f"{what} do not fit, and nothing is left to wait for")
+
+    def _let_compute_wait(self) -> None:
+        """Make compute wait for the oldest message that it does not wait for yet; then free what the message has used."""
+        sent, index = self._sent.popleft(), self.queue.done
+        self.executor.after(sent.end)
+        # Compute's memory, which the other streams have read: what compute allocates next comes behind this wait.
+        self.runner.free_gradients(sent.gradients)
+        # The communication stream's memory: whatever is enqueued there next starts behind a later mark of compute.
+        while self._updating and self._updating[0].number <= index:
+            self.runner.free_shards(self._updating.popleft().update)
+        self.queue.finish()
+
+    def _wait_for_updates(self, index: int) -> None:
+        """Make the communication stream wait for the updates of messages up to ``index``; then free their shards."""
+        if self._updating and self._updating[0].number <= index:
+            with self.executor.communicating():
+                while self._updating and self._updating[0].number <= index:
+                    done = self._updating.popleft()
+                    self.executor.after(done.end)
+                    # The communication stream's memory, which the update has read: the next message's buffers get it
+                    # behind this wait. The same holds for the factor on the gradients, which ends with ``done``.
+                    self.runner.free_shards(done.update)
+
+    # -- one message ----------------------------------------------------------------------------------------------
+
+    def _send(self, index: int, frees_gradients: bool) -> None:
+        """Enqueue a message. ``frees_gradients``: there is no room to keep its gradients until compute waits for it."""
+        runner, executor = self.runner, self.executor
+        effect = runner.ledger.messages[index % runner.n]
+        with runner.errors_of(index):
+            runner.allocate(index)  # on compute's stream, which uses and frees it
+            # Behind the allocation: compute may have waited for the last user of that memory just before.
+            here = self._mark_compute()
+            self._wait_for_updates(self.queue.starts_after(index))
+            with executor.communicating():
+                executor.after(here)
+                transfer = self._communicate(index)
+                end = executor.mark()
+            kept = self._free_or_keep(effect.gradients_after_link, end, frees_gradients)
+            update = runner.completed_update(index, transfer)
+            if update is not None:
+                end = self._update(index, update, end)
+            kept += self._free_or_keep(effect.gradients_after_update, end, frees_gradients)
+        self._sent.append(_Sent(end, kept))
+
+    def _mark_compute(self) -> Any:
+        """Return a mark of compute now."""
+        return self.executor.mark()
+
+    def _communicate(self, index: int) -> Transfer:
+        """Enqueue packing, collective and unpacking on the communication stream."""
+        runner, executor = self.runner, self.executor
+        transfer, begin = runner.launch(index)
+        executor.finish(transfer.works)  # of gloo; NCCL's collectives are on this stream
+        if self.pacer is not None:
+            message = transfer.message
+            executor.pause(self.pacer.link.end(message.kind, runner.plan.wire(message), 0.0, -math.inf))
+        runner.land(index, transfer, begin)  # frees staging: memory of this stream, whose next user is on it, too
+        return transfer
+
+    def _update(self, index: int, update: Update, landed: Any) -> Any:
+        """Enqueue the update on its own stream, so that the next collective does not wait for it. Return its end."""
+        runner, executor = self.runner, self.executor
+        if runner.scale.is_needed:
+            # The norm's all-reduces go on the communication stream: collectives of two communicators side by side, in an
+            # order that may differ between ranks, can block each other.
+            with executor.communicating():
+                runner.find_scale(update)
+                landed = executor.mark()
+        else:
+            runner.find_scale(update)
+        with executor.updating():
+            executor.after(landed)
+            runner.update(update)
+            end = executor.mark()
+        self._updating.append(_Updating(index, end, update, _shards(runner.ledger.messages[index % runner.n])))
+        return end
+
+    def _free_or_keep(self, gradients: Gradients, end: Any, frees: bool) -> Gradients:
+        """Return gradients to free when compute waits for the message; or let it wait now, and free them."""
+        if not frees or not gradients:
+            return gradients
+        self.executor.after(end)
+        self.runner.free_gradients(gradients)
+        return ()

@@ -1,0 +1,251 @@
+"""Sends messages with host threads, several in flight, and finishes them in the plan's order.
+
+A message starts when :class:`MessageQueue` allows it. The thread that meets the last condition starts the message: the
+training thread when it issues the message, else the *finisher*. The finisher waits for the oldest message, unpacks it,
+runs the updates that it completes, and frees its buffers. A third thread, the *starter*, starts large messages: gloo
+copies the payload on the calling thread, which would block compute. Threads wake each other only if another thread
+waits for the event.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.message_runner import MessageRunner
+from mdcs.runtime.pacing import Pacer
+from mdcs.runtime.queue import MessageQueue
+from mdcs.runtime.wire import Transfer
+from mdcs.sizes import MIB
+
+LISTEN_SECONDS = 0.5
+"""Seconds between checks, while waiting, whether another rank has left."""
+_LARGE_BYTES = MIB // 4
+"""Wire bytes from which on the starter starts a message. Estimated: at 0.4 ms per MiB as long as a wake-up."""
+
+
+class ThreadTransport:
+    """The finisher thread, the starter thread where messages are large, and the training thread's interface to them.
+
+    ``lock`` guards the queue and the byte account. ``error``: the error that ended the threads, or None.
+    """
+
+    def __init__(self, queue: MessageQueue, runner: MessageRunner, pacer: Pacer | None, timeout_s: float) -> None:
+        self.queue, self.runner, self.pacer, self.timeout_s = queue, runner, pacer, timeout_s
+        self.last_words, self.lock = runner.last_words, runner.account.lock
+        self.error: BaseException | None = None
+        self._stop = False
+        self._in_flight: deque[tuple[int, Transfer, Any]] = deque()
+        self._work = threading.Condition(self.lock)  # what the finisher waits for, when it is idle
+        self._idle = False
+        self._large = threading.Condition(self.lock)  # what the starter waits for
+        self._starting = False  # a thread is starting a message, and will start the next one
+        self._progress = threading.Condition(self.lock)  # the training thread waits on this
+        self._awaited: Callable[[], bool] | None = None  # the condition that it waits for
+        self._is_large = [runner.plan.wire(m) >= _LARGE_BYTES for m in runner.plan.messages]
+        finisher = threading.Thread(target=self._run, args=(self._finish_all,), name="mdcs-finisher", daemon=True)
+        starter = threading.Thread(target=self._run, args=(self._start_large,), name="mdcs-starter", daemon=True)
+        self._threads = [finisher, starter] if any(self._is_large) else [finisher]
+        for thread in self._threads:
+            thread.start()
+
+    # -- called by the training thread --------------------------------------------------------------------------
+
+    def issue(self, activations: int) -> None:
+        """Issue the next message, waiting for messages in flight until its bytes fit, and let it start."""
+        queue = self.queue
+        with self.lock:
+            if not queue.admits_next(activations):
+                self.wait(lambda: queue.admits_next(activations), f"bytes for {self.runner.describe(queue.issued)}")
+            index = queue.issued
+            queue.issue()
+        self._start_ready()
+        if self.runner.plan.messages[index % queue.n].blocking:
+            with self.lock:
+                self.wait_for(index + 1, self.runner.describe(index))
+
+    def has_room(self, activations: int) -> bool:
+        """Return whether the next message's bytes fit beside ``activations`` without waiting for messages in flight."""
+        with self.lock:
+            return self.queue.has_room(activations)
+
+    def admit(self, size: int, what: str) -> None:
+        """Wait until ``size`` bytes of compute fit beside all that is held. Call with the lock held."""
+        self.wait(lambda: self.queue.admits(size), f"bytes for {what}")
+
+    def wait_for(self, count: int, what: str) -> None:
+        """Wait until the first ``count`` messages are done. Call with the lock held."""
+        self.wait(lambda: self.queue.done >= count, what)
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready``. Call with the lock held exactly once.
+
+        Raises RunError after ``timeout_s``, when a thread has failed, and when another rank has left.
+        """
+        queue, deadline = self.queue, time.monotonic() + self.timeout_s
+        while not ready():
+            self.check()
+            self._awaited = lambda: self.error is not None or ready()
+            in_time = self._progress.wait_for(self._awaited, min(LISTEN_SECONDS, deadline - time.monotonic()))
+            self._awaited = None
+            if in_time:
+                continue
+            self.lock.release()  # the store may answer late or never: let the other threads go on meanwhile
+            try:
+                heard = self.last_words.heard()
+            finally:
+                self.lock.acquire()
+            if not ready() and (heard or time.monotonic() >= deadline):
+                first = "none" if queue.done == queue.issued else self.runner.describe(queue.done)
+                raise self.runner.place.error(
+                    f"waited {'' if heard else f'{self.timeout_s:g} s '}for {what}; "
+                    f"the first message that is not done: {first} ({queue.issued - queue.done} issued, "
+                    f"{queue.started - queue.done} of them started){f' ({heard})' if heard else ''}"
+                )
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a thread, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def send_ahead(self, index: int) -> None:
+        """Send a message out of its turn, with nothing in flight, and wait for it."""
+        with self.lock:
+            self.queue.send_ahead(index)
+        self._finish(index, *self._start(index))
+
+    def restart(self) -> int:
+        """Forget the position in the plan, with nothing in flight: the next period is a prologue. Return its number."""
+        with self.lock:
+            self.runner.restart(self.queue.restart())
+        return self.queue.first_period
+
+    def end_step(self) -> None:
+        """Compute has reached the end of an iteration: nothing to do with threads."""
+
+    def stop(self) -> None:
+        """End the threads after the issued messages. If all ranks stop at the same slot, none waits for a missing peer."""
+        with self.lock:
+            self._stop = True
+            self._wake_all()
+        deadline = time.monotonic() + 5.0
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # -- starting -----------------------------------------------------------------------------------------------
+
+    def _start_ready(self, as_starter: bool = False) -> None:
+        """Start the messages that can start now, one at a time and in order; leave large ones to the starter.
+
+        Call without the lock.
+        """
+        while True:
+            with self.lock:
+                index = self._next()
+                if index is None:
+                    return
+                if self._is_large[index % self.queue.n] and not as_starter:
+                    self._large.notify()
+                    return
+                self._starting = True
+            transfer, begin = self._start(index)
+            with self.lock:
+                self._in_flight.append((index, transfer, begin))
+                self.queue.start()
+                self._starting = False
+                if self._idle:
+                    self._work.notify()
+
+    def _next(self) -> int | None:
+        """Return the index of the next message if this thread may start it now, else None."""
+        return None if self._starting or self.error is not None else self.queue.next_start()
+
+    def _start(self, index: int) -> tuple[Transfer, Any]:
+        try:
+            with self.runner.errors_of(index):
+                self.runner.allocate(index)
+                if self.pacer is not None:
+                    self.pacer.started(index)
+                return self.runner.launch(index)
+        except RunError as e:
+            self._fail(e)
+            raise
+
+    def _start_large(self) -> None:
+        """Run the starter thread."""
+        while True:
+            self._start_ready(as_starter=True)
+            with self.lock:
+                while self._next() is None:
+                    if self._has_ended():
+                        return
+                    self._large.wait()
+
+    # -- both threads -------------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as e:
+            self._fail(e)
+
+    def _fail(self, e: BaseException) -> None:
+        """Keep the first error; every thread stops for it."""
+        with self.lock:
+            self.error = self.error or (e if isinstance(e, RunError) else RunError(str(e)))
+            self._wake_all()
+
+    def _has_ended(self) -> bool:
+        return self.error is not None or self._stop and self.queue.done == self.queue.issued
+
+    def _wake_all(self) -> None:
+        for waited_for in (self._work, self._large, self._progress):
+            waited_for.notify()
+
+    # -- the finisher -------------------------------------------------------------------------------------------
+
+    def _finish_all(self) -> None:
+        while self._has_work():
+            index, transfer, begin = self._in_flight[0]
+            self._finish(index, transfer, begin)
+            with self.lock:
+                self._in_flight.popleft()
+                self.queue.finish()
+                if self._awaited is not None and self._awaited():
+                    self._progress.notify()
+                if self._stop:
+                    self._wake_all()
+            self._start_ready()
+
+    def _has_work(self) -> bool:
+        """Wait for a message in flight; return False at the end."""
+        with self.lock:
+            while not self._in_flight:
+                if self._has_ended():
+                    return False
+                self._idle = True
+                self._work.wait()
+                self._idle = False
+        return True
+
+    def _finish(self, index: int, transfer: Transfer, begin: Any) -> None:
+        runner, effect = self.runner, self.runner.ledger.messages[index % self.queue.n]
+        message = transfer.message
+        with runner.errors_of(index):
+            for work in transfer.works:
+                work.wait()
+            if self.pacer is not None:
+                self.pacer.hold(index, message.kind, runner.plan.wire(message))
+            runner.land(index, transfer, begin)
+            runner.free_gradients(effect.gradients_after_link)
+            update = runner.completed_update(index, transfer)
+            if update is not None:
+                runner.find_scale(update)
+                runner.update(update)
+                runner.free_shards(update)
+            runner.free_gradients(effect.gradients_after_update)

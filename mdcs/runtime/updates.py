@@ -171,9 +171,9 @@ def _new_state(algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any
         return {"momentum_buffer": torch.full_like(p, -0.0)} if options["momentum"] else {}
     is_read_by_kernel = options["capturable"] or options["fused"]
     exact = torch.get_default_dtype() is torch.float64 and not options["fused"]
-    step = torch.zeros(
-        (), dtype=torch.float64 if exact else torch.float32, device=p.device if is_read_by_kernel else "cpu"
-    )
+    dtype = torch.float64 if exact else torch.float32
+    # As torch makes it: a step that no kernel reads is a number of the host's, which reading does not wait for the device.
+    step = torch.zeros((), dtype=dtype, device=p.device) if is_read_by_kernel else torch.tensor(0.0, dtype=dtype)
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
     return {"step": step, **{name: torch.zeros_like(p) for name in names}}
 

@@ -17,7 +17,7 @@ from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.profile.contents import SCHEMA, Profile
 from mdcs.profile.link import Link
 
-_MEASURED = 8
+_MEASURED = 9
 """Version of the measurements. Raise it when equal jobs measure other values than before, e.g. with a new runtime."""
 
 

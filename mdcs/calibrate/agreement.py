@@ -86,7 +86,7 @@ def together(*, tells: bool = False) -> Iterator[None]:
 def doing(what: str, seconds: float | None = None) -> None:
     """Name the present phase of all ranks, such as 'measuring the link', for errors and for progress lines.
 
-    - ``seconds``: its time budget.
+    - ``seconds``: the time that it will take.
     """
     if _together is not None:
         _together.begin(what, seconds)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.calibrate.agreement import agree, doing, meet, together
-from mdcs.calibrate.contention import measure_contention
+from mdcs.calibrate.contention import STEPS, measure_contention
 from mdcs.calibrate.interference import measure_interference
 from mdcs.calibrate.link_timing import MeasuredLink, measure_link
 from mdcs.calibrate.room import measuring_bytes, require_floor, require_room, warn_of_measuring
@@ -96,7 +96,8 @@ def autoprofile(
             if is_first and known <= budget:
                 warn_of_measuring(measuring_bytes(units, profile), budget)
         left = max(0.0, until - time.monotonic())
-        doing("running a few plans to see what compute and messages cost each other", left)
+        least = STEPS * sum(slot.seconds for slot in profile.slots)
+        doing("running a few plans to see what compute and messages cost each other", max(left, least))
         profile = measure_interference(profile, model, step, emulate=emulate)
         return measure_contention(
             profile, model, units, step, optimizer, seconds=left, shares_cores=computes, emulate=emulate, budget=budget

@@ -55,6 +55,10 @@ REHEARSED: tuple[tuple[str, Scheduler], ...] = (
 )
 
 
+STEPS = 3 + len(REHEARSED) * (2 + _PERIODS)
+"""Steps of one round: compute alone, then each plan with a warm-up and a last period that is cut short."""
+
+
 class Seen(NamedTuple):
     """Seconds per iteration: compute runs, compute waits, messages are in flight, and processor time of the process."""
 

@@ -12,7 +12,7 @@ _REDRAWN_S = 0.5
 
 
 class Progress:
-    """The present phase, shown until the next one begins. A phase may say how many seconds it is given.
+    """The present phase, shown until the next one begins. A phase may say how many seconds it will take.
 
     Writes nothing unless ``shown``.
     """
@@ -22,11 +22,11 @@ class Progress:
         self._drawing: threading.Thread | None = None
 
     def begin(self, phase: str, seconds: float | None) -> None:
-        """Show a phase. ``seconds``: its time budget; None: not known, so it has no bar."""
+        """Show a phase. ``seconds``: the seconds that it will take; None: not known, so it has no bar."""
         if not self._shown:
             return
         self.end()
-        limit = "" if seconds is None else f", up to {max(1.0, seconds):.0f} s"
+        limit = "" if seconds is None else f", about {max(1.0, seconds):.0f} s"
         line = f"mdcs: {phase}{limit} (after {time.monotonic() - self._began:.0f} s)"
         print(line, file=sys.stderr, flush=True)
         if seconds is not None and sys.stderr.isatty():

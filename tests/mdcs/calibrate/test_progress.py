@@ -32,7 +32,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, wanted: bool = T
 
 
 def test_a_phase_is_a_line_with_its_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "mdcs: measuring the link, up to 3 s (after 0 s)\nmdcs: planning (after 0 s)\n"
+    lines = "mdcs: measuring the link, about 3 s (after 0 s)\nmdcs: planning (after 0 s)\n"
     assert shown(monkeypatch, io.StringIO()) == lines
     assert shown(monkeypatch, io.StringIO(), wanted=False) == ""
 

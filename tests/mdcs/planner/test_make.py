@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.messages import Plan
-from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import check, smallest_budget
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import floor_bytes, make_plan
-from mdcs.planner.named import SCHEDULERS, Scheduler, StrategyPlanner
+from mdcs.planner.named import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
@@ -28,14 +27,12 @@ from tests.mdcs.profiles import (
     chain,
     examples,
     flexible,
-    in_nodes,
     jobs,
     link,
     one_of_each,
     schedulers,
     seeds,
     strategies,
-    tied,
 )
 
 factors = st.sampled_from([1.0, 1.02, 1.1, 1.3, 1.7, 3.0])  # of the floor
@@ -128,17 +125,6 @@ def test_what_the_strategy_leaves_is_the_schedules(asked: Asked, strategy: Strat
 @given(asked(), flexible, schedulers)
 def test_planning_is_repeatable(asked: Asked, strategy: StrategyPlanner, scheduler: Scheduler) -> None:
     assert asked.plan(strategy, scheduler).to_json() == asked.plan(strategy, scheduler).to_json()
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("strategy", [*(str(k) for k in Strategy if not k.in_node), "greedy", "random"])
-def test_every_strategy_with_every_scheduler(strategy: str, name: str) -> None:
-    makers: dict[str, StrategyPlanner] = {"greedy": Greedy(), "random": RandomMix(3)}
-    profile = tied(600, 400, 300, world=4, link=in_nodes(link(1e-5, alpha=1e-3), 4, 2, 0.1), optimizer=ADAM)
-    planner = makers.get(strategy) or Uniform(strategy)
-    plan = make_plan(Job(profile, micro_steps=2), planner, SCHEDULERS[name]())
-    assert (plan.strategy, plan.scheduler) == (strategy, name)
-    assert plan.prediction is not None and plan.prediction.step_s >= 2 * (4 * 1 + 3 * 2)
 
 
 # ---- budgets that do not fit

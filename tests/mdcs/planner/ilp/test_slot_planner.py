@@ -59,7 +59,7 @@ def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps:
     assert plan.bound_s is not None and plan.bound_s <= plan.prediction.step_s * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("share", [None, 0.0, 0.6])
+@pytest.mark.parametrize("share", few([0.6, None, 0.0]))
 def test_memory_aware_keeps_its_share_and_beats_the_heuristics(share: float | None) -> None:
     profile = job(4)
     budget = int(mdcs.floor_bytes(profile) * 1.2)

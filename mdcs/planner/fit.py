@@ -28,15 +28,15 @@ def fit(plan: Plan, budget: int) -> Plan:
 
     Raises PlanError when even the latest gathers and the earliest reductions do not fit.
     """
-    cap, over = budget - plan.reserve, []
+    cap = budget - plan.reserve
+    over = _over(plan, Ledger(plan), cap)
+    if not over:
+        return dataclasses.replace(plan, budget=budget)
     for tighter in _tightened(plan):
-        over = _over(tighter, Ledger(tighter), cap)
-        if over:
-            latest = gathered_later(tighter, 0)
-            over = _over(latest, Ledger(latest), cap)
-            tighter = tighter if over else _delayed(tighter, cap) or latest
+        latest = gathered_later(tighter, 0)
+        over = _over(latest, Ledger(latest), cap)
         if not over:
-            return dataclasses.replace(tighter, budget=budget)
+            return dataclasses.replace(_delayed(tighter, cap) or latest, budget=budget)
     q, excess = over[0]
     raise PlanError(
         f"slot {q} ({plan.period.name(q)}) needs {budget + excess} bytes of {budget}, "
@@ -48,17 +48,21 @@ def fastest_fit(plan: Plan, budget: int) -> Plan:
     """Return the plan within ``budget`` (bytes, reserve included).
 
     If it must change, return the fastest of several variants by replay: :func:`fit`, with gathers at most a few slots
-    before they are needed, and with reductions as early as possible. A schedule made without a budget gathers as early
-    as it can, far earlier than hiding the gathers needs. Bytes gathered that early are missing for gradients, whose
-    reductions then wait for each other.
+    before they are needed, with reductions as early as possible, and with fused messages split. A schedule made without a
+    budget gathers as early as it can, far earlier than hiding the gathers needs. Bytes gathered that early are missing
+    for gradients, whose reductions then wait for each other.
 
     Raises PlanError as :func:`fit` does.
     """
     found = [fit(plan, budget)]
     if found[0].messages == plan.messages:
         return found[0]
-    at_once = reduced_at_once(plan)
-    for each in (plan, at_once) if at_once != plan else (plan,):
+    apart = at_once = reduced_at_once(plan)
+    while (split := _split(apart)) is not None:
+        apart = split
+    starts = [plan]
+    starts += [each for each in (at_once, reduced_at_once(apart)) if each not in starts]
+    for each in starts:
         for other in (each, *(gathered_later(each, ahead) for ahead in _AHEAD)):
             if other is not plan:
                 with contextlib.suppress(PlanError):
@@ -98,21 +102,29 @@ def _tightened(plan: Plan) -> Iterator[Plan]:
     yield plan
     plan = reduced_at_once(plan)
     yield plan
-    while fused := [m for m in plan.messages if len(m.parts) > 1]:
-        largest = max(fused, key=plan.payload)
-        units = dict.fromkeys(u for u, _ in largest.parts)
-        pieces = [tuple([part for part in largest.parts if part[0] == u]) for u in units]
-        if len(units) == 1:
-            pieces = [(part,) for part in largest.parts]
-        at = plan.messages.index(largest)
-        split = (dataclasses.replace(largest, parts=piece) for piece in pieces)
-        plan = reduced_at_once(dataclasses.replace(plan, messages=(*plan.messages[:at], *split, *plan.messages[at + 1 :])))
+    while (split := _split(plan)) is not None:
+        plan = reduced_at_once(split)
         yield plan
     whole = [layout.sizes for layout in plan.profile.layouts]
     for u in sorted(range(len(whole)), key=lambda u: len(whole[u]) - len(plan.blocks[u])):
         if len(plan.blocks[u]) > len(whole[u]):
             plan = reduced_at_once(rebuilt(plan, u, whole[u]))
             yield plan
+
+
+def _split(plan: Plan) -> Plan | None:
+    """Return the plan with its largest fused message split by unit, or by block if it has one unit. None without any."""
+    fused = [m for m in plan.messages if len(m.parts) > 1]
+    if not fused:
+        return None
+    largest = max(fused, key=plan.payload)
+    units = dict.fromkeys(u for u, _ in largest.parts)
+    pieces = [tuple([part for part in largest.parts if part[0] == u]) for u in units]
+    if len(units) == 1:
+        pieces = [(part,) for part in largest.parts]
+    at = plan.messages.index(largest)
+    split = (dataclasses.replace(largest, parts=piece) for piece in pieces)
+    return dataclasses.replace(plan, messages=(*plan.messages[:at], *split, *plan.messages[at + 1 :]))
 
 
 def _over(plan: Plan, ledger: Ledger, cap: int) -> list[tuple[int, int]]:

@@ -87,6 +87,10 @@ def nearest_deadline_first(mix: Mix, blocks: Sequence[tuple[int, ...]], windows:
             urgency = last, op.kind.is_gather, op.unit, place
             heapq.heappush(released, (max(at, arrivals[first]), first, len(released), urgency, op, block, p))
 
+    costs = {
+        (op, b): job.cost.message(op.kind, size, width=width_of(mix.profile, blocks, op.kind, (op.unit, b)))
+        for op in mix.ops for b, size in enumerate(blocks[op.unit])
+    }  # fmt: skip
     orders = [in_order(mix.profile, u, own) for u, own in enumerate(blocks)]
     for p in range(_PERIODS):
         for op in mix.ops:
@@ -105,7 +109,7 @@ def nearest_deadline_first(mix: Mix, blocks: Sequence[tuple[int, ...]], windows:
         urgency, op, b, p = heapq.heappop(ready)
         slot = bisect.bisect_right(arrivals, free) - 1
         sent.append((min(slot, urgency[0]), op, b, p))
-        cost = job.cost.message(op.kind, blocks[op.unit][b], width=width_of(mix.profile, blocks, op.kind, (op.unit, b)))
+        cost = costs[op, b]
         free += (cost.alpha if depth == 1 else cost.gap) + cost.transfer  # latency hides behind the message before it
         if op.kind in GATHER and job.cross_iteration:
             release(free + cost.copy + cost.update, Op(GATHER[op.kind], op.unit, 0), b, urgency[3], p)

@@ -57,10 +57,10 @@ class MessageBytes:
             changes[row.freed.moment].append((row.category, -row.bytes))
         # Staging and reduced gradients are freed before the update: its scratch takes their place.
         start, landed, done = changes["start"], changes["landed"] + changes["update"], changes["done"]
-        held, begun = _total(self.kept), sum(size for _, size in start)
-        most = max(begun, begun + sum(size for _, size in landed))
+        held = _total(self.kept)
         vars(self).update(
-            effects=(tuple(start), tuple(landed), tuple(done)), held=held, freed=_total(self.ended), transient=most - held
+            effects=(tuple(start), tuple(landed), tuple(done)), held=held, freed=_total(self.ended),
+            transient=_most((*self.own, *self.kept), (*self.own, *self.ended)) - held,
         )  # fmt: skip
 
     @cached_property
@@ -68,6 +68,11 @@ class MessageBytes:
         """Bytes that were held before its update and are free after it."""
         scratch = sum([row.bytes for row in self.own if row.allocated and row.allocated.moment == "update"])
         return -sum([size for _, size in self.effects[-1]]) - scratch
+
+    @cached_property
+    def own_bytes(self) -> int:
+        """The most bytes of its own buffers. Gradients that it frees make no room for them."""
+        return _most(self.own, self.own)
 
     # ---- the buffers that the runtime makes
 
@@ -149,6 +154,13 @@ class SlotBytes:
 
 def _total(rows: Iterable[Row]) -> int:
     return sum([row.bytes for row in rows])
+
+
+def _most(allocated: Rows, freed: Rows) -> int:
+    """Return the most bytes that a message holds: from its start, or once it has landed and its update has begun."""
+    start = sum([row.bytes for row in allocated if row.allocated and row.allocated.moment == "start"])
+    update = sum([row.bytes for row in allocated if row.allocated and row.allocated.moment == "update"])
+    return max(start, start + update - sum([row.bytes for row in freed if row.freed and row.freed.moment == "landed"]))
 
 
 def _only(category: str, rows: Rows) -> list[Row]:

@@ -54,17 +54,12 @@ class _Updating(NamedTuple):
 
 def bytes_apart(ledger: Ledger, depth: int) -> int:
     """Return the most bytes that messages hold in the other streams' memory, apart from compute's."""
-    return sum(e.shards_held for e in ledger.messages) + most_in_flight([_own(e) for e in ledger.messages], depth)
+    return sum(e.shards_held for e in ledger.messages) + most_in_flight([e.own_bytes for e in ledger.messages], depth)
 
 
 def _shards(effect: MessageBytes) -> int:
     """Return the bytes of gradient shards that a message holds until its update is done."""
     return effect.shards - effect.shards_held
-
-
-def _own(effect: MessageBytes) -> int:
-    """Return the bytes that a message holds alone, until it ends. Its gradients are not included: they are freed later."""
-    return _shards(effect) + max(effect.staging, effect.scratch)
 
 
 class StreamTransport:
@@ -92,7 +87,7 @@ class StreamTransport:
         queue, runner = self.queue, self.runner
         index, effect = queue.issued, runner.ledger.messages[queue.issued % queue.n]
         if not queue.is_skipped(index):
-            has_room = self._make_room(effect.held + activations + _own(effect))
+            has_room = self._make_room(effect.held + activations + effect.own_bytes)
             if not has_room:
                 self._insist(effect.held + activations + effect.transient, f"bytes for {runner.describe(index)}")
             queue.issue()
@@ -106,7 +101,7 @@ class StreamTransport:
     def has_room(self, activations: int) -> bool:
         """Return whether the next message's bytes fit without a wait on the device."""
         effect = self.runner.ledger.messages[self.queue.issued % self.queue.n]
-        return self._fits(effect.held + activations + _own(effect))
+        return self._fits(effect.held + activations + effect.own_bytes)
 
     def admit(self, size: int, what: str) -> None:
         """Make compute wait for messages until ``size`` bytes fit. Raises RunError if they do not fit after all."""

@@ -58,7 +58,7 @@ def sums(monkeypatch: pytest.MonkeyPatch, change: Change, barrier: bool) -> dict
             "curve": found.curve,
             "replay": [slot["total"] for slot in found.curve],
             "worst case": needs(plan),
-            "admission of messages": [(e.held, e.transient, e.freed) for e in own.messages],
+            "admission of messages": [(e.held, e.transient, e.freed, e.own_bytes) for e in own.messages],
             "admission of slots": [(s.allocated, s.freed) for s in own.slots],
             "at rest": own.rest_bytes,
             "candidates": ([*map(int, all_of._arrival), *map(int, all_of._running)], score.energy),

@@ -49,7 +49,7 @@ def best_plan(job: mdcs.Job, scheduler: Scheduler, budget: int) -> mdcs.Plan:
 
 
 def document() -> dict[str, Any]:
-    """What the page draws: milliseconds from the first backward slot, MiB per rank."""
+    """Return the numbers that the page draws: milliseconds from the first backward slot, MiB per rank."""
     job = mdcs.Job(analytic_profile(MODEL, GPU, CLUSTER, depth=2))
     floor = mdcs.floor_bytes(job)
     budgets = [int(floor * (1 + over)) for over in OVER_FLOOR]

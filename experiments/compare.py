@@ -92,7 +92,7 @@ def main(module: str = jobs.WORKER) -> int:
     parser.add_argument("--engines", type=_each(_peer), help=f"peers, of {', '.join(PEERS)}; default: all that can run here")
     parser.add_argument("--mdcs", action="append", default=[], metavar="OVERRIDES", help="mdcs with another plan as well")
     parser.add_argument("--tolerance", type=float, default=5e-3, help="greatest relative difference of equal losses")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="of what is printed")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="format of the output")
     parser.add_argument("--out", type=Path, default=Path("results/compare"), help="the folder for what is written")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. model.layers=4")
     arguments = parser.parse_intermixed_args()

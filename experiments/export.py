@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file of the plan that the command line names. Return the exit code, 2 for an unusable plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="folder of a run, or its plan.json")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="what to write; fsdp2.json beside the plan if not given")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="the file to write; default: fsdp2.json beside the plan")
     parser.add_argument("--force", action="store_true", help="write over a file of another plan")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json prints the file and nothing else")
     options = parser.parse_args(arguments)

@@ -35,7 +35,7 @@ from mdcs.sizes import MIB
 def main() -> int:
     """Show the sweep that the command line names. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python experiments/memory.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="of a sweep or a run")
+    parser.add_argument("folder", type=Path, help="the folder of a sweep or a run")
     folder = parser.parse_args().folder
     found = sorted({path.parent for path in folder.rglob("predicted_timeline.json")}) if folder.is_dir() else []
     if not found:

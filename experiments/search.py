@@ -99,7 +99,7 @@ def main(module: str = jobs.WORKER) -> int:
     parser = argparse.ArgumentParser(prog="python experiments/search.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trials", type=positive, default=20, help="in all, those of earlier calls included")
     parser.add_argument("--search", type=Axis.parse, action="append", default=[], metavar="KEY=…", help="an axis; again for more")
-    parser.add_argument("--seed", type=int, default=0, help="of Optuna's sampler")
+    parser.add_argument("--seed", type=int, default=0, help="seed of Optuna's sampler")
     parser.add_argument("--out", type=Path, default=Path("results/search"), help="the folder of the study")
     parser.add_argument("overrides", nargs="*", help="config overrides for all trials, e.g. model=gpt2-tiny")
     arguments = parser.parse_intermixed_args()

@@ -116,7 +116,7 @@ class ClusterConfig:
     )
     rank: int = option(0, "which of the ranks the one process is", at_least=0, used_by=("emulated",))
     rate_gbit: float | None = option(
-        None, "of a rank's link, in each direction", at_least=0.001, used_by=("shaped",), needed_by=("shaped",)
+        None, "rate of a rank's link, in each direction", at_least=0.001, used_by=("shaped",), needed_by=("shaped",)
     )
     threads: int | None = option(None, "threads that compute, per rank; null: cores // processes", at_least=1)
     timeout_s: float = option(60.0, "a job in which no rank moves for so long is ended", above=0)
@@ -125,7 +125,7 @@ class ClusterConfig:
     )
     device: str = option("cpu", "where the model is", choices=("cpu", "cuda"))
     backend: str | None = option(
-        None, "of torch.distributed; null: gloo on cpu, nccl on cuda", choices=("gloo", "nccl")
+        None, "backend of torch.distributed; null: gloo on cpu, nccl on cuda", choices=("gloo", "nccl")
     )
     measure_memory: bool = option(True, "count tensor bytes (on CPU: by a preloaded library)")
 
@@ -196,17 +196,17 @@ class ProfileConfig:
 @dataclass
 class RunConfig:
     name: str | None = option(None, "name in tables and plots; null: made of plan, budget, model and ranks")
-    varied: str | None = option(None, "what tells it from the other jobs of its sweep, in its name; null: what the sweep varies")
+    varied: str | None = option(None, "its name among the jobs of its sweep; null: the keys that vary")
     sweep: str | None = option(None, "the sweep it belongs to; null: the sweep's folder, if any")
     steps: int = option(30, "training steps in all", at_least=1)
     warmup_steps: int = option(5, "the first of them, left out of the summary", at_least=0)
     accumulation: int = option(1, "micro-steps per step", at_least=1)
     seed: int = option(0, "seed of the weights", at_least=0)
     precision: str = option(
-        "fp32", "of compute and messages; bf16 and fp16 update fp32 masters", choices=("fp32", "fp64", "bf16", "fp16")
+        "fp32", "type of compute and messages; bf16 and fp16 update fp32 masters", choices=("fp32", "fp64", "bf16", "fp16")
     )
     grad_precision: str = option(
-        "same", "of gradients from the end of their backward on, on the wire and in shards; same: as precision",
+        "same", "type of gradients after their backward, on the wire and in shards; same: as precision",
         choices=("same", "fp32"),
     )  # fmt: skip
     cross_iteration: bool = option(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Deepspeed(EngineOptions):
     name = "deepspeed"
 
-    stage: int = option(2, "of ZeRO", at_least=1, at_most=3)
+    stage: int = option(2, "stage of ZeRO", at_least=1, at_most=3)
 
     @property
     def label(self) -> str:

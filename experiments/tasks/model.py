@@ -24,7 +24,7 @@ class Model(Checked, ABC):
     computes: ClassVar[bool] = True
     """Whether forward and backward use the cores."""
 
-    name: str = option("", "of these numbers, in tables", profiled=False)
+    name: str = option("", "name of these sizes, in tables", profiled=False)
     wrap: str = option("block", "what becomes a unit", choices=("block", "size", "leaf"))
     wrap_min_params: int = option(100_000, "wrap=size: the smallest unit, in parameters", at_least=1)
     frozen: tuple[str, ...] = option((), "parameters that are not trained: patterns of their names (fnmatch)")

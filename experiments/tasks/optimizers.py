@@ -24,7 +24,7 @@ class Optimizer(Checked, ABC):
     weight_decay: float = option(0.0, "weight decay", at_least=0)
     fused: bool | None = option(None, "torch's fused update; null: torch decides")
     foreach: bool | None = option(None, "torch's foreach update; null: torch decides")
-    schedule: str = option("constant", "of the learning rate", choices=("constant", "linear", "cosine"), profiled=False)
+    schedule: str = option("constant", "schedule of the learning rate", choices=("constant", "linear", "cosine"), profiled=False)
     warmup_steps: int = option(0, "steps in which the learning rate rises linearly to lr", at_least=0, profiled=False)
     clip_norm: float | None = option(
         None, "largest global norm of the gradient; a barrier before the update", above=0, profiled=False
@@ -76,8 +76,8 @@ class Adam(Optimizer):
 
     name = "adam"
 
-    betas: tuple[float, ...] = option((0.9, 0.999), "of Adam", at_least=0, below=1, length=2, profiled=False)
-    eps: float = option(1e-8, "of Adam", above=0, profiled=False)
+    betas: tuple[float, ...] = option((0.9, 0.999), "decay rates of averages", at_least=0, below=1, length=2, profiled=False)
+    eps: float = option(1e-8, "added to Adam's denominator", above=0, profiled=False)
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         import torch

@@ -37,9 +37,9 @@ class Timed(Model):
 
     layers: int = option(12, "blocks", at_least=1)
     block_mib: float = option(5.722, "parameters of a block, in float32", above=0)
-    forward_ms: float = option(32.0, "that the forward of a block takes", at_least=0)
-    backward_ms: float = option(64.0, "that the backward of a block takes", at_least=0)
-    activations_mib: float = option(0.0, "that a block keeps from forward to backward", at_least=0)
+    forward_ms: float = option(32.0, "milliseconds that the forward of a block takes", at_least=0)
+    backward_ms: float = option(64.0, "milliseconds that the backward of a block takes", at_least=0)
+    activations_mib: float = option(0.0, "MiB that a block keeps from forward to backward", at_least=0)
     profile: str | None = option(None, "a profile.json whose units and slots are stood in for, instead of blocks", profiled=False)
     divisor: float = option(1.0, "profile: its elements and activations are divided by it, as rates of links are to be", above=0)
     tensors: int = option(4, "parameters that a unit is made of, where it has so many elements", at_least=1)

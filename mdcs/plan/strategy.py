@@ -17,7 +17,7 @@ RENAMED_IN_FILES = {**RENAMED, "hsdp": "hsdp_no_reshard"}
 
 
 class Sharding(NamedTuple):
-    """What a strategy does with a unit.
+    """Properties of a strategy.
 
     - ``sharded``: the parameters at rest are a shard. They are gathered before forward.
     - ``regathers``: the unit is resharded after forward and gathered again for backward.

@@ -56,7 +56,7 @@ class RunOptions:
 
 @dataclass
 class Fit:
-    """What fits, and the ``problem`` if something does not. No rank raises its problem before all ranks know of it.
+    """Results of the checks, and the ``problem`` if something does not. No rank raises its problem before all ranks know of it.
 
     - ``ordered``: by unit, its (name, parameter) pairs in flat order.
     - ``group_of``: by unit, the optimizer's parameter group of each segment.

@@ -4,17 +4,16 @@
     python experiments/collectives.py cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
     python experiments/collectives.py cluster=shaped cluster.rate_gbit=0.5 --repeat 10
 
-`experiment=collectives` has four ranks. The first table has median milliseconds per message in trains of messages, by
-algorithm and message size. * marks the fastest. The table also has the bytes that one rank sends and its buffer, per
-byte of the message, and the rate of the largest message. The second table has trains in which the operations take
-turns, as in a plan: with the fastest algorithm of each operation, and with one algorithm for all. A picture is left in
-the job's folder.
+`experiment=collectives` has four ranks. The table has median milliseconds per message in trains of messages, by family
+of algorithms and message size: trains of each operation, and trains in which the operations take turns, as in a plan.
+* marks the fastest. The table also has the bytes that one rank sends and its buffer, per byte of the message, and the
+rate of the largest message. A picture is left in the job's folder.
 
 With --repeat, the link is measured repeatedly, as for a profile. The table shows how far the measurements differ: rate,
-gap and latency, the chosen algorithms, and how much slower a choice is than the fastest algorithm. For that comparison,
-trains of all algorithms are measured in between, with two messages in flight and with one.
+gap and latency, the chosen families, and how much slower a choice is than the fastest family. For that comparison,
+trains of both families are measured in between, with two messages in flight and with one.
 
-On an emulated link all algorithms would be equal, so this program always measures the real link.
+On an emulated link both families would be equal, so this program always measures the real link.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __name__ == "__main__":  # as a script, from any folder and without being installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -52,13 +51,13 @@ from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
 
-if TYPE_CHECKING:
-    from mdcs.calibrate.link_timing import Timing
-
 SIZES = tuple(2**power for power in range(16, 25, 2))  # 64 KiB to 16 MiB
-TURNS = MIB, 4 * MIB  # message sizes of the trains in which operations take turns
+TRAINS: dict[str, tuple[Kind, ...]] = {operation: (kind,) for operation, kind in KIND.items()}
+TRAINS["in turns"] = tuple(KIND.values())
+"""Name of a train -> the kinds of messages that take turns in it."""
 FILE, REPEAT, PICTURE = "collectives.json", "repeat", "collectives.png"
 _BLOCK = MIB  # payload bytes of the messages that compare repeated choices
+_TURNS = 3  # repetitions of a train
 
 
 def main() -> int:
@@ -84,7 +83,6 @@ def main() -> int:
                 console.print(repeated(found["links"], found["rows"], *about))
             else:
                 console.print(table(found["rows"], *about))
-                console.print(turns(found["turns"], *about[:2]))
                 console.print(f"drawn in {save(picture(found['rows'], *about), folder / PICTURE)}", soft_wrap=True)
         return outcome.reason
 
@@ -97,67 +95,47 @@ def measure(folder: Path) -> None:
 
     from experiments.job.worker import start
     from launch import status
-    from mdcs.calibrate.link_timing import measure_link, measure_trains, measure_turns
+    from mdcs.calibrate.link_timing import Ranks, measure_link
 
     config = load(folder / "config.yaml")
     repeat = int((folder / REPEAT).read_text(encoding="utf-8"))
-    device, candidates = start(config), ALGORITHMS[config.cluster.resolved_backend()]
+    device, backend = start(config), config.cluster.resolved_backend()
+    ranks = Ranks(device, None)
+    families = [Collectives(name, backend) for name in ALGORITHMS[backend]]
+    senders = [(family, kinds) for kinds in TRAINS.values() for family in families]
+    names = [{"operation": operation, "algorithm": family.algorithm} for operation in TRAINS for family in families]
     links: list[dict[str, Any]] = []
-    trains: list[list[Timing]] = []  # in small parts: a rank must report its status often
-    one_by_one: list[list[Timing]] = []
+    trains: list[list[dict[int, list[float]]]] = []  # in small parts: a rank must report its status often
+    one_by_one: list[list[dict[int, list[float]]]] = []
     for _ in range(repeat):
         status.set()
         dist.barrier()
         begin = time.perf_counter()
-        link, chosen, _ = measure_link(device, depth=config.link.depth, wanted=config.collectives.named())
+        link, chosen, _ = measure_link(device, depth=config.link.depth, algorithm=config.collectives.named)
         own = {"seconds": time.perf_counter() - begin, "alpha": link.alpha, "gap": link.gap, "beta": link.beta}
-        links.append(own | {"block": link.block, "chosen": {op: chosen.of(kind) for op, kind in KIND.items()}})
-        trains.append(measure_trains(device, candidates, (_BLOCK,), turns=1))
-        one_by_one.append(measure_trains(device, candidates, (_BLOCK,), turns=1, depth=1))
+        links.append(own | {"block": link.block, "chosen": chosen.algorithm})
+        for depth, all_of in ((2, trains), (1, one_by_one)):
+            all_of.append(ranks.trains(senders, [_BLOCK], depth, 1))
     for size in () if repeat else SIZES:
         status.set()
-        trains.append(measure_trains(device, candidates, (size,)))
-    rows, took = _rows(trains), list[dict[str, Any]]()
-    if not repeat:
-        teams = _teams(rows, config.cluster.resolved_backend())
-        for size in TURNS:
-            status.set()
-            for team, (seconds,) in zip(teams, measure_turns(device, teams, (size,)), strict=True):
-                took.append({"size": size, "seconds": seconds} | {op: team.of(kind) for op, kind in KIND.items()})
+        trains.append(ranks.trains(senders, [size], 2, _TURNS))
     if dist.get_rank() == 0:
-        for row, other in zip(rows, _rows(one_by_one), strict=False):
-            row["one_by_one"] = other["seconds"]
-        (folder / FILE).write_text(json.dumps({"links": links, "rows": rows, "turns": took}), encoding="utf-8")
+        rows: list[dict[str, Any]] = [
+            name | {"seconds": _medians(own)} for name, own in zip(names, zip(*trains, strict=True), strict=True)
+        ]
+        for row, apart in zip(rows, zip(*one_by_one, strict=True), strict=False):
+            row["one_by_one"] = _medians(apart)
+        (folder / FILE).write_text(json.dumps({"links": links, "rows": rows}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _rows(trains: list[list[Timing]]) -> list[dict[str, Any]]:
-    """One row per algorithm: median seconds by size, over all its trains."""
-    samples: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for t in itertools.chain(*trains):
-        for size, seconds in t.samples.items():
-            samples.setdefault((t.operation, t.algorithm), {}).setdefault(size, []).extend(seconds)
-    return [
-        {"operation": operation, "algorithm": algorithm, "seconds": [statistics.median(each) for each in by_size.values()]}
-        for (operation, algorithm), by_size in samples.items()
-    ]
-
-
-def _teams(rows: list[dict[str, Any]], backend: str) -> list[Collectives]:
-    """Combinations of algorithms to compare; the same on all ranks.
-
-    They are: the fastest of each operation at the sizes of TURNS, the default without measurements, and each algorithm
-    that all operations have.
-    """
-    own = {op: [row for row in rows if row["operation"] == op] for op in KIND}
-    fastest = {
-        op: min(each, key=lambda row: sum(row["seconds"][SIZES.index(size)] for size in TURNS))["algorithm"]
-        for op, each in own.items()
-    }
-    shared = set.intersection(*({row["algorithm"] for row in each} for each in own.values()))
-    named = [fastest, {}, *(dict.fromkeys(KIND, name) for name in sorted(shared))]
-    return list(dict.fromkeys(replace(Collectives.default(backend), **names) for names in named))
+def _medians(trains: Iterable[dict[int, list[float]]]) -> list[float]:
+    """Median seconds by size, over all trains of one row."""
+    samples: dict[int, list[float]] = {}
+    for size, seconds in itertools.chain.from_iterable(train.items() for train in trains):
+        samples.setdefault(size, []).extend(seconds)
+    return [statistics.median(each) for each in samples.values()]
 
 
 def shaped_link(config: Config) -> str:
@@ -173,44 +151,27 @@ def table(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") 
         made.add_column(heading, no_wrap=True)
     for heading in (*map(_size, SIZES), "sent", "buffer", "Gbit/s"):
         made.add_column(heading, justify="right", no_wrap=True)
-    for operation, kind in KIND.items():
+    largest = SIZES[-1]
+    for operation, kinds in TRAINS.items():
         own = [row for row in rows if row["operation"] == operation]
         fastest = [min(seconds) for seconds in zip(*(row["seconds"] for row in own), strict=True)]
         for row in own:
-            collectives = replace(Collectives.default(backend), **{operation: row["algorithm"]})
-            share = (f"{of(kind, SIZES[-1], world) / SIZES[-1]:.2f}" for of in (collectives.sent, collectives.buffer))
+            collectives = Collectives(row["algorithm"], backend)
+            sent = statistics.mean(collectives.sent(kind, largest, world) for kind in kinds)
+            buffer = max(collectives.buffer(kind, largest, world) for kind in kinds)
             times = (f"{'*' if s == best else ''}{s * 1e3:.2f}" for s, best in zip(row["seconds"], fastest, strict=True))
-            rate = collectives.sent(kind, SIZES[-1], world) * 8e-9 / row["seconds"][-1]
-            made.add_row(operation, row["algorithm"], *times, *share, f"{rate:.2f}")
+            rate = sent * 8e-9 / row["seconds"][-1]
+            made.add_row(operation, row["algorithm"], *times, f"{sent / largest:.2f}", f"{buffer / largest:.2f}", f"{rate:.2f}")
         made.add_section()
-    return made
-
-
-def turns(took: list[dict[str, Any]], world: int, backend: str) -> Table:
-    """Milliseconds per message of trains in which the operations take turns, a row per combination of algorithms."""
-    made = Table(title="operations in turns: median ms per message", title_justify="left", box=box.SIMPLE_HEAD)
-    for operation in KIND:
-        made.add_column(operation, no_wrap=True)
-    for heading in (*map(_size, TURNS), "Gbit/s"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    by_team: dict[tuple[str, ...], dict[int, float]] = {}
-    for each in took:
-        by_team.setdefault(tuple(each[op] for op in KIND), {})[each["size"]] = each["seconds"]
-    fastest = {size: min(seconds[size] for seconds in by_team.values()) for size in TURNS}
-    for team, seconds in by_team.items():
-        collectives = replace(Collectives.default(backend), **dict(zip(KIND, team, strict=True)))
-        sent = statistics.mean(collectives.sent(kind, TURNS[-1], world) for kind in KIND.values())
-        times = (f"{'*' if seconds[s] == fastest[s] else ''}{seconds[s] * 1e3:.2f}" for s in TURNS)
-        made.add_row(*team, *times, f"{sent * 8e-9 / seconds[TURNS[-1]]:.2f}")
     return made
 
 
 @style.styled
 def picture(rows: list[dict[str, Any]], world: int, backend: str, link: str = "") -> Figure:
-    """Plot of seconds per message over its size, both logarithmic: axes per operation, a line per algorithm."""
+    """Plot of seconds per message over its size, both logarithmic: axes per train, a line per family."""
     looks = style.look(row["algorithm"] for row in rows)
     figure = style.new_figure(9.2, 3.4, f"{backend}, {world} ranks{link}: median time per message")
-    for axes, operation in zip(figure.subplots(1, len(KIND), sharey=True), KIND, strict=True):
+    for axes, operation in zip(figure.subplots(1, len(TRAINS), sharey=True), TRAINS, strict=True):
         for row in rows:
             if row["operation"] == operation:
                 axes.loglog(SIZES, [s * 1e3 for s in row["seconds"]], **looks[row["algorithm"]])
@@ -237,10 +198,10 @@ def repeated(links: list[dict[str, Any]], rows: list[dict[str, Any]], world: int
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("operation", "chosen", "slower than the fastest", "Gbit/s", "differ by", "gap µs", "α µs"):
         made.add_column(heading, justify="left" if heading in ("operation", "chosen") else "right")
+    chosen = Counter(each["chosen"] for each in links)
     for operation, kind in KIND.items():
         own = [row for row in rows if row["operation"] == operation]
         took = [{row["algorithm"]: row[how][0] for row in own} for how in ("seconds", "one_by_one")]
-        chosen = Counter(each["chosen"][operation] for each in links)
         beta, gap, alpha = ([each[name][list(Kind).index(kind)] for each in links] for name in ("beta", "gap", "alpha"))
         made.add_row(
             operation,

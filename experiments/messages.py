@@ -1,6 +1,6 @@
 """Measure the processor time of a message on a rank, and compare it with the backend alone for the same messages.
 
-    python experiments/messages.py cluster.ranks=2 collectives=direct
+    python experiments/messages.py cluster.ranks=2 collectives=ring
     python experiments/messages.py cluster=shaped cluster.rate_gbit=2 cluster.ranks=4
 
 Twelve blocks of 6 MiB, whose passes only wait, are trained with real parameters, gradients and fused Adam. Their
@@ -18,7 +18,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ from mdcs.calibrate.agreement import on_rank_zero
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.link import Kind
 from mdcs.runtime.communicator import Communicator
 from mdcs.sizes import MIB
 
@@ -79,7 +77,7 @@ def measure(folder: Path) -> None:
     """Run the measurements of one rank. Rank 0 writes the results."""
     config = load(folder / "config.yaml")
     start(config)
-    collectives = replace(Collectives.default("gloo"), **config.collectives.named())
+    collectives = Collectives(config.collectives.named or "ring")
     rows = []
     for strategy, size in CASES:
         status.set(phase=f"{strategy}, {size:g} MiB a message")
@@ -206,22 +204,21 @@ class Backend:
 
     def __init__(self, plan: mdcs.Plan) -> None:
         self.plan, self.world = plan, plan.world
-        self.collectives = plan.profile.collectives
-        self.communicator = Communicator(self.collectives, dist.new_group(backend="gloo"))
+        self.communicator = Communicator(plan.profile.collectives, dist.new_group(backend="gloo"))
         longest = max(plan.elements(m) for m in plan.messages)
-        most = max(self.collectives.buffer(kind, longest, self.world) for kind in {m.kind for m in plan.messages})
+        most = max(self.communicator.scratch(kind, longest) for kind in {m.kind for m in plan.messages})
         self.parameters, self.gradients = ([torch.zeros(ELEMENTS) for _ in range(BLOCKS)] for _ in range(2))
-        self.received = [torch.zeros(most) for _ in range(plan.profile.link.depth)]
-        self.shards = [torch.zeros(longest // self.world) for _ in self.received]
+        self.scratch = [torch.zeros(most) for _ in range(plan.profile.link.depth)]
+        self.shards = [torch.zeros(longest // self.world) for _ in self.scratch]
 
     def run(self, steps: int) -> None:
         """Send the messages of `steps` steps."""
         in_flight: deque[Callable[[], None]] = deque()
         for step in range(steps):
             for i, message in enumerate(self.plan.messages):
-                if len(in_flight) == len(self.received):
+                if len(in_flight) == len(self.scratch):
                     in_flight.popleft()()
-                in_flight.append(self.send(message, (step * len(self.plan.messages) + i) % len(self.received)))
+                in_flight.append(self.send(message, (step * len(self.plan.messages) + i) % len(self.scratch)))
         while in_flight:
             in_flight.popleft()()
 
@@ -231,20 +228,8 @@ class Backend:
         start = self.plan.offsets[unit][block]
         buffer = (self.parameters if message.kind.is_gather else self.gradients)[unit][start : start + n]
         shard = self.shards[k][: n // self.world]
-        received = self.received[k][: self.collectives.buffer(message.kind, n, self.world)]
-        if message.kind.is_gather:
-            return self.communicator.all_gather(buffer).wait
-        if message.kind is Kind.AR:
-            return self.communicator.all_reduce(buffer, received).wait
-        running = self.communicator.reduce_scatter(buffer, received, shard)
-        if not self.collectives.sums_afterwards(Kind.RS):
-            return running.wait
-
-        def wait() -> None:
-            running.wait()
-            torch.sum(received.view(self.world, -1), dim=0, out=shard)
-
-        return wait
+        scratch = self.scratch[k][: self.communicator.scratch(message.kind, n)]
+        return self.communicator.launch(message.kind, buffer, scratch, shard).wait
 
 
 def table(rows: list[dict[str, Any]], config: Config) -> Table:

@@ -230,10 +230,8 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("cluster.device", f"must be cpu with cluster.name=shaped, got {config.cluster.device}")
     if config.cluster.name == "shaped" and config.link.name == "emulated":
         raise ConfigError("link.name", "must be real with cluster.name=shaped, got emulated")
-    if config.cluster.device == "cuda":
-        for operation, name in config.collectives.named().items():
-            if name != "native":
-                raise ConfigError(f"collectives.{operation}", f"must be native with cluster.device=cuda, got {name}")
+    if config.cluster.device == "cuda" and (named := config.collectives.named) not in (None, "native"):
+        raise ConfigError("collectives.algorithm", f"must be native with cluster.device=cuda, got {named}")
     if config.model.checkpointing == "auto":
         if budget.over_floor is not None:
             raise ConfigError("budget.over_floor", "needs model.checkpointing=true or false, the floor depends on it; got auto")
@@ -351,10 +349,9 @@ def _check_profile(config: Config, path: Path) -> None:
     if profile.link.emulated and config.link.name == "real":
         raise ConfigError("profile.path", f"{path} has not measured the link: it was emulated; add link=emulated")
     if config.link.name == "real":
-        for operation, name in config.collectives.named().items():
-            measured = getattr(profile.collectives, operation)
-            if name != measured:
-                raise ConfigError(f"collectives.{operation}", f"{path} was measured with {measured}, got {name}")
+        named, measured = config.collectives.named, profile.collectives.algorithm
+        if named not in (None, measured):
+            raise ConfigError("collectives.algorithm", f"{path} was measured with {measured}, got {named}")
 
 
 def _default(leaf: dataclasses.Field[Any]) -> Any:

@@ -46,7 +46,7 @@ def machine_identity(config: Config) -> dict[str, str]:
     link, cluster = config.link, config.cluster
     return {
         "link": f"{link.name} {shown(link.rate_gbit)} Gbit/s {shown(link.latency_us)} us {shown(link.depth)} in flight",
-        "collectives": " ".join(f"{operation}={name}" for operation, name in config.collectives.named().items()),
+        "collectives": config.collectives.named or "",
         "shaped_link": cluster.shaped_link(),
         "congestion_control": network.congestion_control(),
         **hosts_identity(config),

@@ -79,24 +79,16 @@ class LinkConfig:
 
 @dataclass
 class CollectivesConfig:
-    """The algorithm of each collective. auto: the fastest measured; on an emulated link, the default.
+    """The family of algorithms that carries all messages. They are explained in mdcs/profile/algorithms.py."""
 
-    The algorithms are explained in mdcs/profile/algorithms.py.
-    """
-
-    all_reduce: str = option(
-        "auto", "default native", choices=("auto", *ALGORITHMS["gloo"]["all_reduce"])
-    )
-    reduce_scatter: str = option(
-        "auto", "default all_to_all, then a local sum", choices=("auto", *ALGORITHMS["gloo"]["reduce_scatter"])
-    )
-    all_gather: str = option(
-        "auto", "default broadcast, one from each rank", choices=("auto", *ALGORITHMS["gloo"]["all_gather"])
+    algorithm: str = option(
+        "auto", "auto: the fastest measured; on an emulated link ring, on NCCL native", choices=("auto", *ALGORITHMS["gloo"])
     )
 
-    def named(self) -> dict[str, str]:
-        """The algorithm by operation, without operations that are auto."""
-        return {operation: name for operation, name in dataclasses.asdict(self).items() if name != "auto"}
+    @property
+    def named(self) -> str | None:
+        """The family; None for auto."""
+        return None if self.algorithm == "auto" else self.algorithm
 
 
 @dataclass

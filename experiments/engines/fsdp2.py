@@ -147,10 +147,8 @@ class Fsdp2Engine(Peer):
         if self.workload.world == 1:
             return
         own = options.reduce_scatter == "own"
-        if not own and self.collectives.backend == "gloo":
-            self.collectives = Collectives(all_gather="native", reduce_scatter="all_to_all")
-        elif self.collectives.backend == "gloo":
-            self.collectives = Collectives(all_gather="native", reduce_scatter="native")
+        if own:
+            self.collectives = Collectives("native", self.collectives.backend)  # an all-to-all sends as much as a ring
         for module in modules:
             if self.shows_messages:
                 module.set_custom_all_gather(timed.Gather(self))

@@ -108,9 +108,8 @@ def emulated(config: Config) -> tuple[Link, Collectives] | None:
     if link.name != "emulated":
         return None
     assert link.rate_gbit is not None and link.latency_us is not None and link.depth is not None
-    collectives = dataclasses.replace(
-        Collectives.default(config.cluster.resolved_backend()), **config.collectives.named()
-    )
+    backend, named = config.cluster.resolved_backend(), config.collectives.named
+    collectives = Collectives.default(backend) if named is None else Collectives(named, backend)
     depth = collectives.in_flight(link.depth) or link.depth
     return Link.uniform(link.rate_gbit, link.latency_us, depth, emulated=True), collectives
 

@@ -102,7 +102,7 @@ class Workload:
         emulated = profiles.emulated(config)
         return mdcs.autoprofile(
             self.model, self.optimizer, self.units, self._trying(), link=MeasuredLink(*emulated, {}) if emulated else None,
-            depth=config.link.depth, collectives=config.collectives.named(), master_dtype=self.master_dtype,
+            depth=config.link.depth, algorithm=config.collectives.named, master_dtype=self.master_dtype,
             grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=identity(config), emulate=self.emulate,
             computes=config.model.computes, seconds=_PROFILING_S, progress=False,
         )  # fmt: skip

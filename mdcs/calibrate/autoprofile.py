@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ def autoprofile(
     *,
     link: MeasuredLink | None = None,
     depth: int | None = 2,
-    collectives: Mapping[str, str] | None = None,
+    algorithm: str | None = None,
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     iterations: int = 3,
@@ -55,7 +55,7 @@ def autoprofile(
 
     - ``step``: runs one forward pass on a typical batch and returns the loss.
     - ``depth``: messages in flight. None: as many as are best. On NCCL it is one.
-    - ``collectives``: algorithms by operation that are named rather than measured.
+    - ``algorithm``: name of a family of collective algorithms. None: the fastest.
     - ``master_dtype``, ``grad_dtype``, ``about``: those of :func:`mdcs.measure_profile`.
     - ``iterations``: the most steps of the second phase.
     - ``emulate``: that of :func:`mdcs.parallelize`.
@@ -66,7 +66,7 @@ def autoprofile(
     - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
-    Raises ValueError for an algorithm that the backend does not have, and what :func:`mdcs.measure_profile` and
+    Raises ValueError for a family that the backend does not have, and what :func:`mdcs.measure_profile` and
     :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here. Raises InfeasibleBudget, see above.
     """
     refuse_meta(model)  # before the link, whose backend has no such device
@@ -81,7 +81,7 @@ def autoprofile(
                 warn_of_measuring(known, budget)
         if link is None:
             doing("measuring the link", _LINK * seconds)
-            link = measure_link(units[0].parameters[0][1].device, depth=depth, wanted=collectives)
+            link = measure_link(units[0].parameters[0][1].device, depth=depth, algorithm=algorithm)
         if processes > 1:
             meet()  # so that all compute side by side, as in training
         doing("measuring the model", _MODEL * seconds)

@@ -106,7 +106,7 @@ class _Messages:
         self._communicator = Communicator(collectives, None) if emulate is None else EmulatedCommunicator(collectives, emulate)
         elements = size // like.element_size() // profile.world * profile.world
         self._buffer = torch.zeros(elements, dtype=like.dtype, device=like.device)
-        self._received = self._buffer.new_empty(collectives.buffer(Kind.RS, elements, profile.world))
+        self._scratch = self._buffer.new_empty(self._communicator.scratch(Kind.RS, elements))
         self._out = self._buffer.new_empty(elements // profile.world)
         self._wire = {kind: profile.wire(kind, elements * like.element_size()) for kind in (Kind.RS, Kind.AG_F)}
         seconds = sum(CostModel(profile).link_s(kind, wire) for kind, wire in self._wire.items())
@@ -133,10 +133,6 @@ class _Messages:
 
     def _send(self) -> None:
         for kind, wire in self._wire.items():
-            if kind.is_gather:
-                work = self._communicator.all_gather(self._buffer)
-            else:
-                work = self._communicator.reduce_scatter(self._buffer, self._received, self._out)
-            self._executor.finish([work])
+            self._executor.finish([self._communicator.launch(kind, self._buffer, self._scratch, self._out)])
             if self._emulated:
                 self._executor.pause(self._profile.link.end(kind, wire, 0.0, -math.inf))

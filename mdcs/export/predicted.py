@@ -91,7 +91,7 @@ def as_run(plan: Plan, groups: tuple[Group, ...], forward: Ahead, backward: Ahea
     All updates come after a barrier. With gloo compute waits for a reduction at once.
     """
     backend = plan.profile.collectives.backend
-    native = Collectives("native", "native", "native", backend)
+    native = Collectives("native", backend)
     profile = dataclasses.replace(_with_copies(plan, groups), collectives=native)
     job = dataclasses.replace(plan.job, profile=profile, cross_iteration=False)
     chosen = {u: g.strategy for g in groups for u in g.units}

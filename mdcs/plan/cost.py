@@ -77,14 +77,9 @@ class CostModel:
         least = contention.message_seconds + per_byte * wire
         return max(link.beta_of(kind) * wire, least - link.gap_of(kind))
 
-    def copy_s(self, kind: Kind, payload: int, parts: int = 1) -> float:
-        """Return the seconds of packing, summing and unpacking a message.
-
-        copy_seconds_per_byte·payload·passes. Several parts need two passes. One more pass is needed if the ranks sum
-        the received parts themselves.
-        """
-        passes = int(self.profile.collectives.sums_afterwards(kind)) + 2 * int(parts > 1)
-        return self.profile.copy_seconds_per_byte * payload * passes if passes else 0.0
+    def copy_s(self, payload: int, parts: int) -> float:
+        """Return the seconds of packing and unpacking a message of several parts: 2·copy_seconds_per_byte·payload."""
+        return 2 * self.profile.copy_seconds_per_byte * payload if parts > 1 else 0.0
 
     def update_s(self, kind: Kind, elements: int, runs: int = 1) -> float:
         """Return the seconds of the update after a message. 0 for a gather.
@@ -127,7 +122,7 @@ class CostModel:
         payload, link = self.payload(kind, elements, width), self.profile.link
         wire = self.profile.wire(kind, payload)
         idle = link.beta_of(kind) * wire
-        copy, update = self.copy_s(kind, payload, parts), self.update_s(kind, elements, parts)
+        copy, update = self.copy_s(payload, parts), self.update_s(kind, elements, parts)
         transfer = idle if blocking else self.transfer_s(kind, wire)
         lost = self.lost_s(wire, copy + update)
         return Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
@@ -148,7 +143,7 @@ class CostModel:
                 parts.setdefault(section.width(kind.is_gather), []).append(elements)
             for width, together in parts.items():
                 size = width * sum(together)
-                seconds += times * (self.link_s(kind, self.profile.wire(kind, size)) + self.copy_s(kind, size, len(together)))
+                seconds += times * (self.link_s(kind, self.profile.wire(kind, size)) + self.copy_s(size, len(together)))
                 seconds += sum(self.update_s(kind, elements) for elements in together)
         return seconds
 

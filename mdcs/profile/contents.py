@@ -180,7 +180,7 @@ class Profile:
       updates the parameters themselves.
     - ``interference``: slowdown of compute while a message is in flight (0.2 = 20 %).
     - ``contention``: cost of messages by their number and bytes.
-    - ``copy_seconds_per_byte``: cost of packing a fused message and of summing a reduce-scatter.
+    - ``copy_seconds_per_byte``: cost of packing a fused message.
     - ``about``: free text for people and for file names: model, device, versions.
     - ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
     - ``rehearsed``: (predicted, measured) seconds per step of the plans that the profile was fitted to, by name.
@@ -281,18 +281,14 @@ class Profile:
 
     def wire(self, kind: Kind, size: int) -> int:
         """Return the bytes that one rank sends. ``size``: bytes of the message's whole payload."""
-        if kind.in_node:
-            return self.collectives.sent_by_node(kind, size, self.per_node, self.world // self.per_node)
-        return self.collectives.sent(kind, size, self.world)
+        return self.collectives.sent(kind, size, self.world, self.per_node)
 
     def buffer(self, kind: Kind, size: int) -> int:
         """Return the bytes of the algorithm's own buffer on every rank, in addition to the message.
 
         The result is in elements if ``size`` is in elements.
         """
-        if kind.in_node:
-            return self.collectives.buffer_by_node(kind, size, self.per_node, self.world // self.per_node)
-        return self.collectives.buffer(kind, size, self.world)
+        return self.collectives.buffer(kind, size, self.world, self.per_node)
 
     @property
     def per_node(self) -> int:
@@ -344,7 +340,7 @@ class Profile:
                     **data["optimizer"]
                     | {"scratch_fixed_of": tuple((w, n) for w, n in data["optimizer"].get("scratch_fixed_of", ()))}
                 ),
-                collectives=Collectives(**data["collectives"]),
+                collectives=Collectives.from_dict(data["collectives"]),
                 contention=Contention.from_dict(data["contention"]),
                 spread={name: (low, high) for name, (low, high) in data["spread"].items()},
                 rehearsed={  # zero2 was called zero1

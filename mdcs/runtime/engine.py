@@ -27,7 +27,7 @@ from mdcs.runtime.account import Account
 from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.runtime.draining import finish_iteration
-from mdcs.runtime.emulation import EmulatedCommunicator
+from mdcs.runtime.emulation import EmulatedCommunicator, pacer_for
 from mdcs.runtime.errors import Place, RunError
 from mdcs.runtime.excess import Excess
 from mdcs.runtime.executor import between, executor_for
@@ -36,7 +36,6 @@ from mdcs.runtime.groups import Groups
 from mdcs.runtime.last_words import LastWords
 from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.optimizer_state import OptimizerState
-from mdcs.runtime.pacing import pacer_for
 from mdcs.runtime.queue import MessageQueue, messages_of
 from mdcs.runtime.record import Recorder
 from mdcs.runtime.scaling import UpdateScale

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from mdcs.plan.ledger import Ledger, MessageBytes
 from mdcs.plan.worst_case import most_in_flight
+from mdcs.runtime.emulation import Pacer
 from mdcs.runtime.message_runner import Gradients, MessageRunner, Update
-from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.queue import MessageQueue
 from mdcs.runtime.ranges import named_range
 from mdcs.runtime.thread_transport import LISTEN_SECONDS

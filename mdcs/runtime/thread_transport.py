@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from mdcs.runtime.emulation import Pacer
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.message_runner import MessageRunner
-from mdcs.runtime.pacing import Pacer
 from mdcs.runtime.queue import MessageQueue
 from mdcs.runtime.wire import Transfer
 from mdcs.sizes import MIB

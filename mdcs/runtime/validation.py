@@ -77,7 +77,7 @@ def fit(
     """Check plan, job and model on this rank. ``device`` is where parameters are, or will be made."""
     found = Fit()
     try:
-        _fits_processes(plan, processes, backend, options.emulate)
+        _fits_processes(plan, processes, backend, options.emulate, device)
         _covers(model, units, optimizer)
         keeps_order(model, backend)
         check_buffers(model)
@@ -92,7 +92,7 @@ def fit(
     return found
 
 
-def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None) -> None:
+def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None, device: torch.device) -> None:
     """Raise PlanError unless there is a process of the plan's backend per rank, or one process for an emulated world.
     """
     if emulate is not None:
@@ -110,6 +110,8 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
     planned_backend = plan.profile.collectives.backend
     if processes > 1 and backend != planned_backend:
         raise PlanError(f"the plan is for collectives of {planned_backend}, the process group is of {backend}")
+    if processes > 1 and plan.profile.collectives.algorithm == "ring" and device.type != "cpu":
+        raise PlanError("the plan has rings, which gloo has for CPUs alone: plan with Collectives('native', 'gloo') on a GPU")
 
 
 def _fits_job(plan: Plan, options: RunOptions, optimizer: torch.optim.Optimizer) -> None:

@@ -20,7 +20,7 @@ from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
-from mdcs.runtime.communicator import Communicator, NodeCommunicator, sum_rows
+from mdcs.runtime.communicator import Communicator, NodeCommunicator
 from mdcs.runtime.emulation import EmulatedCommunicator
 from mdcs.runtime.executor import Waitable
 from mdcs.runtime.ranges import named_range
@@ -92,9 +92,10 @@ class Wire:
         self._known_sizes: dict[Message, _Sizes] = {}
         levels = sorted({False, *(k.in_node for k in plan.strategies)}) if self.world > 1 else []
         self._communicators = {in_node: connect(self.collectives, in_node) for in_node in levels}
-        # Gathers outside of the plan have no scratch reserved; the default algorithm needs none.
-        default = Collectives.default(self.collectives.backend)
-        self._outside = {in_node: connect(default, in_node) for in_node in levels}
+        # Gathers outside of the plan have no scratch reserved. Rings need none; only on CPUs does gloo send from rank to rank.
+        on_cpu = storages[0].device.type == "cpu"
+        outside = Collectives.default(self.collectives.backend) if on_cpu else self.collectives
+        self._outside = {in_node: connect(outside, in_node) for in_node in levels}
 
     def allocate(self, message: Message) -> Transfer:
         """Allocate staging and gradient shards of a message."""
@@ -123,9 +124,8 @@ class Wire:
             ranks = self.plan.profile.group(message.kind)
             columns = [self.storages[u].blocks[b] // ranks for u, b in message.parts]
             whole = sum(columns) * ranks
-            # The backend allocates what a native gather needs; native reductions need nothing.
-            native = message.kind.is_gather and self.collectives.of(message.kind) == "native"
-            buffer = 0 if native else self.plan.profile.buffer(message.kind, whole)
+            communicator = self._communicators.get(message.kind.in_node)
+            buffer = communicator.scratch(message.kind, whole) if communicator else 0
             sizes = self._known_sizes[message] = _Sizes(whole, columns, buffer)
         return sizes
 
@@ -140,14 +140,7 @@ class Wire:
         with self.range("pack", message):
             buffer = self._packed(transfer)
         with self.range("collective", message), self.meter.tag("staging"):  # the backend may allocate a copy
-            if message.kind.is_gather:
-                work = communicator.all_gather(buffer)
-            elif transfer.reduced is not None:
-                work = communicator.reduce_scatter(buffer, transfer.received, transfer.reduced)
-            else:
-                assert not isinstance(communicator, NodeCommunicator), "all-reduces are over the world"
-                work = communicator.all_reduce(buffer, transfer.received)
-        transfer.works = [work]
+            transfer.works = [communicator.launch(message.kind, buffer, transfer.received, transfer.reduced)]
 
     def _packed(self, transfer: Transfer) -> Tensor:
         """Return the collective's buffer: the one block of the message, or all blocks packed."""
@@ -164,7 +157,7 @@ class Wire:
         return buffer
 
     def land(self, transfer: Transfer) -> None:
-        """Unpack, or sum, what has arrived; the staging buffers can then be freed."""
+        """Unpack what has arrived; the staging buffers can then be freed."""
         transfer.works = []
         with self.range("unpack", transfer.message):
             self._unpack(transfer)
@@ -174,9 +167,6 @@ class Wire:
         if reduced is not None:
             if self.world == 1:
                 torch.cat(self._blocks(message), out=reduced)
-            elif self.collectives.sums_afterwards(message.kind):
-                assert transfer.received is not None
-                sum_rows(self._rows(transfer.received, message), reduced)
         elif transfer.sent is not None:
             blocks = [self._rows(block, message) for block in self._blocks(message)]
             columns = self._rows(transfer.sent, message).split(self._sizes(message).columns, dim=1)
@@ -199,7 +189,7 @@ class Wire:
         outside = self._outside.get(storage.strategy.in_node)
         if outside is None:
             return []
-        return [outside.all_gather(flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
+        return [outside.launch(Kind.AG_F, flats[s][storage.region(b)]) for b, s in enumerate(storage.sections)]
 
     def range(self, phase: str, message: Message) -> AbstractContextManager[Any]:
         """Return a context that names a phase of a message in traces."""

@@ -34,7 +34,7 @@ def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_every_cut_is_measured(tmp_path):
-    done = run(tmp_path, "cluster.ranks=2", "collectives=direct")
+    done = run(tmp_path, "cluster.ranks=2", "collectives=ring")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out" / program.FILE).read_text())
     assert [row["messages"] for row in rows if row["strategy"] == "zero2"] == [24, 144, 576, 2304]

@@ -184,7 +184,7 @@ def profiles(draw: st.DrawFn, max_units: int = 5) -> Profile:
         link_,
         draw(st.sampled_from([Optimizer(), timed, replace(timed, scratch_fixed=64)])),
         *narrow,
-        collectives=Collectives(*(draw(st.sampled_from(names)) for names in ALGORITHMS["gloo"].values())),
+        collectives=Collectives(draw(st.sampled_from(ALGORITHMS["gloo"]))),
         interference=draw(st.sampled_from([0.0, 0.0, 0.3])),
         copy_seconds_per_byte=draw(st.sampled_from([0.0, 1e-8])),
     )

@@ -143,20 +143,11 @@ WRONG = {
     "run.grad_precision=fp32": "run.grad_precision: has no effect with run.precision=fp32, got fp32",
     "run.precision=bf16 engine=ddp": "run.precision: must be fp32 or fp64 with engine=ddp, got bf16",
     "collectives=tree": (
-        "collectives: no such option tree; options: all_to_all, auto, direct, native, reduce_broadcast, ring"
+        "collectives: no such option tree; options: auto, native, ring"
     ),
-    "collectives.all_reduce=rng": (
-        "collectives.all_reduce: must be one of auto, native, ring, direct, reduce_broadcast; got rng"
-    ),
-    "collectives.reduce_scatter=broadcast": (
-        "collectives.reduce_scatter: must be one of auto, all_to_all, native, ring, direct; got broadcast"
-    ),
-    "collectives.all_gather=null": "collectives.all_gather: must be text, got null",
-    "collectives.gather=ring": "collectives.gather: no such key; did you mean collectives.all_gather?",
-    "collectives=ring cluster=cuda": "collectives.all_reduce: must be native with cluster.device=cuda, got ring",
-    "collectives=all_to_all cluster=cuda": (
-        "collectives.reduce_scatter: must be native with cluster.device=cuda, got all_to_all"
-    ),
+    "collectives.algorithm=direct": "collectives.algorithm: must be one of auto, native, ring; got direct",
+    "collectives.algorithm=null": "collectives.algorithm: must be text, got null",
+    "collectives=ring cluster=cuda": "collectives.algorithm: must be native with cluster.device=cuda, got ring",
     "cluster.ranks=0": "cluster.ranks: must be >= 1, got 0",
     "cluster.threads=0": "cluster.threads: must be >= 1, got 0",
     "cluster.timeout_s=0": "cluster.timeout_s: must be > 0, got 0",
@@ -260,7 +251,7 @@ WRONG = {
     "engine=ddp strategy=fsdp": "strategy: has no effect with engine=ddp, got fsdp",
     "engine=ddp strategy=joint": "strategy: has no effect with engine=ddp, got joint",
     "engine=fsdp2 scheduler=dear": "scheduler: has no effect with engine=fsdp2, got dear",
-    "engine=fsdp2 collectives=ring": "collectives.all_reduce: has no effect with engine=fsdp2, got ring",
+    "engine=fsdp2 collectives=ring": "collectives.algorithm: has no effect with engine=fsdp2, got ring",
     "engine=ddp run.cross_iteration=false": "run.cross_iteration: has no effect with engine=ddp, got false",
     "engine=ddp run.save_every=5": "run.save_every: must be null with engine=ddp, which writes no checkpoints; got 5",
     "run.save_every=0": "run.save_every: must be >= 1, got 0",
@@ -364,17 +355,17 @@ def test_a_profile_that_is_named_is_taken_though_the_models_code_has_changed_wit
 
 def test_algorithms_other_than_a_profile_was_measured_with_are_refused_but_for_an_emulated_link(tmp_path):
     profile = profile_of(tmp_path)
-    assert composed(profile, "collectives=all_to_all").collectives.named() == {"reduce_scatter": "all_to_all"}
+    assert composed(profile, "collectives=ring").collectives.named == "ring"
     with pytest.raises(ConfigError) as error:
-        composed(profile, "collectives=ring")
-    measured = f"{profile.partition('=')[2]} was measured with native, got ring"
-    assert str(error.value) == f"collectives.all_reduce: {measured}"
-    assert composed(profile, "collectives=ring", "link=emulated").collectives.all_reduce == "ring"
+        composed(profile, "collectives=native")
+    measured = f"{profile.partition('=')[2]} was measured with ring, got native"
+    assert str(error.value) == f"collectives.algorithm: {measured}"
+    assert composed(profile, "collectives=native", "link=emulated").collectives.named == "native"
 
 
 def test_native_collectives_are_for_every_device():
-    assert set(composed("collectives=native", "cluster=cuda").collectives.named().values()) == {"native"}
-    assert composed("cluster=cuda").collectives.named() == {}
+    assert composed("collectives=native", "cluster=cuda").collectives.named == "native"
+    assert composed("cluster=cuda").collectives.named is None
 
 
 def test_a_profile_written_by_hand_need_not_say_what_it_was_measured_with():

@@ -30,7 +30,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, list[mdcs.ModelUnit], Any]
 def profiled() -> tuple[mdcs.Profile, bool]:
     model, optimizer, units, step = made()
     before = [p.clone() for p in model.parameters()]
-    link = MeasuredLink(LINK, mdcs.Collectives(reduce_scatter="ring", all_gather="ring"), {})
+    link = MeasuredLink(LINK, mdcs.Collectives("ring"), {})
     profile = mdcs.autoprofile(model, optimizer, units, step, link=link, about={"model": "layers"}, iterations=1)
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return profile, same and not optimizer.state

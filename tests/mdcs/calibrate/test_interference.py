@@ -113,11 +113,11 @@ def test_on_a_gpu_the_step_runs_beside_messages_that_are_in_flight(monkeypatch: 
         loss: torch.Tensor = model(torch.ones(1, 4)).sum()
         return loss
 
-    def send(buffer: torch.Tensor, *others: torch.Tensor) -> None:
+    def send(kind: Kind, buffer: torch.Tensor, *others: torch.Tensor) -> None:
         device.here.append(("message", buffer.numel() * 4 * profile.link.beta_of(Kind.RS) / 2))
 
     monkeypatch.setattr(measurement, "executor_for", lambda _: device)
-    monkeypatch.setattr(measurement, "Communicator", lambda *_: SimpleNamespace(all_gather=send, reduce_scatter=send))
+    monkeypatch.setattr(measurement, "Communicator", lambda *_: SimpleNamespace(launch=send, scratch=lambda *_: 0))
     monkeypatch.setattr(measurement, "meet", lambda: None)
     monkeypatch.setattr(measurement, "gathered", lambda own: [own])
     found = measure_interference(profile, model, step, rounds=1)

@@ -24,7 +24,7 @@ from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, in_nodes, jobs, link, planned, schedulers, strategies, tied
 
-NATIVE = Collectives("native", "native", "native")
+NATIVE = Collectives("native")
 
 
 def named(profile: Profile, *names: str) -> Profile:

@@ -145,11 +145,11 @@ def test_two_dp_units_by_hand() -> None:
     assert overlapped.period_s == pytest.approx(10)
     assert overlapped.times.overlap_s == pytest.approx(2)
     assert overlapped.times.stalled_s == pytest.approx(4)
-    # Parameters 600; gradients of both while AR_b runs beside B_a: 600; activations of B_a 15, of B_b 30.
+    # Parameters 600; gradients of both while AR_b runs beside B_a: 600; a part of b that it receives: 100; activations of B_a 15.
     assert overlapped.peak["parameters"] == 600
     assert overlapped.peak["gradients"] == 600
-    assert overlapped.peak["total"] == 600 + 600 + 15
-    assert alone.peak["total"] == 600 + 400 + 15  # b's 200 are gone when a's 400 come
+    assert overlapped.peak["total"] == 600 + 600 + 100 + 15
+    assert alone.peak["total"] == 600 + 400 + 200  # b's 200 are gone when a's 400 come, and a part of a is received
 
 
 def test_fsdp_memory_by_hand() -> None:
@@ -159,9 +159,9 @@ def test_fsdp_memory_by_hand() -> None:
     result = replay(plan)
     assert result.peak["parameters"] == 300
     assert result.peak["full_parameters"] == 400
-    assert result.peak["staging"] == 400  # the all-to-all of a's gradients
+    assert result.peak["staging"] == 200  # the part of a's gradients that is received
     assert result.peak["gradient_shards"] == 200
-    # Summing up at the turn: shard 300, gradients 400, staging 400, gradient shard 200, nothing gathered.
-    assert result.peak["total"] == 300 + 400 + 400 + 200
+    # In a's backward: shards 300, a gathered 400, its gradient 400, activations 15.
+    assert result.peak["total"] == 300 + 400 + 400 + 15
     wire = sum(plan.wire(m) for m in plan.messages)
     assert wire == (400 * 3 + 200 * 2) // 2

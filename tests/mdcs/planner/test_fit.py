@@ -82,7 +82,7 @@ def test_reductions_go_first_where_gathers_take_the_room() -> None:
     assert listed(plan) == [("RS c", 1), ("RS b", 2), ("AG_F a", 3), ("AG_F b", 4), ("AG_F c", 5)]
     c, b, a, *rest = plan.messages
     gather_first = replace(plan, messages=(c, a, replace(b, slot=3), *rest))
-    assert smallest_budget(gather_first) == 48 + 1000 + 32 + (32 + 32 + 16)  # b: gradient, what it receives, what it sums
+    assert smallest_budget(gather_first) == 48 + 1000 + 32 + (32 + 16 + 16)  # b: gradient, what it receives, what it sums
     fitted = fit(gather_first, 48 + 1000 + 32 + 32 + 16)
     assert listed(fitted)[:3] == [("RS c", 1), ("RS b", 2), ("AG_F a", 3)]
 

@@ -27,7 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from mdcs.profile.algorithms import Collectives
+from mdcs.profile.algorithms import OPERATION, Collectives
+from mdcs.profile.link import Kind
 from mdcs.runtime.communicator import Communicator
 
 _VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}
@@ -371,20 +372,17 @@ class Device(TorchDispatchMode):
         assert synchronous
         real = Communicator(collectives, group)
 
-        def queued(name: str) -> Callable[..., Any]:
-            def start(*tensors: Tensor | None) -> Any:
-                addresses = [None if t is None else self.address(t) for t in tensors]
-                memories = [m for t in tensors if t is not None and (m := self.memory(t)) is not None]
+        def launch(kind: Kind, *tensors: Tensor | None) -> Any:
+            addresses = [None if t is None else self.address(t) for t in tensors]
+            memories = [m for t in tensors if t is not None and (m := self.memory(t)) is not None]
 
-                def send() -> None:
-                    getattr(real, name)(*(None if a is None else a() for a in addresses)).wait()
+            def send() -> None:
+                real.launch(kind, *(None if a is None else a() for a in addresses)).wait()
 
-                self.enqueue(self.current, name, send, touches=memories)
-                return SimpleNamespace(wait=lambda: None)
+            self.enqueue(self.current, OPERATION[kind], send, touches=memories)
+            return SimpleNamespace(wait=lambda: None)
 
-            return start
-
-        return SimpleNamespace(**{name: queued(name) for name in ("all_reduce", "reduce_scatter", "all_gather")})
+        return SimpleNamespace(launch=launch, scratch=real.scratch)
 
 
 def _is_leaf(x: Any) -> bool:

@@ -442,7 +442,7 @@ def test_an_emulated_link_takes_its_time_on_the_device():
             return parallelize(*arguments, **options)
 
         patch.setattr(mdcs, "parallelize", on_device)
-        how = How("zero2", "wfbp", collectives=Collectives(reduce_scatter="native"))
+        how = How("zero2", "wfbp", collectives=Collectives("native"))
         run = emulated_run(made, optimizer_for("adam", made.model), how, mdcs.Emulation(1, 4), link)
         device.__exit__(None, None, None)
     assert device.misuse == [] and set(pauses) == {"communication"} and len(pauses) >= 4 * len(run.plan.messages)

@@ -1,10 +1,9 @@
-"""Every algorithm between real ranks: the same result, whatever the number of ranks and the messages in flight."""
+"""Both families between real ranks: the same result, whatever the number of ranks and the messages in flight."""
 
 from __future__ import annotations
 
 import random
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mdcs.calibrate import link_timing
-from mdcs.calibrate.link_timing import _shallowest, measure_link, measure_trains
+from mdcs.calibrate.link_timing import _shallowest, measure_link
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime.communicator import Communicator, Running
 from tests.mdcs.runtime.ranks import Ranks
 
-PAIRS = [(operation, name) for operation, names in ALGORITHMS["gloo"].items() for name in names]
+FAMILIES = ALGORITHMS["gloo"]
 DTYPES = (torch.float64, torch.int64)
 
 
@@ -28,34 +27,27 @@ def numbers(elements: int, rank: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-1000, 1000, (elements,), generator=torch.Generator().manual_seed(seed * 100 + rank)).to(dtype)
 
 
-def start(communicator: Communicator, kind: Kind, buffer: Tensor) -> tuple[Running, Tensor | None, Tensor]:
-    """A running collective, the buffer that it receives in, and where its result will be."""
-    elements, world = buffer.numel(), communicator.world
-    received = torch.empty(communicator.collectives.buffer(kind, elements, world), dtype=buffer.dtype)
-    if kind is Kind.AR:
-        return communicator.all_reduce(buffer, received), None, buffer
-    if kind is Kind.RS:
-        out = torch.empty(elements // world, dtype=buffer.dtype)
-        return communicator.reduce_scatter(buffer, received, out), received, out
-    return communicator.all_gather(buffer), None, buffer
+def start(communicator: Communicator, kind: Kind, buffer: Tensor) -> tuple[Running, Tensor]:
+    """A running collective, and where its result will be."""
+    elements, out = buffer.numel(), torch.empty(buffer.numel() // communicator.world, dtype=buffer.dtype)
+    scratch = torch.empty(communicator.scratch(kind, elements), dtype=buffer.dtype)
+    return communicator.launch(kind, buffer, scratch, out), out if kind is Kind.RS else buffer
 
 
-def exchange(operation: str, algorithm: str, seed: int) -> int:
-    """Six messages of random sizes and types, up to three in flight; raises AssertionError for a wrong one."""
-    communicator = Communicator(replace(Collectives(), **{operation: algorithm}), None)
-    world, rank, kind = communicator.world, communicator.rank, KIND[operation]
+def exchange(algorithm: str, seed: int) -> int:
+    """Twelve messages of random kinds, sizes and types, up to three in flight; raises AssertionError for a wrong one."""
+    communicator = Communicator(Collectives(algorithm), None)
+    world, rank = communicator.world, dist.get_rank()
     rng = random.Random(seed)
-    in_flight: list[tuple[Running, Tensor | None, Tensor, Tensor]] = []
+    in_flight: list[tuple[Running, Tensor, Tensor]] = []
 
     def finish() -> None:
-        running, received, found, wanted = in_flight.pop(0)
+        running, found, wanted = in_flight.pop(0)
         running.wait()
-        if algorithm == "all_to_all":
-            assert received is not None
-            found = received.view(world, -1).sum(0)
         assert torch.equal(found, wanted), (found, wanted)
 
-    for number in range(6):
+    for number in range(12):
+        kind = rng.choice([Kind.AR, Kind.RS, Kind.AG_F, Kind.AG_B])
         part = rng.choice([1, 2, 3, 7, 64, 1001, 40_000])
         dtype = rng.choice(DTYPES)
         inputs = [numbers(part * world, r, seed + number, dtype) for r in range(world)]
@@ -70,49 +62,52 @@ def exchange(operation: str, algorithm: str, seed: int) -> int:
     return world
 
 
-@pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
-def test_the_result_is_right(two: Ranks, three: Ranks, four: Ranks, operation: str, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", FAMILIES)
+def test_the_result_is_right(two: Ranks, three: Ranks, four: Ranks, algorithm: str) -> None:
     for world, ranks in ((2, two), (3, three), (4, four)):
         for seed in (1, 2):
-            assert ranks.run(exchange, operation, algorithm, seed) == [world] * world
+            assert ranks.run(exchange, algorithm, seed) == [world] * world
 
 
 def same_bits(algorithm: str) -> list[float]:
     """Random numbers, whose sum depends on its order."""
-    communicator = Communicator(Collectives(all_reduce=algorithm), None)
-    buffer = torch.randn(4 * 3 * 50, generator=torch.Generator().manual_seed(communicator.rank))
+    communicator = Communicator(Collectives(algorithm), None)
+    buffer = torch.randn(4 * 3 * 50, generator=torch.Generator().manual_seed(dist.get_rank()))
     start(communicator, Kind.AR, buffer)[0].wait()
     return buffer.tolist()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS["gloo"]["all_reduce"])
+@pytest.mark.parametrize("algorithm", FAMILIES)
 def test_all_ranks_have_the_same_bits(three: Ranks, four: Ranks, algorithm: str) -> None:
     for ranks in (three, four):
         first, *others = ranks.run(same_bits, algorithm)
         assert all(other == first for other in others)
 
 
-def interrupted(operation: str, algorithm: str) -> str:
+def test_on_two_ranks_both_families_have_the_bits_of_ddp(two: Ranks) -> None:
+    """DDP's are those of the backend's all-reduce."""
+    native, ring = (two.run(same_bits, algorithm) for algorithm in FAMILIES)
+    assert native == ring
+
+
+def interrupted(kind: Kind) -> str:
     """Rank 1 leaves before the message; the others hear of it."""
-    communicator = Communicator(replace(Collectives(), **{operation: algorithm}), None)
+    communicator = Communicator(Collectives("ring"), None)
     dist.barrier()
-    if communicator.rank == 1:
+    if dist.get_rank() == 1:
         return "gone"
     try:
-        start(communicator, KIND[operation], torch.ones(12))[0].wait()
+        start(communicator, kind, torch.ones(12))[0].wait()
     except RuntimeError as e:
         return str(e)
     return "not noticed"
 
 
-@pytest.mark.parametrize(
-    ("operation", "algorithm"),
-    [("all_reduce", "ring"), ("all_reduce", "reduce_broadcast"), ("all_gather", "ring"), ("reduce_scatter", "direct")],
-)
-def test_a_rank_that_is_gone_is_an_error(operation: str, algorithm: str) -> None:
+@pytest.mark.parametrize("kind", [Kind.AR, Kind.AG_F])
+def test_a_rank_that_is_gone_is_an_error(kind: Kind) -> None:
     ranks = Ranks(2)
     try:
-        said, gone = ranks.run(interrupted, operation, algorithm)
+        said, gone = ranks.run(interrupted, kind)
     finally:
         ranks.stop()
     assert gone == "gone" and "not noticed" not in said
@@ -121,25 +116,28 @@ def test_a_rank_that_is_gone_is_an_error(operation: str, algorithm: str) -> None
 # ---- measured
 
 
-def measured(wanted: dict[str, str]) -> tuple[float, float, int, Collectives]:
-    link, collectives, spread = measure_link(torch.device("cpu"), depth=3, wanted=wanted)
-    operations = ("all_reduce", "reduce_scatter", "all_gather")
-    assert spread.keys() == {f"{name} of {operation}" for name in ("α", "gap", "1/β") for operation in operations}
+def measured(algorithm: str | None) -> tuple[float, float, int, str]:
+    link, collectives, spread = measure_link(torch.device("cpu"), depth=3, algorithm=algorithm)
+    assert spread.keys() == {f"{name} of {operation}" for name in ("α", "gap", "1/β") for operation in KIND}
     assert all(0 <= low <= high for low, high in spread.values())
     assert len(link.alpha) == len(link.beta) == 4 and link.depth == 3 and not link.emulated
     assert link.alpha[2:] == (link.alpha[2],) * 2 and link.beta[2:] == (link.beta[2],) * 2 and len(link.gap) == 4
-    return sum(link.alpha), sum(link.beta), link.block, collectives
+    return sum(link.alpha), sum(link.beta), link.block, collectives.algorithm
 
 
 def test_all_ranks_measure_the_same_link_and_choose_the_same(two: Ranks, three: Ranks) -> None:
     for ranks in (two, three):  # on three, messages have several steps, and those of one train are at different ones
-        first, *others = ranks.run(measured, {})
+        first, *others = ranks.run(measured, None)
         assert all(other == first for other in others)
-        assert first[1] > 0 and 1 << 18 <= first[2] <= 1 << 22
+        assert first[1] > 0 and 1 << 18 <= first[2] <= 1 << 22 and first[3] in FAMILIES
+
+
+def test_a_family_that_is_named_is_chosen(two: Ranks) -> None:
+    assert {found[3] for found in two.run(measured, "native")} == {"native"}
 
 
 def measured_depth() -> tuple[int, list[str]]:
-    link, _, spread = measure_link(torch.device("cpu"), depth=None, wanted=dict.fromkeys(KIND, "ring"))
+    link, _, spread = measure_link(torch.device("cpu"), depth=None, algorithm="ring")
     return link.depth, [name for name in spread if name.endswith("in flight")]
 
 
@@ -149,19 +147,20 @@ def test_the_number_in_flight_is_measured_if_it_is_not_given(two: Ranks) -> None
     assert names == [f"{operation} with {n} in flight" for operation in KIND for n in (1, 2, 4)]
 
 
-def trains(depth: int) -> list[tuple[str, str, dict[int, list[float]]]]:
-    """Of every algorithm, two sizes in two turns."""
-    found = measure_trains(torch.device("cpu"), ALGORITHMS["gloo"], (1 << 12, 1 << 16), depth=depth, turns=2)
-    return [(t.operation, t.algorithm, t.samples) for t in found]
+def trains(depth: int) -> list[dict[int, list[float]]]:
+    """Of both families, each kind alone and all in turns; two sizes in two turns."""
+    kinds = tuple(KIND.values())
+    senders = [(Collectives(name), own) for name in FAMILIES for own in (*((kind,) for kind in kinds), kinds)]
+    return link_timing.Ranks(torch.device("cpu"), None).trains(senders, (1 << 12, 1 << 16), depth, 2)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_every_algorithm_sends_trains_and_all_ranks_know_the_same_of_them(two: Ranks, depth: int) -> None:
-    first, second = two.run(trains, depth)
-    assert first == second and [pair[:2] for pair in first] == PAIRS
-    for *_, samples in first:
-        assert [len(seconds) for seconds in samples.values()] == [2, 2]
-        assert all(0 < s < 1 for seconds in samples.values() for s in seconds)
+def test_every_family_sends_trains_and_all_ranks_know_the_same_of_them(two: Ranks) -> None:
+    for depth in (1, 3):
+        first, second = two.run(trains, depth)
+        assert first == second and len(first) == 4 * len(FAMILIES)
+        for samples in first:
+            assert [len(seconds) for seconds in samples.values()] == [2, 2]
+            assert all(0 < s < 1 for seconds in samples.values() for s in seconds)
 
 
 def test_as_few_in_flight_as_are_nearly_as_fast_as_any() -> None:
@@ -169,19 +168,11 @@ def test_as_few_in_flight_as_are_nearly_as_fast_as_any() -> None:
     assert _shallowest({1: [1.0], 2: [1.02], 3: [1.1], 4: [1.2]}) == 4
 
 
-def test_what_is_named_is_chosen(two: Ranks) -> None:
-    wanted = {"all_reduce": "reduce_broadcast", "reduce_scatter": "native", "all_gather": "ring"}
-    for *_, collectives in two.run(measured, wanted):
-        assert collectives == Collectives(**wanted)
-    for *_, collectives in two.run(measured, {"reduce_scatter": "ring"}):
-        assert collectives.reduce_scatter == "ring"
-
-
 def test_a_world_of_one_has_a_link_that_takes_no_time() -> None:
-    link, collectives, _ = measure_link(torch.device("cpu"), wanted={"all_gather": "ring"})
-    assert (link.alpha, link.beta, collectives) == ((0.0,) * 4, (0.0,) * 4, Collectives(all_gather="ring"))
-    with pytest.raises(ValueError, match="all_reduce must be"):
-        measure_link(torch.device("cpu"), wanted={"all_reduce": "rng"})
+    link, collectives, _ = measure_link(torch.device("cpu"), algorithm="native")
+    assert (link.alpha, link.beta, collectives) == ((0.0,) * 4, (0.0,) * 4, Collectives("native"))
+    with pytest.raises(ValueError, match="algorithm must be native or ring"):
+        measure_link(torch.device("cpu"), algorithm="direct")
 
 
 def warned_of() -> list[tuple[str, str]]:
@@ -191,8 +182,8 @@ def warned_of() -> list[tuple[str, str]]:
         communicator = Communicator(Collectives.default("nccl"), None)
         for _ in range(3):
             warnings.warn("this is deprecated", UserWarning, stacklevel=1)
-            communicator.all_gather(torch.zeros(4)).wait()
-            communicator.reduce_scatter(torch.zeros(4), None, torch.zeros(2)).wait()
+            communicator.launch(Kind.AG_F, torch.zeros(4)).wait()
+            communicator.launch(Kind.RS, torch.zeros(4), None, torch.zeros(2)).wait()
     return [(w.category.__name__, str(w.message)) for w in caught]
 
 
@@ -203,15 +194,15 @@ def test_sending_neither_warns_nor_lets_others_warn_again(two: Ranks) -> None:
 
 def measured_as_nccl(depth: int | None) -> tuple[int, set[int]]:
     """The depth of the link, and how many messages trains had in flight: gloo has what is asked of NCCL here, too."""
-    found, train = set(), link_timing._Ranks._train
+    found, train = set(), link_timing.Ranks._train
 
-    def noted(ranks: Any, timings: Any, size: int, in_flight: int) -> float:
+    def noted(ranks: Any, sender: Any, size: int, in_flight: int) -> float:
         found.add(in_flight)
-        return train(ranks, timings, size, in_flight)
+        return train(ranks, sender, size, in_flight)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link_timing, "backend_of", lambda group, device: "nccl")
-        patch.setattr(link_timing._Ranks, "_train", noted)
+        patch.setattr(link_timing.Ranks, "_train", noted)
         return measure_link(torch.device("cpu"), depth=depth).link.depth, found
 
 

@@ -100,7 +100,7 @@ def train_on_one_gpu(how: How) -> bool:
 @pytest.mark.parametrize("scheduler", ["sequential", "wfbp", "fusion"])
 def test_two_ranks_on_one_gpu_over_gloo(two: Ranks, strategy: str, scheduler: str):
     """gloo reduces and broadcasts CUDA tensors, and does nothing else with them."""
-    how = How(strategy, scheduler, collectives=Collectives(reduce_scatter="native"))
+    how = How(strategy, scheduler, collectives=Collectives("native"))
     assert two.run(train_on_one_gpu, how, timeout_s=120) == [True, True]
 
 

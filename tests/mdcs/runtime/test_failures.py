@@ -42,7 +42,7 @@ from tests.mdcs.runtime.training import (
     train,
 )
 
-GLOO, RING = Collectives(), Collectives("ring", "ring", "ring")
+NATIVE, RING = Collectives("native"), Collectives("ring")
 TIMEOUT_S = 3.0
 HANG_S = 40.0  # less than the 60 s of a process group: no error comes from there
 
@@ -71,7 +71,7 @@ def step(made: Setup, parallel: mdcs.Parallel, number: int) -> None:
 
 @contextmanager
 def training(
-    strategy: str = "fsdp", scheduler: str = "wfbp", collectives: Collectives = GLOO, **job: Any
+    strategy: str = "fsdp", scheduler: str = "wfbp", collectives: Collectives = NATIVE, **job: Any
 ) -> Iterator[tuple[Setup, mdcs.Parallel]]:
     how = How(strategy, scheduler, seed=1, collectives=collectives)
     with parallel_for(Job("tied", **job), how, timeout_s=TIMEOUT_S) as (made, parallel, _):
@@ -323,7 +323,7 @@ def until_another_leaves(parallel: mdcs.Parallel) -> None:
 def fail_on_rank_one(how: str) -> None:
     """Rank 1 fails in the middle of the backward pass of step 3; rank 0 knows nothing of it."""
     rank = dist.get_rank()
-    scheduler, collectives = "sequential" if "sequential" in how else "wfbp", RING if "ring" in how else GLOO
+    scheduler, collectives = "sequential" if "sequential" in how else "wfbp", RING if "ring" in how else NATIVE
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if how == "fails in the starter":
             patch.setattr(thread_transport, "_LARGE_BYTES", 0)

@@ -212,17 +212,14 @@ def test_other_optimizers_accumulation_and_clipping(measured: Ranks, job, how):
 
 
 @pytest.mark.parametrize(
-    "collectives",
-    [*(Collectives(name, name, name) for name in ("native", "ring", "direct")), Collectives("reduce_broadcast")],
-    ids=str,
+    ("strategy", "scheduler"), [("random", "random"), pytest.param("fsdp", "fusion", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(
-    ("strategy", "scheduler"),
-    [("random", "random"), *(pytest.param(*it, marks=pytest.mark.slow) for it in (("zero2", "sequential"), ("fsdp", "fusion")))],
-)
-def test_every_algorithm_holds_what_the_ledger_says(measured: Ranks, strategy, scheduler, collectives):
-    """gloo's own buffers included; when its threads allocate those of several messages in flight is up to them."""
-    how = How(strategy, scheduler, seed=3, collectives=collectives)
+def test_native_collectives_hold_what_the_ledger_says(measured: Ranks, strategy, scheduler):
+    """gloo's own buffers included; when its threads allocate those of several messages in flight is up to them.
+
+    The other tests have rings, which are exact.
+    """
+    how = How(strategy, scheduler, seed=3, collectives=Collectives("native"))
     for rank in measured.run(measure, Job("gpt2"), how, SHAPES["gpt2"]):
         exact = [c for c in BUFFERS if c != "staging"]
         assert {c: rank["predicted"][c] for c in exact} == {c: rank["measured"][c] for c in exact}

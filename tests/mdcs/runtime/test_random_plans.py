@@ -69,7 +69,7 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     optimizer = optimizer_for(job.optimizer, made.model)
     schedule = job.scheduler(optimizer)
     units = mdcs.partition(made.model, made.policy)
-    collectives = Collectives(*(rng.choice(names) for names in ALGORITHMS["gloo"].values()))
+    collectives = Collectives(rng.choice(ALGORITHMS["gloo"]))
     how = How(depth=rng.choice([1, 2, 3, 8]), collectives=collectives, emulated=rng.random() < 0.1)
     profile = profile_of(job, how, made, units, optimizer)
     losses = []

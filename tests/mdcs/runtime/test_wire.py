@@ -16,7 +16,7 @@ from mdcs.plan.message import Message
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.random_order import RandomOrder
-from mdcs.profile.algorithms import ALGORITHMS, OPERATION, Collectives
+from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.contents import Profile, Slot, Unit
 from mdcs.profile.link import Kind, Link
 from mdcs.runtime.communicator import Communicator
@@ -34,7 +34,7 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     rank, world = dist.get_rank(), dist.get_world_size()
     units = tuple(Unit(f"u{i}", (n,), True, (i, i), (2 - i, 2 - i)) for i, n in enumerate(SIZES))
     slots = tuple(Slot(i, "F", 1.0, 0, 0) for i in range(3)) + tuple(Slot(2 - i, "B", 1.0, 0, 0) for i in range(3))
-    collectives = Collectives(**{OPERATION[Kind(kind)]: algorithm})
+    collectives = Collectives(algorithm)
     profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), collectives=collectives)
     plan = RandomOrder(seed=5, max_blocks=3, fuse=0.0).schedule(Mix(Job(profile), (Strategy(strategy),) * 3))
     storages = [
@@ -94,10 +94,10 @@ def finish(wire: Wire, transfer: Transfer) -> dict[tuple[int, int], torch.Tensor
 @pytest.mark.parametrize(
     ("strategy", "kind", "algorithm"),
     [
-        *(("dp", "AR", name) for name in ALGORITHMS["gloo"]["all_reduce"]),
-        *(("zero2", "RS", name) for name in ALGORITHMS["gloo"]["reduce_scatter"]),
-        *(("zero2", "AG_F", name) for name in ALGORITHMS["gloo"]["all_gather"]),
-        ("fsdp", "AG_F", "broadcast"),
+        *(("dp", "AR", name) for name in ALGORITHMS["gloo"]),
+        *(("zero2", "RS", name) for name in ALGORITHMS["gloo"]),
+        *(("zero2", "AG_F", name) for name in ALGORITHMS["gloo"]),
+        ("fsdp", "AG_F", "native"),
         ("fsdp", "AG_B", "ring"),
     ],
 )

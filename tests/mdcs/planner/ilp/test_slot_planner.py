@@ -149,7 +149,8 @@ def test_of_schedules_as_fast_the_leanest() -> None:
 
 def started() -> tuple[Judge, list[portfolio.EvaluatedPlan]]:
     """A tight job, and heuristics' plans for it."""
-    profile = chain(*[40_000] * 6, link=link(4e-6, depth=2, block=1 << 14), live=1000)
+    sizes = 40_000, 10_000, 40_000, 20_000, 60_000, 30_000
+    profile = chain(*sizes, link=link(8e-6, depth=2, block=1 << 14), live=1000)
     judge = Judge(Job(profile), int(1.25 * mdcs.floor_bytes(profile)))
     coarse = itertools.islice(portfolio.heuristics(judge, None), 12)
     return judge, list(map(portfolio.evaluate, coarse))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mdcs.profile.link import Kind, Link
-from mdcs.runtime import pacing
-from mdcs.runtime.pacing import Pacer
+from mdcs.runtime import emulation
+from mdcs.runtime.emulation import Pacer
 
 ALPHA, BETA = 0.002, 1e-6
 LINK = Link((ALPHA,) * 4, (BETA,) * 4, emulated=True)
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pacing, "time", clock)
+    monkeypatch.setattr(emulation, "time", clock)
     return clock
 
 
@@ -83,6 +83,6 @@ def test_a_late_message_is_not_held(clock: Clock, pacers: list[Pacer]):
 def test_entries_of_an_earlier_round_of_the_ring_do_not_count(clock: Clock, pacers: list[Pacer]):
     pacers[1].started(0)
     clock.now += 50
-    pacers[0].started(pacing._RING)  # the same place
-    pacers[0].hold(pacing._RING, Kind.AR, 0)
+    pacers[0].started(emulation._RING)  # the same place
+    pacers[0].hold(emulation._RING, Kind.AR, 0)
     assert clock.now == pytest.approx(150 + ALPHA)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from mdcs.plan.lifetimes import Row, at_rest, message_rows, unit_rows
+from mdcs.plan.lifetimes import Moment, Row, at_rest, message_rows, unit_rows
 from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op, Period
 from mdcs.plan.runs import cuts, pieces_of
@@ -24,6 +24,33 @@ Effects = tuple[tuple[str, int], ...]
 """(category, bytes) pairs: positive bytes are allocated, negative bytes are freed."""
 
 Rows = tuple[Row, ...]
+
+
+def _total(rows: Iterable[Row]) -> int:
+    return sum([row.bytes for row in rows])
+
+
+def _most(allocated: Rows, freed: Rows) -> int:
+    """Return the most bytes that a message holds: from its start, or once it has landed and its update has begun."""
+    start = sum([row.bytes for row in allocated if row.allocated and row.allocated.moment == "start"])
+    update = sum([row.bytes for row in allocated if row.allocated and row.allocated.moment == "update"])
+    return max(start, start + update - sum([row.bytes for row in freed if row.freed and row.freed.moment == "landed"]))
+
+
+def _bytes(category: str, *of: str) -> cached_property[int]:
+    """Return a property: the bytes of a category in these fields."""
+    return cached_property(lambda self: sum(r.bytes for field in of for r in getattr(self, field) if r.category == category))
+
+
+def _pairs(category: str, of: str, freed: Moment | None = None) -> cached_property[tuple[tuple[int, int], ...]]:
+    """Return a property: (unit, bytes) of a category in a field, of the rows that are freed at this moment if given."""
+
+    def found(self: MessageBytes | SlotBytes) -> tuple[tuple[int, int], ...]:
+        rows: Rows = getattr(self, of)
+        rows = tuple(r for r in rows if freed is None or (r.freed and r.freed.moment == freed))
+        return tuple((r.unit, r.bytes) for r in rows if r.category == category)
+
+    return cached_property(found)
 
 
 @dataclass(frozen=True)
@@ -74,47 +101,15 @@ class MessageBytes:
         """The most bytes of its own buffers. Gradients that it frees make no room for them."""
         return _most(self.own, self.own)
 
-    # ---- the buffers that the runtime makes
-
-    @cached_property
-    def full(self) -> tuple[tuple[int, int], ...]:
-        """(unit, bytes) of full parameters, for the units that it is the first to gather."""
-        return _of("full_parameters", self.kept)
-
-    @cached_property
-    def staging(self) -> int:
-        """Bytes of the buffers of its collective."""
-        return _total(_only("staging", self.own))
-
-    @cached_property
-    def shards(self) -> int:
-        """Bytes of the gradient shards that it makes."""
-        return _total(_only("gradient_shards", (*self.own, *self.kept)))
-
-    @cached_property
-    def shards_held(self) -> int:
-        """Bytes of its gradient shards that stay until the barrier."""
-        return _total(_only("gradient_shards", self.kept))
-
-    @cached_property
-    def shards_freed(self) -> int:
-        """Bytes of gradient shards that are freed after its update. In barrier mode those of all reductions."""
-        return _total(_only("gradient_shards", (*self.own, *self.ended)))
-
-    @cached_property
-    def scratch(self) -> int:
-        """Temporary bytes of its update."""
-        return _total(_only("update_scratch", self.own))
-
-    @cached_property
-    def gradients_after_link(self) -> tuple[tuple[int, int], ...]:
-        """(unit, bytes) of full gradients that are freed when the collective ends (reduce-scatter)."""
-        return _of("gradients", self.ended, "landed")
-
-    @cached_property
-    def gradients_after_update(self) -> tuple[tuple[int, int], ...]:
-        """(unit, bytes) of full gradients that are freed after the update (all-reduce)."""
-        return _of("gradients", self.ended, "done")
+    # Buffers that the runtime makes: bytes, or (unit, bytes) pairs.
+    full = _pairs("full_parameters", "kept")  # of the units that it is the first to gather
+    staging = _bytes("staging", "own")
+    shards = _bytes("gradient_shards", "own", "kept")  # that it makes
+    shards_held = _bytes("gradient_shards", "kept")  # that stay until the barrier
+    shards_freed = _bytes("gradient_shards", "own", "ended")  # after its update; in barrier mode those of all reductions
+    scratch = _bytes("update_scratch", "own")
+    gradients_after_link = _pairs("gradients", "ended", freed="landed")  # freed when the collective ends (reduce-scatter)
+    gradients_after_update = _pairs("gradients", "ended", freed="done")  # freed after the update (all-reduce)
 
 
 @dataclass(frozen=True)
@@ -141,35 +136,9 @@ class SlotBytes:
             at_end=tuple((row.category, -row.bytes) for row in self.ended), freed=_total(self.ended),
         )  # fmt: skip
 
-    @cached_property
-    def gradients(self) -> tuple[tuple[int, int], ...]:
-        """(unit, bytes) of full gradients, allocated when the slot begins."""
-        return _of("gradients", self.begun)
-
-    @cached_property
-    def released(self) -> tuple[tuple[int, int], ...]:
-        """(unit, bytes) of full parameters, freed when the slot ends."""
-        return _of("full_parameters", self.ended)
-
-
-def _total(rows: Iterable[Row]) -> int:
-    return sum([row.bytes for row in rows])
-
-
-def _most(allocated: Rows, freed: Rows) -> int:
-    """Return the most bytes that a message holds: from its start, or once it has landed and its update has begun."""
-    start = sum([row.bytes for row in allocated if row.allocated and row.allocated.moment == "start"])
-    update = sum([row.bytes for row in allocated if row.allocated and row.allocated.moment == "update"])
-    return max(start, start + update - sum([row.bytes for row in freed if row.freed and row.freed.moment == "landed"]))
-
-
-def _only(category: str, rows: Rows) -> list[Row]:
-    return [row for row in rows if row.category == category]
-
-
-def _of(category: str, rows: Rows, freed: str | None = None) -> tuple[tuple[int, int], ...]:
-    found = _only(category, rows)
-    return tuple((r.unit, r.bytes) for r in found if freed is None or (r.freed is not None and r.freed.moment == freed))
+    # Buffers that the runtime makes: (unit, bytes) pairs.
+    gradients = _pairs("gradients", "begun")
+    released = _pairs("full_parameters", "ended")
 
 
 # Cached, because the plans that a planner compares share most of their messages.

@@ -140,15 +140,14 @@ def bytes_beyond_fsdp(period: Period, unit: int, strategy: Strategy) -> int:
     last = period.micro_steps - 1
     used = period.forward(unit, last)[1]
 
+    def gathered(of: Event) -> bool:
+        return isinstance(of.of, Op) and of.of.kind.plain is Kind.AG_F and of.of.micro == last
+
     def held(strategy: Strategy) -> int:
         """Bytes at rest, and gathered for the last forward pass and still there when it ends."""
-        total = 0
-        for row in unit_rows(period, unit, strategy):
-            if row.allocated is None or row.freed is None:
-                total += row.bytes
-            elif row.freed.moment == "end" and isinstance(row.allocated.of, Op) and isinstance(row.freed.of, int):
-                op = row.allocated.of
-                total += row.bytes if op.micro == last and op.kind.plain is Kind.AG_F and row.freed.of > used else 0
-        return total
+        rows = unit_rows(period, unit, strategy)
+        moving = [(row.allocated, row.freed, row.bytes) for row in rows if row.allocated and row.freed]
+        kept = [size for a, f, size in moving if gathered(a) and isinstance(f.of, int) and f.of > used]
+        return sum(at_rest(rows).values()) + sum(kept)
 
     return held(strategy) - held(Strategy.fsdp)

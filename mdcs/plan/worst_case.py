@@ -7,7 +7,7 @@ deadlock.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mdcs.plan.ledger import Ledger
@@ -77,19 +77,6 @@ def most_in_flight(transient: Sequence[int], depth: int) -> int:
     if len(transient) <= depth:
         return sum(transient)
     return max(sum(transient[i : i + depth]) for i in range(len(transient) - depth + 1))
-
-
-def walk(plan: Plan) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (period, slot, messages issued there) in the order in which compute arrives.
-
-    Period 0 is the prologue: it starts at the turn and only gathers. Period 1 is the first, period 2 the steady one.
-    """
-    issued = SlotLimits(plan).issued
-    for period in range(3):
-        sent = 0
-        for q in range(plan.period.turn if period == 0 else 0, plan.period.length):
-            yield period, q, [i for i in range(sent, issued[q]) if period or plan.in_prologue(plan.messages[i])]
-            sent = issued[q]
 
 
 def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:

@@ -21,7 +21,6 @@ from typing import ClassVar
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.worst_case import walk
 from mdcs.planner.ilp.solver import Problem, Solving, solve
 from mdcs.planner.judge import Choice, Judge
 from mdcs.planner.schedulers.sequential import sequential
@@ -117,10 +116,12 @@ def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
     plan = sequential(Mix(dataclasses.replace(judge.job, profile=profile), (strategy,)))
     ledger, barrier, turn = Ledger(plan), not plan.cross_iteration, plan.period.turn
     held, waiting = ledger.rest_bytes, 0
-    walks: list[Walk] = [{}, {}, {}]
-    for period, q, messages in walk(plan):
-        own = walks[period]
-        for i in messages:
+    sent: list[list[int]] = [[] for _ in ledger.slots]
+    for i, m in enumerate(plan.messages):
+        sent[m.slot].append(i)
+    own: Walk = {}  # of the period walked last: the prologue only gathers, and the first period is not yet steady
+    for period, q in [(0, q) for q in range(turn, len(sent))] + [(p, q) for p in (1, 2) for q in range(len(sent))]:
+        for i in (i for i in sent[q] if period or plan.in_prologue(plan.messages[i])):
             is_gather, e = plan.messages[i].kind.is_gather, ledger.messages[i]
             if is_gather and q == turn:
                 held, waiting = held - waiting, 0
@@ -136,7 +137,7 @@ def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
                 own[q, False, True, -1] = held, held
         own[q, True, False, -1] = held, held - slot.freed
         held -= slot.freed
-    return walks[-1]
+    return own
 
 
 def _at(walk: Walk, stage: Stage) -> int:

@@ -81,11 +81,11 @@ def with_headroom(plan: Plan) -> Iterator[Plan]:
 def heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
     """Yield the plans of the best heuristics: greedy mixes for several shares of the budget, or the fixed mix.
 
-    The most promising schedulers come first, and for all mixes the schedules with few messages come first.
+    Schedules with few messages come first, those that are made fastest before the others.
     """
     mixes = list(dict.fromkeys(_mixes(judge, fixed)))
     coarse = Priority(COARSER * judge.profile.block / MIB)
-    for scheduler in (coarse, Dear(), Wfbp()):
+    for scheduler in (Dear(), Wfbp(), coarse):
         for mix in mixes:
             for plan in fitted(judge, scheduler.schedule(mix)):
                 yield plan

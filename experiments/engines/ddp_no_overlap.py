@@ -10,7 +10,6 @@ from experiments.engines.base import Engine, EngineOptions, Peer, Trained
 from mdcs.options import option
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB
-from mdcs.torch_compat import copy_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +42,8 @@ class DdpNoOverlapEngine(Peer):
     def reduce(self) -> None:
         import torch
         import torch.distributed as dist
+
+        from mdcs.torch_compat import copy_all
 
         if self.workload.world == 1:
             return

@@ -152,7 +152,7 @@ def started() -> tuple[Judge, list[portfolio.EvaluatedPlan]]:
     sizes = 40_000, 10_000, 40_000, 20_000, 60_000, 30_000
     profile = chain(*sizes, link=link(8e-6, depth=2, block=1 << 14), live=1000)
     judge = Judge(Job(profile), int(1.25 * mdcs.floor_bytes(profile)))
-    coarse = itertools.islice(portfolio.heuristics(judge, None), 12)
+    coarse = itertools.islice(portfolio.heuristics(judge, None), 24)
     return judge, list(map(portfolio.evaluate, coarse))
 
 

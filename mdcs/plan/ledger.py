@@ -17,7 +17,7 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op, Period
 from mdcs.plan.runs import cuts, pieces_of
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.widths import sections_of
+from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind
 
 Effects = tuple[tuple[str, int], ...]

@@ -21,7 +21,6 @@ from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import RENAMED_IN_FILES, Strategy
 from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError, validate
-from mdcs.plan.widths import width_of
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
@@ -120,7 +119,7 @@ class Plan:
     def width(self, message: Message) -> int:
         """Return the bytes of an element of the message. All its elements have one width."""
         if self.profile.is_mixed:
-            return width_of(self.profile, self.blocks, message.kind, message.parts[0])
+            return self.profile.width(self.blocks, message.kind, message.parts[0])
         return self.profile.param_bytes if message.kind.is_gather else self.profile.grad_bytes
 
     def wire(self, message: Message) -> int:

@@ -14,7 +14,6 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError, require_nodes
-from mdcs.plan.widths import by_width
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
@@ -129,6 +128,6 @@ class Mix:
         ordered = tuple(
             Message(m.kind, parts, m.slot % length, m.blocking, m.micro)
             for m in sorted(messages, key=key)
-            for parts in by_width(self.profile, blocks, m.kind, m.parts)
+            for parts in self.profile.by_width(blocks, m.kind, m.parts)
         )
         return Plan(self.job, self.strategies, tuple(blocks), ordered, scheduler=name)

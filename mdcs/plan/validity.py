@@ -14,7 +14,6 @@ from mdcs.plan.job import Job
 from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Period
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.widths import by_width
 from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
@@ -86,7 +85,7 @@ def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, 
     carried = [(m.kind, u, m.micro, b) for m in messages for u, b in m.parts]
     if len(carried) == len(expected) and set(carried) == expected:
         for i, m in enumerate(messages) if job.profile.is_mixed else ():
-            if by_width(job.profile, blocks, m.kind, m.parts) != [m.parts]:
+            if job.profile.by_width(blocks, m.kind, m.parts) != [m.parts]:
                 raise PlanError(f"{_where(job, messages, i)}: carries elements of several widths")
         return
     for i, m in enumerate(messages):

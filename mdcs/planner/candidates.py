@@ -22,7 +22,6 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import Blocks
-from mdcs.plan.widths import width_of
 from mdcs.profile.link import Kind
 from mdcs.simulator import arrange, kernel
 from mdcs.simulator.arrange import Shape
@@ -123,7 +122,7 @@ class Candidates:
         kind, parts, profile, cost = message.kind, message.parts, self.job.profile, self.job.cost
         [window] = windows(self.job.period, [message])
         elements = sum(blocks[u][b] for u, b in parts)
-        width = width_of(profile, blocks, kind, parts[0])
+        width = profile.width(blocks, kind, parts[0])
         payload, wire = elements * width, profile.wire(kind, elements * width)
         scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
         rows = message_rows(profile, kind, payload, len(parts), scratch)

@@ -21,8 +21,8 @@ from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import choices
-from mdcs.plan.widths import by_width, sections_of
 from mdcs.planner.candidates import Candidate, Candidates, Score
+from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind
 
 Move = Callable[[Candidates, Candidate, Score, random.Random], Candidate | None]
@@ -134,7 +134,7 @@ def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Ra
         here = [v for v in dict.fromkeys(v for v, _ in m.parts) if at.get(Op(m.kind, v, m.micro)) == place]
         parts = kept + tuple((v, b) for v in here for b in in_order(profile, v, now.blocks[v]))
         if len(m.parts) > 1 and parts:  # stays fused, in one message per width
-            send(by_width(profile, now.blocks, m.kind, parts), m, slot, len(messages))
+            send(profile.by_width(now.blocks, m.kind, parts), m, slot, len(messages))
         else:
             send([(part,) for part in parts], m, slot, len(messages))
     for op in ops:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.layout import Layout, Section
+from mdcs.profile.layout import Layout, Section, sections_of
 from mdcs.profile.link import Kind, Link
 from mdcs.sizes import MIB
 
@@ -289,6 +290,22 @@ class Profile:
         The result is in elements if ``size`` is in elements.
         """
         return self.collectives.buffer(kind, size, self.world, self.per_node)
+
+    def width(self, blocks: Sequence[tuple[int, ...]], kind: Kind, part: tuple[int, int]) -> int:
+        """Return the bytes of an element of a (unit, block) pair on the wire, in a message of this kind."""
+        layout, block = self.layouts[part[0]], part[1]
+        return layout.sections[sections_of(layout, blocks[part[0]])[block]].width(kind.is_gather)
+
+    def by_width(
+        self, blocks: Sequence[tuple[int, ...]], kind: Kind, parts: tuple[tuple[int, int], ...]
+    ) -> list[tuple[tuple[int, int], ...]]:
+        """Return the parts grouped by element width: a message carries elements of one width."""
+        if not self.is_mixed:
+            return [parts]
+        found: dict[int, list[tuple[int, int]]] = {}
+        for part in parts:
+            found.setdefault(self.width(blocks, kind, part), []).append(part)
+        return [tuple(alike) for alike in found.values()]
 
     @property
     def per_node(self) -> int:

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 
 def pad(numel: int, world: int) -> int:
@@ -97,3 +97,11 @@ class Layout:
                 shift = end - last
                 last, end = next(sections, (last, end))
         return tuple(out)
+
+
+@lru_cache(maxsize=4096)
+def sections_of(layout: Layout, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of the section of each block of a unit: a block lies within one section."""
+    if len(layout.sections) == 1:
+        return (0,) * len(blocks)
+    return tuple(layout.index(end - 1) for end in itertools.accumulate(blocks))

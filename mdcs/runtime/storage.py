@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mdcs.measure.memory import Meter
 from mdcs.model.guard import Guard, Refuse
 from mdcs.plan.messages import Plan
-from mdcs.plan.widths import sections_of
+from mdcs.profile.layout import sections_of
 from mdcs.sizes import aligned
 from mdcs.torch_compat import without_torch_function
 

@@ -21,7 +21,6 @@ from mdcs.plan.message import Message
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
-from mdcs.plan.widths import width_of
 from mdcs.planner.schedulers.wfbp import Blocks, ready_slot
 from mdcs.profile.link import GATHER, Kind
 from mdcs.simulator.simulate import Steady, steady_state, undelayed
@@ -88,7 +87,7 @@ def nearest_deadline_first(mix: Mix, blocks: Sequence[tuple[int, ...]], windows:
             heapq.heappush(released, (max(at, arrivals[first]), first, len(released), urgency, op, block, p))
 
     costs = {
-        (op, b): job.cost.message(op.kind, size, width=width_of(mix.profile, blocks, op.kind, (op.unit, b)))
+        (op, b): job.cost.message(op.kind, size, width=mix.profile.width(blocks, op.kind, (op.unit, b)))
         for op in mix.ops for b, size in enumerate(blocks[op.unit])
     }  # fmt: skip
     orders = [in_order(mix.profile, u, own) for u, own in enumerate(blocks)]

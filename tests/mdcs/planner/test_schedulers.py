@@ -19,7 +19,6 @@ from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.validity import PlanError
-from mdcs.plan.widths import sections_of, width_of
 from mdcs.planner.named import SCHEDULERS, Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp, fuse_neighbours, optimal_merge
@@ -29,6 +28,7 @@ from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp, in_ready_order
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Contention, Optimizer, Profile, Unit
+from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind, Link
 from mdcs.simulator.simulate import replay, steady_state, undelayed
 from mdcs.sizes import MIB
@@ -263,7 +263,7 @@ def test_partitioning_really_cuts_and_nothing_else_does(job: Job, seed: int, blo
     largest = max(2 * block, 32 * job.profile.world * widest)  # rounding, and 16 elements per rank
     for scheduler in (Partitioning(block / MIB), Priority(block / MIB)):
         plan = scheduler.schedule(mix)
-        widths = [width_of(job.profile, plan.blocks, AG_F, m.parts[0]) for m in plan.messages]
+        widths = [job.profile.width(plan.blocks, AG_F, m.parts[0]) for m in plan.messages]
         sizes = [plan.elements(m) * width for m, width in zip(plan.messages, widths, strict=True)]
         assert max(sizes, default=0) <= largest
     for whole in (Sequential(), Wfbp(), Fusion(block / MIB), MgWfbp(), Dear()):

@@ -85,7 +85,7 @@ def nothing_compiles() -> AbstractContextManager[Any]:
 
 def is_profiled() -> bool:
     """Whether a profiler of torch records: named ranges cost time that nobody sees otherwise."""
-    return torch.autograd._profiler_enabled()
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------------

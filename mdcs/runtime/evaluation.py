@@ -15,6 +15,7 @@ from mdcs.plan.ledger import Ledger
 from mdcs.runtime.errors import Place
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
+from mdcs.runtime.ranges import named_range
 from mdcs.runtime.storage import UnitStorage
 
 _NONE = -1  # no unit's number
@@ -43,7 +44,7 @@ class Evaluation:
         before = [u for u, s in enumerate(self._storages) if at_once or s.is_aliased or not s.strategy.sharded]
         in_use: Counter[int] = Counter()
         handles: list[Any] = []
-        with self._gathering.held(before):
+        with named_range("evaluation"), self._gathering.held(before):
             try:
                 for u, unit in enumerate(self._units):
                     for module in unit.modules if u not in before else ():

@@ -12,6 +12,7 @@ from mdcs.runtime.account import Account
 from mdcs.runtime.errors import Place
 from mdcs.runtime.executor import Executor, between
 from mdcs.runtime.queue import MessageQueue
+from mdcs.runtime.ranges import named_range
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.wire import Wire
 
@@ -59,7 +60,7 @@ class Gathering:
         if storage.strategy.value != "dp":
             with torch.inference_mode(False), torch.no_grad():
                 self.allocate(unit)
-                with between(self._executor), self.place.during(f"gather of {storage.name}"):
+                with between(self._executor), self._during(f"gather of {storage.name}"):
                     self._executor.finish(self._wire.gather_now(unit))
         storage.guard.open()
 
@@ -92,10 +93,16 @@ class Gathering:
         for b, part in blocks.items():
             wholes[storage.sections[b]][storage.own(b)] = part
         if storage.strategy.value != "dp":
-            with between(self._executor), self.place.during(f"gather of {storage.name}'s {what}"):
+            with between(self._executor), self._during(f"gather of {storage.name}'s {what}"):
                 self._executor.finish(self._wire.gather_flat(unit, wholes))
         places = zip(storage.names, storage.places, strict=True)
         return {name: place.view(wholes).clone() for name, place in places}
+
+    @contextmanager
+    def _during(self, what: str) -> Iterator[None]:
+        """Name what the body does, in errors and in traces."""
+        with self.place.during(what), named_range(what):
+            yield
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` bytes fit beside the reserved bytes."""

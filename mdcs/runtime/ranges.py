@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from mdcs.torch_compat import is_profiled
+
 _NOTHING = nullcontext()
 
 
 def named_range(phase: str, *what: object) -> AbstractContextManager[Any]:
     """Return a context whose body is ``mdcs::<phase> <what>`` in a trace. Without a profiler it costs next to nothing."""
-    if not torch.autograd.profiler._is_profiler_enabled:
+    if not is_profiled():
         return _NOTHING
     return torch.profiler.record_function(" ".join([f"mdcs::{phase}", *map(str, what)]))

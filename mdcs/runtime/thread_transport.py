@@ -19,6 +19,7 @@ from mdcs.runtime.emulation import Pacer
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.queue import MessageQueue
+from mdcs.runtime.ranges import named_range
 from mdcs.runtime.wire import Transfer
 from mdcs.sizes import MIB
 
@@ -90,7 +91,8 @@ class ThreadTransport:
         while not ready():
             self.check()
             self._awaited = lambda: self.error is not None or ready()
-            in_time = self._progress.wait_for(self._awaited, min(LISTEN_SECONDS, deadline - time.monotonic()))
+            with named_range("wait", what):
+                in_time = self._progress.wait_for(self._awaited, min(LISTEN_SECONDS, deadline - time.monotonic()))
             self._awaited = None
             if in_time:
                 continue

@@ -16,7 +16,8 @@ from analysis.events import METRICS
 from analysis.load import Run, load_run
 from analysis.settings import is_seed
 from analysis.table import write_csv
-from mdcs.measure.timeline import Timeline, chrome_trace
+from analysis.trace import chrome_trace
+from mdcs.measure.timeline import Timeline
 
 
 def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:

@@ -24,7 +24,8 @@ if __name__ == "__main__":  # from any folder and without being installed
 import mdcs
 from analysis.pictures.memory_by_slot import CATEGORY_COLOURS
 from analysis.pictures.style import KIND_COLOURS
-from mdcs.measure.timeline import LANES, RankTimeline, sublanes
+from analysis.trace import sublanes
+from mdcs.measure.timeline import LANES, RankTimeline
 from mdcs.planner.named import Scheduler
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential

@@ -11,7 +11,8 @@ from analysis import questions as ask
 from analysis.pictures import style
 from analysis.pictures.budget import best_share
 from analysis.pictures.memory_by_slot import CATEGORY_COLOURS
-from mdcs.measure.timeline import LANES, PREDICTED_RANK, Interval, RankTimeline, Timeline, sublanes
+from analysis.trace import sublanes
+from mdcs.measure.timeline import LANES, PREDICTED_RANK, Interval, RankTimeline, Timeline
 from mdcs.sizes import MIB
 
 Figure = dict[str, Any]

@@ -8,6 +8,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from analysis.pictures import style
+from analysis.trace import sublanes
 from mdcs.measure.timeline import (
     LANES,
     PREDICTED_RANK,
@@ -16,7 +17,6 @@ from mdcs.measure.timeline import (
     RankTimeline,
     Timeline,
     step_times,
-    sublanes,
 )
 
 _FEW_SLOTS = 32

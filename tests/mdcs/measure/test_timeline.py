@@ -1,4 +1,4 @@
-"""Interval arithmetic against a brute-force grid, the timeline's file format, and the Chrome trace."""
+"""Interval arithmetic against a brute-force grid, and the timeline's file format."""
 
 import json
 import math
@@ -9,16 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.measure.timeline import (
-    PREDICTED_RANK,
     Interval,
     RankTimeline,
     SlotMemory,
     Timeline,
-    chrome_trace,
     intersection,
     length,
     step_times,
-    sublanes,
     union,
 )
 from mdcs.plan.times import StepTimes
@@ -80,18 +77,6 @@ def test_step_times_are_what_the_grid_finds_inside_the_step(computing, sending, 
     assert times.idle_s == idle
     expected = times.overlap_s / times.communication_s if times.communication_s else 0.0
     assert times.overlap_ratio == expected
-
-
-@given(spans)
-def test_sublanes_never_put_two_overlapping_messages_in_one_row(a):
-    messages = [message(*s) for s in a]
-    rows = sublanes(messages)
-    deepest = max((sum(covered([s], x + 0.5) for s in a) for x in range(GRID)), default=0)
-    for row in set(rows):
-        members = [m for m, r in zip(messages, rows, strict=True) if r == row]
-        assert math.isclose(length(members), sum(m.duration_s for m in members))
-    if all(end > start for start, end in a):
-        assert len(set(rows)) == deepest
 
 
 def test_a_step_by_hand():
@@ -208,37 +193,3 @@ def test_step_times_of_a_rank(timeline):
     assert times.overlap_s == pytest.approx(0.3)
     with pytest.raises(KeyError, match="rank 7"):
         timeline.times_of(7)
-
-
-def test_the_trace_has_a_process_per_rank_and_durations_in_microseconds(timeline):
-    trace = chrome_trace(timeline)
-    json.dumps(trace)
-    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert sorted(names.values()) == ["rank 0", "rank 1"]
-    event = next(e for e in trace["traceEvents"] if e["name"] == "RS 1")
-    assert (event["ph"], event["ts"], event["dur"]) == ("X", pytest.approx(5e5), pytest.approx(2e5))
-    assert event["args"] == {"unit": "block.1", "kind": "RS", "bytes": 4096}
-    assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 7
-
-
-def test_messages_in_flight_together_get_threads_of_their_own(timeline):
-    events = chrome_trace(timeline)["traceEvents"]
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {"compute", "messages", "messages 2", "updates"} == set(threads.values())
-    where = {e["name"]: threads[e["pid"], e["tid"]] for e in events if e["ph"] == "X"}
-    assert (where["RS 1"], where["AG 1"]) == ("messages", "messages 2")
-
-
-def test_memory_becomes_counters_at_the_start_of_each_slot(timeline):
-    counters = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "C"]
-    assert [(c["ts"], c["args"]) for c in counters] == [
-        (0.0, {"parameters": 10, "gradients": 20}),
-        (5e5, {"parameters": 10}),
-    ]
-
-
-def test_the_prediction_is_named_and_no_process_is_zero(timeline):
-    predicted = Timeline(1.0, timeline.slots, (RankTimeline(PREDICTED_RANK, timeline.ranks[0].intervals),))
-    events = chrome_trace(predicted)["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"predicted"}
-    assert all(e["pid"] > 0 for e in events)

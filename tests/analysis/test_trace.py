@@ -1,0 +1,78 @@
+"""The Chrome trace of a timeline, and rows for intervals that overlap."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.trace import chrome_trace, sublanes
+from mdcs.measure.timeline import PREDICTED_RANK, Interval, RankTimeline, SlotMemory, Timeline, length
+
+spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted), max_size=12)
+
+
+@given(spans)
+def test_sublanes_never_put_two_overlapping_messages_in_one_row(a):
+    messages = [Interval("message", "message", "AR", "unit", float(start), float(end)) for start, end in a]
+    rows = sublanes(messages)
+    for row in set(rows):
+        members = [m for m, r in zip(messages, rows, strict=True) if r == row]
+        assert math.isclose(length(members), sum(m.duration_s for m in members))
+    if all(end > start for start, end in a):
+        assert len(set(rows)) == max((sum(start <= x < end for start, end in a) for x in range(60)), default=0)
+
+
+@pytest.fixture
+def timeline():
+    rank_0 = (
+        Interval("compute", "B1", "B", "block.1", 0.0, 0.5),
+        Interval("compute", "F1", "F", "block.1", 0.5, 0.8),
+        Interval("message", "RS 1", "RS", "block.1", 0.5, 0.7, 4096),
+        Interval("message", "AG 1", "AG_F", "block.1", 0.6, 0.9, 4096),
+        Interval("update", "update 1", "update", "block.1", 0.7, 0.75),
+    )
+    return Timeline(
+        period_s=1.0,
+        slots=("B1", "F1"),
+        ranks=(RankTimeline(0, rank_0), RankTimeline(1, rank_0[:2])),
+        memory=(
+            SlotMemory("B1", {"parameters": 10, "gradients": 20}, None),
+            SlotMemory("F1", {"parameters": 10}),
+        ),
+    )
+
+
+def test_the_trace_has_a_process_per_rank_and_durations_in_microseconds(timeline):
+    trace = chrome_trace(timeline)
+    json.dumps(trace)
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert sorted(names.values()) == ["rank 0", "rank 1"]
+    event = next(e for e in trace["traceEvents"] if e["name"] == "RS 1")
+    assert (event["ph"], event["ts"], event["dur"]) == ("X", pytest.approx(5e5), pytest.approx(2e5))
+    assert event["args"] == {"unit": "block.1", "kind": "RS", "bytes": 4096}
+    assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 7
+
+
+def test_messages_in_flight_together_get_threads_of_their_own(timeline):
+    events = chrome_trace(timeline)["traceEvents"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"compute", "messages", "messages 2", "updates"} == set(threads.values())
+    where = {e["name"]: threads[e["pid"], e["tid"]] for e in events if e["ph"] == "X"}
+    assert (where["RS 1"], where["AG 1"]) == ("messages", "messages 2")
+
+
+def test_memory_becomes_counters_at_the_start_of_each_slot(timeline):
+    counters = [e for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "C"]
+    assert [(c["ts"], c["args"]) for c in counters] == [
+        (0.0, {"parameters": 10, "gradients": 20}),
+        (5e5, {"parameters": 10}),
+    ]
+
+
+def test_the_prediction_is_named_and_no_process_is_zero(timeline):
+    predicted = Timeline(1.0, timeline.slots, (RankTimeline(PREDICTED_RANK, timeline.ranks[0].intervals),))
+    events = chrome_trace(predicted)["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"predicted"}
+    assert all(e["pid"] > 0 for e in events)

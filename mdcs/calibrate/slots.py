@@ -35,6 +35,7 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Optimizer, Profile
 from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
+from mdcs.runtime.executor import execution_on
 
 _STABLE = 0.02
 """Relative difference of two passes below which no more are measured."""
@@ -113,6 +114,7 @@ def measure_profile(
         grad_bytes=widths.grad_bytes,
         master_bytes=widths.master_bytes,
         collectives=collectives or Collectives(),
+        execution=execution_on(weight.device),
         copy_seconds_per_byte=copy_seconds_per_byte(weight),
         about=(about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}),
         spread={f"slot {i}": spread(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},

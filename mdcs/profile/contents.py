@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.execution import ExecutionModel
 from mdcs.profile.layout import Layout, Section, sections_of
 from mdcs.profile.link import Kind, Link
 from mdcs.sizes import MIB
@@ -181,6 +182,7 @@ class Profile:
       updates the parameters themselves.
     - ``interference``: slowdown of compute while a message is in flight (0.2 = 20 %).
     - ``contention``: cost of messages by their number and bytes.
+    - ``execution``: how the backend executes messages.
     - ``copy_seconds_per_byte``: cost of packing a fused message.
     - ``about``: free text for people and for file names: model, device, versions.
     - ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
@@ -202,6 +204,7 @@ class Profile:
     collectives: Collectives = Collectives()
     interference: float = 0.0
     contention: Contention = Contention()
+    execution: ExecutionModel = ExecutionModel()
     copy_seconds_per_byte: float = 0.0
     about: dict[str, str] = field(default_factory=dict, hash=False)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
@@ -317,8 +320,12 @@ class Profile:
         return self.per_node if kind.in_node else self.world
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain containers. Empty ``per_node``, ``gradients`` and ``aliased`` are left out."""
+        """Return every field as plain containers. Empty ``per_node``, ``gradients`` and ``aliased`` are left out,
+        and the ``execution`` of CPUs.
+        """
         data = dataclasses.asdict(self)
+        if self.execution == ExecutionModel():
+            del data["execution"]
         if not self.per_node:
             del data["link"]["per_node"]
         for unit in data["units"]:
@@ -359,6 +366,7 @@ class Profile:
                 ),
                 collectives=Collectives.from_dict(data["collectives"]),
                 contention=Contention.from_dict(data["contention"]),
+                execution=ExecutionModel(**data.get("execution", {})),
                 spread={name: (low, high) for name, (low, high) in data["spread"].items()},
                 rehearsed={  # zero2 was called zero1
                     name.replace("zero1", "zero2"): (predicted, measured)

@@ -41,7 +41,7 @@ from mdcs.runtime.record import Recorder
 from mdcs.runtime.scaling import UpdateScale
 from mdcs.runtime.start import take_over
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.stream_transport import IN_FLIGHT, StreamTransport, bytes_apart
+from mdcs.runtime.stream_transport import StreamTransport, bytes_apart
 from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.updates import Updates
 from mdcs.runtime.validation import Access, RunOptions
@@ -114,15 +114,16 @@ class Engine:
             plan, ledger, self.storages, self.wire, self.updates, self.account, self.executor, self.recorder,
             self.update_scale, place, self.last_words,
         )  # fmt: skip
-        runs_ahead, cap = self.executor.runs_ahead, None if plan.budget is None else plan.budget - plan.reserve
+        execution, cap = self.executor.execution, None if plan.budget is None else plan.budget - plan.reserve
         self.queue = MessageQueue(
-            messages_of(plan, ledger), IN_FLIGHT if runs_ahead else plan.profile.link.depth, cap=cap, at_rest=ledger.rest_bytes,
-            has_own_updates=runs_ahead,
+            messages_of(plan, ledger), execution.in_flight(plan.profile.link.depth), cap=cap, at_rest=ledger.rest_bytes,
+            has_own_updates=execution.has_own_updates,
         )  # fmt: skip
         pacer = pacer_for(plan, self.rank, groups.messages, world)
+        runs_ahead = self.executor.runs_ahead
         self.transport = (StreamTransport if runs_ahead else ThreadTransport)(self.queue, runner, pacer, options.timeout_s)
         if plan.budget is not None:
-            self.executor.limit(plan.budget + (bytes_apart(ledger, IN_FLIGHT) if runs_ahead else 0))
+            self.executor.limit(plan.budget + (bytes_apart(ledger, self.queue.depth) if runs_ahead else 0))
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
         self._stop_threads = weakref.finalize(self, _stop, self.transport, self.last_words)
 

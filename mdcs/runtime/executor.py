@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mdcs.profile.execution import ExecutionModel
 from mdcs.runtime.errors import RunError
 from mdcs.torch_compat import spin
 
@@ -28,9 +29,14 @@ class Waitable(Protocol):
 
 
 class Executor(Protocol):
-    """Device operations of the runtime. ``runs_ahead``: the host only enqueues, and the device executes in order."""
+    """Device operations of the runtime.
+
+    - ``runs_ahead``: the host only enqueues, and the device executes in order.
+    - ``execution``: how messages are executed, for the simulator.
+    """
 
     runs_ahead: bool
+    execution: ExecutionModel
 
     def communicating(self) -> AbstractContextManager[Any]:
         """Return a context that runs its body on the communication stream."""
@@ -96,6 +102,7 @@ class CpuExecutor:
     """CPU: compute is done when a call returns, and threads communicate at the same time."""
 
     runs_ahead = False
+    execution = ExecutionModel("cores")
 
     def __init__(self) -> None:
         self._same = nullcontext()
@@ -168,6 +175,7 @@ class CudaExecutor:
     """CUDA: a communication stream, an update stream, and events. ``cuda`` is torch.cuda, or its stand-in in tests."""
 
     runs_ahead = True
+    execution = ExecutionModel("stream")
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self.device, self._cuda = device, cuda
@@ -269,6 +277,11 @@ def with_index(device: torch.device | str) -> torch.device:
     if str(device) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def execution_on(device: torch.device) -> ExecutionModel:
+    """Return how messages are executed on a device."""
+    return CpuExecutor.execution if device.type == "cpu" else CudaExecutor.execution
 
 
 def executor_for(device: torch.device) -> Executor:

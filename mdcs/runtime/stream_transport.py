@@ -32,8 +32,6 @@ from mdcs.runtime.wire import Transfer
 
 _STEPS_AHEAD = 2
 """Iterations that the host may be ahead of the device."""
-IN_FLIGHT = 2
-"""Messages from start to the end of their updates: one on the link, one that is updated."""
 
 
 class _Sent(NamedTuple):

@@ -37,7 +37,10 @@ class Circle(NamedTuple):
     allocated: Numbers  # bytes of gradients allocated when the slot begins
     freed: Numbers  # bytes of full parameters freed when the slot ends
     turn: int  # the first forward slot
-    depth: int  # messages in flight
+    depth: int  # messages in flight, from start to done
+    apart: bool  # whether updates run beside the link, which then carries one message at a time
+    host_message_s: float  # the host's time for a message, and for a slot, where it enqueues ahead of the device
+    host_slot_s: float
     slowdown: float  # factor on compute time while a message is in flight
     contended: bool  # whether the profile has contention
     dispatch_s: float  # delay between the end of a message and the compute that waits for it
@@ -71,7 +74,8 @@ class Track(NamedTuple):
 
     start: Numbers  # by message: start on the link
     finish: Numbers  # by message: end on the link
-    done: Numbers  # by message: end of unpacking and updating
+    landed: Numbers  # by message: end of unpacking
+    done: Numbers  # by message: end of its update, and of all before
     arrival: Numbers  # by slot: when compute arrives; the last entry is the end of the replay
     begin: Numbers  # by slot: when compute begins to run it
     flight: Numbers  # times of messages in flight at the last turn and at this one, relative to the turn; 3 n each
@@ -150,6 +154,7 @@ def hurry(c: Circle, m: Messages, t: Track, now: float, awaited: int) -> None:
         first -= 1
     last_start = t.start[first - 1] if first else LONG_AGO
     last_finish = t.finish[first - 1] if first else LONG_AGO
+    last_landed = t.landed[first - 1] if first else 0.0
     last_done = t.done[first - 1] if first else 0.0
     for g in range(first, sent):
         i = g % n
@@ -159,13 +164,16 @@ def hurry(c: Circle, m: Messages, t: Track, now: float, awaited: int) -> None:
             transfer = served + (1 - served / transfer) * m.idle[i]
         if began > now:
             began = max(now, last_start)
+            if c.apart:
+                began = max(began, last_landed)
             if g >= c.depth:
                 began = max(began, t.done[g - c.depth])
             if m.waits_for[i] >= 0:
                 began = max(began, t.done[g - i + m.waits_for[i]])
         last_start, last_finish = began, max(began + m.alpha[i], last_finish + m.gap[i]) + transfer
-        last_done = max(last_finish, last_done) + m.copy[i] + m.update[i]
-        t.start[g], t.finish[g], t.done[g] = last_start, last_finish, last_done
+        last_landed = max(last_finish, last_landed if c.apart else last_done) + m.copy[i]
+        last_done = max(last_landed, last_done) + m.update[i]
+        t.start[g], t.finish[g], t.landed[g], t.done[g] = last_start, last_finish, last_landed, last_done
 
 
 def retire(done: Numbers, freed: Numbers, count: Numbers, now: float) -> None:
@@ -248,7 +256,9 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
 
     In ``t`` the last ``n`` messages and the last ``len(c.seconds)`` slots are the last period.
     """
-    start, finish, done, arrival, begins, count, flight = t.start, t.finish, t.done, t.arrival, t.begin, t.count, t.flight
+    start, finish, landed, done, arrival = t.start, t.finish, t.landed, t.done, t.arrival
+    begins, count, flight = t.begin, t.count, t.flight
+    apart, host_message_s, host_slot_s = c.apart, c.host_message_s, c.host_slot_s
     seconds, live, peak, allocated, released = c.seconds, c.live, c.peak, c.allocated, c.freed
     blocking, in_prologue, waits_for, early, lost = m.blocking, m.in_prologue, m.waits_for, m.early, m.lost
     alpha, gap, transfer, copy, update = m.alpha, m.gap, m.transfer, m.copy, m.update
@@ -261,7 +271,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
         count[SENT] = n + depth
         count[MOST] = most_in_flight(transient, count, depth, 0)  # upper bound, for a quick test in admit()
     count[HELD], count[SENT] = c.rest, 0
-    now = last_start = last_done = begin = work = 0.0
+    now = last_start = last_landed = last_done = begin = work = host = 0.0
     last_finish = LONG_AGO
     base = begun = 0
     before = at = -1  # messages in flight at the last turn; slot that compute runs
@@ -275,7 +285,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
             for i in range(0 if q == 0 or (p == 0 and q == turn) else issued[q - 1], issued[q]):
                 g = base + i
                 if p == 0 and not in_prologue[i]:
-                    start[g] = finish[g] = done[g] = last_done
+                    start[g] = finish[g] = landed[g] = done[g] = last_done
                     count[SENT] = g + 1
                     continue
                 if inside:
@@ -299,12 +309,19 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
                     last_start = now
                 if g >= depth and done[g - depth] > last_start:
                     last_start = done[g - depth]
+                if apart and last_landed > last_start:
+                    last_start = last_landed
+                host += host_message_s
+                if host > last_start:
+                    last_start = host
                 if p > 0 and waits_for[i] >= 0 and done[base + waits_for[i]] > last_start:
                     last_start = done[base + waits_for[i]]
                 ready, free = last_start + alpha[i], last_finish + gap[i]
                 last_finish = (ready if ready > free else free) + transfer[i]
-                last_done = (last_finish if last_finish > last_done else last_done) + copy[i] + update[i]
-                start[g], finish[g], done[g] = last_start, last_finish, last_done
+                free = last_landed if apart else last_done
+                last_landed = (last_finish if last_finish > free else free) + copy[i]
+                last_done = (last_landed if last_landed > last_done else last_done) + update[i]
+                start[g], finish[g], landed[g], done[g] = last_start, last_finish, last_landed, last_done
                 count[SENT] = g + 1
                 if blocking[i]:
                     now = last_done + dispatch_s
@@ -322,7 +339,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
                 if contended and p > 0:
                     hurry(c, m, t, now, awaited)
                     g = count[SENT] - 1
-                    last_start, last_finish, last_done = start[g], finish[g], done[g]
+                    last_start, last_finish, last_landed, last_done = start[g], finish[g], landed[g], done[g]
                 now = done[awaited] + dispatch_s
             if cap >= 0:
                 now = admit(done, freed, transient, count, cap, depth, now, allocated[q] + peak[q], 0)
@@ -330,6 +347,9 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
                     count[STUCK] = q
                     return DEADLOCK
             count[HELD] += allocated[q]
+            host += host_slot_s
+            if host > now:
+                now = host
             begins[begun] = begin = now
             begun += 1
             at, work = q, seconds[q]

@@ -33,7 +33,7 @@ class Trace:
     the last ``messages`` messages are the last period.
 
     - ``spans``: (start, end) of each message on the link.
-    - ``processed``: when each message is summed or unpacked, and updated.
+    - ``landed``: when each message is summed or unpacked. ``processed``: when it and all before are updated.
     - ``arrivals``: when compute arrives at each slot. The last entry is the end of the replay.
     - ``begins``: when compute begins to run each slot.
     - ``settled``: whether the last period repeats the one before.
@@ -45,6 +45,7 @@ class Trace:
         sent, arrivals = track.count[kernel.SENT], track.count[kernel.ARRIVALS]
         written = Track(*(column if isinstance(column, list) else column.tolist() for column in track))
         self.spans: list[Span] = list(zip(written.start[:sent], written.finish[:sent], strict=True))
+        self.landed: list[float] = written.landed[:sent]
         self.processed: list[float] = written.done[:sent]
         self.arrivals: list[float] = written.arrival[:arrivals]
         self.begins: list[float] = written.begin[: arrivals - 1]
@@ -100,7 +101,7 @@ def deadlock(plan: Plan, track: Track) -> PlanError:
 
 def circle(job: Job, budget: int | None, held: MixBytes | None) -> Circle:
     """Return the slots of a job's period. ``held``: bytes of the mix; None: bytes are not counted."""
-    contention, none = job.profile.contention, [0] * job.period.length
+    contention, execution, none = job.profile.contention, job.profile.execution, [0] * job.period.length
     slots = [] if held is None else held.slots
     return Circle(
         seconds=job.period.seconds,
@@ -109,7 +110,10 @@ def circle(job: Job, budget: int | None, held: MixBytes | None) -> Circle:
         allocated=[s.allocated for s in slots] or none,
         freed=[s.freed for s in slots] or none,
         turn=job.period.turn,
-        depth=job.profile.link.depth,
+        depth=execution.in_flight(job.profile.link.depth),
+        apart=execution.has_own_updates,
+        host_message_s=execution.host_seconds_per_message,
+        host_slot_s=execution.host_seconds_per_slot,
         slowdown=1.0 + job.profile.interference,
         contended=contention != _NOTHING,
         dispatch_s=contention.dispatch_seconds,
@@ -147,5 +151,6 @@ def room_for(messages: int, slots: int) -> Track:
     """Return an empty track for a plan with this many messages and slots."""
     n, length = kernel.MAX_PERIODS * messages, kernel.MAX_PERIODS * slots
     return Track(
-        [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * (length + 1), [0.0] * length, [0.0] * (6 * messages), [0] * (kernel.NEEDED + 1)
-    )
+        [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * (length + 1), [0.0] * length, [0.0] * (6 * messages),
+        [0] * (kernel.NEEDED + 1),
+    )  # fmt: skip

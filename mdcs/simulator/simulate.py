@@ -131,26 +131,17 @@ def _intervals(plan: Plan, trace: Trace) -> list[Interval]:
         Interval("compute", plan.period.name(q), slot.phase, units[slot.unit].name, start, end)
         for q, (slot, (start, end)) in enumerate(zip(plan.period.slots, trace.compute(), strict=True))
     ]
-    landed = _landed(trace, first)
+    # An update beside the link may wait for the one before it.
+    begun = [max(landed, before) for landed, before in zip(trace.landed[first:], [0.0, *trace.processed][first:], strict=False)]
     messages = trace.seen(trace.spans)
-    updates = trace.seen([*trace.spans[:first], *zip(landed, trace.processed[first:], strict=True)])
+    updates = trace.seen([*trace.spans[:first], *zip(begun, trace.processed[first:], strict=True)])
     for g in sorted({*messages, *updates}):
         m = plan.messages[g % trace.messages]
         names = "+".join(dict.fromkeys(units[u].name for u, _ in m.parts))
         if g in messages:
             out.append(Interval("message", f"{m.kind}:{names}", str(m.kind), names, *messages[g], plan.wire(m)))
-        if g in updates and landed[g - first] < trace.processed[g]:
+        if g in updates and begun[g - first] < trace.processed[g]:
             out.append(Interval("update", f"update:{names}", "update", names, *updates[g]))
-    return out
-
-
-def _landed(trace: Trace, since: int) -> list[float]:
-    """Return when each message from ``since`` on is summed or unpacked. Its update follows."""
-    copies = [cost.copy for cost in trace.costs]
-    out, before = [], trace.processed[since - 1] if since else 0.0
-    for g, ((_, finish), done) in enumerate(zip(trace.spans[since:], trace.processed[since:], strict=True), since):
-        out.append(max(finish, before) + copies[g % trace.messages])
-        before = done
     return out
 
 
@@ -204,7 +195,7 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
         live[what] += size
     out: list[_Event] = []
     first = len(trace.spans) - 2 * n
-    times = zip(trace.spans[first:], _landed(trace, first), trace.processed[first:], strict=True)
+    times = zip(trace.spans[first:], trace.landed[first:], trace.processed[first:], strict=True)
     messages = [(start, landed, done) for (start, _), landed, done in times]
     for e, (start, landed, done) in zip(ledger.messages, messages[:n], strict=True):
         if done <= began:

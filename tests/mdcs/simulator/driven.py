@@ -24,10 +24,12 @@ class DrivenReplay:
     def __init__(self, plan: Plan, periods: int) -> None:
         self.plan, self.costs, self.limits, self.ledger = plan, plan.costs, SlotLimits(plan), Ledger(plan)
         cap = None if plan.budget is None else plan.budget - plan.reserve
+        self.execution = plan.profile.execution
         self.queue = MessageQueue(
-            messages_of(plan, self.ledger), plan.profile.link.depth, cap=cap, at_rest=self.ledger.rest_bytes
-        )
-        self.now, self.link_end, self.busy_until = 0.0, float("-inf"), 0.0
+            messages_of(plan, self.ledger), self.execution.in_flight(plan.profile.link.depth), cap=cap,
+            at_rest=self.ledger.rest_bytes, has_own_updates=self.execution.has_own_updates,
+        )  # fmt: skip
+        self.now, self.link_end, self.unpacked, self.updated = 0.0, float("-inf"), 0.0, 0.0
         self.arrivals: list[float] = []
         self.starts: dict[int, float] = {}
         self.ends: dict[int, float] = {}
@@ -57,10 +59,10 @@ class DrivenReplay:
             cost = self.costs[index % self.queue.n]
             self.starts[index] = self.now
             self.ends[index] = self.link_end = max(self.now + cost.alpha, self.link_end + cost.gap) + cost.transfer
-            landed = max(self.link_end, self.busy_until) + cost.copy
-            self.dones[index] = self.busy_until = landed + cost.update
-            heapq.heappush(self._events, (self.link_end, next(self._number), self.queue.land))
-            heapq.heappush(self._events, (self.busy_until, next(self._number), self.queue.finish))
+            self.unpacked = max(self.link_end, self.unpacked if self.queue.has_own_updates else self.updated) + cost.copy
+            self.dones[index] = self.updated = max(self.unpacked, self.updated) + cost.update
+            heapq.heappush(self._events, (self.unpacked, next(self._number), self.queue.land))
+            heapq.heappush(self._events, (self.updated, next(self._number), self.queue.finish))
 
     def _compute(self, periods: int) -> Iterator[float | Callable[[], bool]]:
         """Yield what compute waits for: a time, or a condition."""

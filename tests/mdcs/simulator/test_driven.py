@@ -13,6 +13,7 @@ from mdcs.plan.worst_case import smallest_budget
 from mdcs.planner.named import Scheduler
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Contention
+from mdcs.profile.execution import UPDATES, ExecutionModel
 from mdcs.simulator.recurrence import Course, run
 from tests.mdcs.profiles import Job, examples, jobs, schedulers, seeds
 from tests.mdcs.simulator.driven import DrivenReplay
@@ -28,11 +29,12 @@ def assert_same_times(plan: Plan) -> None:
         assert times == pytest.approx((*trace.spans[index], trace.processed[index]), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("is_bound", [False, True], ids=["free", "smallest budget"])
-@examples(100)
+@examples(60)
 @given(jobs(), seeds, schedulers)
-def test_times_are_those_of_the_queue(is_bound: bool, job: Job, seed: int, scheduler: Scheduler) -> None:
+def test_times_are_those_of_the_queue(updates: str, is_bound: bool, job: Job, seed: int, scheduler: Scheduler) -> None:
     contention = Contention(dispatch_seconds=3e-5, turn_seconds=7e-5) if seed % 2 else Contention()
-    job = replace(job, profile=replace(job.profile, interference=0.0, contention=contention))
+    job = replace(job, profile=replace(job.profile, interference=0.0, contention=contention, execution=ExecutionModel(updates)))
     plan = job.plan(RandomMix(seed), scheduler)
     assert_same_times(replace(plan, budget=smallest_budget(plan) if is_bound else None))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from mdcs.runtime.executor import Mark as Mark
 from mdcs.torch_compat import spin
 
 _HELD_BACK = 40_000_000
@@ -22,23 +22,6 @@ def machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
-
-
-class Mark:
-    """A point on the device's current stream, without a wait: reached when the work enqueued so far is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self._seconds = time.perf_counter()
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
-
-    def until(self, later: Mark) -> float:
-        """Return the seconds until a later mark; waits until that mark is reached."""
-        if self._event is None or later._event is None:
-            return later._seconds - self._seconds
-        later._event.synchronize()
-        return self._event.elapsed_time(later._event) / 1e3
 
 
 def hold_back(device: torch.device) -> None:

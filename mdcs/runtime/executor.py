@@ -171,6 +171,37 @@ _CYCLES = 20_000_000
 """Cycles of the kernel that measures the length of a cycle: some 10 ms."""
 
 
+class Mark:
+    """A time on a device's current stream, taken without a wait: it comes when the work enqueued so far is done.
+
+    ``cuda``: torch.cuda, or its stand-in in tests; None: torch.cuda for a CUDA device.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = None) -> None:
+        cuda = torch.cuda if cuda is None and device.type == "cuda" else cuda
+        self._event = None if cuda is None else cuda.Event(enable_timing=True)
+        self._seconds = time.perf_counter()
+        if self._event is not None:
+            self._event.record(cuda.current_stream(device))
+
+    def query(self) -> bool:
+        """Return whether it has come."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block the host until it has come."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def until(self, later: Mark) -> float:
+        """Return the seconds until a later mark; waits for that mark."""
+        if self._event is None or later._event is None:
+            return later._seconds - self._seconds
+        if not later.query():
+            later.wait()
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
 class CudaExecutor:
     """CUDA: a communication stream, an update stream, and events. ``cuda`` is torch.cuda, or its stand-in in tests."""
 
@@ -183,9 +214,8 @@ class CudaExecutor:
         self.update_stream = cuda.Stream(device)
         self._seconds_per_cycle: float | None = None
         self._share_before: float | None = None  # this process's memory fraction of the device before the first limit
-        self._zero = cuda.Event(enable_timing=True)
-        self._zero.record(cuda.current_stream(device))
-        self._zero.synchronize()
+        self._zero = Mark(device, cuda)
+        self._zero.wait()
         self._zero_seconds = time.perf_counter()
 
     def communicating(self) -> AbstractContextManager[Any]:
@@ -231,22 +261,19 @@ class CudaExecutor:
         if self._seconds_per_cycle is None:
             begin = self.stamp()
             spin(_CYCLES, self._cuda)
-            end = self.stamp()
-            self._seconds_per_cycle = (self.seconds(end) - self.seconds(begin)) / _CYCLES
+            self._seconds_per_cycle = begin.until(self.stamp()) / _CYCLES
         spin(int(seconds / self._seconds_per_cycle), self._cuda)
 
-    def stamp(self) -> Any:
-        """Record a timing event on the caller's stream."""
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self.device))
-        return event
+    def stamp(self) -> Mark:
+        """Record the time on the caller's stream."""
+        return Mark(self.device, self._cuda)
 
-    def seconds(self, stamp: Any) -> float:
-        """Return the event's time; waits for it. Raises RunError if it does not happen in time."""
+    def seconds(self, stamp: Mark) -> float:
+        """Return the time of a stamp; waits for it. Raises RunError if it does not happen in time."""
         if not self.wait(stamp, _PATIENCE_SECONDS):
             raise RunError(f"{self.device} has not come in {_PATIENCE_SECONDS:g} s to where a time was taken")
-        elapsed = self._zero.elapsed_time(stamp) / 1e3
-        seconds: float = self._zero_seconds + elapsed
+        elapsed = self._zero.until(stamp)
+        seconds = self._zero_seconds + elapsed
         if elapsed > _FINE_SECONDS:
             self._zero, self._zero_seconds = stamp, seconds
         return seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -81,6 +81,20 @@ def nothing_compiles() -> AbstractContextManager[Any]:
     """Hold off torch.compile: its process-wide flag makes torch's optimizers round differently in all threads."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return contextlib.nullcontext() if compiler is None else compiler.compile_lock
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Hide operators of this thread from torch's profiler.
+
+    The range of a gloo work ends in the thread that waits for the work. If the profiler has stopped by then, the
+    process crashes (seen with torch 2.13).
+    """
+    torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
 
 
 def is_profiled() -> bool:

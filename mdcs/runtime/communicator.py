@@ -5,6 +5,7 @@ The native family is the backend's own collectives. The rings of gloo are in :mo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.runtime.executor import Waitable
 from mdcs.runtime.gloo_ring import Ring
+from mdcs.torch_compat import is_profiled, unrecorded
 
 # torch 2.13 renamed both; the old names warn at every call there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,6 +57,7 @@ class Communicator:
         self.collectives, self.group = collectives, group
         self.world = dist.get_world_size(group)
         is_ring = collectives.algorithm == "ring"
+        self._is_gloo = collectives.backend == "gloo"
         self._algorithm = Ring(group, tags) if is_ring else _Native(group, collectives.backend, synchronous)
 
     def scratch(self, kind: Kind, elements: int) -> int:
@@ -70,11 +73,15 @@ class Communicator:
         - AG_F, AG_B: send every rank's part of ``buffer`` to all, in place.
         """
         if kind.is_gather:
-            return Running(self._algorithm.all_gather(buffer))
-        if kind is Kind.AR:
-            return Running(self._algorithm.all_reduce(buffer, scratch))
-        assert out is not None, "a reduce-scatter needs a place for its result"
-        return Running(self._algorithm.reduce_scatter(buffer, scratch, out))
+            steps = self._algorithm.all_gather(buffer)
+        elif kind is Kind.AR:
+            steps = self._algorithm.all_reduce(buffer, scratch)
+        else:
+            assert out is not None, "a reduce-scatter needs a place for its result"
+            steps = self._algorithm.reduce_scatter(buffer, scratch, out)
+        # A message may be in flight when the profiler stops: gloo's ranges must not be open then.
+        with unrecorded() if self._is_gloo and is_profiled() else contextlib.nullcontext():
+            return Running(steps)
 
 
 class _Native:

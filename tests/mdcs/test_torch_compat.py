@@ -177,3 +177,12 @@ def test_what_needs_a_gpu_or_fsdp2_exists() -> None:
 
     assert callable(torch.cuda._sleep)
     assert callable(FSDPModule._set_unshard_async_op)
+
+
+def test_a_profiler_does_not_see_unrecorded_operators() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        with torch_compat.unrecorded():
+            torch.ones(2).neg()
+        torch.ones(2).exp()
+    names = {event.name for event in profiled.events()}
+    assert "aten::exp" in names and "aten::neg" not in names

@@ -38,3 +38,16 @@ def test_waits_gathers_and_evaluations_have_names(two: Ranks) -> None:
         assert "mdcs::evaluation" in found
         assert any(name.startswith("mdcs::gather of ") for name in found)
         assert any(name.endswith("'s optimizer state") for name in found)
+
+
+def profiled_in_flight() -> None:
+    """The last messages of a step are in flight when the profiler stops."""
+    job = Job("tied", steps=1)
+    for _ in range(20):
+        with parallel_for(job, How("fsdp", "wfbp")) as (made, parallel, optimizer):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+                train(job, made, parallel, optimizer)
+
+
+def test_a_profiler_may_stop_while_messages_are_in_flight(two: Ranks) -> None:
+    two.run(profiled_in_flight)

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mdcs.export.document import SCHEMA, document, named
 from mdcs.plan.messages import Plan
+from mdcs.sizes import aligned
 from mdcs.torch_compat import gather_on_cpu_ahead
 
 
@@ -75,11 +76,11 @@ def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str
         if missing is not None:
             raise ValueError(f"{unit}: the model ({type(model).__name__}) has no module {missing!r}: the plan is of another one")
         own = [p for name in group["modules"] for p in modules[name].parameters() if p in names]
-        elements = sum(p.numel() for p in dict.fromkeys(own))
+        sizes = [p.numel() for p in dict.fromkeys(own)]
         for p in own:
             names.pop(p, None)
-        if elements != group["elements"]:
-            raise ValueError(f"{unit}: has {group['elements']} elements in the plan and {elements} in the model")
+        if group["elements"] not in (sum(map(aligned, sizes)), sum(sizes)):  # older profiles have no padding
+            raise ValueError(f"{unit}: has {group['elements']} elements in the plan and {sum(sizes)} in the model")
         if len({p.dtype for p in own if p.requires_grad}) > 1:
             raise ValueError(f"{unit}: has parameters of several types, and fully_shard takes one for a group")
     return list(from_file["groups"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from mdcs.plan.ledger import Ledger
@@ -94,10 +95,11 @@ def reduced_at_once(plan: Plan) -> Plan:
 
 
 def _tightened(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan, then with reductions at once, then with one fused message more split, then one unit more whole.
+    """Yield the plan, then with reductions at once, then with one fused message more split, then one unit more whole, and
+    last with the blocks of a unit in the sequential schedule's order.
 
     A message that is split needs less staging. A unit that is whole needs less optimizer state: each block has its own,
-    with a few bytes of overhead.
+    with a few bytes of overhead. The last block of a unit is reduced beside the shards of the others.
     """
     yield plan
     plan = reduced_at_once(plan)
@@ -110,6 +112,10 @@ def _tightened(plan: Plan) -> Iterator[Plan]:
         if len(plan.blocks[u]) > len(whole[u]):
             plan = reduced_at_once(rebuilt(plan, u, whole[u]))
             yield plan
+    messages: list[Message] = []
+    for _, group in itertools.groupby(plan.messages, key=lambda m: (m.slot, m.kind, m.parts[0][0])):
+        messages += sorted(group, key=lambda m: m.parts)
+    yield dataclasses.replace(plan, messages=tuple(messages))
 
 
 def _split(plan: Plan) -> Plan | None:

@@ -303,8 +303,8 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
     return {
         "over": memory["measured"]["total"] - plan.budget,
         "at turn": memory["predicted"]["total"],
-        # Gradient, what is received of it and the shard of its sum, with no gathered layer beside them.
-        "big": (memory["measured"]["gradients"] >= big, memory["measured"]["staging"] >= big),
+        # Gradient, a ring's scratch and the shard of the sum, with no gathered layer beside them.
+        "big": (memory["measured"]["gradients"] >= big, memory["measured"]["staging"] >= big // 2),
         "same": same,
     }
 

@@ -22,6 +22,9 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self.at = max(self.gpu.done, self.gpu.host)
 
+    def query(self) -> bool:
+        return self.gpu.host >= self.at
+
     def synchronize(self) -> None:
         self.gpu.wait_until(self.at)
 

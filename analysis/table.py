@@ -122,7 +122,9 @@ def _table(title: str, rows: pd.DataFrame, *, plain: bool, without: Sequence[str
         headings["step"] = "step\nms"
     for name, heading in headings.items():
         if name in ("strategy", "scheduler"):
-            table.add_column(heading, min_width=8, overflow="fold")
+            names = rows[name].astype(str)
+            # Usual names do not fold, however many columns a sweep has.
+            table.add_column(heading, min_width=min(14, max(8, names.str.len().max())), overflow="fold")
         elif name in swept:
             numeric = ask.numbers(rows[name]).notna().any()
             table.add_column(heading, justify="right" if numeric else "left", min_width=4, overflow="fold")

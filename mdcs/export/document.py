@@ -20,7 +20,7 @@ KEYS = {
     "groups": "calls of torch.distributed.fsdp.fully_shard, in this order: inner modules before those around them",
     "groups.modules": "names for model.get_submodule; several are one call with a list; '' is the model itself",
     "groups.units": "of the plan, for messages",
-    "groups.elements": "of the parameters in the modules that no group before has, with their padding; another number is another model",
+    "groups.elements": "of the modules' parameters that no group before has, padding included; another number is another model",
     "groups.mesh": "its shape, of ranks in their order: all of them, or replicas x shards, with names for both dimensions",
     "groups.reshard_after_forward": "argument of fully_shard",
     "groups.forward_prefetch": "first modules of groups, for set_modules_to_forward_prefetch; empty: leave it",

@@ -44,9 +44,9 @@ def profiled_in_flight() -> None:
     """The last messages of a step are in flight when the profiler stops."""
     job = Job("tied", steps=1)
     for _ in range(20):
-        with parallel_for(job, How("fsdp", "wfbp")) as (made, parallel, optimizer):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-                train(job, made, parallel, optimizer)
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with parallel_for(job, How("fsdp", "wfbp")) as (made, parallel, optimizer), profiler:
+            train(job, made, parallel, optimizer)
 
 
 def test_a_profiler_may_stop_while_messages_are_in_flight(two: Ranks) -> None:

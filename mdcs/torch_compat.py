@@ -90,11 +90,11 @@ def unrecorded() -> Iterator[None]:
     The range of a gloo work ends in the thread that waits for the work. If the profiler has stopped by then, the
     process crashes (seen with torch 2.13).
     """
-    torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+    torch.autograd._enable_record_function(False)
     try:
         yield
     finally:
-        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
+        torch.autograd._enable_record_function(True)
 
 
 def is_profiled() -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.calibrate.agreement import doing, on_rank_zero, together
-from mdcs.calibrate.autoprofile import autoprofile
+from mdcs.calibrate.autoprofile import autoprofile, end_of
 from mdcs.calibrate.trials import candidates, cost_s, fastest
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
@@ -63,16 +63,17 @@ def autoplan(
     writes a line to stderr for each phase, with a bar on a terminal. A budget that no plan can keep is refused as soon as that
     is known.
 
-    Raises ValueError for an unknown name, UnsupportedModel as :func:`mdcs.calibrate.slots.measure_profile` does, and on every
-    rank what planning raises on rank 0: InfeasibleBudget, with the smallest feasible budget in bytes, where none fits. Where one
-    rank raises alone, or is killed, the others raise RunError with its words.
+    Raises ValueError for an unknown name and for ``seconds`` that are not above 0, UnsupportedModel as
+    :func:`mdcs.calibrate.slots.measure_profile` does, and on every rank what planning raises on rank 0:
+    InfeasibleBudget, with the smallest feasible budget in bytes, where none fits. Where one rank raises
+    alone, or is killed, the others raise RunError with its words.
     """
     planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
+    until = end_of(seconds)
     with together(tells=progress):
-        until = time.monotonic() + seconds
         profile = autoprofile(
             model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype,
             budget=None if budget is None else budget - reserve, seconds=seconds / 2, progress=progress,

@@ -25,6 +25,13 @@ SECONDS = 16.0
 _LINK, _MODEL = 0.2, 0.25  # of the time budget; the rest is for the contention
 
 
+def end_of(seconds: float) -> float:
+    """Return the time of :func:`time.monotonic` at which a budget of ``seconds`` ends. Raises ValueError for none."""
+    if not seconds > 0:
+        raise ValueError(f"seconds must be > 0, got {seconds!r}")
+    return time.monotonic() + seconds
+
+
 def autoprofile(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -66,13 +73,14 @@ def autoprofile(
     - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
-    Raises ValueError for a family that the backend does not have, and what :func:`mdcs.measure_profile` and
-    :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here. Raises InfeasibleBudget, see above.
+    Raises ValueError for a family that the backend does not have and for ``seconds`` that are not above 0, and what
+    :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
+    Raises InfeasibleBudget, see above.
     """
+    until = end_of(seconds)
     refuse_meta(model)  # before the link, whose backend has no such device
     processes = dist.get_world_size() if dist.is_initialized() else 1
     world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
-    until = time.monotonic() + seconds
     with together(tells=progress):
         if budget is not None:
             require_room(units, optimizer, budget, world, master_dtype)

@@ -120,13 +120,17 @@ class SlotRecorder:
         """Extend the unit's backward span: checkpointing runs its forward again."""
         # Its parameters are needed now, before the gradient of its output is ready.
         self.guards[unit].open()
-        index = sum(p == "B" for _, p in self._now) - 1
-        if index < 0:
-            raise UnsupportedModel(
-                f"{self.model_units[unit].name}: is computed again before any unit's backward has begun (reentrant "
-                f"checkpointing, or the loss inside of the checkpointed function): not supported"
-            )
-        self._spans.setdefault((unit, "B"), [index, index])[1] = index
+        self._extend_backward(
+            unit, "is computed again before any unit's backward has begun (reentrant checkpointing, or the loss inside of "
+            "the checkpointed function): not supported"
+        )  # fmt: skip
+
+    def _extend_backward(self, unit: int, otherwise: str) -> None:
+        """Extend the unit's backward span to the present slot. ``otherwise``: the problem if backward has no slot yet."""
+        slot = sum(p == "B" for _, p in self._now) - 1
+        if slot < 0:
+            raise UnsupportedModel(f"{self.model_units[unit].name}: {otherwise}")
+        self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         """Note when a gradient is ready, and take it away."""
@@ -141,13 +145,10 @@ class SlotRecorder:
         self._arrived[unit, index] = len(self._now) - 1, Mark(self.device)
         if self.marks:
             torch.autograd.graph.increment_version(parameter)
-        slot = sum(p == "B" for _, p in self._now) - 1
-        if slot < 0:
-            raise UnsupportedModel(
-                f"{self.model_units[unit].name}: its gradients come before one reaches the output of any unit: return "
-                f"tensors from its forward, in tuples, lists, dictionaries or dataclasses"
-            )
-        self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
+        self._extend_backward(
+            unit, "its gradients come before one reaches the output of any unit: return tensors from its forward, in tuples, "
+            "lists, dictionaries or dataclasses"
+        )  # fmt: skip
 
     def used(self, unit: int, index: int) -> None:
         """Note that the memory of the unit's parameter ``index`` is used now."""

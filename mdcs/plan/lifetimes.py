@@ -21,7 +21,7 @@ from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
 
 CATEGORIES = (
-    "parameters",  # at rest: whole (dp, zero1) or a shard (sdp, fsdp)
+    "parameters",  # at rest: whole (dp, zero2) or a shard (sdp, fsdp)
     "full_parameters",  # gathered for use (sdp, fsdp)
     "optimizer",
     "gradients",  # full

@@ -47,7 +47,6 @@ class Strategy(str, Enum):
 
     dp = "dp"  # replicated: all-reduce, full update
     zero2 = "zero2"  # whole parameters; reduce-scatter, update of a shard, all-gather
-    zero1 = zero2  # an alias
     sdp = "sdp"  # sharded at rest, gathered before forward, kept until its backward ends
     fsdp = "fsdp"  # gathered before forward, resharded, gathered again before backward
     hsdp_no_reshard = "hsdp_no_reshard"  # sdp within each node; all nodes have the same shards

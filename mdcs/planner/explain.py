@@ -1,7 +1,7 @@
 """Explanation of a plan: cost and gain of each unit's strategy, effect of the schedule, contents of the memory.
 
 The strategy of a unit is compared with the same mix in which only this unit has another strategy. The other strategy is
-fsdp, which holds least. For an fsdp unit it is sdp, and for a unit to which fsdp gives nothing it is zero1. The cost is
+fsdp, which holds least. For an fsdp unit it is sdp, and for a unit to which fsdp gives nothing it is zero2. The cost is
 the difference of the peaks under the sequential schedule, which also decides whether strategies fit a budget. The gain
 is the difference of the steps when both mixes are scheduled alike and replayed without a budget.
 """
@@ -93,7 +93,7 @@ def choices(plan: Plan, scheduler: Scheduler) -> list[UnitChoice]:
 def _other(mix: Mix, unit: int) -> Mix | None:
     """Return the mix to compare with, in which only this unit differs."""
     own = mix.strategies[unit]
-    for strategy in (Strategy.fsdp, Strategy.sdp, Strategy.zero1):
+    for strategy in (Strategy.fsdp, Strategy.sdp, Strategy.zero2):
         strategies = (*mix.strategies[:unit], strategy, *mix.strategies[unit + 1 :])
         other = dataclasses.replace(mix, strategies=strategies)
         if other.strategies[unit] is not own:  # Mix turns fsdp into sdp where fsdp gains nothing

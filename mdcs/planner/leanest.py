@@ -1,7 +1,7 @@
 """The floor of a job: the mix whose sequential schedule has the smallest peak.
 
 All fsdp holds least at rest. But a slot that uses an fsdp unit holds the whole unit in addition to its shard, whereas
-zero1 and dp hold only the whole unit. If one large unit makes the peak, that unit is better whole. The peak of a mix is
+zero2 and dp hold only the whole unit. If one large unit makes the peak, that unit is better whole. The peak of a mix is
 not a sum over units, so the mix is found by a search. The search starts from uniform mixes and changes the units at
 work in the slot of the peak, one or a few at once.
 """

@@ -9,7 +9,7 @@ UPDATES = ("cores", "link", "stream")
 
 @dataclass(frozen=True)
 class ExecutionModel:
-    """What waits for what after a message's bytes have come.
+    """Resources and waits of a message after its bytes have come.
 
     ``updates`` says where unpacking and updates run:
 

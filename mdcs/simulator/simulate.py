@@ -1,7 +1,7 @@
 """Replay of a plan in virtual time: the actions of the runtime, slot by slot and message by message.
 
 Compute is serial. The link is FIFO with ``depth`` messages in flight (:mod:`mdcs.profile.link`). Summing, unpacking and
-updating after a message are serial on the dispatcher. A message starts when all messages ahead of it have started, its
+updating after a message are serial in the transport. A message starts when all messages ahead of it have started, its
 data is ready and compute has arrived at its issue slot. Messages and slots are admitted only when their bytes fit, and
 admission never changes the order.
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.trace import chrome_trace, sublanes
-from mdcs.measure.timeline import PREDICTED_RANK, Interval, RankTimeline, SlotMemory, Timeline, length
+from mdcs.measure.timeline import PREDICTED_RANK, Interval, RankTimeline, Timeline, length
+from tests.mdcs.measure.timelines import two_ranks
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted), max_size=12)
 
@@ -26,22 +27,7 @@ def test_sublanes_never_put_two_overlapping_messages_in_one_row(a):
 
 @pytest.fixture
 def timeline():
-    rank_0 = (
-        Interval("compute", "B1", "B", "block.1", 0.0, 0.5),
-        Interval("compute", "F1", "F", "block.1", 0.5, 0.8),
-        Interval("message", "RS 1", "RS", "block.1", 0.5, 0.7, 4096),
-        Interval("message", "AG 1", "AG_F", "block.1", 0.6, 0.9, 4096),
-        Interval("update", "update 1", "update", "block.1", 0.7, 0.75),
-    )
-    return Timeline(
-        period_s=1.0,
-        slots=("B1", "F1"),
-        ranks=(RankTimeline(0, rank_0), RankTimeline(1, rank_0[:2])),
-        memory=(
-            SlotMemory("B1", {"parameters": 10, "gradients": 20}, None),
-            SlotMemory("F1", {"parameters": 10}),
-        ),
-    )
+    return two_ranks()
 
 
 def test_the_trace_has_a_process_per_rank_and_durations_in_microseconds(timeline):

@@ -10,7 +10,7 @@ sent by the end of a stage in its window::
                 Σ_op seconds[op] (c[op,R(q)] - c[op,before]) <= (1 + interference) · compute seconds of q
                 c[AG_F,u,·] <= c[RS,u,·]                           blocks are gathered after their update
                 done[u,q] <= Σ c[AR or RS,u,A(q)]                  binary: the gradient is freed before slot q
-                c[AG,u,R(q)] <= started[u,q] (+ z[u,zero1])        binary, monotone: the buffer is held from slot q on
+                c[AG,u,R(q)] <= started[u,q] (+ z[u,zero2])        binary, monotone: the buffer is held from slot q on
                 Σ bytes at rest + full parameters + gradients not done <= budget - activations of q, for every slot q
 
 A running slot slows down to 1/(1 + interference) of its speed while a message is in flight. Communication that does not

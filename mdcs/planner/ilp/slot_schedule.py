@@ -80,21 +80,21 @@ class SlotSchedule:
         if self.fixed is not None:
             return [self.judge.mix(self.fixed).strategies[unit]]
         if not self.profile.units[unit].trainable:
-            pointless: Strategy | None = Strategy.zero1
+            pointless: Strategy | None = Strategy.zero2
         else:
             pointless = Strategy.dp if self._dominated(unit) else None
         return [k for k, mix in self.mixes.items() if k is not pointless and mix.strategies[unit] is k]
 
     def _dominated(self, unit: int) -> bool:
-        """Whether zero1 is no slower on the link than dp and holds no more bytes.
+        """Whether zero2 is no slower on the link than dp and holds no more bytes.
 
         Not if gradients become ready early: an early all-reduce (dp) is then complete, but an early reduce-scatter
-        (zero1) is only half of the communication.
+        (zero2) is only half of the communication.
         """
         if self._first_part(unit) < 1:
             return False
-        time = {k: sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True)) for k in (Strategy.dp, Strategy.zero1)}
-        return self.profile.optimizer.state_tensors > 0 and time[Strategy.zero1] <= time[Strategy.dp] * (1 + 1e-9)
+        time = {k: sum(self._seconds(Op(kind, unit, 0)) for kind in k.kinds(True, True)) for k in (Strategy.dp, Strategy.zero2)}
+        return self.profile.optimizer.state_tensors > 0 and time[Strategy.zero2] <= time[Strategy.dp] * (1 + 1e-9)
 
     def _seconds(self, op: Op) -> float:
         link, size = self.profile.link, self.mixes[Strategy.dp].payload(op)

@@ -1,7 +1,7 @@
 """Wait-free back-propagation: messages are sent when ready, in the order of the computation.
 
 A reduction is issued when the backward of its unit ends (Poseidon, PyTorch DDP). A gather has no such moment. The
-gather of zero1 follows its reduction at once, as in a decomposed all-reduce. Gathers of sdp and fsdp are prefetched one
+gather of zero2 follows its reduction at once, as in a decomposed all-reduce. Gathers of sdp and fsdp are prefetched one
 unit ahead, as FSDP does.
 """
 
@@ -23,7 +23,7 @@ from mdcs.sizes import MIB
 def ready_slot(mix: Mix, op: Op) -> int:
     """Return the slot (unrolled) at which WFBP issues an operation."""
     first, last = mix.window(op)
-    if not op.kind.is_gather or mix.strategies[op.unit] is Strategy.zero1:
+    if not op.kind.is_gather or mix.strategies[op.unit] is Strategy.zero2:
         return first
     return max(first, last - 1)
 

@@ -27,6 +27,13 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, list[mdcs.ModelUnit], Any]
     return model, optimizer, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(batch).square().mean()
 
 
+@pytest.mark.parametrize("call", [mdcs.autoplan, mdcs.autoprofile])
+def test_no_time_is_refused_before_anything_is_measured(call: Any) -> None:
+    model, optimizer, units, _ = made()
+    with pytest.raises(ValueError, match="seconds must be > 0, got -1"):
+        call(model, optimizer, units, lambda: pytest.fail("a step ran"), seconds=-1)
+
+
 def profiled() -> tuple[mdcs.Profile, bool]:
     model, optimizer, units, step = made()
     before = [p.clone() for p in model.parameters()]

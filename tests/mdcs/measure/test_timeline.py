@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from mdcs.measure.timeline import (
     Interval,
-    RankTimeline,
-    SlotMemory,
     Timeline,
     intersection,
     length,
@@ -19,6 +17,7 @@ from mdcs.measure.timeline import (
     union,
 )
 from mdcs.plan.times import StepTimes
+from tests.mdcs.measure.timelines import two_ranks
 
 GRID = 60
 
@@ -126,22 +125,7 @@ def test_an_impossible_interval_is_refused_by_name(change, complaint):
 
 @pytest.fixture
 def timeline():
-    rank_0 = (
-        Interval("compute", "B1", "B", "block.1", 0.0, 0.5),
-        Interval("compute", "F1", "F", "block.1", 0.5, 0.8),
-        Interval("message", "RS 1", "RS", "block.1", 0.5, 0.7, 4096),
-        Interval("message", "AG 1", "AG_F", "block.1", 0.6, 0.9, 4096),
-        Interval("update", "update 1", "update", "block.1", 0.7, 0.75),
-    )
-    return Timeline(
-        period_s=1.0,
-        slots=("B1", "F1"),
-        ranks=(RankTimeline(0, rank_0), RankTimeline(1, rank_0[:2])),
-        memory=(
-            SlotMemory("B1", {"parameters": 10, "gradients": 20}, None),
-            SlotMemory("F1", {"parameters": 10}),
-        ),
-    )
+    return two_ranks()
 
 
 def test_a_timeline_survives_the_disk(timeline):

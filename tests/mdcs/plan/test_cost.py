@@ -60,7 +60,7 @@ def test_what_computing_loses() -> None:
     ("strategy", "milliseconds"),
     [
         ("dp", 1 + 8 + 11),  # an all-reduce of 2 · 4 MB / 2, an update of all
-        ("zero1", (1 + 4 + 6) + (1 + 4)),
+        ("zero2", (1 + 4 + 6) + (1 + 4)),
         ("sdp", (1 + 4 + 6) + 3 * (1 + 4)),  # gathered in each of three micro-steps
         ("fsdp", (1 + 4 + 6) + 3 * 2 * (1 + 4)),
     ],

@@ -37,7 +37,7 @@ def test_all_plans_of_a_job_share_its_period_and_costs() -> None:
 
 
 def test_what_was_worked_out_does_not_travel() -> None:
-    plan = planned(chain(8, 8), "zero1")
+    plan = planned(chain(8, 8), "zero2")
     assert plan.period.length == 4 and plan.hash
     copy = pickle.loads(pickle.dumps(plan))
     assert "period" not in vars(copy.job) and "hash" not in vars(copy)

@@ -71,7 +71,7 @@ FSDP = [  # b, the last, has nothing to gain from a second gather: as sdp
     ("strategy", "at_rest", "table"),
     [
         ("dp", {"parameters": 48, "optimizer": 2 * 48 + 2 * 4}, DP),
-        ("zero1", {"parameters": 48, "optimizer": 48 + 2 * 4}, ZERO1),
+        ("zero2", {"parameters": 48, "optimizer": 48 + 2 * 4}, ZERO1),
         ("sdp", {"parameters": 24, "optimizer": 48 + 2 * 4}, SDP),
         ("fsdp", {"parameters": 24, "optimizer": 48 + 2 * 4}, FSDP),
     ],
@@ -90,7 +90,7 @@ def test_bytes_by_category_and_slot(strategy: str, at_rest: dict[str, int], tabl
     ("strategy", "parameters", "optimizer"),
     [
         ("dp", 36 + 24, 2 * 60 + 2 * 4),  # 8 and 4 elements are padded to 9 and 6
-        ("zero1", 36 + 24, 2 * 20 + 2 * 4),
+        ("zero2", 36 + 24, 2 * 20 + 2 * 4),
         ("sdp", 12 + 8, 2 * 20 + 2 * 4),
         ("fsdp", 12 + 8, 2 * 20 + 2 * 4),
     ],
@@ -110,7 +110,7 @@ def test_half_precision_parameters_with_whole_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "parameters", "optimizer", "scratch"),
-    [("dp", 24, 3 * 48 + 8, 32), ("zero1", 24, 3 * 24 + 8, 16), ("sdp", 0, 3 * 24 + 8, 16), ("fsdp", 0, 3 * 24 + 8, 16)],
+    [("dp", 24, 3 * 48 + 8, 32), ("zero2", 24, 3 * 24 + 8, 16), ("sdp", 0, 3 * 24 + 8, 16), ("fsdp", 0, 3 * 24 + 8, 16)],
 )
 def test_masters(strategy: str, parameters: int, optimizer: int, scratch: int) -> None:
     """2 bytes in compute and on the wire, 4 in the optimizer: masters are with its state, a cast gradient is scratch."""
@@ -121,7 +121,7 @@ def test_masters(strategy: str, parameters: int, optimizer: int, scratch: int) -
     assert Ledger(planned(frozen, strategy)).at_rest["parameters"] == (8 if parameters == 0 else 24)
 
 
-@pytest.mark.parametrize(("strategy", "parameters"), [("dp", 48), ("zero1", 48), ("sdp", 24)])
+@pytest.mark.parametrize(("strategy", "parameters"), [("dp", 48), ("zero2", 48), ("sdp", 24)])
 def test_a_frozen_unit_has_no_gradient_no_state_and_no_update(strategy: str, parameters: int) -> None:
     frozen_a = replace(PROFILE, units=(replace(PROFILE.units[0], trainable=False), PROFILE.units[1]))
     plan = planned(frozen_a, strategy)
@@ -133,7 +133,7 @@ def test_a_frozen_unit_has_no_gradient_no_state_and_no_update(strategy: str, par
 
 
 def test_a_tied_unit_holds_its_gradient_from_its_first_backward_use() -> None:
-    plan = planned(tied(8, 4), "zero1")  # B:a B:b B:a F:a F:b F:a
+    plan = planned(tied(8, 4), "zero2")  # B:a B:b B:a F:a F:b F:a
     assert by_slot(plan, "gradients") == [(32,), (48,), (48,), (32,), (0,), (0,)]
 
 
@@ -144,7 +144,7 @@ def test_a_tied_unit_is_full_until_its_last_use() -> None:
 
 
 def test_accumulated_gradients_stay_through_the_period() -> None:
-    plan = planned(PROFILE, "zero1", micro_steps=2)  # B/1:b B/1:a F/0:a F/0:b B/0:b B/0:a F/1:a F/1:b
+    plan = planned(PROFILE, "zero2", micro_steps=2)  # B/1:b B/1:a F/0:a F/0:b B/0:b B/0:a F/1:a F/1:b
     assert by_slot(plan, "gradients") == [(48,), (48,), (32,), (0,), (16,), (48,), (48,), (48,)]
     assert sum(m.kind is RS for m in plan.messages) == 2  # both once per period
 
@@ -155,7 +155,7 @@ def test_sharded_parameters_are_gathered_in_every_micro_step() -> None:
 
 
 def test_at_the_barrier_shards_wait_for_the_last_reduction() -> None:
-    plan = planned(PROFILE, "zero1", cross_iteration=False)
+    plan = planned(PROFILE, "zero2", cross_iteration=False)
     assert by_slot(plan, "gradients", "gradient_shards", "update_scratch", "total") == [
         (16, 0, 0, 104 + 16 + 50),
         (32, 8, 0, 104 + 8 + 32 + 45),  # b is reduced but not updated
@@ -175,7 +175,7 @@ def test_at_the_barrier_dp_gradients_wait_for_the_last_reduction() -> None:
 
 
 def test_at_the_barrier_a_reduce_scatter_can_end_what_an_all_reduce_began() -> None:
-    plan = planned(PROFILE, ["zero1", "dp"], cross_iteration=False)
+    plan = planned(PROFILE, ["zero2", "dp"], cross_iteration=False)
     assert by_slot(plan, "gradients", "gradient_shards") == [(16, 0), (48, 0), (48, 16), (0, 0)]
     b, a = (e for e, m in zip(Ledger(plan).messages, plan.messages, strict=True) if not m.kind.is_gather)
     assert (a.gradients_after_link, a.gradients_after_update) == (((0, 32),), ((1, 16),))
@@ -208,12 +208,12 @@ A, B = (0, 0), (1, 0)
 )
 def test_staging(kind: Kind, parts: tuple[tuple[int, int], ...], algorithm: str, world: int, staging: int) -> None:
     collectives = Collectives(algorithm)
-    plan = planned(replace(PROFILE, collectives=collectives, world=world), "zero1")
+    plan = planned(replace(PROFILE, collectives=collectives, world=world), "zero2")
     assert staging_bytes(plan.profile, kind, plan.payload(Message(kind, parts, 2)), len(parts)) == staging
 
 
 def test_a_fused_message_frees_what_it_reduces_only_when_it_ends() -> None:
-    plan = planned(PROFILE, "zero1", Fusion(10**6))
+    plan = planned(PROFILE, "zero2", Fusion(10**6))
     reduction = Ledger(plan).messages[0]
     assert plan.messages[0].parts == ((1, 0), (0, 0))
     assert (reduction.shards, reduction.staging, reduction.gradients_after_link) == (24, 72, ((0, 32), (1, 16)))
@@ -251,7 +251,7 @@ def test_the_first_gather_is_the_first_in_time_when_blocks_cross_the_end_of_the_
 def test_planning_assumes_the_rank_that_needs_most() -> None:
     # Rank 0 updates two runs of 4 elements, rank 1 one of 8: more state here, more scratch there.
     unit = replace(PROFILE.units[0], segments=(4, 12))
-    plan = planned(replace(PROFILE, units=(unit, PROFILE.units[1])), "zero1")
+    plan = planned(replace(PROFILE, units=(unit, PROFILE.units[1])), "zero2")
     first, second, worst = Ledger(plan, rank=0), Ledger(plan, rank=1), Ledger(plan)
 
     def state_and_scratch(ledger: Ledger) -> tuple[int, int]:

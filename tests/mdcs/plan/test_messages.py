@@ -118,11 +118,11 @@ def test_units_are_padded_to_a_multiple_of_the_world(numel: int, world: int, pad
     ("strategy", "trainable", "has_backward", "kinds"),
     [
         ("dp", True, True, (AR,)),
-        ("zero1", True, True, (RS, AG_F)),
+        ("zero2", True, True, (RS, AG_F)),
         ("sdp", True, True, (RS, AG_F)),
         ("fsdp", True, True, (RS, AG_F, AG_B)),
         ("dp", False, True, ()),
-        ("zero1", False, True, ()),
+        ("zero2", False, True, ()),
         ("sdp", False, True, (AG_F,)),
         ("fsdp", False, True, (AG_F, AG_B)),
         ("fsdp", False, False, (AG_F,)),
@@ -135,13 +135,13 @@ def test_collectives_of_a_strategy(strategy: str, trainable: bool, has_backward:
 # ---- messages
 
 
-ZERO1 = planned(chain(8, 4), "zero1")  # RS b, RS a, AG_F a, AG_F b, at slots 1, 2, 2, 3
+ZERO1 = planned(chain(8, 4), "zero2")  # RS b, RS a, AG_F a, AG_F b, at slots 1, 2, 2, 3
 
 
 def test_what_waits_for_what() -> None:
     assert [str(m.kind) + "ab"[m.parts[0][0]] for m in ZERO1.messages] == ["RSb", "RSa", "AG_Fa", "AG_Fb"]
     assert ZERO1.waits_for == (-1, -1, 1, 0)
-    barrier = planned(chain(8, 4), "zero1", cross_iteration=False)
+    barrier = planned(chain(8, 4), "zero2", cross_iteration=False)
     assert barrier.waits_for == (-1, -1, 1, 1)  # the update of all, with the last reduction
 
 
@@ -173,7 +173,7 @@ def test_the_prologue_gathers_what_the_first_forward_pass_and_its_backward_need(
 
 def test_bytes_of_a_message() -> None:
     profile = chain(8, 4, world=2, param_bytes=2, grad_bytes=4)
-    plan = planned(profile, "zero1")
+    plan = planned(profile, "zero2")
     fused = Message(RS, ((0, 0), (1, 0)), slot=2)
     assert plan.elements(fused) == 12
     assert plan.payload(fused) == 48  # gradients are fp32
@@ -221,7 +221,7 @@ def test_invalid_plans_are_refused_by_name(make: Callable[[], Plan], message: st
         make()
 
 
-BARRIER = planned(chain(8, 4, 4), "zero1", cross_iteration=False)  # RS c, RS b, RS a, AG_F a, b, c
+BARRIER = planned(chain(8, 4, 4), "zero2", cross_iteration=False)  # RS c, RS b, RS a, AG_F a, b, c
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] if children is None else [p for k, v in children for p in leaves(v, (*path, k))]
 
 
-SAVED = json.loads(make_plan(chain(8, 4, about={"model": "toy"}), Uniform("zero1"), Sequential()).to_json())
+SAVED = json.loads(make_plan(chain(8, 4, about={"model": "toy"}), Uniform("zero2"), Sequential()).to_json())
 EXECUTED = [
     p for p in leaves(SAVED) if p[0] not in ("prediction", "strategy", "scheduler", "outcome", "bound_s", "schema")
 ]

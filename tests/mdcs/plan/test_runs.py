@@ -21,10 +21,10 @@ PROFILE = replace(
     ("strategy", "rank", "block", "expected"),
     [
         # Segments of 7 and 2 elements, padded to 10, in blocks of 6 and 4; a rank has 3 and 2 of them.
-        ("zero1", 0, 0, [(0, 3, 0)]),
-        ("zero1", 1, 0, [(3, 3, 0)]),
-        ("zero1", 0, 1, [(6, 1, 0), (7, 1, 1)]),
-        ("zero1", 1, 1, [(8, 2, 1)]),  # the padding belongs to the last segment
+        ("zero2", 0, 0, [(0, 3, 0)]),
+        ("zero2", 1, 0, [(3, 3, 0)]),
+        ("zero2", 0, 1, [(6, 1, 0), (7, 1, 1)]),
+        ("zero2", 1, 1, [(8, 2, 1)]),  # the padding belongs to the last segment
         ("dp", 0, 1, [(6, 1, 0), (7, 3, 1)]),
         ("dp", 1, 0, [(0, 6, 0)]),
     ],

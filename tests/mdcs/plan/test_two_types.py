@@ -30,7 +30,7 @@ def plan_of(*strategies: str) -> Plan:
 
 
 def test_a_whole_unit_is_a_message_per_width() -> None:
-    plan = plan_of("dp", "zero1")
+    plan = plan_of("dp", "zero2")
     assert plan.blocks == ((6, 4), (8,))
     assert [(m.kind, m.parts, plan.width(m), plan.payload(m)) for m in plan.messages] == [
         (RS, ((1, 0),), 2, 16), (AR, ((0, 0),), 2, 12), (AR, ((0, 1),), 4, 16), (AG_F, ((1, 0),), 2, 16),
@@ -40,7 +40,7 @@ def test_a_whole_unit_is_a_message_per_width() -> None:
 
 
 def test_blocks_and_messages_of_two_widths_are_refused() -> None:
-    plan = plan_of("dp", "zero1")
+    plan = plan_of("dp", "zero2")
     with pytest.raises(PlanError, match=r"unit a: blocks \(10,\) must be cut where its sections end, at \(6, 10\)"):
         replace(plan, blocks=((10,), (8,)))
     first, *rest = plan.messages
@@ -54,7 +54,7 @@ def test_blocks_and_messages_of_two_widths_are_refused() -> None:
     [
         # State: two moments of 4 bytes for each element, and a counter of 4 bytes for each of the two blocks.
         ("dp", 6 * 2 + 4 * 4, 6 * 4 + (6 + 4) * 8 + 2 * 4),
-        ("zero1", 6 * 2 + 4 * 4, 3 * 4 + (3 + 2) * 8 + 2 * 4),
+        ("zero2", 6 * 2 + 4 * 4, 3 * 4 + (3 + 2) * 8 + 2 * 4),
         ("sdp", 2 * 4, 3 * 4 + (3 + 2) * 8 + 2 * 4),  # of the narrow ones the masters are all there is
     ],
 )

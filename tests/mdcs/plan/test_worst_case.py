@@ -1,4 +1,4 @@
-"""What must fit at each slot, whatever the timing: by hand, and against replays of random plans."""
+"""Bytes that must fit at each slot, whatever the timing: by hand, and against replays of random plans."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PROFILE = replace(
 
 
 def test_what_is_issued_and_what_is_done_at_each_slot() -> None:
-    sequential = SlotLimits(planned(PROFILE, "zero1"))  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
+    sequential = SlotLimits(planned(PROFILE, "zero2"))  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
     assert (sequential.issued, sequential.done) == ([0, 1, 3, 4], [0, 1, 3, 4])
-    ahead = SlotLimits(planned(PROFILE, "zero1", Wfbp()))  # RS b, AG_F b, RS a, AG_F a at slots 1, 1, 2, 2
+    ahead = SlotLimits(planned(PROFILE, "zero2", Wfbp()))  # RS b, AG_F b, RS a, AG_F a at slots 1, 1, 2, 2
     assert (ahead.issued, ahead.done) == ([0, 2, 4, 4], [0, 0, 4, 4])
 
 
@@ -54,7 +54,7 @@ def test_only_neighbours_are_in_flight_together(transient: tuple[int, ...], dept
 
 
 def test_the_peak_is_the_smallest_budget_of_a_plan() -> None:
-    plan = planned(PROFILE, "zero1")
+    plan = planned(PROFILE, "zero2")
     assert [n.bytes for n in needs(plan)] == [104 + 16 + 50, 104 + 32 + 45, 104 + 32 + 16 + 16 + 10, 104 + 40]
     check(replace(plan, budget=181))
     check(replace(of_job(plan, reserve=10), budget=191))

@@ -74,7 +74,7 @@ def test_from_the_worst_plan_it_mostly_finds_the_best_of_all_orders_and_slots() 
     found = []
     for seed in range(4):
         judge = Judge(Job(small_job(seed, 2)), None)
-        mix = judge.mix([Strategy.zero1, Strategy.zero1])
+        mix = judge.mix([Strategy.zero2, Strategy.zero2])
         budget = int(1.1 * judge.peak(mix.strategies))
         fitting = [p for p in every(mix) if smallest_budget(p) <= budget]
         worst = max(fitting, key=lambda p: replay(p).period_s)

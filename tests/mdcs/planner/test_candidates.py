@@ -25,7 +25,7 @@ from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import plans
 from tests.mdcs.planner.test_every_plan import job
 
-CHOICES = (Strategy.dp, Strategy.zero1, Strategy.sdp, Strategy.fsdp)
+CHOICES = (Strategy.dp, Strategy.zero2, Strategy.sdp, Strategy.fsdp)
 NAMES = ("wfbp", "partitioning", "fusion", "dear", "priority", "sequential")
 
 

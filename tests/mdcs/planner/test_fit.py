@@ -104,9 +104,9 @@ def test_a_fused_message_is_split_when_it_holds_too_much() -> None:
 
 def test_blocks_are_merged_when_their_state_does_not_fit() -> None:
     profile = chain(320, 320, 320, optimizer=replace(ADAM, state_fixed=10_000))
-    plan = planned(profile, "zero1", Partitioning(256 / MIB))
+    plan = planned(profile, "zero2", Partitioning(256 / MIB))
     assert {len(b) for b in plan.blocks} == {5}
-    smallest = smallest_budget(planned(profile, "zero1"))
+    smallest = smallest_budget(planned(profile, "zero2"))
     fitted = fit(plan, smallest)
     assert [len(b) for b in fitted.blocks] == [1, 1, 1]
     assert smallest_budget(fitted) <= smallest < smallest_budget(plan)
@@ -129,7 +129,7 @@ def test_the_prologue_issues_at_the_turn_what_later_periods_issue_before() -> No
     backward = [(0, "B", 5, 5), (2, "B", 0, 1032), (1, "B", 0, 0), (0, "B", 0, 5)]
     slots = tuple(Slot(unit, phase, 0.0, live, top) for unit, phase, live, top in forward + backward)
     profile = Profile(units, slots, 2, Link((0.0,) * 4, (0.0,) * 4, 1, 400), Optimizer(), 4, 2)
-    mix = Judge(Job(profile), None).mix([Strategy.dp, Strategy.zero1, Strategy.sdp])
+    mix = Judge(Job(profile), None).mix([Strategy.dp, Strategy.zero2, Strategy.sdp])
     plan = fit(Fusion().schedule(mix), smallest_budget(Sequential().schedule(mix)))
     assert [len(m.parts) for m in plan.messages if m.kind is AG_F] == [1, 1]
     assert replay(plan).period_s == 0

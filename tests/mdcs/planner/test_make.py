@@ -189,7 +189,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, float], messa
 
 
 def test_a_prediction_is_the_replay() -> None:
-    plan = make_plan(chain(8, 16, link=link(1 / 16)), Uniform("zero1"), Wfbp())
+    plan = make_plan(chain(8, 16, link=link(1 / 16)), Uniform("zero2"), Wfbp())
     assert plan.prediction is not None
     assert plan.prediction.step_s == 10
     assert replay(plan).prediction() == plan.prediction
@@ -198,11 +198,11 @@ def test_a_prediction_is_the_replay() -> None:
 def test_bytes_sent_and_extra_communication() -> None:
     # 8 and 16 elements; a rank of two sends half: 16 and 32 bytes per reduce-scatter or gather, twice that all-reduced.
     profile = chain(8, 16, 16, link=link(0.5))
-    sent = {s: make_plan(profile, Uniform(s), Sequential()).sent_bytes() for s in ("dp", "zero1", "fsdp")}
+    sent = {s: make_plan(profile, Uniform(s), Sequential()).sent_bytes() for s in ("dp", "zero2", "fsdp")}
     assert sent["dp"] == {"AR": 160}
-    assert sent["zero1"] == {"RS": 80, "AG_F": 80}
+    assert sent["zero2"] == {"RS": 80, "AG_F": 80}
     assert sent["fsdp"] == {"RS": 80, "AG_F": 80, "AG_B": 16 + 32}  # not of the last unit
     extra = {s: CostModel(profile).extra_communication_s(bytes_) for s, bytes_ in sent.items()}
-    assert extra == {"dp": 0, "zero1": 0, "fsdp": 24}
+    assert extra == {"dp": 0, "zero2": 0, "fsdp": 24}
     accumulated = make_plan(Job(profile, micro_steps=3), Uniform("sdp"), Sequential()).sent_bytes()
     assert accumulated == {str(Kind.RS): 80, str(Kind.AG_F): 240}

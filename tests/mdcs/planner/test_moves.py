@@ -72,7 +72,7 @@ def test_only_blocks_that_follow_each_other_are_joined() -> None:
     """Of four blocks the last two have their gradients early; of the pairs the second is torn apart on the way back."""
     profile = chain(128)
     profile = replace(profile, units=(replace(profile.units[0], gradients=((64, 1.0), (64, 0.5))),))
-    mix = Judge(Job(profile), None).mix([Strategy.zero1])
+    mix = Judge(Job(profile), None).mix([Strategy.zero2])
     drafts = [Message(Kind.RS, ((0, b),), 1) for b in (3, 2, 1, 0)]
     gathers = [Message(Kind.AG_F, ((0, b),), 1) for b in (2, 0, 1, 3)]
     plan = mix.plan("test", ((32,) * 4,), [*drafts, *gathers])
@@ -87,15 +87,15 @@ def test_only_blocks_that_follow_each_other_are_joined() -> None:
     assert both is not None and both.blocks == ((96, 32),)
 
 
-def zero1(*drafts: Message) -> Plan:
+def zero2(*drafts: Message) -> Plan:
     judge = Judge(Job(chain(64, 64, link=link(1 / 64))), None)
-    mix = judge.mix([Strategy.zero1] * 2)
+    mix = judge.mix([Strategy.zero2] * 2)
     return mix.plan("test", mix.whole(), drafts)
 
 
 def test_a_gap_is_filled_by_a_message_that_comes_later() -> None:
     """Both gathers are issued at the turn though the link has been idle since the reductions."""
-    plan = zero1(
+    plan = zero2(
         Message(Kind.RS, ((1, 0),), 1), Message(Kind.RS, ((0, 0),), 2),
         Message(Kind.AG_F, ((0, 0),), 2), Message(Kind.AG_F, ((1, 0),), 3),
     )

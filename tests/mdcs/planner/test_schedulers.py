@@ -35,7 +35,7 @@ from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds, tied
 
 AR, RS, AG_F, AG_B, *_ = Kind
-dp, zero1, sdp, fsdp, *_ = Strategy
+dp, zero2, sdp, fsdp, *_ = Strategy
 
 
 def listed(plan: Plan, kind: Kind | None = None) -> list[tuple[str, int]]:
@@ -68,7 +68,7 @@ def test_a_mix_has_a_strategy_for_every_unit() -> None:
 
 
 def test_operations_of_a_mix() -> None:
-    mix = Mix(Job(chain(8, 8, 8), micro_steps=2), (fsdp, zero1, dp))
+    mix = Mix(Job(chain(8, 8, 8), micro_steps=2), (fsdp, zero2, dp))
     assert set(mix.ops) == {
         Op(RS, 0, 0), Op(AG_F, 0, 0), Op(AG_F, 0, 1), Op(AG_B, 0, 0), Op(AG_B, 0, 1),
         Op(RS, 1, 0), Op(AG_F, 1, 0), Op(AR, 2, 0),
@@ -91,7 +91,7 @@ def test_the_barrier_divides_windows_at_the_turn(op: Op, crossing: tuple[int, in
 
 
 def test_payloads_are_padded_and_of_the_type_that_is_sent() -> None:
-    mix = Mix(Job(chain(7, world=2, param_bytes=2, grad_bytes=4)), (zero1,))
+    mix = Mix(Job(chain(7, world=2, param_bytes=2, grad_bytes=4)), (zero2,))
     assert (mix.payload(Op(AG_F, 0, 0)), mix.payload(Op(RS, 0, 0))) == (16, 32)
 
 
@@ -132,7 +132,7 @@ def test_units_are_cut_where_a_parameter_ends_and_what_comes_first_is_sent_first
 
 
 def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> None:
-    mix = Mix(Job(chain(8, 8), cross_iteration=False), (zero1, zero1))
+    mix = Mix(Job(chain(8, 8), cross_iteration=False), (zero2, zero2))
     drafts = [Message(AG_F, ((1, 0),), 2), Message(AG_F, ((0, 0),), 2), Message(RS, ((0, 0),), 2), Message(RS, ((1, 0),), 1)]
     plan = mix.plan("mine", mix.whole(), drafts)
     assert listed(plan) == [("RS b", 1), ("RS a", 2), ("AG_F b", 2), ("AG_F a", 2)]
@@ -142,7 +142,7 @@ def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> 
 # ---- one after the other, by hand: B:c B:b B:a F:a F:b F:c
 
 THREE = chain(320, 320, 320)
-MIXED = ["fsdp", "zero1", "dp"]
+MIXED = ["fsdp", "zero2", "dp"]
 
 
 def test_sequential_sends_at_the_last_moment_and_waits() -> None:
@@ -177,7 +177,7 @@ def test_fusion_fills_buckets() -> None:
     assert listed(planned(profile, "dp", Fusion(64 / MIB))) == [("AR d+c", 2), ("AR b+a", 4)]
     assert listed(planned(profile, "dp", Fusion(65 / MIB))) == [("AR d+c+b", 3), ("AR a", 4)]
     assert listed(planned(profile, "dp", Fusion(1 / MIB))) == [("AR d", 1), ("AR c", 2), ("AR b", 3), ("AR a", 4)]
-    assert listed(planned(profile, "zero1", Fusion(10**6))) == [("RS d+c+b+a", 4), ("AG_F a+b+c+d", 4)]
+    assert listed(planned(profile, "zero2", Fusion(10**6))) == [("RS d+c+b+a", 4), ("AG_F a+b+c+d", 4)]
     with pytest.raises(ValueError, match="bucket_mib must be > 0, got 0"):
         Fusion(0 / MIB)
 
@@ -224,7 +224,7 @@ def test_whatever_is_fused_is_a_plan_that_sends_the_same(job: Job, seed: int, sc
 
 
 def test_dear_gathers_in_the_pass_that_needs_it() -> None:
-    plan = planned(THREE, "zero1", Dear())
+    plan = planned(THREE, "zero2", Dear())
     assert listed(plan) == [("RS c", 1), ("RS b", 2), ("RS a", 3), ("AG_F a", 3), ("AG_F b", 3), ("AG_F c", 3)]
     five = chain(8, 8, 8, 8, 8)  # slots 5 to 9 are forward, e is sdp
     plan = planned(five, "fsdp", Dear(ahead=2))
@@ -233,7 +233,7 @@ def test_dear_gathers_in_the_pass_that_needs_it() -> None:
     assert listed(planned(five, "fsdp", Dear(ahead=0)), AG_B) == [
         ("AG_B d", 1), ("AG_B c", 2), ("AG_B b", 3), ("AG_B a", 4),
     ]  # fmt: skip
-    assert listed(planned(five, "zero1", Dear(bucket_mib=64 / MIB)), RS) == [("RS e+d", 2), ("RS c+b", 4), ("RS a", 5)]
+    assert listed(planned(five, "zero2", Dear(bucket_mib=64 / MIB)), RS) == [("RS e+d", 2), ("RS c+b", 4), ("RS a", 5)]
     with pytest.raises(ValueError, match="bucket_mib must be > 0, got -1"):
         Dear(bucket_mib=-1)
 
@@ -361,7 +361,7 @@ def start_of_gathers(mix: Mix, groups: list[list[Op]]) -> float:
 
 
 @examples(100)
-@given(jobs(), st.sampled_from(["zero1", "dp", "fsdp"]))
+@given(jobs(), st.sampled_from(["zero2", "dp", "fsdp"]))
 def test_mg_wfbp_merges_optimally(job: Job, strategy: str) -> None:
     mix = job.judge.mix([Strategy(strategy)] * len(job.profile.units))
     streams: dict[tuple[Kind, int], list[Op]] = {}
@@ -431,8 +431,8 @@ def all_orders(plan: Plan) -> Iterator[Plan]:
 def test_priority_is_as_fast_as_the_best_of_all_orders(seed: int) -> None:
     """Nearest deadline first in blocks is optimal for one link; blocks are sent whole, hence one of them of slack."""
     profile = fluid_job(random.Random(seed), 3)
-    best = min(map(step_s, all_orders(planned(profile, "zero1", Wfbp()))))
-    assert step_s(planned(profile, "zero1", Priority(128 / MIB))) <= best + block_s(profile) + 1e-12
+    best = min(map(step_s, all_orders(planned(profile, "zero2", Wfbp()))))
+    assert step_s(planned(profile, "zero2", Priority(128 / MIB))) <= best + block_s(profile) + 1e-12
 
 
 @pytest.mark.parametrize("cross_iteration", [True, False])
@@ -441,7 +441,7 @@ def test_priority_is_never_slower_than_another_scheduler(seed: int, cross_iterat
     rng = random.Random(seed)
     profile = fluid_job(rng, rng.randint(2, 6))
     strategies = [str(rng.choice(choices(profile))) for _ in profile.units]
-    for mixed in (strategies, "zero1", "fsdp", "dp"):
+    for mixed in (strategies, "zero2", "fsdp", "dp"):
         blocks = 128 / MIB
         others = (Wfbp(), Partitioning(blocks), Dear(), Fusion(600 / MIB), RandomOrder(seed), Sequential())
         plans = {s.name: step_s(planned(profile, mixed, s, cross_iteration=cross_iteration)) for s in (Priority(blocks), *others)}
@@ -451,7 +451,7 @@ def test_priority_is_never_slower_than_another_scheduler(seed: int, cross_iterat
 def test_priority_waits_for_updates() -> None:
     # The update of b takes as long as everything else: a's messages are not held up by b's gather.
     profile = chain(32, 96, link=link(1 / 64), optimizer=Optimizer(seconds_per_element=1 / 8))
-    kinds = [name for name, _ in listed(planned(profile, "zero1", Priority(10**6)))]
+    kinds = [name for name, _ in listed(planned(profile, "zero2", Priority(10**6)))]
     assert kinds.index("RS a") < kinds.index("AG_F b")
 
 
@@ -460,7 +460,7 @@ def test_priority_knows_what_messages_cost_compute(seed: int) -> None:
     """It is no slower than in the order that is best where they cost nothing, and sometimes faster."""
     profile = fluid_job(random.Random(seed), 4)
     slow = replace(profile, contention=Contention(compute_per_byte=profile.link.beta_of(RS)))
-    mix = Mix(Job(slow), (Strategy.zero1,) * 4)
+    mix = Mix(Job(slow), (Strategy.zero2,) * 4)
     windows = {op: mix.window(op) for op in mix.ops}
     blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix.period)))
     assert step_s(Priority(128 / MIB).schedule(mix)) <= step_s(blind)
@@ -470,7 +470,7 @@ def test_idle_time_that_messages_make_is_used() -> None:
     """Where backward is slowed down by what it sends, gathers for the next forward fit beside it."""
     profile = chain(*[128] * 6, link=link(2.0 / 256, depth=2), forward_s=1.0, backward_s=2.0)
     slow = replace(profile, contention=Contention(compute_per_byte=0.5 / 256))
-    mix = Mix(Job(slow), (Strategy.zero1,) * 6)
+    mix = Mix(Job(slow), (Strategy.zero2,) * 6)
     windows = {op: mix.window(op) for op in mix.ops}
     blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix.period)))
     assert step_s(Priority(128 / MIB).schedule(mix)) < 0.9 * step_s(blind)

@@ -23,7 +23,7 @@ from mdcs.profile.link import Link
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, link, planned, seeds
 
-dp, zero1, sdp, fsdp, *_ = Strategy
+dp, zero2, sdp, fsdp, *_ = Strategy
 
 
 def step_s(judge: Judge, mix: tuple[Strategy, ...]) -> float:
@@ -36,7 +36,7 @@ def step_s(judge: Judge, mix: tuple[Strategy, ...]) -> float:
 def test_the_judge_measures_the_sequential_peak() -> None:
     profile = chain(8, 4, optimizer=ADAM)
     judge = Judge(Job(profile, reserve=5), None)
-    assert judge.peak([dp, zero1]) == smallest_budget(planned(profile, ["dp", "zero1"])) + 5
+    assert judge.peak([dp, zero2]) == smallest_budget(planned(profile, ["dp", "zero2"])) + 5
     assert judge.floor == judge.peak([fsdp, fsdp])
     assert judge.fits([dp, dp])
     tight = replace(judge, budget=judge.floor)
@@ -47,14 +47,14 @@ def test_the_judge_measures_the_sequential_peak() -> None:
 
 def test_the_judge_knows_the_job() -> None:
     profile = chain(8, 4, optimizer=ADAM)
-    plan = Judge(Job(profile, micro_steps=2, cross_iteration=False), None).sequential([zero1, zero1])
+    plan = Judge(Job(profile, micro_steps=2, cross_iteration=False), None).sequential([zero2, zero2])
     assert (plan.micro_steps, plan.cross_iteration, plan.scheduler) == (2, False, "sequential")
 
 
 # ---- uniform
 
 
-@pytest.mark.parametrize("kind", [dp, zero1, sdp, fsdp])
+@pytest.mark.parametrize("kind", [dp, zero2, sdp, fsdp])
 def test_uniform_is_uniform_where_it_fits(kind: Strategy) -> None:
     profile = chain(8, 4, 4, optimizer=ADAM)
     need = Judge(Job(profile), None).peak([kind] * 3)
@@ -85,7 +85,7 @@ def test_random_tries_everything() -> None:
     profile = chain(*[4] * 8)
     mixes = {RandomMix(seed).choose(Judge(Job(profile), None)).strategies for seed in range(20)}
     assert len(mixes) == 20
-    assert {k for mix in mixes for k in mix} == {dp, zero1, sdp, fsdp}
+    assert {k for mix in mixes for k in mix} == {dp, zero2, sdp, fsdp}
 
 
 # ---- what a strategy costs
@@ -96,7 +96,7 @@ def test_seconds_of_a_strategy() -> None:
     optimizer = Optimizer(seconds_per_element=0.5, seconds_per_run=0.25)
     profile = chain(8, 8, link=link(1 / 16, alpha=10.0), optimizer=optimizer)
     assert CostModel(profile).unit_s(0, dp) == (10 + 2) + 8 * 0.5 + 0.25
-    assert CostModel(profile).unit_s(0, zero1) == (10 + 1) * 2 + 4 * 0.5 + 0.25
+    assert CostModel(profile).unit_s(0, zero2) == (10 + 1) * 2 + 4 * 0.5 + 0.25
     assert CostModel(profile).unit_s(0, sdp) == (10 + 1) * 2 + 4 * 0.5 + 0.25
     assert CostModel(profile).unit_s(0, fsdp) == (10 + 1) * 3 + 4 * 0.5 + 0.25
 
@@ -120,7 +120,7 @@ def test_a_sequential_step_is_compute_and_the_seconds_of_its_strategies(job: Job
 
 def test_bytes_beyond_fsdp() -> None:
     period = Job(chain(8, 8, world=2, optimizer=ADAM)).period  # 32 bytes, shards of 16, Adam twice that
-    assert [bytes_beyond_fsdp(period, 0, k) for k in (fsdp, sdp, zero1, dp)] == [0, 32, 16, 16 + 32]
+    assert [bytes_beyond_fsdp(period, 0, k) for k in (fsdp, sdp, zero2, dp)] == [0, 32, 16, 16 + 32]
 
 
 # ---- greedy
@@ -146,7 +146,7 @@ def test_with_unlimited_memory_greedy_is_as_fast_as_can_be(job: Job) -> None:
 
 
 def test_greedy_takes_most_time_per_byte_first() -> None:
-    # An all-reduce takes 3 s, every gather 1 s, whatever its size: zero1 saves one second per unit, for half of its
+    # An all-reduce takes 3 s, every gather 1 s, whatever its size: zero2 saves one second per unit, for half of its
     # bytes (16, 64 and 16). Activations make the first backward slot the peak, where the last unit is better whole than
     # whole beside its shard: so it is in the floor's mix.
     plain = chain(8, 32, 8, 8, link=Link((3.0, 1.0, 1.0, 1.0), (0.0,) * 4, 1, 64))
@@ -154,7 +154,7 @@ def test_greedy_takes_most_time_per_byte_first() -> None:
     profile = replace(plain, slots=tuple(slots))
     floor = Judge(Job(profile), None).floor
     saved = {
-        more: [i for i, k in enumerate(Greedy().choose(Judge(Job(profile), floor + more)).strategies) if k is zero1]
+        more: [i for i, k in enumerate(Greedy().choose(Judge(Job(profile), floor + more)).strategies) if k is zero2]
         for more in (0, 15, 16, 32, 95, 96)
     }
     assert saved == {0: [3], 15: [3], 16: [0, 3], 32: [0, 2, 3], 95: [0, 2, 3], 96: [0, 1, 2, 3]}
@@ -171,7 +171,7 @@ def test_greedy_shards_less_when_gathers_are_repeated() -> None:
     assert [CostModel(profile).unit_s(0, k) for k in choices(profile)] == [3, 2, 2, 3]
     assert dp not in once
     often = Greedy().choose(Judge(Job(profile, micro_steps=4), None)).strategies
-    assert set(often) == {zero1}
+    assert set(often) == {zero2}
 
 
 def test_all_fsdp_must_fit() -> None:

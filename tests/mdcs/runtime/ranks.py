@@ -50,6 +50,9 @@ class Outcome:
         return not self.kind and self.exit_code is None
 
 
+NOT_CONNECTED = "the ranks did not connect"
+
+
 class Ranks:
     """``environment`` is what the processes start with instead of this one's (the memory shim's, say).
 
@@ -75,7 +78,17 @@ class Ranks:
         return [o.value for o in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Outcome]:
-        """What became of every rank. Raises AssertionError with all stacks when the deadline passes."""
+        """What became of every rank. Raises AssertionError with all stacks when the deadline passes.
+
+        Rarely gloo does not connect on a busy machine: then new ranks try once more.
+        """
+        outcomes = self._outcomes(function, arguments, timeout_s)
+        if any(o.kind == NOT_CONNECTED for o in outcomes):
+            self.stop()
+            outcomes = self._outcomes(function, arguments, timeout_s)
+        return outcomes
+
+    def _outcomes(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> list[Outcome]:
         self._start()
         self._calls += 1
         store = Path(self._folder.name) / f"store{self._calls}"
@@ -170,6 +183,9 @@ def _call(rank: int, world: int, store: str, module: str, name: str, arguments: 
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
+    except RuntimeError as e:
+        return Outcome(kind=NOT_CONNECTED, message=str(e), trace=traceback.format_exc())
+    try:
         outcome = Outcome(getattr(import_module(module), name)(*arguments))
     except Exception as e:
         outcome = Outcome(kind=type(e).__name__, message=str(e), trace=traceback.format_exc())

@@ -148,7 +148,7 @@ def test_the_number_in_flight_is_measured_if_it_is_not_given(two: Ranks) -> None
 
 
 def trains(depth: int) -> list[dict[int, list[float]]]:
-    """Of both families, each kind alone and all in turns; two sizes in two turns."""
+    """Seconds of both families, each kind alone and all in turns; two sizes in two turns."""
     kinds = tuple(KIND.values())
     senders = [(Collectives(name), own) for name in FAMILIES for own in (*((kind,) for kind in kinds), kinds)]
     return link_timing.Ranks(torch.device("cpu"), None).trains(senders, (1 << 12, 1 << 16), depth, 2)

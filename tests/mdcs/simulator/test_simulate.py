@@ -51,7 +51,7 @@ def spans(plan: Plan, lane: str) -> dict[str, tuple[float, float]]:
 
 
 def test_sequential_hides_nothing() -> None:
-    result = replay(planned(PROFILE, "zero1"))
+    result = replay(planned(PROFILE, "zero2"))
     assert result.period_s == 6 + 2 * (1 + 2)
     assert result.times.compute_s == 6
     assert result.times.communication_s == 6
@@ -60,7 +60,7 @@ def test_sequential_hides_nothing() -> None:
 
 
 def test_wfbp_hides_what_is_behind_the_next_backward_slot() -> None:
-    plan = planned(PROFILE, "zero1", Wfbp())
+    plan = planned(PROFILE, "zero2", Wfbp())
     assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (8, 9), "F:b": (9, 10)}
     # The gather of b is ahead of the messages of a: head of line.
     assert spans(plan, "message") == {"RS:b": (2, 4), "AG_F:b": (4, 6), "RS:a": (6, 7), "AG_F:a": (7, 8)}
@@ -69,7 +69,7 @@ def test_wfbp_hides_what_is_behind_the_next_backward_slot() -> None:
 
 
 def test_priority_sends_what_is_needed_first() -> None:
-    plan = planned(PROFILE, "zero1", Priority(10**6))
+    plan = planned(PROFILE, "zero2", Priority(10**6))
     assert spans(plan, "message") == {"RS:b": (2, 4), "RS:a": (4, 5), "AG_F:a": (5, 6), "AG_F:b": (6, 8)}
     assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (6, 7), "F:b": (8, 9)}
     assert replay(plan).period_s == 9
@@ -98,8 +98,8 @@ def test_updates_run_one_after_the_other_and_forward_waits_for_its_own(
 
 def test_a_gather_waits_for_the_update_of_its_blocks() -> None:
     profile = replace(PROFILE, optimizer=Optimizer(seconds_per_element=0.25), link=link(1 / 16, depth=2))
-    rs_b, ag_b, rs_a, ag_a = planned(profile, "zero1", Wfbp()).messages
-    plan = replace(planned(profile, "zero1"), messages=(rs_b, rs_a, ag_a, replace(ag_b, slot=2)))
+    rs_b, ag_b, rs_a, ag_a = planned(profile, "zero2", Wfbp()).messages
+    plan = replace(planned(profile, "zero2"), messages=(rs_b, rs_a, ag_a, replace(ag_b, slot=2)))
     assert spans(plan, "update") == {"update:b": (4, 6), "update:a": (6, 7)}  # half of 16 and of 8 elements
     assert spans(plan, "message") == {"RS:b": (2, 4), "RS:a": (4, 5), "AG_F:a": (7, 8), "AG_F:b": (7, 10)}
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_beside_a_slot_leaves_after_it() -> None:
 
 def test_at_the_barrier_all_updates_follow_the_last_reduction() -> None:
     profile = replace(PROFILE, optimizer=Optimizer(seconds_per_element=0.25))
-    plan = planned(profile, "zero1", Wfbp(), cross_iteration=False)
+    plan = planned(profile, "zero2", Wfbp(), cross_iteration=False)
     assert spans(plan, "message") == {"RS:b": (2, 4), "RS:a": (4, 5), "AG_F:a": (8, 9), "AG_F:b": (9, 11)}
     assert spans(plan, "update") == {"update:a": (5, 8)}
 
@@ -186,17 +186,17 @@ def test_messages_in_flight_have_a_gap_between_them() -> None:
 
 
 def test_computing_beside_a_message_is_slower() -> None:
-    plan = planned(replace(PROFILE, interference=0.5), "zero1", Wfbp())
+    plan = planned(replace(PROFILE, interference=0.5), "zero2", Wfbp())
     # B:a does 4/3 s of its 2 s of work during RS:b, 2 s long, and the rest during the gather.
     assert spans(plan, "compute")["B:a"] == (2, 5)
     assert spans(plan, "message")["RS:b"] == (2, 4)
-    short = planned(replace(PROFILE, interference=0.5, link=link(1 / 64)), "zero1", Wfbp())
+    short = planned(replace(PROFILE, interference=0.5, link=link(1 / 64)), "zero2", Wfbp())
     # RS:b and AG_F:b take 0.5 s each: 1 s slowed down, 2/3 s of the work, and 4/3 s alone.
     assert spans(short, "compute")["B:a"] == (2, round(2 + 1 + 4 / 3, 6))
 
 
 def test_computing_loses_time_to_messages_that_are_done_beside_it() -> None:
-    plan = planned(replace(PROFILE, contention=Contention(compute_per_message=0.25, compute_per_byte=1 / 128)), "zero1", Wfbp())
+    plan = planned(replace(PROFILE, contention=Contention(compute_per_message=0.25, compute_per_byte=1 / 128)), "zero2", Wfbp())
     # RS:b is done in B:a, which takes 2 s alone: 0.25 s for it and 0.25 s for the 32 bytes that it sends.
     assert spans(plan, "message")["RS:b"] == (2, 4)
     assert spans(plan, "compute")["B:a"] == (2, 4.5)
@@ -210,16 +210,16 @@ def test_computing_loses_a_share_of_updating() -> None:
         PROFILE, optimizer=replace(PROFILE.optimizer, seconds_per_run=1.0), link=link(1 / 32),
         contention=Contention(compute_per_work=0.5),
     )  # fmt: skip
-    plan = planned(profile, "zero1", Wfbp())
+    plan = planned(profile, "zero2", Wfbp())
     # RS:b takes 1 s on the link and 1 s to update: done at the end of B:a, which loses half.
     assert spans(plan, "compute")["B:a"] == (2, 4.5)
 
 
 def test_a_message_beside_computing_has_a_least_time_and_one_that_is_waited_for_lands_later() -> None:
-    plan = planned(replace(PROFILE, contention=Contention(message_seconds=1.0, seconds_per_byte=1 / 16)), "zero1", Wfbp())
+    plan = planned(replace(PROFILE, contention=Contention(message_seconds=1.0, seconds_per_byte=1 / 16)), "zero2", Wfbp())
     # 1 s and its 32 bytes make 3 s instead of 2; what is left when B:a ends, a third, is served at the link's own rate.
     assert spans(plan, "message")["RS:b"] == (2, round(4 + 2 / 3, 6))
-    plan = planned(replace(PROFILE, contention=Contention(dispatch_seconds=0.5)), "zero1", Wfbp())
+    plan = planned(replace(PROFILE, contention=Contention(dispatch_seconds=0.5)), "zero2", Wfbp())
     assert spans(plan, "message")["RS:b"] == (2, 4)
     first = replace(plan, messages=(replace(plan.messages[0], blocking=True), *plan.messages[1:]))
     assert spans(first, "compute")["B:a"] == (4.5, 6.5)
@@ -235,7 +235,7 @@ def test_the_loop_takes_time_between_backward_and_forward() -> None:
 
 
 def test_messages_are_as_fast_as_the_link_while_compute_waits_for_them() -> None:
-    plan = planned(replace(PROFILE, contention=Contention(message_seconds=4.0)), "zero1", Wfbp())
+    plan = planned(replace(PROFILE, contention=Contention(message_seconds=4.0)), "zero2", Wfbp())
     # RS:b takes 4 s instead of 2, of which B:a covers 2; from then on compute waits: its second half in 1 s, AG_F:b 2 s,
     # RS:a and AG_F:a 1 s each.
     assert spans(plan, "compute") == {"B:b": (0, 2), "B:a": (2, 4), "F:a": (9, 10), "F:b": (10, 11)}
@@ -244,14 +244,14 @@ def test_messages_are_as_fast_as_the_link_while_compute_waits_for_them() -> None
 
 def test_what_waits_for_a_message_that_is_waited_for_starts_when_that_ends() -> None:
     profile = replace(PROFILE, link=replace(PROFILE.link, depth=2), contention=Contention(message_seconds=8.0))
-    plan = planned(profile, "zero1", Dear(1.0))
+    plan = planned(profile, "zero2", Dear(1.0))
     # Both of the two messages could be in flight at once, but what is gathered is first reduced, which takes 3 s, not 8.
     assert spans(plan, "message") == {"RS:b+a": (4, 7), "AG_F:a+b": (7, 10)}
     assert replay(plan).period_s == 12
 
 
 def test_blocking_messages_are_waited_for_where_they_are_issued() -> None:
-    plan = planned(PROFILE, "zero1", Wfbp())
+    plan = planned(PROFILE, "zero2", Wfbp())
     first = replace(plan, messages=(replace(plan.messages[0], blocking=True), *plan.messages[1:]))
     assert spans(first, "compute")["B:a"] == (4, 6)
     assert spans(first, "message")["AG_F:b"] == (4, 6)
@@ -260,7 +260,7 @@ def test_blocking_messages_are_waited_for_where_they_are_issued() -> None:
 def test_iterations_overlap() -> None:
     # b's messages end in its window from B:a to F:b; at twice the size nothing but F:a and B:a hides them.
     profile = chain(8, 16, 16, link=link(1 / 16), forward_s=2.0, backward_s=4.0)
-    plan = planned(profile, "zero1", Priority(10**6))
+    plan = planned(profile, "zero2", Priority(10**6))
     assert spans(plan, "compute") == {
         "B:c": (0, 4), "B:b": (4, 8), "B:a": (8, 12), "F:a": (14, 16), "F:b": (16, 18), "F:c": (18, 20),
     }  # fmt: skip
@@ -270,7 +270,7 @@ def test_iterations_overlap() -> None:
 
 
 def test_micro_steps_reduce_once() -> None:
-    plan = planned(PROFILE, "zero1", micro_steps=3)
+    plan = planned(PROFILE, "zero2", micro_steps=3)
     result = replay(plan)
     assert result.period_s == 3 * 6 + 6
     assert [i.name for i in result.intervals if i.lane == "message"] == ["RS:b", "RS:a", "AG_F:a", "AG_F:b"]
@@ -293,7 +293,7 @@ def test_prefetched_for_backward_across_the_end_of_the_period() -> None:
 
 
 def test_a_slot_waits_for_its_bytes() -> None:
-    plan = planned(PROFILE, "zero1", Wfbp())
+    plan = planned(PROFILE, "zero2", Wfbp())
     assert spans(plan, "compute")["B:a"] == (2, 4)
     # B:a needs a's gradient (32 bytes): with b's (64) and what RS:b receives (32), sums (32) that is too much.
     tight = replace(plan, budget=smallest_budget(plan))
@@ -321,13 +321,13 @@ def test_a_message_waits_for_its_bytes() -> None:
 
 def test_admission_without_enough_bytes_names_the_slot() -> None:
     with pytest.raises(PlanError, match=r"deadlock at slot 1 \(B:a\): needs 224 of 223 bytes"):
-        replay(replace(planned(PROFILE, "zero1"), budget=223))
+        replay(replace(planned(PROFILE, "zero2"), budget=223))
     with pytest.raises(PlanError, match=r"deadlock at slot 1 \(B:a\): needs 224 of 223 bytes"):
-        replay(replace(of_job(planned(PROFILE, "zero1"), reserve=45), budget=268))
+        replay(replace(of_job(planned(PROFILE, "zero2"), reserve=45), budget=268))
 
 
 def test_a_prediction_is_made_of_a_replay_with_memory() -> None:
-    plan = planned(PROFILE, "zero1")
+    plan = planned(PROFILE, "zero2")
     prediction = replay(plan).prediction()
     assert (prediction.step_s, prediction.overlap_ratio) == (12, 0)
     assert prediction.peak_bytes == prediction.memory["total"] == smallest_budget(plan)
@@ -335,7 +335,7 @@ def test_a_prediction_is_made_of_a_replay_with_memory() -> None:
 
 
 def test_a_plan_is_replayed_again_as_it_was_at_first() -> None:
-    plan = replace(planned(PROFILE, "zero1", Wfbp()), budget=smallest_budget(planned(PROFILE, "zero1", Wfbp())))
+    plan = replace(planned(PROFILE, "zero2", Wfbp()), budget=smallest_budget(planned(PROFILE, "zero2", Wfbp())))
     first, second, copy = replay(plan), replay(plan), replay(pickle.loads(pickle.dumps(plan)))
     assert first.period_s == second.period_s == copy.period_s
     assert first.intervals == second.intervals == copy.intervals
@@ -518,7 +518,7 @@ def test_compute_runs_the_slots_of_the_period_in_order(job: Job, seed: int) -> N
 
 def test_a_profile_of_one_unit_and_one_rank() -> None:
     profile: Profile = chain(8, world=1, link=link(1.0))
-    for strategy in ("dp", "zero1", "sdp", "fsdp"):
+    for strategy in ("dp", "zero2", "sdp", "fsdp"):
         result = replay(planned(profile, strategy, Wfbp()))
         assert (result.period_s, result.times.communication_s) == (3, 0)
 
@@ -534,9 +534,9 @@ def test_updates_behind_a_barrier_never_give_compute_time_back() -> None:
 
 def test_a_plan_says_when_its_periods_have_not_become_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prediction is of one of them, and the next would be another."""
-    plan = planned(PROFILE, "zero1", Wfbp())
-    assert replay(plan).settled and make_plan(PROFILE, Uniform("zero1"), Wfbp()).outcome == ""
+    plan = planned(PROFILE, "zero2", Wfbp())
+    assert replay(plan).settled and make_plan(PROFILE, Uniform("zero2"), Wfbp()).outcome == ""
     run = kernel.run
     monkeypatch.setattr(kernel, "run", lambda *inputs: max(run(*inputs), kernel.UNSETTLED))
     assert not replay(plan).settled
-    assert re.fullmatch(r"periods differ after \d+: predicted is the last", make_plan(PROFILE, Uniform("zero1"), Wfbp()).outcome)
+    assert re.fullmatch(r"periods differ after \d+: predicted is the last", make_plan(PROFILE, Uniform("zero2"), Wfbp()).outcome)

@@ -18,19 +18,19 @@ def model_of(*sizes: int) -> SlotModel:
     return SlotModel(Judge(Job(chain(*sizes)), None))
 
 
-def shares(model: SlotModel, zero1: float) -> list[float]:
+def shares(model: SlotModel, zero2: float) -> list[float]:
     values = [0.0] * len(model.problem.costs)
     for z in model.z:
-        first, second = (Strategy.zero1, Strategy.fsdp) if Strategy.fsdp in z else (Strategy.zero1, Strategy.sdp)
-        values[z[first]], values[z[second]] = zero1, 1 - zero1
+        first, second = (Strategy.zero2, Strategy.fsdp) if Strategy.fsdp in z else (Strategy.zero2, Strategy.sdp)
+        values[z[first]], values[z[second]] = zero2, 1 - zero2
     return values
 
 
 def test_halves_of_equal_units_become_every_other_unit() -> None:
     model = model_of(*[64] * 8)
     mix = _diffused(model, shares(model, 0.5), 1.0)
-    assert mix.count(Strategy.zero1) == 4
-    assert all(Strategy.zero1 in pair for pair in zip(mix[::2], mix[1::2], strict=True))
+    assert mix.count(Strategy.zero2) == 4
+    assert all(Strategy.zero2 in pair for pair in zip(mix[::2], mix[1::2], strict=True))
 
 
 def test_the_bytes_of_a_strategy_are_kept_within_a_unit() -> None:
@@ -39,7 +39,7 @@ def test_the_bytes_of_a_strategy_are_kept_within_a_unit() -> None:
     model = model_of(*sizes)
     for share in (0.2, 0.35, 0.8):
         mix = _diffused(model, shares(model, share), 1.0)
-        resident = sum(n for n, k in zip(sizes, mix, strict=True) if k is Strategy.zero1)
+        resident = sum(n for n, k in zip(sizes, mix, strict=True) if k is Strategy.zero2)
         assert abs(resident - share * sum(sizes)) <= max(sizes)
 
 

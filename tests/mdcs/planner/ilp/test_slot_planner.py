@@ -82,7 +82,7 @@ def test_without_a_budget_too() -> None:
 @pytest.mark.slow
 def test_the_schedule_is_made_of_fused_or_partitioned_messages_of_real_blocks() -> None:
     profile = dataclasses.replace(job(3), link=dataclasses.replace(job(3).link, block=400))
-    plan = mdcs.make_plan(profile, Uniform("zero1"), MemoryAware())
+    plan = mdcs.make_plan(profile, Uniform("zero2"), MemoryAware())
     assert max(len(blocks) for blocks in plan.blocks) > 1
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mdcs.model.aliases import Alias, buffer_over_parameter, folded_parameter, shared_parameters
+from mdcs.model.blocks import block_roots, merged
 
 
 class UnsupportedModel(ValueError):
@@ -100,15 +101,18 @@ class ByLeaf:
         return set()
 
 
-def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
+def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelUnit]:
     """Return the units, in the order in which the model registers their first module.
+
+    ``policy`` chooses the modules that become units. None: repeated blocks (:func:`mdcs.model.blocks.block_roots`), and
+    layers outside of them merged with their neighbours while they are smaller than a block.
 
     Every parameter with elements is in one unit. A parameter without elements is in none: there is nothing to train or
     to send. Raises UnsupportedModel for a parameter that no unit can hold (not floating-point, not strided, with sparse
     gradients), a unit on several devices, several types of one width, parameters and buffers that share memory, and a
     model without a trainable parameter.
     """
-    roots = policy.roots(model)
+    roots = block_roots(model) if policy is None else policy.roots(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}  # parameter -> (module name, parameter name)
     for module_name, module in modules.items():
@@ -132,6 +136,8 @@ def partition(model: nn.Module, policy: WrapPolicy) -> list[ModelUnit]:
         else:
             key = (_root_of(places[0][0], roots),)
         groups.setdefault(key, []).append((places[0][1], p))
+    if policy is None:
+        groups = merged(groups, [sum(p.numel() for _, p in members) for members in groups.values()], roots)
 
     units = []
     for key, members in groups.items():

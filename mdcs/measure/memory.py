@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
 from mdcs.plan.lifetimes import CATEGORIES
@@ -52,86 +52,55 @@ _TAGS = {UNTAGGED: 0} | {name: tag for tag, name in enumerate(_TAGGED, start=1)}
 assert len(_TAGS) <= _SHIM_TAGS, "the shim counts 16 tags"
 
 
-class Meter(Protocol):
-    """Count the tensor bytes of this process. Readings are None where nothing is measured.
+class Meter:
+    """Counts the tensor bytes of this process. This base measures nothing: readings are None.
 
     ``disturbs``: whether a reading takes long enough to show in the time of a slot.
     """
 
-    disturbs: bool
+    disturbs = False
 
     def tag(self, category: str) -> AbstractContextManager[object]:
         """Label the allocations of this thread inside the `with` block; nests. Raises KeyError for an unknown category.
         """
+        return _NOTHING
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
         """Move the tensor's whole storage to another category; return its bytes (0 if nothing is measured).
 
         Raises ValueError for a storage that did not come from the measured allocator.
         """
+        return 0
 
     def live(self) -> Reading | None:
         """Return the bytes allocated now."""
+        return None
 
     def peaks(self) -> Reading | None:
         """Return the highest bytes since `reset`: each category at its own peak, and the total at its own."""
+        return None
 
     def at_peak(self) -> Reading | None:
         """Return the bytes of each category at the instant of the total's peak: they add up to the total."""
+        return None
 
     def window(self) -> Reading | None:
         """Return the peaks (as `peaks`) since the previous call of `window`; independent of `reset`."""
+        return None
 
     def reset(self) -> None:
         """Restart the peaks of `peaks` at the bytes that are live now."""
 
 
-class NullMeter:
-    """Meter of a CPU process without the shim: it measures nothing."""
-
-    disturbs = False
-
-    def tag(self, category: str) -> AbstractContextManager[object]:
-        """Return a context that changes nothing."""
-        return _NOTHING
-
-    def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Return 0: nothing is counted."""
-        return 0
-
-    def live(self) -> None:
-        """Return None: nothing is counted."""
-        return None
-
-    def peaks(self) -> None:
-        """Return None: nothing is counted."""
-        return None
-
-    def at_peak(self) -> None:
-        """Return None: nothing is counted."""
-        return None
-
-    def window(self) -> None:
-        """Return None: nothing is counted."""
-        return None
-
-    def reset(self) -> None:
-        """Do nothing."""
-
-
-class ShimMeter:
+class ShimMeter(Meter):
     """Read the preloaded shim: byte-exact for CPU tensors, in every thread.
 
     All instances in a process read the same counters. Raises RuntimeError if the shim is not preloaded.
     """
 
-    disturbs = False
-
     def __init__(self) -> None:
         if not preloaded():
-            raise RuntimeError(
-                "the memory shim is not preloaded: start the process with preload_env(os.environ)"
-            )
+            raise RuntimeError("the memory shim is not preloaded: start the process with preload_env(os.environ)")
         # PyDLL keeps the GIL during a call: a call takes nanoseconds, and releasing the GIL would cost more.
         shim = ctypes.PyDLL(None)
         self._set_tag = _function(shim, "mdcs_set_tag", ctypes.c_int, ctypes.c_int)
@@ -147,23 +116,18 @@ class ShimMeter:
         tag_threads(_BACKEND_THREADS, _TAGS["staging"])
 
     def tag(self, category: str) -> AbstractContextManager[object]:
-        """Label the allocations of this thread inside the `with` block; nests. Raises KeyError for an unknown category.
-        """
+        """Label allocations, as :meth:`Meter.tag`."""
         return _Tagged(self._set_tag, _TAGS[category])
 
     def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Move the tensor's whole storage to another category; return its bytes, 0 for an empty one.
-
-        Raises ValueError for a storage that did not come from torch's CPU allocator, KeyError for an unknown category.
-        """
+        """Move a storage, as :meth:`Meter.retag`; return 0 for an empty one. Raises KeyError for an unknown category."""
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return 0
         moved: int = self._retag(storage.data_ptr(), _TAGS[category])
         if moved < 0:
             raise ValueError(
-                f"cannot count a storage of {storage.nbytes()} bytes as {category}: "
-                "it did not come from torch's CPU allocator"
+                f"cannot count a storage of {storage.nbytes()} bytes as {category}: it did not come from torch's CPU allocator"
             )
         return moved
 
@@ -192,7 +156,7 @@ class ShimMeter:
         self._reset_peaks()
 
 
-class CudaMeter:
+class CudaMeter(Meter):
     """Read the bytes requested from the caching allocator of one CUDA device: totals only, no categories.
 
     torch keeps one peak per device, and a reading restarts it. All meters of the device therefore share each reading:
@@ -210,14 +174,6 @@ class CudaMeter:
         self._collect()
         self._peak = self._window_peak = 0
         self._meters.add(self)
-
-    def tag(self, category: str) -> AbstractContextManager[object]:
-        """Return a context that changes nothing: there are no categories."""
-        return _NOTHING
-
-    def retag(self, tensor: torch.Tensor, category: str) -> int:
-        """Return 0: there are no categories."""
-        return 0
 
     def live(self) -> Reading:
         """Return the total requested now (bytes)."""
@@ -264,7 +220,7 @@ def current_meter(device: torch.device | str) -> Meter:
     device = torch.device(device)
     if device.type == "cuda":
         return CudaMeter(device)
-    return ShimMeter() if preloaded() else NullMeter()
+    return ShimMeter() if preloaded() else Meter()
 
 
 def preloaded() -> bool:
@@ -279,9 +235,7 @@ def preload_env(env: Mapping[str, str]) -> dict[str, str]:
     """
     shim = str(build())
     if " " in shim or ":" in shim:
-        raise RuntimeError(
-            f"LD_PRELOAD cannot name {shim!r}: set XDG_CACHE_HOME to a path without space or colon"
-        )
+        raise RuntimeError(f"LD_PRELOAD cannot name {shim!r}: set XDG_CACHE_HOME to a path without space or colon")
     others = [path for path in env.get("LD_PRELOAD", "").replace(":", " ").split() if path != shim]
     return {**env, "LD_PRELOAD": ":".join([shim, *others])}
 

@@ -21,7 +21,7 @@ from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import RENAMED_IN_FILES, Strategy
 from mdcs.plan.times import Prediction
 from mdcs.plan.validity import PlanError, validate
-from mdcs.profile.contents import Profile
+from mdcs.profile.contents import Profile, with_tuples
 from mdcs.profile.link import Kind
 
 SCHEMA = 2
@@ -230,11 +230,8 @@ class Plan:
             plan = cls(
                 job=Job(Profile.from_dict(d["profile"]), d["micro_steps"], d["cross_iteration"], d["reserve"]),
                 strategies=tuple(Strategy(names.get(s, s)) for s in d["strategies"]),
-                blocks=tuple(tuple(b) for b in d["blocks"]),
-                messages=tuple(
-                    Message(Kind(m["kind"]), tuple((u, b) for u, b in m["parts"]), m["slot"], m["blocking"], m["micro"])
-                    for m in d["messages"]
-                ),
+                blocks=with_tuples(d["blocks"]),
+                messages=tuple(Message(**m | {"kind": Kind(m["kind"])}) for m in with_tuples(d["messages"])),
                 prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
                 strategy=names.get(d["strategy"], d["strategy"]),
                 **{k: d[k] for k in ("budget", "scheduler", "outcome", "bound_s")},

@@ -165,6 +165,13 @@ class Contention:
         return cls(**{name: value for name, value in data.items() if name not in ("compute_per_wait", "all_reduce")})
 
 
+def with_tuples(value: Any) -> Any:
+    """Return plain containers as read from JSON, with tuples instead of lists: dataclasses can be made of them."""
+    if isinstance(value, dict):
+        return {key: with_tuples(each) for key, each in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
+
+
 def is_far_off(predicted_s: float, measured_s: float) -> bool:
     """Whether a prediction differs from the measurement by more than half of the measurement."""
     return abs(predicted_s - measured_s) > measured_s / 2
@@ -344,39 +351,21 @@ class Profile:
         """Return the profile of :meth:`to_dict`. Raises ValueError for an unknown schema or a missing field."""
         try:
             _check_schema(data["schema"])  # first: another schema may lack fields that are read below
+            d = with_tuples(data)
             return cls(
-                units=tuple(
-                    Unit(
-                        u["name"],
-                        tuple(u["segments"]),
-                        u["trainable"],
-                        (u["forward"][0], u["forward"][1]),
-                        None if u["backward"] is None else (u["backward"][0], u["backward"][1]),
-                        tuple(Section(**s) for s in u.get("sections", ())),
-                        tuple((n, part) for n, part in u.get("gradients", ())),
-                        u.get("aliased", False),
-                    )
-                    for u in data["units"]
-                ),
-                slots=tuple(Slot(**s) for s in data["slots"]),
-                link=Link.from_dict(data["link"]),
-                optimizer=Optimizer(
-                    **data["optimizer"]
-                    | {"scratch_fixed_of": tuple((w, n) for w, n in data["optimizer"].get("scratch_fixed_of", ()))}
-                ),
-                collectives=Collectives.from_dict(data["collectives"]),
-                contention=Contention.from_dict(data["contention"]),
-                execution=ExecutionModel(**data.get("execution", {})),
-                spread={name: (low, high) for name, (low, high) in data["spread"].items()},
-                rehearsed={  # zero2 was called zero1
-                    name.replace("zero1", "zero2"): (predicted, measured)
-                    for name, (predicted, measured) in data["rehearsed"].items()
-                },
+                units=tuple(Unit(**u | {"sections": tuple(Section(**s) for s in u.get("sections", ()))}) for u in d["units"]),
+                slots=tuple(Slot(**s) for s in d["slots"]),
+                link=Link(**d["link"]),
+                optimizer=Optimizer(**d["optimizer"]),
+                collectives=Collectives.from_dict(d["collectives"]),
+                contention=Contention.from_dict(d["contention"]),
+                execution=ExecutionModel(**d.get("execution", {})),
+                rehearsed={name.replace("zero1", "zero2"): seconds for name, seconds in d["rehearsed"].items()},  # the old name
                 **{
-                    k: data[k]
+                    k: d[k]
                     for k in (
                         "world", "param_bytes", "grad_bytes", "master_bytes", "interference",
-                        "copy_seconds_per_byte", "about", "schema",
+                        "copy_seconds_per_byte", "about", "spread", "schema",
                     )
                 },
             )  # fmt: skip

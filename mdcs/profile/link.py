@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from mdcs.sizes import MIB
 
@@ -108,15 +107,6 @@ class Link:
         # 97 % of peak bandwidth: α <= 3 % of the total time, hence β·block = 0.97/0.03·α.
         block = max(MIB // 4, int(a / b * 0.97 / 0.03))
         return cls((2 * a, a, a, a), (b, b, b, b), depth, block, emulated)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Link:
-        """Return the link of ``dataclasses.asdict``.
-
-        Raises KeyError for a missing field, ValueError for a value out of range.
-        """
-        a, b, g = tuple(data["alpha"]), tuple(data["beta"]), tuple(data["gap"])
-        return cls(a, b, data["depth"], data["block"], data["emulated"], g, data.get("per_node", 0))
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

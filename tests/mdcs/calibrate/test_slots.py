@@ -14,7 +14,7 @@ from experiments.tasks.stand_in import Shape, Unit, Use
 from experiments.tasks.waiting import Waiting
 from mdcs.calibrate import slots
 from mdcs.calibrate.put_back import untouched
-from mdcs.measure.memory import NullMeter, Reading, ShimMeter
+from mdcs.measure.memory import Meter, Reading, ShimMeter
 from mdcs.plan.lifetimes import CATEGORIES
 
 from ..runtime.conftest import single  # noqa: F401  # the process that the runtime's tests share
@@ -80,7 +80,7 @@ def test_every_random_state_that_a_forward_may_draw_from_is_as_before(monkeypatc
         numbers += 1
         return float(numbers[0]), torch.rand(()).item(), random.random(), float(np.random.rand())
 
-    with untouched(OnCuda(), NullMeter()):
+    with untouched(OnCuda(), Meter()):
         drawn = draw()
     assert draw() == drawn
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mdcs.calibrate.update_timing import copy_seconds_per_byte, optimizer_costs
-from mdcs.measure.memory import NullMeter
+from mdcs.measure.memory import Meter
 from tests.mdcs.calibrate.gpu import CUDA, Gpu
 
 LIKE: Any = SimpleNamespace(device=CUDA, dtype=torch.float32, element_size=lambda: 4)
@@ -37,6 +37,6 @@ def test_an_update_costs_what_the_device_takes_for_it(monkeypatch: pytest.Monkey
     gpu.take_the_place_of_cuda(monkeypatch)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
     with gpu:
-        found = optimizer_costs(optimizer, LIKE, NullMeter())
+        found = optimizer_costs(optimizer, LIKE, Meter())
     assert found.seconds_per_run == pytest.approx(KERNEL, rel=0.02, abs=0)
     assert found.seconds_per_element == pytest.approx(4 / RATE, rel=0.02, abs=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mdcs.measure.memory import NullMeter
+from mdcs.measure.memory import Meter
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
@@ -37,7 +37,7 @@ def storage_of(rank: int, strategy: str = "sdp", blocks: int = 1) -> tuple[UnitS
     """Two parameters of 2 x 2 and 3 numbers, 0 … 6, one number of padding for two ranks."""
     parameters = [nn.Parameter(torch.arange(4.0).view(2, 2)), nn.Parameter(torch.arange(4.0, 7.0))]
     named = [("a", parameters[0]), ("b", parameters[1])]
-    storage = UnitStorage(plan_of(7, strategy, blocks=blocks), 0, named, rank, NullMeter())
+    storage = UnitStorage(plan_of(7, strategy, blocks=blocks), 0, named, rank, Meter())
     storage.settle()
     return storage, parameters
 
@@ -135,7 +135,7 @@ def odd(aligned: bool, strategy: str = "sdp", rank: int = 0) -> tuple[UnitStorag
     sizes = [p.numel() for p in parameters]
     numel = 8 + 48 + 24 if aligned else sum(sizes)
     named = [(str(i), p) for i, p in enumerate(parameters)]
-    return UnitStorage(plan_of(numel, strategy), 0, named, rank, NullMeter()), parameters
+    return UnitStorage(plan_of(numel, strategy), 0, named, rank, Meter()), parameters
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mdcs.measure.memory import NullMeter
+from mdcs.measure.memory import Meter
 from mdcs.model.optimizers import same_options
 from mdcs.plan.job import Job
 from mdcs.plan.mix import Mix
@@ -54,9 +54,9 @@ def job(optimizer: str, strategy: str, rank: int, seed: int) -> tuple[Updates, U
     )
     plan = RandomOrder(seed, max_blocks=4, fuse=0.0).schedule(Mix(Job(profile), (Strategy(strategy),)))
     mine = make(ours)
-    storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, NullMeter())
+    storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, Meter())
     storage.settle()
-    updates = Updates(plan, [storage], mine, [[0, 1]], rank, NullMeter())
+    updates = Updates(plan, [storage], mine, [[0, 1]], rank, Meter())
     updates.make_state()
     return updates, storage, mine, alone, make(alone)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mdcs.measure.memory import NullMeter
+from mdcs.measure.memory import Meter
 from mdcs.plan.job import Job
 from mdcs.plan.message import Message
 from mdcs.plan.mix import Mix
@@ -38,12 +38,12 @@ def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) 
     profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), collectives=collectives)
     plan = RandomOrder(seed=5, max_blocks=3, fuse=0.0).schedule(Mix(Job(profile), (Strategy(strategy),) * 3))
     storages = [
-        UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, NullMeter())
+        UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, Meter())
         for u, n in enumerate(SIZES)
     ]
     for storage in storages:
         storage.settle()
-    wire = Wire(plan, storages, lambda collectives, _: Communicator(collectives, None), NullMeter())
+    wire = Wire(plan, storages, lambda collectives, _: Communicator(collectives, None), Meter())
     parts = [(u, b) for u in range(3) for b in range(len(plan.blocks[u]))]
     wrong = []
     reduced = {}

@@ -115,6 +115,11 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def count_as_scheduled(step: Any) -> None:
+    """Mark a function in the place of ``optimizer.step()`` as known to schedules: they warn of one that they did not see."""
+    step._wrapped_by_lr_sched = True
+
+
 def has_batch_statistics(module: nn.Module) -> bool:
     """Whether a module is a normalization with running statistics: forward in training does not read them."""
     return isinstance(module, nn.modules.batchnorm._NormBase)

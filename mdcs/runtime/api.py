@@ -23,6 +23,7 @@ from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import with_index
+from mdcs.runtime.optimizer_calls import OptimizerCalls
 from mdcs.runtime.record import StepRecord
 from mdcs.runtime.scaling import LossScale
 from mdcs.runtime.start import Initialise
@@ -57,7 +58,7 @@ def parallelize(
         for batch in loader:
             loss = model(**batch).loss
             loss.backward()
-            parallel.step()          # after plan.micro_steps backward passes
+            optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
 
     - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
     - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call ``parallel.scaled(loss).backward()`` then.
@@ -91,7 +92,12 @@ def resume(parallel: Parallel, path: str | Path) -> Resumed | None:
 
 
 class Parallel:
-    """A model in training. ``plan`` is the running plan; :meth:`close` (or leaving a ``with`` block) ends the run."""
+    """A model in training. ``plan`` is the running plan; :meth:`close` (or leaving a ``with`` block) ends the run.
+
+    ``optimizer`` is the loop's own. Its ``step()`` is :meth:`step`, its ``state_dict()`` :meth:`optimizer_state_dict`, and its
+    ``load_state_dict()`` :meth:`load_optimizer_state_dict`, so trainers and schedules of the learning rate use it as ever;
+    after ``step()`` there is nothing for ``zero_grad()`` to do.
+    """
 
     def __init__(self, engine: Engine, units: list[ModelUnit]) -> None:
         self._engine, self.units = engine, units
@@ -99,6 +105,7 @@ class Parallel:
         self._evaluation = Evaluation(units, engine.storages, engine.ledger, engine.gathering, engine.groups, engine.place)
         self._checkpoints: Checkpoints | None = None
         self._resumed_after = 0
+        self._calls = OptimizerCalls(engine.optimizer, self)
 
     def __enter__(self) -> Parallel:
         return self
@@ -369,6 +376,8 @@ class Parallel:
     def _end(self, why: str, *, failed: bool = False) -> None:
         if self._checkpoints is not None and not self._engine.is_closed:
             self._checkpoints.leave()
+        if not self._engine.is_closed:
+            self._calls.end()
         self._engine.end(why, failed=failed)
 
     def tell(self, error: BaseException) -> None:

@@ -140,6 +140,7 @@ class Engine:
         before_all = [m for u in units if u.trainable for m in u.modules]  # their forwards include the slots of frozen units
         self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward), prepend=True) for m in before_all]
         self._handles += [*batch.handles, *validation.refuse_calls(optimizer, self.rank)]
+        self._handles.append(validation.refuse_state_dict(model, self.storages, place))
 
         # State: units and the optimizer's state, whole, outside of the plan's messages.
         self.gathering = Gathering(self.storages, self.wire, self.account, self.queue, self.executor, place)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mdcs.model.guard import GRADIENT, THAW, Closed
+from mdcs.model.hooks import ModuleHook
 from mdcs.model.optimizers import in_flat_order, optimizer_bytes, parameter_groups
 from mdcs.model.units import ModelUnit, UnsupportedModel, refuse_shared_memory
 from mdcs.plan.messages import Plan
@@ -293,10 +294,23 @@ def refuse_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
 
     on_shards = "the optimizer's state is on shards while a plan runs: use parallel."
     return [
-        optimizer.register_step_pre_hook(refusal("call parallel.step() in the place of optimizer.step()")),
+        optimizer.register_step_pre_hook(refusal("call step() of the optimizer itself, or parallel.step()")),
         optimizer.register_state_dict_pre_hook(refusal(f"{on_shards}optimizer_state_dict()")),
         optimizer.register_load_state_dict_pre_hook(refusal(f"{on_shards}load_optimizer_state_dict()")),
     ]
+
+
+def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: Place) -> Any:
+    """Make ``model.state_dict()`` of closed parameters raise RunError with the line to write; return a handle to undo this."""
+
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars and not all(storage.guard.is_open for storage in storages):
+            raise place.error(
+                "model.state_dict() has no whole parameters while a plan runs. Write on every rank, not on rank 0 alone: "
+                "state = parallel.state_dict(rank0_only=True, cpu=True); then save it on rank 0"
+            )
+
+    return model.register_state_dict_pre_hook(ModuleHook(hook))
 
 
 class Access:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import types
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -125,6 +126,21 @@ def test_an_optimizer_counts_as_stepped() -> None:
     torch_compat.mark_stepped(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        schedule.step()
+
+
+def test_a_step_of_ones_own_counts_as_scheduled() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    def step(_: object) -> None:
+        torch_compat.mark_stepped(optimizer)
+
+    torch_compat.count_as_scheduled(step)
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
         schedule.step()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import multiprocessing.process
 import threading
 import warnings
@@ -355,10 +354,6 @@ def copy_the_optimizer(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> 
     copy.deepcopy(optimizer)
 
 
-def save_the_optimizer(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
-    torch.save(optimizer.state_dict(), io.BytesIO())
-
-
 def wrap_in_ddp(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
     nn.parallel.DistributedDataParallel(made.model)
 
@@ -418,7 +413,6 @@ REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
     add_a_group: ("the optimizer got another parameter group", "close()"),
     hook_the_optimizer: ("a hook was put on optimizer.step()", "after parallel.step()"),
     copy_the_optimizer: ("weight cannot be used here (deepcopy)",),
-    save_the_optimizer: ("parallel.optimizer_state_dict()",),
     wrap_in_ddp: ("weight cannot be used here (detach)",),
     save_in_an_evaluation: ("state_dict() inside evaluate()",),
     evaluate_whole: ("evaluate() inside full_parameters()",),

@@ -20,9 +20,15 @@ from mdcs.options import LIMITS, options
 from mdcs.planner.strategies.uniform import Uniform
 
 
-def composed(*overrides: str) -> Config:
+@pytest.fixture(autouse=True, scope="module")
+def composing():
+    """Once for all: to initialize Hydra takes half as long as to compose."""
     with checks.composing():
-        return checks.compose_config(overrides)
+        yield
+
+
+def composed(*overrides: str) -> Config:
+    return checks.compose_config(overrides)
 
 
 def a_third(rows: Iterable[tuple[str, str]]) -> list[Any]:

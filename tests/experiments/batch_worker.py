@@ -1,10 +1,12 @@
 """`experiments.job.worker` for several jobs: starting ranks takes seconds, a small job a fraction of one.
 
 The arguments are the jobs' folders. What a job refuses before step 1, on all ranks alike, is left in its folder, and
-the next one starts. The config's `run.name` can be `another plan`: then rank 1 plans something else.
+the next one starts. Where the machine is busy a job waits for longer than its config says. The config's `run.name` can be
+`another plan`: then rank 1 plans something else.
 """
 
 import dataclasses
+import datetime
 import gc
 import os
 import sys
@@ -14,7 +16,9 @@ import torch.distributed as dist
 
 from experiments.config.checks import load
 from experiments.job import worker
+from tests.experiments import hurry  # noqa: F401
 
+PATIENT = {"timeout": datetime.timedelta(seconds=200)}
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 init_process_group, on_rank_zero = dist.init_process_group, worker.on_rank_zero
 
@@ -28,7 +32,7 @@ for folder in map(Path, sys.argv[1:]):
     # Each process group in a corner of the agent's store, where the one before it has left no keys.
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
     own = {"store": dist.PrefixStore(str(folder), agent), "rank": rank, "world_size": world}
-    dist.init_process_group = lambda backend, own=own, **options: init_process_group(backend, **own, **options)
+    dist.init_process_group = lambda backend, own=own, **options: init_process_group(backend, **own, **options | PATIENT)
     different = load(folder / "config.yaml").run.name == "another plan"
     worker.on_rank_zero = on_every_rank_its_own if different else on_rank_zero
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from experiments.job import training, worker
 from launch import status
+from tests.experiments import hurry  # noqa: F401
 
 train_step = training.train_step
 

@@ -13,12 +13,12 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
-from launch import elastic
 from mdcs.measure.timeline import Timeline
 from mdcs.plan.messages import Plan
 from mdcs.planner.schedulers.wfbp import Wfbp
+from tests.experiments.batch import run_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 SMALL = ("run.steps=5", "run.warmup_steps=2", "run.profile_iterations=2", "cluster.threads=1")
 EMULATED = ("cluster=emulated", "link=emulated", "link.rate_gbit=10")
@@ -39,14 +39,7 @@ def composed(*overrides: str) -> Config:
 def folders(tmp_path_factory):
     """The folders of all jobs, which one process has run one after the other."""
     folder = tmp_path_factory.mktemp("emulated")
-    for name, overrides in JOBS.items():
-        jobs.begin(jobs.resolve(composed(*overrides)), folder / name)
-    config = composed(*JOBS["of 64"])
-    outcome = elastic.run(
-        folder / "launch", elastic.Cluster(config.cluster.processes, 60, 60), jobs.environment(jobs.resolve(config)),
-        module="tests.experiments.batch_worker", arguments=[str(folder / name) for name in JOBS],
-    )  # fmt: skip
-    assert outcome.ok, outcome.reason
+    run_all(folder, {name: composed(*overrides) for name, overrides in JOBS.items()})
     return {name: folder / name for name in JOBS}
 
 

@@ -22,14 +22,14 @@ from experiments.config import checks, files
 from experiments.config.schema import ConfigError
 from experiments.job import run as jobs
 from experiments.job.workload import Workload
-from launch import elastic
 from mdcs.calibrate.slots import measure_profile
 from mdcs.export.document import document
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.schedulers.wfbp import Wfbp
+from tests.experiments.batch import run_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 STEPS, WARMUP = 4, 1
 SMALL = (f"run.steps={STEPS}", f"run.warmup_steps={WARMUP}", "run.profile_iterations=1", "cluster.threads=1")
@@ -77,20 +77,15 @@ def take_home(workload, strategies, file):
 def ran(tmp_path_factory):
     """The folders of all jobs, run by the same two ranks."""
     folder = tmp_path_factory.mktemp("engines")
-    folders = {}
+    folders, configs = {}, {}
     for workload, overrides in JOBS:
         if plan := re.search("engine.plan=(.*)", overrides):
             take_home(workload, plan.group(1), folder / plan.group(1))
     for number, (workload, overrides) in enumerate(JOBS):
-        own = folders[workload, overrides] = folder / str(number)
+        folders[workload, overrides] = folder / str(number)
         there = overrides.replace("engine.plan=", f"engine.plan={folder}/").split()
-        config = jobs.resolve(composed(*WORKLOADS[workload], *there))
-        jobs.begin(config, own)
-    outcome = elastic.run(
-        folder / "launch", elastic.Cluster(2, 60, 60), jobs.environment(config),
-        module="tests.experiments.batch_worker", arguments=[str(own) for own in folders.values()],
-    )  # fmt: skip
-    assert outcome.ok, outcome.reason
+        configs[str(number)] = composed(*WORKLOADS[workload], *there)
+    run_all(folder, configs)
     refused = {key: (own / "refused0").read_text() for key, own in folders.items() if (own / "refused0").exists()}
     assert refused == {}
     return folders

@@ -20,7 +20,7 @@ from launch import network
 from mdcs.profile.contents import Profile
 
 WHY_NOT = network.refusal(1.0)
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (
@@ -50,7 +50,7 @@ def test_two_hosts_train_as_one_does(tmp_path):
     for name, cluster in (("one", ["cluster.ranks=4"]), ("shaped", ["cluster=shaped", "cluster.nodes=2", "cluster.ranks=4"])):
         with checks.composing():
             config = checks.compose_config([*JOB, *exact, *cluster])
-        outcome = jobs.run(config, tmp_path / name, Console(file=io.StringIO()))
+        outcome = jobs.run(config, tmp_path / name, Console(file=io.StringIO()), worker="tests.experiments.hasty_worker")
         assert outcome.ok, outcome.reason
         found[name] = losses(tmp_path / name)
     assert len(found["one"]) == 4

@@ -42,7 +42,7 @@ def ran(monkeypatch):
 
 def search(monkeypatch, folder, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["search.py", "--out", str(folder), *arguments])
-    return program.main()
+    return program.main("tests.experiments.hasty_worker")
 
 
 def study(folder) -> optuna.Study:

@@ -11,22 +11,22 @@ from analysis.events import read_events
 from experiments.job import record
 from experiments.job import run as jobs
 from launch import preemption
-from tests.experiments.test_worker import composed, start_and
+from tests.experiments.test_worker import HASTY, composed, start_and
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
-def test_all_ranks_stop_at_one_step_and_go_on_after_it(tmp_path, monkeypatch):
+def test_all_ranks_stop_at_one_step_and_go_on_after_it(tmp_path, monkeypatch, warm):
     monkeypatch.setenv(preemption.REQUEUE, "1")
     plan = ("strategy=fsdp", "scheduler=dear", "cluster.timeout_s=60")
-    outcome, _ = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGUSR2))
+    outcome, _ = start_and(tmp_path, *plan, act=lambda pids: os.kill(pids[1], signal.SIGUSR2), start=warm.run)
     stopped = outcome.step
     assert outcome.reason == f"preempted at step {stopped}, of which it has a checkpoint" and stopped >= 3
     assert record.read(tmp_path).state == record.PREEMPTED
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{stopped:08d}"]
 
     more = ("model=mlp", "model.width=32", "data=synthetic", f"run.steps={stopped + 4}", "run.resume=auto", *plan)
-    assert jobs.run(composed(*more), tmp_path, Console(file=io.StringIO())).ok
+    assert jobs.run(composed(*more), tmp_path, Console(file=io.StringIO()), worker=HASTY, start=warm.run).ok
     events = read_events(tmp_path / "metrics.jsonl")
     steps = [event["step"] for event in events if event["event"] == "step"]
     assert steps == list(range(1, stopped + 5))

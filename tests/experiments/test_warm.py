@@ -12,17 +12,20 @@ from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch.warm import Warm
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # One message at a time, which compute waits for: what is held at a peak does not depend on when one ends.
 JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "scheduler=sequential", "link=emulated", "cluster.threads=1",
        "run.steps=6", "run.warmup_steps=2", "run.profile_iterations=1")  # fmt: skip
 
 
+HASTY = "tests.experiments.hasty_worker"
+
+
 def ran(folder: Path, known: Profiles, start=None) -> tuple[dict, list, list]:
     with checks.composing():
         config = checks.compose_config(JOB)
-    assert jobs.run(config, folder, Console(file=io.StringIO()), known=known, start=start).ok
+    assert jobs.run(config, folder, Console(file=io.StringIO()), known=known, worker=HASTY, start=start).ok
     events = read_events(folder / "metrics.jsonl")
     steps = [event for event in events if event["event"] == "step"]
     return events[-1]["memory"]["measured"], [s["peak_bytes"] for s in steps if not s["warmup"]], [s["loss"] for s in steps]

@@ -1,7 +1,7 @@
 """Sweeps on a real SLURM of two nodes: jobs over both, with two ranks each; one fails, one is cancelled, one
 is preempted, a node goes.
 
-The ranks run a stub, but for one job that trains.
+The ranks run a stub where nothing is trained. A test waits most of its time, and has a network of its own.
 """
 
 import os
@@ -21,7 +21,7 @@ from tests.hydra_plugins import slurm_cluster
 
 WHY_NOT = slurm_cluster.missing()
 pytestmark = [
-    pytest.mark.slurm, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(550),
+    pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(550),
     pytest.mark.skipif(bool(WHY_NOT), reason=f"no SLURM: {WHY_NOT}"),
 ]  # fmt: skip
 
@@ -36,7 +36,7 @@ def start(folder: Path, *overrides: str, stub: bool = True, **pipes: int) -> "su
     unshare = shutil.which("unshare")
     assert unshare is not None
     cluster = [unshare, "-nm", sys.executable, "-m", "tests.hydra_plugins.slurm_cluster", str(folder / "slurm"), *train]
-    own = {"MDCS_WORKER": "tests.experiments.stub_worker"} if stub else {}
+    own = {"MDCS_WORKER": f"tests.experiments.{'stub' if stub else 'hasty'}_worker"}
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     return subprocess.Popen(cluster, cwd=folder, env={**os.environ, **own, "PYTHONPATH": paths}, text=True, **pipes)
 
@@ -63,18 +63,14 @@ def test_a_failed_rank_fails_its_job_and_the_sweep_and_no_other(tmp_path):
     assert {"2_0", "2_1"} <= set(out.replace(",", " ").replace(";", " ").split())  # 1 is the job that measures their profile
 
 
-def test_a_job_trains_over_both_nodes(tmp_path):
-    assert start(tmp_path, "strategy=fsdp", "run.steps=3", "run.profile_iterations=1", stub=False).wait(500) == 0
-    steps = [event for event in read_events(tmp_path / "sweep/0/metrics.jsonl") if event["event"] == "step"]
-    assert len(steps) == 3 and "nodes: 2" in (tmp_path / "sweep/0/config.yaml").read_text()
-
-
-def test_jobs_that_are_compared_plan_with_the_one_profile_that_was_measured_before_them(tmp_path):
+def test_jobs_over_both_nodes_plan_with_the_one_profile_that_was_measured_before_them(tmp_path):
     """And the logs of ranks of both nodes are in every job's folder."""
     jobs = ("strategy=dp,fsdp", "run.steps=3", "run.profile_iterations=1", "hydra.launcher.parallel=2")
     assert start(tmp_path, *jobs, stub=False).wait(540) == 0
     [measured] = (tmp_path / "sweep/profiles").glob("*/profile.json")
     for job in "01":
+        steps = [event for event in read_events(tmp_path / f"sweep/{job}/metrics.jsonl") if event["event"] == "step"]
+        assert len(steps) == 3 and "nodes: 2" in (tmp_path / f"sweep/{job}/config.yaml").read_text()
         assert f"path: {measured}" in (tmp_path / f"sweep/{job}/config.yaml").read_text()
         assert {file.name for file in (tmp_path / f"sweep/{job}").glob("rank*.log")} == {f"rank{rank}.log" for rank in range(4)}
     assert (tmp_path / "sweep/table.csv").read_text().count("\n") == 3
@@ -89,7 +85,7 @@ def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str
 
 STEPS = 60
 TIMED = ("model=timed", "model.layers=4", "model.block_mib=0.5", "model.forward_ms=10", "model.backward_ms=20", "strategy=fsdp",
-         "run.profile_iterations=1", f"run.steps={STEPS}")  # fmt: skip
+         "run.profile_iterations=1", f"run.steps={STEPS}", "hydra.launcher.ranks_per_node=1")  # fmt: skip
 
 
 LONG = pytest.mark.skipif("MDCS_LONG" not in os.environ, reason="minutes, as limits are: MDCS_LONG=1")

@@ -32,7 +32,6 @@ def test_jobs_share_what_is_imported_and_nothing_else(tmp_path):
     [
         ("killed", "rank 1 was killed by SIGKILL at step 3"),
         pytest.param("raised", "rank 1 failed at step 3: ", marks=pytest.mark.slow),
-        pytest.param("exited", "rank 1 exited with 3 at step 3", marks=pytest.mark.slow),
         pytest.param("hung", "no rank has moved for ", marks=pytest.mark.slow),
     ],
 )

@@ -15,6 +15,7 @@ from experiments.config import checks
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpoints
 from experiments.job import run as jobs
+from launch.warm import Warm
 
 JOB = (
     *("model=mlp", "data=synthetic", "optimizer.schedule=linear", "strategy=fsdp", "scheduler=dear", "run.accumulation=2"),
@@ -27,8 +28,10 @@ def composed(*overrides: str) -> Config:
         return checks.compose_config([*JOB, *overrides])
 
 
-def losses(folder: Path, *overrides: str) -> dict[int, float]:
-    outcome = jobs.run(composed(*overrides), folder, Console(file=io.StringIO()))
+def losses(folder: Path, warm: Warm, *overrides: str) -> dict[int, float]:
+    outcome = jobs.run(
+        composed(*overrides), folder, Console(file=io.StringIO()), worker="tests.experiments.hasty_worker", start=warm.run
+    )
     assert outcome.ok, outcome.reason
     steps = analysis.load_run(folder).steps
     return dict(zip(steps["step"], steps["loss"], strict=True))
@@ -48,14 +51,14 @@ def test_the_last_step_has_a_checkpoint_whatever_save_every_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_as_if_it_had_not_stopped(tmp_path):
-    whole = losses(tmp_path / "whole", "run.save_every=3", "run.keep=5")
+def test_a_job_goes_on_as_if_it_had_not_stopped(tmp_path, warm):
+    whole = losses(tmp_path / "whole", warm, "run.save_every=3", "run.keep=5")
     own = tmp_path / "whole" / checkpoints.FOLDER
     assert sorted(path.name for path in own.iterdir()) == ["step-00000003", "step-00000006"]
     written = [event for event in read_events(tmp_path / "whole" / "metrics.jsonl") if event["event"] == "checkpoint"]
     assert [event["step"] for event in written] == [3, 6] and all(event["staged_bytes"] > 0 for event in written)
     profile = f"profile.path={tmp_path / 'whole' / 'profile.json'}"
-    rest = losses(tmp_path / "rest", f"run.resume={own / 'step-00000003'}", profile)
+    rest = losses(tmp_path / "rest", warm, f"run.resume={own / 'step-00000003'}", profile)
     assert rest == {step: whole[step] for step in (4, 5, 6)}
 
 

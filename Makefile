@@ -40,14 +40,13 @@ gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSD
 
 # The tests start Python hundreds of times: what is compiled is kept, whatever the environment says.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
+TWO := -n 2 --dist loadfile --no-loadscope-reorder  # a file at a time, the longest first (tests/conftest.py)
 
 test: $(STAMP) ## run the tests (minutes)
-	$(RUN) -m pytest -n 2 --dist loadfile -m 'not alone and not slow'
-	$(RUN) -m pytest -m 'alone and not slow'  # where the time matters, or all cores
+	$(RUN) -m pytest $(TWO) -m 'not slow'
 
 test-slow: $(STAMP) ## run the other tests: more ranks, other engines, shaped and emulated clusters (minutes)
-	MDCS_EXAMPLES=1 $(RUN) -m pytest -n 2 --dist loadfile -m '(slow or hypothesis) and not alone'
-	$(RUN) -m pytest -m 'slow and alone'
+	MDCS_EXAMPLES=1 $(RUN) -m pytest $(TWO) -m 'slow or hypothesis'
 
 docs: $(STAMP) ## build docs/ as a site in docs/_build/html; warnings are errors
 	$(RUN) -m sphinx -W --keep-going -q docs docs/_build/html

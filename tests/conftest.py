@@ -8,6 +8,17 @@ from hypothesis import settings
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
+LONG = (
+    "test_on_slurm", "test_machines", "test_worker", "test_engines", "test_readme", "test_random_plans", "test_random_aliases",
+    "test_trainers", "test_failures", "test_memory", "test_equality", "test_asynchronous", "test_elastic", "test_train",
+)  # fmt: skip
+"""Files that take longest: they come first, so that no process has one of them left when the others have ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 # A shell's background job ignores it, and so would the programs that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

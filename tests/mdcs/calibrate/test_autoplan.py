@@ -54,10 +54,10 @@ def test_a_profile_of_the_library_is_rehearsed_and_the_same_on_all_ranks(two) ->
 
 def planned() -> dict[str, int]:
     model, optimizer, units, step = made()
-    plan = mdcs.autoplan(model, optimizer, units, step, strategy="fsdp")
+    plan = mdcs.autoplan(model, optimizer, units, step, strategy="fsdp", seconds=6)
     floor = mdcs.floor_bytes(mdcs.Job(plan.profile))
     tight = mdcs.make_plan(plan.profile, *planners("greedy"), budget=int(1.1 * floor))
-    joint = mdcs.autoplan(model, optimizer, units, step, strategy="joint", budget=int(1.3 * floor))
+    joint = mdcs.autoplan(model, optimizer, units, step, strategy="joint", budget=int(1.3 * floor), seconds=6)
     assert joint.strategy == "joint"
     dist.barrier()
     return {"unlimited": len(plan.messages), "tight": len(tight.messages), "joint": len(joint.messages)}
@@ -70,7 +70,6 @@ def planners(strategy: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_plans_under_tight_budgets_have_few_messages_and_joint_needs_no_scheduler(two) -> None:  # noqa: F811
     first, second = two.run(planned, timeout_s=300.0)
     assert first["unlimited"] == second["unlimited"]

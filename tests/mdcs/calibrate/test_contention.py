@@ -109,7 +109,6 @@ def measure() -> tuple[Profile, bool]:
     return measured, same and all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.alone
 def test_ranks_agree_on_what_they_measure_and_leave_the_model_alone(two) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
     (first, untouched), (second, also_untouched) = two.run(measure)
     assert untouched and also_untouched

@@ -29,8 +29,6 @@ from mdcs.sizes import MIB
 from tests.mdcs.profiles import chain, of_job, planned
 from tests.mdcs.runtime.ranks import Ranks
 
-pytestmark = pytest.mark.alone
-
 WIDTH, BLOCKS, CLASSES, SAMPLES = 128, 6, 512, 16
 BLOCK = WIDTH * (WIDTH + 1) * 4
 """Bytes of a block's gradients."""

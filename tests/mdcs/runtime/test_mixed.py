@@ -24,7 +24,6 @@ def test_every_strategy_and_scheduler_trains_as_ddp_does(two: Ranks) -> None:
         assert [case for case, result in zip(cases, results, strict=True) if not result["bitwise"]] == []
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("job", "strategy"),
     [(Job("mixed", 2, "adamw"), s) for s in ("zero2", "fsdp")] + [(Job("mixed", half="masters"), s) for s in ("dp", "sdp")],

@@ -198,7 +198,6 @@ def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
     return measured - before, start_bytes(plan, together), buffers, whole
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("strategy", "half"), [*((s, False) for s in HOWS), ("zero2", True), ("fsdp", True)])
 def test_no_more_than_a_unit_is_whole_beside_the_shards(measured: Ranks, strategy: str, half: bool) -> None:
     for found, predicted, buffers, whole in measured.run(bytes_of_start, strategy, half):

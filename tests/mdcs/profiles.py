@@ -1,7 +1,7 @@
 """Profiles and plans for the tests of the planning half: chains written by hand, and random jobs for hypothesis.
 
 ``MDCS_EXAMPLES`` multiplies the number of random examples: a quarter by default, all of them in ``make test-slow``. More than 1
-draws new ones in every run.
+draws new ones in every run, and trains more random models (``tests/mdcs/runtime/test_random_aliases.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind, Link
 from mdcs.sizes import MIB
 
-_TIMES = float(os.environ.get("MDCS_EXAMPLES", "0.25"))
+TIMES = float(os.environ.get("MDCS_EXAMPLES", "0.25"))
 
 FREE = Link((0.0,) * 4, (0.0,) * 4, depth=1, block=64)
 COLLECTIVES = Collectives()
@@ -47,9 +47,9 @@ ADAM = Optimizer("adam", state_tensors=2, state_fixed=4, scratch_tensors=2)
 
 def examples(count: int) -> settings:
     return settings(
-        max_examples=max(1, round(count * _TIMES)),
+        max_examples=max(1, round(count * TIMES)),
         deadline=None,
-        derandomize=_TIMES <= 1,
+        derandomize=TIMES <= 1,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 

@@ -21,7 +21,7 @@ from tests.mdcs.runtime.devices import Emulated, emulated_run
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, optimizer_for, scheduler_for, setup, strategy_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 BUFFERS = tuple(c for c in CATEGORIES if c != "activations")
 LINK = mdcs.Link.uniform(0.25, 200.0, emulated=True)
@@ -31,7 +31,7 @@ PLANS = (
     How("dp", "wfbp"), How("zero2", "dear"), How("sdp", "partitioning", bytes=BLOCK), How("fsdp", "sequential"),
     How("fsdp", "priority", budget=1.3, bytes=BLOCK), How("random", "random", seed=5),
 )  # fmt: skip
-CASES = [(model, world, how) for model in MODELS for world in (8, 64) for how in PLANS]
+CASES = [(model, world, how) for model, world in zip(MODELS, (8, 64), strict=True) for how in PLANS]
 
 
 def emulated(model: str, how: How, emulate: Emulation, **options: Any) -> Emulated:

@@ -42,8 +42,6 @@ from tests.mdcs.runtime.training import (
     strategy_for,
 )
 
-pytestmark = pytest.mark.alone
-
 BUFFERS = tuple(c for c in CATEGORIES if c != "activations")
 STRATEGIES = ("dp", "zero2", "sdp", "fsdp", "random", "greedy")
 SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear", "random")
@@ -54,13 +52,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "resnet": {},
 }
 BLOCK = 40_000
+# One model meets all strategies and schedulers; the others, which are slow, share them.
 COMBINATIONS = [
     (model, STRATEGIES[(j + 2 * m) % 6], scheduler)
     for m, model in enumerate(SHAPES)
     for j, scheduler in enumerate(SCHEDULERS)
+    if model == "gpt2" or m == 1 + j % 2
 ]
-
-# One model meets all strategies and schedulers; more of them are slow.
 BY_PACE = [pytest.param(one, marks=[pytest.mark.slow] if one[0] != "gpt2" else []) for one in COMBINATIONS]
 
 
@@ -152,7 +150,7 @@ def test_buffers_are_at_least_half_of_the_peak_in_half_of_the_combinations(measu
 
 def test_the_replay_of_a_sequential_schedule_is_exact(measured_in):
     sequential = [measured_in(combination) for combination in COMBINATIONS if combination[2] == "sequential"]
-    assert len(sequential) == 3
+    assert len(sequential) == 2
     for rank in (rank for ranks in sequential for rank in ranks):
         assert {c: rank["planned"][c] for c in BUFFERS} == {c: rank["measured"][c] for c in BUFFERS}
         assert rank["planned"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.01)

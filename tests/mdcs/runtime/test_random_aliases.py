@@ -1,9 +1,10 @@
 """Property: a model with tensors that share memory with its parameters trains as with DDP, or is refused by name; it never dies.
 
-320 models, each a function of its seed: views, slices, expansions, transposes and ``.data`` of trainable and frozen weights,
-returned in tuples, dictionaries, dataclasses and objects, kept on modules, in closures and in lists; used by the model, by later
-modules, in the loss; outputs changed in place; parameters that are tied, or share memory without being one; buffers, attributes
-and caches over weights. Each is trained under a random strategy and a random scheduler, half of them under the smallest budget.
+160 models (``MDCS_EXAMPLES=2``: twice as many), each a function of its seed: views, slices, expansions, transposes and
+``.data`` of trainable and frozen weights, returned in tuples, dictionaries, dataclasses and objects, kept on modules, in closures
+and in lists; used by the model, by later modules, in the loss; outputs changed in place; parameters that are tied, or share
+memory without being one; buffers, attributes and caches over weights. Each is trained under a random strategy and a random
+scheduler, half of them under the smallest budget.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from mdcs.planner.named import SCHEDULERS
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.runtime.gathering import Gathering
+from tests.mdcs.profiles import TIMES
 from tests.mdcs.runtime.ranks import Ranks
 
 WIDTH, STEPS = 6, 3
-MODELS, CALLS = 320, 8  # all but the first call are slow
+MODELS = round(160 * max(1, TIMES))
+CALLS = MODELS // 40  # all but the first are slow
 
 
 class Holder:
@@ -256,7 +259,7 @@ class Training:
         mix = RandomMix(seed=self.seed) if self.strategy == "random" else Uniform(self.strategy)
         job = mdcs.Job(profile, self.micro_steps)
         joint = self.scheduler == "joint"
-        planner: Any = Joint(seconds=2.0) if joint else mix
+        planner: Any = Joint(seconds=0.5) if joint else mix
 
         def make() -> mdcs.Plan:
             plan = mdcs.make_plan(job, planner, None if joint else SCHEDULERS[self.scheduler]())

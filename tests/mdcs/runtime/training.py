@@ -322,7 +322,7 @@ class How:
     per_node: int = 0
 
 
-SOLVER_S = 5.0  # the other ranks wait for it, and for no more than their timeout
+SOLVER_S = 2.0  # the other ranks wait for it, and for no more than their timeout
 
 
 def strategy_for(how: How) -> StrategyPlanner | JointPlanner:

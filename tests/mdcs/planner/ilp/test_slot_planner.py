@@ -44,12 +44,12 @@ def best_heuristic(profile: mdcs.Profile, budget: int, **options: object) -> flo
     return min(plan.prediction.step_s for plan in plans if plan.prediction)
 
 
-@pytest.mark.parametrize(("seed", "micro_steps", "cross_iteration"), few((s, *how) for s in range(3) for how in HOWS))
+@pytest.mark.parametrize(("seed", "micro_steps", "cross_iteration"), few((seed, *how) for seed, how in enumerate(HOWS)))
 def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps: int, cross_iteration: bool) -> None:
     profile = job(seed)
     options = {"micro_steps": micro_steps, "cross_iteration": cross_iteration}
     budget = int(mdcs.floor_bytes(Job(profile, **options)) * 1.15) + 64
-    plan = mdcs.make_plan(Job(profile, reserve=64, **options), Joint(seconds=10), budget=budget)
+    plan = mdcs.make_plan(Job(profile, reserve=64, **options), Joint(seconds=4), budget=budget)
     assert plan.budget == budget and plan.prediction is not None and plan.prediction.peak_bytes <= budget
     check(plan)
     assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).outcome == plan.outcome
@@ -63,7 +63,7 @@ def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps:
 def test_memory_aware_keeps_its_share_and_beats_the_heuristics(share: float | None) -> None:
     profile = job(4)
     budget = int(mdcs.floor_bytes(profile) * 1.2)
-    plan = mdcs.make_plan(profile, Greedy(), MemoryAware(), budget=budget, schedule_share=share)
+    plan = mdcs.make_plan(profile, Greedy(), MemoryAware(seconds=4), budget=budget, schedule_share=share)
     assert plan.prediction is not None and plan.prediction.peak_bytes <= (plan.budget or 0) <= budget
     if share is not None:
         alone = Judge(Job(profile), None).peak(plan.strategies)
@@ -75,14 +75,14 @@ def test_memory_aware_keeps_its_share_and_beats_the_heuristics(share: float | No
 
 
 def test_without_a_budget_too() -> None:
-    plan = mdcs.make_plan(job(2), Uniform("fsdp"), MemoryAware())
+    plan = mdcs.make_plan(job(2), Uniform("fsdp"), MemoryAware(seconds=4))
     assert plan.budget is None and plan.outcome.startswith(("schedule optimal", "schedule best heuristic"))
 
 
 @pytest.mark.slow
 def test_the_schedule_is_made_of_fused_or_partitioned_messages_of_real_blocks() -> None:
     profile = dataclasses.replace(job(3), link=dataclasses.replace(job(3).link, block=400))
-    plan = mdcs.make_plan(profile, Uniform("zero2"), MemoryAware())
+    plan = mdcs.make_plan(profile, Uniform("zero2"), MemoryAware(seconds=4))
     assert max(len(blocks) for blocks in plan.blocks) > 1
 
 
@@ -100,7 +100,7 @@ def test_a_budget_below_the_floor_names_the_floor() -> None:
     floor = mdcs.floor_bytes(job(0))
     with pytest.raises(InfeasibleBudget, match=f"the smallest feasible budget is {floor} bytes"):
         mdcs.make_plan(job(0), Joint(), budget=floor - 1)
-    mdcs.make_plan(job(0), Joint(), budget=floor)
+    mdcs.make_plan(job(0), Joint(seconds=2), budget=floor)
 
 
 def test_joint_takes_no_scheduler_and_no_share() -> None:
@@ -111,7 +111,7 @@ def test_joint_takes_no_scheduler_and_no_share() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_bounds_are_below_every_plan_and_in_order(seed: int) -> None:
     profile = job(seed)
     for budget in (None, int(mdcs.floor_bytes(profile) * 1.1)):

@@ -10,11 +10,11 @@ replayed again, because it moves these times (:func:`settled`).
 
 from __future__ import annotations
 
-import bisect
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from mdcs.plan.early import in_order
 from mdcs.plan.message import Message
@@ -30,6 +30,15 @@ _PERIODS = 4  # of the list schedule; the plan takes the order of the last but o
 
 Windows = dict[Op, tuple[int, int]]
 """For every operation, the first slot at which it is sent and the slot at which it must be done (unrolled)."""
+
+
+class _Block(NamedTuple):
+    """One block of an operation in one period. The most urgent is the least."""
+
+    urgency: tuple[int, bool, int, int]  # deadline (slot), whether a gather, unit, place among the unit's blocks
+    op: Op
+    number: int
+    period: int
 
 
 @dataclass(frozen=True)
@@ -49,20 +58,25 @@ def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: W
     - ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
       gradient earlier.
 
-    The rounds begin twice: with the times of a plan that sends blocks when they are ready, and with those of compute alone.
+    The first rounds let compute wait for messages. Without ``windows``, more rounds follow with the arrivals of the
+    replay of a plan that sends blocks when they are ready.
     """
-    windows = windows or {op: mix.window(op) for op in mix.ops}
-    first = [
-        Message(op.kind, ((op.unit, b),), min(max(ready_slot(mix, op), windows[op][0]), windows[op][1]), micro=op.micro)
-        for op in mix.ops for b in in_order(mix.profile, op.unit, blocks[op.unit])
-    ]  # fmt: skip
-    first.sort(key=lambda m: (m.slot, m.kind.is_gather))
-    best = mix.plan(name, blocks, first)
-    shortest = steady_state(best)
-    for times in (shortest, undelayed(mix.period)):
-        plan: Plan | None = None
-        for _ in range(_ROUNDS):
-            before, plan = plan, mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows, times))
+    own = {op: mix.window(op) for op in mix.ops}
+
+    def ordered(times: Steady, waits: bool) -> Plan:
+        return mix.plan(name, blocks, nearest_deadline_first(mix, blocks, windows or own, times, waits=waits))
+
+    plan = best = ordered(undelayed(mix.period), True)
+    times = shortest = steady_state(plan)
+    for waits in (True, False) if windows is None else (True,):
+        if not waits:
+            ready = [
+                Message(op.kind, ((op.unit, b),), min(max(ready_slot(mix, op), own[op][0]), own[op][1]), micro=op.micro)
+                for op in mix.ops for b in in_order(mix.profile, op.unit, blocks[op.unit])
+            ]  # fmt: skip
+            times = steady_state(mix.plan(name, blocks, sorted(ready, key=lambda m: (m.slot, m.kind.is_gather))))
+        for _ in range(_ROUNDS - waits):
+            before, plan = plan, ordered(times, waits)
             if plan in (before, best):
                 break
             times = steady_state(plan)
@@ -71,56 +85,88 @@ def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: W
     return best
 
 
-def nearest_deadline_first(mix: Mix, blocks: Sequence[tuple[int, ...]], windows: Windows, times: Steady) -> list[Message]:
+def nearest_deadline_first(
+    mix: Mix, blocks: Sequence[tuple[int, ...]], windows: Windows, times: Steady, *, waits: bool = True
+) -> list[Message]:
     """Return messages: whenever the link is free, send the ready block with the nearest deadline.
 
-    - ``times``: when compute arrives at the slots.
+    - ``times``: when compute arrives at the slots, and how long they take.
+    - ``waits``: whether compute waits at a slot for the blocks that are needed there, and arrives later at all slots
+      that follow. Otherwise it arrives as in ``times``.
     """
     length, job, depth = mix.period.length, mix.job, mix.profile.link.depth
-    arrivals = [times.arrival(q) for q in range(_PERIODS * length)]
-    released: list[tuple[float, int, int, tuple[int, bool, int, int], Op, int, int]] = []  # heap by time
-
-    def release(at: float, op: Op, block: int, place: int, p: int) -> None:
-        first, last = (p * length + slot for slot in windows[op])
-        if first < len(arrivals):
-            urgency = last, op.kind.is_gather, op.unit, place
-            heapq.heappush(released, (max(at, arrivals[first]), first, len(released), urgency, op, block, p))
-
     costs = {
         (op, b): job.cost.message(op.kind, size, width=mix.profile.width(blocks, op.kind, (op.unit, b)))
         for op in mix.ops for b, size in enumerate(blocks[op.unit])
     }  # fmt: skip
     orders = [in_order(mix.profile, u, own) for u, own in enumerate(blocks)]
+    opening: dict[int, list[tuple[float, _Block]]] = {}  # slot -> blocks whose window begins there, and when they are ready
+    needed: dict[int, list[_Block]] = {}  # slot -> blocks that it waits for
     for p in range(_PERIODS):
         for op in mix.ops:
+            first, last = (p * length + slot for slot in windows[op])
             updated = op.kind.plain is Kind.AG_F and op.micro == 0 and mix.profile.units[op.unit].trainable
-            if not (updated and job.cross_iteration):  # otherwise its reduce-scatter releases it
-                for place, b in enumerate(orders[op.unit]):
-                    release(0.0, op, b, place, p)
-    ready: list[tuple[tuple[int, bool, int, int], Op, int, int]] = []  # heap by deadline; reductions first
-    sent: list[tuple[int, Op, int, int]] = []  # slot, operation, block, period
-    free = 0.0
-    while released or ready:
-        while released and (released[0][0] <= free or not ready):
-            free = max(free, released[0][0])
-            *_, urgency, op, b, p = heapq.heappop(released)
-            heapq.heappush(ready, (urgency, op, b, p))
-        urgency, op, b, p = heapq.heappop(ready)
-        slot = bisect.bisect_right(arrivals, free) - 1
-        sent.append((min(slot, urgency[0]), op, b, p))
-        cost = costs[op, b]
+            for place, b in enumerate(orders[op.unit]):
+                block = _Block((last, op.kind.is_gather, op.unit, place), op, b, p)
+                needed.setdefault(last, []).append(block)
+                if not (updated and job.cross_iteration):  # otherwise its reduce-scatter makes it ready
+                    opening.setdefault(first, []).append((0.0, block))
+    released: list[tuple[float, _Block]] = []  # heap by time
+    ready: list[_Block] = []  # heap by deadline; reductions first
+    done: dict[_Block, float] = {}
+    sent: list[tuple[int, _Block]] = []
+    now = free = 0.0
+
+    def send(slot: int, until: float) -> bool:
+        """Send the most urgent block, if the link is free and a block ready before ``until``."""
+        nonlocal free
+        while released and (released[0][0] <= free or (not ready and released[0][0] < until)):
+            at, block = heapq.heappop(released)
+            free = max(free, at)
+            heapq.heappush(ready, block)
+        if not ready or free >= until:
+            return False
+        block = heapq.heappop(ready)
+        cost = costs[block.op, block.number]
+        sent.append((min(slot, block.urgency[0]), block))  # a block may be late for arrivals that are given
         free += (cost.alpha if depth == 1 else cost.gap) + cost.transfer  # latency hides behind the message before it
-        if op.kind in GATHER and job.cross_iteration:
-            release(free + cost.copy + cost.update, Op(GATHER[op.kind], op.unit, 0), b, urgency[3], p)
+        done[block] = free
+        if block.op.kind in GATHER and job.cross_iteration:
+            at, gather = free + cost.copy + cost.update, Op(GATHER[block.op.kind], block.op.unit, 0)
+            first, last = (block.period * length + each for each in windows[gather])
+            follower = _Block((last, True, *block.urgency[2:]), gather, block.number, block.period)
+            if first > slot:
+                opening.setdefault(first, []).append((at, follower))
+            else:
+                heapq.heappush(released, (at, follower))
+        return True
+
+    for q in range(_PERIODS * length):
+        for at, block in opening.pop(q, ()):
+            heapq.heappush(released, (max(at, now), block))
+        for block in needed.get(q, ()) if waits else ():
+            while block not in done:
+                if not send(q, math.inf):
+                    raise AssertionError(f"{block.op} of period {block.period} cannot be sent by slot {q}")
+            now = max(now, done[block])
+        begin, end = times.slots[q % length][1:]
+        ends = now + (end - begin) if waits else times.arrival(q + 1)
+        while send(q, ends):
+            pass
+        now = ends
+    while send(_PERIODS * length - 1, math.inf):  # what the link did not come to
+        pass
     return _of_one_period(sent, length)
 
 
-def _of_one_period(sent: Sequence[tuple[int, Op, int, int]], length: int) -> list[Message]:
+def _of_one_period(sent: Sequence[tuple[int, _Block]], length: int) -> list[Message]:
     """Return the blocks in the order in which they were sent in the last period but one."""
     chosen: dict[tuple[Op, int], int] = {}  # -> unrolled slot
-    for in_period in (lambda slot, p: slot // length == _PERIODS - 2, lambda slot, p: p == _PERIODS - 2):
-        for slot, op, b, p in sent:  # the second time: blocks not sent in that period, as the order has not settled yet
-            if in_period(slot, p):
-                chosen.setdefault((op, b), slot - p * length)
+    last = _PERIODS - 2
+    # The second time: blocks that were not sent in that period, as the order has not settled yet.
+    for in_period in (lambda slot, block: slot // length == last, lambda slot, block: block.period == last):
+        for slot, block in sent:
+            if in_period(slot, block):
+                chosen.setdefault((block.op, block.number), slot - block.period * length)
     messages = [Message(op.kind, ((op.unit, b),), slot, micro=op.micro) for (op, b), slot in chosen.items()]
     return sorted(messages, key=lambda m: m.slot % length)

@@ -37,20 +37,20 @@ def main() -> None:
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     loader = batches(50)
-    units = mdcs.partition(model, mdcs.ByClass(("Block",)))
-    plan = mdcs.autoplan(model, optimizer, units, lambda: loss_of(loader[0]), budget=6 * 2**20)
-    with mdcs.parallelize(model, optimizer, plan, units) as parallel:
+    with mdcs.parallelize(model, optimizer, budget="75%") as parallel:  # of what DistributedDataParallel needs
         for batch in loader:
             loss = loss_of(batch)
             loss.backward()
-            parallel.step()  # in the place of optimizer.step() and optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         memory = parallel.memory()["measured"]
         with parallel.evaluate():
             held_out = loss_of(batches(51)[-1])
         weights = parallel.state_dict()  # whole, on every rank, with the plain model's names
 
     if dist.get_rank() == 0:
-        print("strategies", ", ".join(f"{u.name}: {s}" for u, s in zip(units, plan.strategies, strict=True)))
+        plan = parallel.plan
+        print("strategies", ", ".join(f"{u.name}: {s}" for u, s in zip(parallel.units, plan.strategies, strict=True)))
         print(f"loss {loss.item():.4f}, held out {held_out.item():.4f}, {len(weights)} tensors")
         assert plan.budget is not None and plan.prediction is not None
         peak = "not measured" if memory is None else f"{memory['total']} bytes"

@@ -2,12 +2,18 @@
 
 Profile a model, plan a sharding strategy and a communication schedule under one byte budget, run the plan::
 
+    with mdcs.parallelize(model, optimizer, budget="75%"):  # of what DistributedDataParallel needs
+        for batch in loader:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+Or one by one::
+
     units = mdcs.partition(model, mdcs.ByClass(("GPT2Block",)))
     plan = mdcs.autoplan(model, optimizer, units, lambda: loss_of(model, batch), budget=2 * 2**30)
     with mdcs.parallelize(model, optimizer, plan, units) as parallel:
-        for batch in loader:
-            loss_of(model, batch).backward()
-            parallel.step()
+        …
 """
 
 from __future__ import annotations
@@ -29,11 +35,12 @@ from mdcs.simulator.simulate import replay
 if TYPE_CHECKING:
     from mdcs.calibrate.autoplan import autoplan
     from mdcs.calibrate.autoprofile import autoprofile
+    from mdcs.calibrate.in_loop import parallelize
     from mdcs.calibrate.slots import measure_profile
     from mdcs.checkpoint.folder import CheckpointError
     from mdcs.checkpoint.plain import read_checkpoint
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
-    from mdcs.runtime.api import Parallel, parallelize, resume
+    from mdcs.runtime.api import Parallel, resume
     from mdcs.runtime.emulation import Emulation
     from mdcs.runtime.errors import RunError
     from mdcs.runtime.scaling import LossScale
@@ -45,7 +52,7 @@ _LAZY = {
     "autoprofile": "mdcs.calibrate.autoprofile",
     "measure_profile": "mdcs.calibrate.slots",
     "Parallel": "mdcs.runtime.api",
-    "parallelize": "mdcs.runtime.api",
+    "parallelize": "mdcs.calibrate.in_loop",
     "resume": "mdcs.runtime.api",
     "CheckpointError": "mdcs.checkpoint.folder",
     "read_checkpoint": "mdcs.checkpoint.plain",

@@ -35,11 +35,12 @@ def test_the_glossary_has_every_strategy_and_scheduler():
 def test_every_line_of_what_loops_may_do_names_tests_that_there_are():
     rows = [row for row in (ROOT / "docs/loops.md").read_text().splitlines() if row.startswith("| ") and "| test |" not in row]
     assert len(rows) > 60
-    files = {"loops": "loops", "models": "loops_models", "habits": "loops_habits", "aliases": "random_aliases"}
+    files = {"models": "loops_models", "habits": "loops_habits", "aliases": "random_aliases", "calls": "optimizer_calls"}
+    rooms = {"units": "model", "hooks": "model", "first_step": "calibrate", "in_loop": "calibrate"}
     for row in rows:
         cell = row.rsplit("|", 2)[1]
         assert re.fullmatch(r" `\w+\.\w+`(, `\w+\.\w+`)* ", cell), row
         for module, name in re.findall(r"`(\w+)\.(\w+)`", cell):
-            place = f"model/test_{module}" if module in ("units", "hooks") else f"runtime/test_{files.get(module, module)}"
+            place = f"{rooms.get(module, 'runtime')}/test_{files.get(module, module)}"
             tests = (ROOT / f"tests/mdcs/{place}.py").read_text()
             assert re.search(rf"^(def test_{name}|def {name}|class {name}|{name})\b", tests, re.MULTILINE), (module, name)

@@ -18,9 +18,10 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.make import make_plan
+from mdcs.planner.make import make_plan, unsharded_bytes
 from mdcs.planner.named import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
+from mdcs.sizes import MIB, Share, budget_of
 
 SECONDS = 30.0
 """Default time budget of a profile and a plan."""
@@ -35,7 +36,7 @@ def autoplan(
     *,
     strategy: str | StrategyPlanner | JointPlanner = "greedy",
     scheduler: str | Scheduler | None = None,
-    budget: int | None = None,
+    budget: int | str | None = None,
     schedule_share: float | None = None,
     micro_steps: int = 1,
     cross_iteration: bool = True,
@@ -46,8 +47,10 @@ def autoplan(
     seconds: float = SECONDS,
     progress: bool = True,
 ) -> Plan:
-    """Return a plan for training ``model`` within ``budget`` bytes per rank. Collective: call it on every rank.
+    """Return a plan for training ``model`` within ``budget`` per rank. Collective: call it on every rank.
 
+    ``budget`` is in bytes, a size such as ``"40 GiB"``, or a part such as ``"70%"`` of what data parallelism without sharding
+    (DDP) needs; None is no limit.
     The profile is that of :func:`mdcs.autoprofile`; with one that is at hand :func:`mdcs.make_plan` plans alike.
     ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` and ``scheduler`` are planners or
     their names (:mod:`mdcs.planner.named`); the scheduler is priority unless one is given, and none for a strategy that decides
@@ -72,32 +75,40 @@ def autoplan(
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
-    until = end_of(seconds)
+    wanted, until = budget_of(budget), end_of(seconds)
     with together(tells=progress):
         profile = autoprofile(
             model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype,
-            budget=None if budget is None else budget - reserve, seconds=seconds / 2, progress=progress,
+            budget=wanted - reserve if isinstance(wanted, int) else budget, seconds=seconds / 2, progress=progress,
         )  # fmt: skip
-        if budget is not None and not any(slot.peak for slot in profile.slots):
+        if wanted is not None and not any(slot.peak for slot in profile.slots):
             warnings.warn(
                 "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
                 "LD_PRELOAD=$(python -m mdcs.measure.memory)",
                 stacklevel=2,
             )
         job = Job(profile, micro_steps, cross_iteration, reserve)
+        limit = wanted.of(unsharded_bytes(job)) if isinstance(wanted, Share) else wanted
         left = max(seconds / 3, until - time.monotonic())
         both = isinstance(planner, Solving) and isinstance(schedule, Solving)
         if isinstance(strategy, str):
             planner = _within(left / (1 + both), planner)
         if isinstance(scheduler, str):
             schedule = _within(left / (1 + both), schedule)
-        doing("planning", left)
+        doing(f"planning{_within_words(budget, limit)}", left)
         plans = on_rank_zero(
-            lambda: candidates(make_plan(job, planner, schedule, budget=budget, schedule_share=schedule_share), trials)
+            lambda: candidates(make_plan(job, planner, schedule, budget=limit, schedule_share=schedule_share), trials)
         )
         if len(plans) > 1:
             doing("trying plans", cost_s(plans))
         return fastest(plans, model, units, step, optimizer)[0]
+
+
+def _within_words(budget: int | str | None, limit: int | None) -> str:
+    if limit is None:
+        return ""
+    share = f" ({budget} of what DDP needs)" if isinstance(budget_of(budget), Share) else ""
+    return f" within {limit / MIB:.1f} MiB{share}"
 
 
 def _within(seconds: float, planner: T) -> T:

@@ -17,8 +17,10 @@ from mdcs.calibrate.link_timing import MeasuredLink, measure_link
 from mdcs.calibrate.room import measuring_bytes, require_floor, require_room, warn_of_measuring
 from mdcs.calibrate.slots import measure_profile, refuse_meta
 from mdcs.model.units import ModelUnit
+from mdcs.planner.make import unsharded_bytes
 from mdcs.profile.contents import Profile
 from mdcs.runtime.emulation import Emulation
+from mdcs.sizes import Share, budget_of
 
 SECONDS = 16.0
 """Default time budget of a profile."""
@@ -47,7 +49,7 @@ def autoprofile(
     about: dict[str, str] | None = None,
     emulate: Emulation | None = None,
     computes: bool = True,
-    budget: int | None = None,
+    budget: int | str | None = None,
     seconds: float = SECONDS,
     progress: bool = True,
 ) -> Profile:
@@ -67,8 +69,9 @@ def autoprofile(
     - ``iterations``: the most steps of the second phase.
     - ``emulate``: that of :func:`mdcs.parallelize`.
     - ``computes``: False where computing only waits, so that messages take none of its time.
-    - ``budget``: bytes per rank. The plans of the third phase keep it, and a budget that no plan can keep is refused as
-      soon as that is known. The model itself is measured whole: a warning says how much that holds, if it is more.
+    - ``budget``: bytes per rank, or a text such as "40 GiB" or "70%" (:func:`mdcs.sizes.budget_of`). The plans of the
+      third phase keep it, and a budget that no plan can keep is refused as soon as that is known. The model itself is
+      measured whole: a warning says how much that holds, if it is more.
     - ``seconds``: time budget of the phases. They measure more often while it lasts, and each thing once in any case.
     - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
 
@@ -77,16 +80,17 @@ def autoprofile(
     :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
     Raises InfeasibleBudget, see above.
     """
-    until = end_of(seconds)
+    wanted, until = budget_of(budget), end_of(seconds)
+    limit = None if isinstance(wanted, Share) else wanted
     refuse_meta(model)  # before the link, whose backend has no such device
     processes = dist.get_world_size() if dist.is_initialized() else 1
     world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
     with together(tells=progress):
-        if budget is not None:
-            require_room(units, optimizer, budget, world, master_dtype)
-            known = measuring_bytes(units)
+        known = measuring_bytes(units)
+        if limit is not None:
+            require_room(units, optimizer, limit, world, master_dtype)
             if is_first:
-                warn_of_measuring(known, budget)
+                warn_of_measuring(known, limit)
         if link is None:
             doing("measuring the link", _LINK * seconds)
             link = measure_link(units[0].parameters[0][1].device, depth=depth, algorithm=algorithm)
@@ -99,14 +103,16 @@ def autoprofile(
             seconds=_MODEL * seconds,
         )  # fmt: skip
         profile = agree(dataclasses.replace(profile, spread=profile.spread | link.spread))
-        if budget is not None:
-            require_floor(profile, budget)
-            if is_first and known <= budget:
-                warn_of_measuring(measuring_bytes(units, profile), budget)
+        if isinstance(wanted, Share):
+            limit = wanted.of(unsharded_bytes(profile))
+        if limit is not None:
+            require_floor(profile, limit)
+            if is_first and known <= limit:
+                warn_of_measuring(measuring_bytes(units, profile), limit)
         left = max(0.0, until - time.monotonic())
         least = STEPS * sum(slot.seconds for slot in profile.slots)
         doing("running a few plans to see what compute and messages cost each other", max(left, least))
         profile = measure_interference(profile, model, step, emulate=emulate)
         return measure_contention(
-            profile, model, units, step, optimizer, seconds=left, shares_cores=computes, emulate=emulate, budget=budget
+            profile, model, units, step, optimizer, seconds=left, shares_cores=computes, emulate=emulate, budget=limit
         )

@@ -8,6 +8,7 @@ from typing import cast
 
 from mdcs.plan.job import Job
 from mdcs.plan.messages import Plan
+from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import check
 from mdcs.planner.fit import fastest_fit
 from mdcs.planner.judge import InfeasibleBudget, Judge
@@ -24,6 +25,12 @@ def floor_bytes(job: Job | Profile) -> int:
     settings.
     """
     return Judge(Job.of(job), None).floor
+
+
+def unsharded_bytes(job: Job | Profile) -> int:
+    """Return the peak of data parallelism without sharding in bytes, reserve included: every unit dp."""
+    job = Job.of(job)
+    return Judge(job, None).peak((Strategy.dp,) * len(job.profile.units))
 
 
 def make_plan(

@@ -1,7 +1,6 @@
-"""Sweeps on a real SLURM of two nodes: jobs over both, with two ranks each; one fails, one is cancelled, one
-is preempted, a node goes.
+"""Sweeps on a real SLURM of two nodes: jobs over both; one fails, one is cancelled, one is preempted, a node goes.
 
-The ranks run a stub where nothing is trained. A test waits most of its time, and has a network of its own.
+Where nothing is trained the ranks run a stub. A test waits most of its time, and has a network of its own.
 """
 
 import os
@@ -27,6 +26,7 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("hydra/launcher=mdcs_slurm", "hydra.launcher.nodes=2", "hydra.launcher.ranks_per_node=2", "hydra.launcher.parallel=1")
+ONE_EACH = ("hydra.launcher.ranks_per_node=1",)  # jobs that train
 JOB = ("model=mlp", "data=synthetic", "cluster.threads=1", "run.warmup_steps=1", "profile.cache=false")
 
 
@@ -65,14 +65,14 @@ def test_a_failed_rank_fails_its_job_and_the_sweep_and_no_other(tmp_path):
 
 def test_jobs_over_both_nodes_plan_with_the_one_profile_that_was_measured_before_them(tmp_path):
     """And the logs of ranks of both nodes are in every job's folder."""
-    jobs = ("strategy=dp,fsdp", "run.steps=3", "run.profile_iterations=1", "hydra.launcher.parallel=2")
+    jobs = ("strategy=dp,fsdp", "run.steps=3", "run.profile_iterations=1", "hydra.launcher.parallel=2", *ONE_EACH)
     assert start(tmp_path, *jobs, stub=False).wait(540) == 0
     [measured] = (tmp_path / "sweep/profiles").glob("*/profile.json")
     for job in "01":
         steps = [event for event in read_events(tmp_path / f"sweep/{job}/metrics.jsonl") if event["event"] == "step"]
         assert len(steps) == 3 and "nodes: 2" in (tmp_path / f"sweep/{job}/config.yaml").read_text()
         assert f"path: {measured}" in (tmp_path / f"sweep/{job}/config.yaml").read_text()
-        assert {file.name for file in (tmp_path / f"sweep/{job}").glob("rank*.log")} == {f"rank{rank}.log" for rank in range(4)}
+        assert {file.name for file in (tmp_path / f"sweep/{job}").glob("rank*.log")} == {"rank0.log", "rank1.log"}
     assert (tmp_path / "sweep/table.csv").read_text().count("\n") == 3
 
 
@@ -85,7 +85,7 @@ def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str
 
 STEPS = 60
 TIMED = ("model=timed", "model.layers=4", "model.block_mib=0.5", "model.forward_ms=10", "model.backward_ms=20", "strategy=fsdp",
-         "run.profile_iterations=1", f"run.steps={STEPS}", "hydra.launcher.ranks_per_node=1")  # fmt: skip
+         "run.profile_iterations=1", f"run.steps={STEPS}", *ONE_EACH)  # fmt: skip
 
 
 LONG = pytest.mark.skipif("MDCS_LONG" not in os.environ, reason="minutes, as limits are: MDCS_LONG=1")

@@ -1,7 +1,7 @@
 """Ranks that step together until rank 1 does, at step 3, what the first argument says.
 
-killed: SIGKILL; raised: an exception; exited: os._exit(3); hung: it stops taking part, and the file `ready`
-exists. The other rank notices through its connection.
+killed: SIGKILL; raised: an exception; exited: os._exit(3): the other rank notices through its connection. hung: both wait
+for good, and the file `ready` exists; that takes no torch.
 """
 
 import os
@@ -11,14 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from launch import status
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-what, folder = sys.argv[1], Path(sys.argv[2])
+rank, what, folder = int(os.environ["RANK"]), sys.argv[1], Path(sys.argv[2])
+if what != "hung":
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
 (folder / f"pid{rank}").write_text(str(os.getpid()))
 child = subprocess.Popen(["sleep", "600"])  # as a solver or a tracker would be
 (folder / f"child{rank}").write_text(str(child.pid))
@@ -31,6 +31,10 @@ for step in range(1, 100):
             raise ValueError("no such luck")
         if what == "exited":
             os._exit(3)
+        while not (folder / "child0").exists():
+            time.sleep(0.01)
         (folder / "ready").touch()
+    if what != "hung":
+        dist.all_reduce(torch.ones(1))
+    elif step == 3:
         time.sleep(600)
-    dist.all_reduce(torch.ones(1))

@@ -49,7 +49,7 @@ def test_joint_keeps_the_budget_and_beats_the_heuristics(seed: int, micro_steps:
     profile = job(seed)
     options = {"micro_steps": micro_steps, "cross_iteration": cross_iteration}
     budget = int(mdcs.floor_bytes(Job(profile, **options)) * 1.15) + 64
-    plan = mdcs.make_plan(Job(profile, reserve=64, **options), Joint(seconds=4), budget=budget)
+    plan = mdcs.make_plan(Job(profile, reserve=64, **options), Joint(seconds=10), budget=budget)
     assert plan.budget == budget and plan.prediction is not None and plan.prediction.peak_bytes <= budget
     check(plan)
     assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).outcome == plan.outcome

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mdcs.model.optimizers import optimizer_bytes
+from mdcs.model.elementwise import state_layout
 from mdcs.model.units import ModelUnit
 from mdcs.planner.judge import InfeasibleBudget
 from mdcs.planner.make import floor_bytes
@@ -23,13 +23,13 @@ def least_bytes(
 
     Every unit and its optimizer state in shards of 1/world, and the largest unit whole, as it is while it computes.
     """
-    tensors, _, _ = optimizer_bytes(optimizer)
+    layout = state_layout(optimizer)
     rest = largest = 0.0
     for unit in units:
         whole = 0
         for _, p in unit.parameters:
             own = p.element_size() if master_dtype is None else max(p.element_size(), master_dtype.itemsize)
-            kept = own * (1 + tensors) if unit.trainable else p.element_size()
+            kept = own * (1 + layout.tensors(own)) if unit.trainable else p.element_size()
             rest += p.numel() * kept / world
             whole += p.numel() * p.element_size()
         largest = max(largest, whole * (1 - 1 / world))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mdcs.calibrate.clock import back_to_back
 from mdcs.measure.memory import Meter
-from mdcs.model.optimizers import optimizer_bytes, same_options
+from mdcs.model.elementwise import same_options, state_layout
 from mdcs.profile.contents import Optimizer
 from mdcs.runtime.updates import later_step
 from mdcs.sizes import MIB
@@ -29,10 +29,11 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter
     """Return state, scratch and seconds of an update on the device and type of ``like``: a line through two run
     lengths.
 
-    Where ``meter`` measures nothing, scratch is the known number for the optimizer. Raises UnsupportedModel for an
+    Where ``meter`` measures nothing, scratch is estimated. Raises UnsupportedModel for an
     optimizer that cannot run on shards.
     """
-    state, fixed, scratch = optimizer_bytes(optimizer)
+    layout = state_layout(optimizer)
+    scratch = layout.scratch
     lengths = _SHORT, _LONG_ON_CUDA if like.device.type == "cuda" else _LONG
     small, large = (_Update.measure(optimizer, like, n, meter) for n in lengths)
     elements = large.elements - small.elements
@@ -41,7 +42,7 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter
         scratch = (large.scratch - small.scratch) // (elements * like.element_size())
         scratch_fixed = small.scratch - scratch * small.elements * like.element_size()
     return Optimizer(
-        type(optimizer).__name__.lower(), state, fixed, scratch,
+        type(optimizer).__name__.lower(), layout.tensors(like.element_size()), layout.fixed, scratch,
         seconds_per_element=max(0.0, large.seconds - small.seconds) / elements,
         seconds_per_run=small.seconds, scratch_fixed=scratch_fixed,
     )  # fmt: skip

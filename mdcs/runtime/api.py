@@ -51,7 +51,7 @@ def parallelize(
     """Train ``model`` as ``plan`` says, in your own loop.
 
     Call it on every rank after ``init_process_group``, with the same plan (its hash is checked) and the ``units`` that
-    the plan was made for. Parameters are broadcast from rank 0. ``optimizer`` (SGD, Adam or AdamW) keeps its options
+    the plan was made for. Parameters are broadcast from rank 0. ``optimizer`` (any elementwise one) keeps its options
     and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. Messages have a
     process group of their own, so the loop may use ``group`` for its collectives. Then::
 
@@ -218,14 +218,13 @@ class Parallel:
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a plain loop's ``optimizer.state_dict()``, or :meth:`optimizer_state_dict` (the same on every rank).
 
-        Options, such as the learning rate, are loaded too. Raises ValueError for the state of another optimizer, and
-        where parameters that the plan updates together have different histories.
+        Options, such as the learning rate, are loaded too. Raises ValueError for the state of another optimizer.
         """
         engine = self._engine
         engine.drain("load_optimizer_state_dict()")
         found = optimizer_state.unpacked(self.optimizer, saved)
         named = [list(zip(s.names, s.parameters, strict=True)) for s in engine.storages]
-        optimizer_state.together(named, parameter_groups(self.optimizer), found)
+        optimizer_state.histories(named, parameter_groups(self.optimizer), found, engine.optimizer_state.layout)
         optimizer_state.take_options(self.optimizer, saved)
         engine.optimizer_state.load(found)
 

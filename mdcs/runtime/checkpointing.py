@@ -31,7 +31,6 @@ from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import write
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.optimizer_state import STEP
 from mdcs.runtime.state import Fragment, fragments, fragments_in_memory
 from mdcs.runtime.storage import UnitStorage
 
@@ -194,8 +193,8 @@ class Checkpoints:
         started = self._state.started()
         if self._rank == 0:
             found |= {(MODEL, name): value.detach() for name, value in self._buffers().items()}
-            for p, (step, _) in started.items():
-                found |= {(*STATE, names[p][0], STEP): torch.as_tensor(step)} if step is not None else {}
+            for p, (replicated, _) in started.items():
+                found |= {(*STATE, names[p][0], key): _tensor(value) for key, value in replicated.items()}
             for p, own in self._state.kept.items():
                 found |= {(*STATE, names[p][0], key): value for key, value in own.items() if isinstance(value, Tensor)}
         return found
@@ -302,19 +301,20 @@ class Checkpoints:
             raise ValueError(f"the optimizer has groups of {_told(ours)}, there of {_told(theirs)}")
 
     def _begin_optimizer(self, chosen: Path, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
-        """Load options and step counts, and allocate the other state.
-
-        Raises ValueError for neighbours with different histories.
-        """
-        counts: Leaves = {path: torch.zeros(()) for path in saved if path[: len(STATE)] == STATE and path[-1] == STEP}
-        pieces.load(chosen, counts)
+        """Load options and replicated state, and allocate the state per element. Raises ValueError for another shape."""
+        named, layout = {own[0]: p for p, own in self._names.items()}, self._state.layout
+        ours = [path for path in saved if path[: len(STATE)] == STATE and path[-2] in named]
+        numbers: Leaves = {
+            path: torch.zeros(saved[path].size, dtype=saved[path].properties.dtype)
+            for path in ours
+            if path[-1] in layout.replicated
+        }
+        pieces.load(chosen, numbers)
         state: dict[Any, dict[str, Any]] = {}
-        named = {own[0]: p for p, own in self._names.items()}
-        for path in saved:
-            if path[: len(STATE)] == STATE and path[-2] in named:
-                p, key = named[path[-2]], path[-1]
-                empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
-                state.setdefault(p, {})[key] = counts[path] if key == STEP else empty
+        for path in ours:
+            p, key = named[path[-2]], path[-1]
+            empty = torch.empty(saved[path].size, dtype=p.dtype, device="meta")
+            state.setdefault(p, {})[key] = numbers[path] if path in numbers else empty
         self._state.begin(state)
         optimizer_state.take_options(self._optimizer, run)
 
@@ -334,6 +334,11 @@ def _share(storage: UnitStorage, block: int) -> slice:
     own, (number, replicas) = storage.own(block), storage.replica
     n = own.stop - own.start
     return slice(own.start + number * n // replicas, own.start + (number + 1) * n // replicas)
+
+
+def _tensor(value: Any) -> Tensor:
+    """Return a replicated value as a tensor; Python's floats keep their 64 bits."""
+    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _told(groups: list[list[str]]) -> str:

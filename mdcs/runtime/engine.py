@@ -78,6 +78,8 @@ class Engine:
         except ValueError:
             groups.destroy()
             raise
+        if rank == 0:
+            validation.warn_untrained(found.untrained)
         self.aliases = attributes_over_parameters(model)
 
         # Failure: the other ranks hear why this one leaves.
@@ -104,7 +106,7 @@ class Engine:
         self.ledger = ledger = Ledger(plan, self.rank)
         self.account = Account(threading.RLock(), ledger.at_rest)
         self.wire = Wire(plan, self.storages, self._connect, self.meter)
-        self.updates = Updates(plan, self.storages, optimizer, found.group_of, self.rank, self.meter)
+        self.updates = Updates(plan, self.storages, optimizer, found.layout, found.group_of, self.rank, self.meter)
         self.buffers = Buffers(model, options.broadcast_buffers)
 
         # Queue and transport: messages in the plan's order, several in flight.
@@ -295,7 +297,8 @@ class Engine:
                 return problem
             if self.plan.budget is not None:
                 self.executor.limit(None)
-            state = optimizer_state.for_parameters(self.optimizer_state.whole(keep=True, cpu=False, release=True))
+            whole = self.optimizer_state.whole(keep=True, cpu=False, release=True)
+            state = optimizer_state.for_parameters(whole, self.optimizer_state.layout)
             for storage in self.gathering.one_by_one():
                 storage.let_go()
             for storage in self.storages:

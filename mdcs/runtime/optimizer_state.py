@@ -1,6 +1,7 @@
 """The optimizer's state: on shards while a plan runs, whole for a plain loop and for checkpoints.
 
-Parameters of a unit that are in one parameter group are updated together and have one step count.
+A state per element is cut as its parameter is. The other state of a parameter, such as a step count, is replicated: it
+is its *history*. Neighbours with one history are updated together.
 """
 
 from __future__ import annotations
@@ -11,46 +12,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mdcs.model.elementwise import StateLayout
 from mdcs.model.optimizers import parameter_groups
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.state import Fragment, fragments
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.updates import Run, Updates
 
-STEP = "step"  # key of the step count; all other state has the parameter's shape
 State = Mapping[Any, Mapping[str, Any]]
 """Parameter -> {key: value}."""
-Together = dict[tuple[int, int], tuple[float, list[str]]]
-"""(unit, parameter group) -> (step count, keys of the state)."""
+History = dict[str, Any]
+"""Key of a parameter's state -> number, or None for a state per element. Empty before the first update."""
 
 
-def together(units: Sequence[Sequence[tuple[str, nn.Parameter]]], groups: Mapping[nn.Parameter, int], state: State) -> Together:
-    """Return step count and keys of the parameters that are updated together and have state.
+def histories(
+    units: Sequence[Sequence[tuple[str, nn.Parameter]]], groups: Mapping[nn.Parameter, int], state: State, layout: StateLayout
+) -> dict[tuple[int, int], History]:
+    """Return the history of each parameter that has state, by unit and place in the unit.
 
-    Raises ValueError where neighbours' states differ, or a state's shape is not its parameter's.
+    Raises ValueError where the shape of a state per element is not its parameter's.
     """
-    found: Together = {}
-    first: dict[tuple[int, int], str] = {}
+    found: dict[tuple[int, int], History] = {}
     for u, parameters in enumerate(units):
-        for name, p in parameters:
-            if p not in groups or not p.requires_grad:
-                continue
+        for i, (name, p) in enumerate(parameters):
             own = {key: value for key, value in state.get(p, {}).items() if value is not None}
-            for key, value in own.items():
-                if key != STEP and value.shape != p.shape:
-                    raise ValueError(f"{name} is {tuple(p.shape)}, its {key} in the optimizer's state {tuple(value.shape)}")
-            here, seen = (u, groups[p]), (float(own.get(STEP, 0)), sorted(own))
-            if found.setdefault(here, seen) != seen:
-                raise ValueError(
-                    f"{first[here]} and {name} are updated together, and the optimizer's state has {_told(*found[here])} for "
-                    f"one, {_told(*seen)} for the other: give one a parameter group of its own, or clear optimizer.state"
-                )
-            first.setdefault(here, name)
-    return {here: seen for here, seen in found.items() if seen[1]}
+            if p in groups and p.requires_grad and own:
+                for key in own.keys() - layout.replicated:
+                    shape = getattr(own[key], "shape", ())
+                    if shape != p.shape:
+                        raise ValueError(f"{name} is {tuple(p.shape)}, its {key} in the optimizer's state {tuple(shape)}")
+                found[u, i] = {key: _number(own[key]) if key in layout.replicated else None for key in sorted(own)}
+    return found
 
 
-def _told(step: float, names: list[str]) -> str:
-    return f"{', '.join(names)} after {step:g} steps" if names else "nothing"
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 class OptimizerState:
@@ -64,31 +60,53 @@ class OptimizerState:
     ) -> None:
         self._updates, self._storages, self._gathering, self._exchange = updates, storages, gathering, exchange
         self._groups = parameter_groups(updates.optimizer)
+        self._places = {p: (u, i) for u, s in enumerate(storages) for i, p in enumerate(s.parameters)}
+        self.layout = updates.layout
         self.kept: dict[Any, dict[str, Any]] = {}
 
     # -- in
 
     def begin(self, state: State) -> None:
-        """Allocate zeros on shards for everything in the whole ``state``, and take over its step counts.
+        """Allocate zeros on shards for all state per element in the whole ``state``, and take over the other state.
 
-        Tensors of ``state`` may be on the meta device. The state before is dropped. Raises ValueError as
-        :func:`together` does.
+        Tensors of state per element may be on the meta device. The state before is dropped. Raises ValueError as
+        :func:`histories` does.
         """
         named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
-        wanted = together(named, self._groups, state)
+        wanted = histories(named, self._groups, state, self.layout)
         trained = {p for storage in self._storages if storage.trainable for p in storage.parameters}
         self.kept = {p: {key: _made(v, p) for key, v in own.items()} for p, own in state.items() if p not in trained}
-        for u, _, run in self._runs():
-            step, keys = wanted.get((u, run.group), (0.0, []))
-            group, p = self._updates.optimizer.param_groups[run.group], run.parameter
-            run.clear()
-            with self._updates.meter.tag("optimizer"):
-                for key in keys:
-                    run.restore(key, _count(step, group, p) if key == STEP else torch.zeros_like(p))
+        self._updates.forget()
+        for u, b, run in list(self._runs()):
+            history: History | None = None
+            for place, p in self._parameters(u, b, run):
+                own = wanted.get(self._places[p], {})
+                if history is not None and own != history:
+                    self._updates.cut((u, b), [place])
+                history = own
+        for u, b, run in self._runs():
+            group = self._updates.optimizer.param_groups[run.group]
+            for _, p in self._parameters(u, b, run)[:1]:
+                with self._updates.meter.tag("optimizer"):
+                    for key in wanted.get(self._places[p], {}):
+                        run.restore(key, self._value(key, state[p][key], group, run.parameter))
         self._updates.make_state()
 
+    def _value(self, key: str, value: Any, group: Mapping[str, Any], p: Tensor) -> Any:
+        """Return a run's value of a key: zeros of state per element, else a copy."""
+        if key in self.layout.replicated:
+            return self._replicated(key, value, group, p)
+        return torch.zeros_like(p, dtype=self.layout.per_element.get(key))
+
+    def _replicated(self, key: str, value: Any, group: Mapping[str, Any], p: Tensor) -> Any:
+        """Return a copy as torch's optimizers keep it: on the host, unless a kernel reads it."""
+        if key in self.layout.plain:
+            return value.item() if isinstance(value, Tensor) else value
+        device = p.device if group.get("capturable") or group.get("fused") else "cpu"
+        return torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float32).to(device, copy=True)
+
     def load(self, state: State) -> None:
-        """Load this rank's part of whole state; replaces the state before. Raises ValueError as :func:`together` does."""
+        """Load this rank's part of whole state; replaces the state before. Raises ValueError as :func:`histories` does."""
         self.begin(state)
         for key, fragment in self.fragments():
             fragment.load(state[fragment.parameter][key])
@@ -98,7 +116,7 @@ class OptimizerState:
     def fragments(
         self, within: Callable[[UnitStorage, int], slice] | None = None
     ) -> Iterator[tuple[str, Fragment]]:
-        """Yield (key, fragment) of this rank's state, without step counts.
+        """Yield (key, fragment) of this rank's state per element.
 
         ``within``: (unit, block) -> the slice of the section's flat buffer outside of which fragments are left out.
         """
@@ -106,25 +124,23 @@ class OptimizerState:
             storage = self._storages[u]
             start, limit = storage.own(b).start + run.place.start, None if within is None else within(storage, b)
             for key, value in run.saved.items():
-                for fragment in fragments(storage, storage.sections[b], start, value, limit) if key != STEP else ():
-                    yield key, fragment
+                if key not in self.layout.replicated:
+                    for fragment in fragments(storage, storage.sections[b], start, value, limit):
+                        yield key, fragment
 
-    def started(self) -> dict[nn.Parameter, tuple[Any, list[str]]]:
-        """Return by parameter the step count (None if it has none) and the keys of all ranks' state. Collective."""
-        here: dict[tuple[int, int], Any] = {}
-        for u, _, run in self._runs():
+    def started(self) -> dict[nn.Parameter, tuple[dict[str, Any], list[str]]]:
+        """Return by parameter its replicated state and the keys of its state per element, of all ranks. Collective."""
+        here: list[tuple[dict[str, Any], list[str], list[tuple[int, int]]]] = []
+        for u, b, run in self._runs():
             own = dict(run.saved)
             if own:
-                step = own.pop(STEP, None)
-                here[u, run.group] = None if step is None else step.cpu(), sorted(own)
-        for ranks in self._exchange(here):  # a rank that has padding only has no state
-            here |= ranks
+                copies = {k: _copy(own.pop(k), cpu=True) for k in list(own) if k in self.layout.replicated}
+                here.append((copies, sorted(own), [self._places[p] for _, p in self._parameters(u, b, run)]))
         return {
-            p: here[u, self._groups[p]]
-            for u, storage in enumerate(self._storages)
-            if storage.trainable
-            for p in storage.parameters
-            if (u, self._groups[p]) in here
+            self._storages[u].parameters[i]: (copies, keys)
+            for ranks in self._exchange(here)  # a rank that has padding only has no state
+            for copies, keys, places in ranks
+            for u, i in places
         }
 
     def whole(self, *, keep: bool, cpu: bool, release: bool = False) -> dict[nn.Parameter, dict[str, Any]]:
@@ -137,25 +153,24 @@ class OptimizerState:
         started = self.started()
         for u, storage in enumerate(self._storages):
             for p in storage.parameters if keep else ():
-                step, _ = started.get(p, (None, ()))
-                if step is not None:
-                    group = self._updates.optimizer.param_groups[self._groups[p]]
-                    found[p] = {STEP: step.clone() if cpu else _count(step, group, p)}
-            for key in sorted({key for p in storage.parameters for key in started.get(p, (None, ()))[1]}):
+                if p in started:
+                    group, own = self._updates.optimizer.param_groups[self._groups[p]], started[p][0]
+                    found[p] = {
+                        key: _copy(value, cpu) if cpu else self._replicated(key, value, group, p) for key, value in own.items()
+                    }
+            for key in sorted({key for p in storage.parameters for key in started.get(p, ({}, ()))[1]}):
                 values = self._gathering.by_parameter(u, self._parts(u, key), "optimizer state")
                 for name, p in zip(storage.names, storage.parameters, strict=True):
-                    if keep and p in started:
-                        found.setdefault(p, {})[key] = values[name].cpu() if cpu else values[name]
+                    if keep and key in started.get(p, ({}, ()))[1]:
+                        found[p][key] = values[name].cpu() if cpu else values[name]
             for _, _, run in self._runs(u) if release else ():
                 run.clear()
         return found
 
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
-        """Return this rank's part of one state of a unit, by block: flat, in the type that is updated, zeros where
-        there is none.
-        """
-        storage = self._storages[u]
-        parts = {b: torch.zeros_like(storage.at_rest(b)) for b in range(len(storage.blocks))}
+        """Return this rank's part of one state of a unit, by block: flat, zeros where there is none."""
+        storage, dtype = self._storages[u], self.layout.per_element.get(key)
+        parts = {b: torch.zeros_like(storage.at_rest(b), dtype=dtype) for b in range(len(storage.blocks))}
         for _, b, run in self._runs(u):
             if key in run.saved:
                 parts[b][run.place] = run.saved[key]
@@ -167,11 +182,15 @@ class OptimizerState:
             for run in runs if unit in (None, u) else ():
                 yield u, b, run
 
-
-def _count(step: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
-    """Return a step count as torch's optimizers keep it: on the host, unless a kernel reads it."""
-    device = p.device if group.get("capturable") or group.get("fused") else "cpu"
-    return torch.as_tensor(step, dtype=None if isinstance(step, Tensor) else torch.float32).to(device, copy=True)
+    def _parameters(self, u: int, b: int, run: Run) -> list[tuple[int, nn.Parameter]]:
+        """Return the parameters of a run, each with its first element in this rank's part of the block."""
+        storage = self._storages[u]
+        start = storage.own(b).start
+        own = fragments(storage, storage.sections[b], start + run.place.start, run.parameter)
+        offsets = {p: place.offset for p, place in zip(storage.parameters, storage.places, strict=True)}
+        return sorted(
+            ((max(offsets[f.parameter] - start, run.place.start), f.parameter) for f in own), key=lambda found: found[0]
+        )
 
 
 def _made(value: Any, p: Tensor) -> Any:
@@ -187,9 +206,10 @@ def _copy(value: Any, cpu: bool) -> Any:
 # ---- in the form of torch.optim
 
 
-def for_parameters(state: State) -> dict[Tensor, dict[str, Any]]:
+def for_parameters(state: State, layout: StateLayout) -> dict[Tensor, dict[str, Any]]:
     """Return state for a plain loop's optimizer: in the parameters' own precision."""
-    return {p: {key: v if key == STEP else v.to(p.dtype) for key, v in own.items()} for p, own in state.items()}
+    own = {key for key, dtype in layout.per_element.items() if dtype is not None} | layout.replicated
+    return {p: {k: v if k in own else v.to(p.dtype) for k, v in state[p].items()} for p in state}
 
 
 def packed(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:

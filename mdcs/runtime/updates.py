@@ -1,32 +1,28 @@
 """The optimizer on shards, run by run, so that a block is updated as soon as it is reduced.
 
 A run (:func:`mdcs.plan.runs.runs`) is a view of the rank's part of a block, with one parameter group's options. It is
-updated as one tensor by torch's functional ``sgd``, ``adam`` or ``adamw``. Elementwise optimizers give the same bits
-on any cut. State is made before the first step: later it would lie between buffers that come and go.
+updated as one tensor, as :mod:`mdcs.runtime.update_rules` says. Elementwise optimizers give the same bits on any cut.
+Where the histories of neighbours differ, such as their step counts, runs are cut further.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from mdcs.measure.memory import Meter
+from mdcs.model.elementwise import StateLayout, state_layout
+from mdcs.model.optimizers import NOT_TRAINED
 from mdcs.plan.messages import Plan
 from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy
 from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.update_rules import rule_for
 from mdcs.torch_compat import nothing_compiles, version_of
-
-_OF_SGD = ("lr", "weight_decay", "momentum", "nesterov", "maximize", "foreach", "fused")
-_OF_ADAM = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
-"""Options that torch's functions take by the same names."""
 
 Part = tuple[int, int]
 """(unit, block)."""
@@ -64,6 +60,20 @@ class Run:
             self.clear()
         self.state[key], self.started = value, True
 
+    def cut(self, at: int) -> tuple[Run, Run]:
+        """Return the two sides of element ``at`` of this rank's part, each with its part of the state."""
+        middle, whole = at - self.place.start, self.parameter.shape
+        sides = []
+        for own, place in ((slice(middle), slice(self.place.start, at)), (slice(middle, None), slice(at, self.place.stop))):
+            side = Run(self.group, place, self.parameter[own])
+            side.state = {
+                key: value if not isinstance(value, Tensor) else value[own] if value.shape == whole else value.clone()
+                for key, value in self.state.items()
+            }
+            side.started = self.started
+            sides.append(side)
+        return sides[0], sides[1]
+
 
 class Updates:
     """Updates the blocks of all units. ``group_of[unit]``: the optimizer's parameter group of each segment.
@@ -72,20 +82,15 @@ class Updates:
     """
 
     def __init__(
-        self, plan: Plan, storages: list[UnitStorage], optimizer: torch.optim.Optimizer,
+        self, plan: Plan, storages: list[UnitStorage], optimizer: torch.optim.Optimizer, layout: StateLayout,
         group_of: list[list[int]], rank: int, meter: Meter,
     ) -> None:  # fmt: skip
-        self.optimizer, self.storages, self.meter = optimizer, storages, meter
-        self._algorithm = type(optimizer)
+        self.optimizer, self.storages, self.layout, self.meter = optimizer, storages, layout, meter
+        self._plan, self._group_of, self._rank = plan, group_of, rank
+        self._rule = rule_for(optimizer, layout, meter)
         self.runs: dict[Part, list[Run]] = {}
+        self.forget()
         self.kept: dict[int, dict[int, Tensor]] = {}  # watched unit -> {block: gradient of its last update}
-        for u, storage in enumerate(storages):
-            for b in range(len(storage.blocks) if storage.trainable else 0):
-                pieces, local = runs(plan, u, b, rank), storage.at_rest(b)
-                places = [slice(begin - pieces[0][0], begin - pieces[0][0] + length) for begin, length, _ in pieces]
-                self.runs[u, b] = [
-                    Run(group_of[u][segment], place, local[place]) for (*_, segment), place in zip(pieces, places, strict=True)
-                ]
         self.groups = len(optimizer.param_groups)
         self.snapshot()
 
@@ -94,7 +99,30 @@ class Updates:
         for run in itertools.chain.from_iterable(self.runs.values()):
             if not run.state:
                 with self.meter.tag("optimizer"):
-                    run.state = _new_state(self._algorithm, self._now[run.group], run.parameter)
+                    run.state = self._rule.reserve(self._now[run.group], run.parameter)
+
+    def forget(self) -> None:
+        """Drop all state, and the cuts that it needed. Parameters that are in no optimizer have no runs."""
+        for u, storage in enumerate(self.storages):
+            for b in range(len(storage.blocks) if storage.trainable else 0):
+                pieces, local = runs(self._plan, u, b, self._rank), storage.at_rest(b)
+                places = [slice(begin - pieces[0][0], begin - pieces[0][0] + length) for begin, length, _ in pieces]
+                groups = [self._group_of[u][segment] for *_, segment in pieces]
+                self.runs[u, b] = [
+                    Run(group, place, local[place])
+                    for group, place in zip(groups, places, strict=True)
+                    if group != NOT_TRAINED
+                ]
+
+    def cut(self, part: Part, at: Iterable[int]) -> None:
+        """Cut a block's runs at these elements of this rank's part: from now on each side has a state of its own."""
+        with self.meter.tag("optimizer"):
+            for element in at:
+                self.runs[part] = [
+                    side
+                    for run in self.runs[part]
+                    for side in (run.cut(element) if run.place.start < element < run.place.stop else (run,))
+                ]
 
     def _options(self, index: int) -> dict[str, Any]:
         """Return the options of a parameter group; tensors are copied, because schedules change them in place."""
@@ -147,9 +175,9 @@ class Updates:
                     if self._now[run.group].get("fused") and not is_copy:
                         together.setdefault((run.group, dtype, run.started), []).append((run, gradient[run.place]))
                     else:
-                        _update(self._algorithm, self._now[run.group], [(run, gradient[run.place])])
+                        self._rule.update(self._now[run.group], [(run, gradient[run.place])])
             for (group, *_), updates in together.items():
-                _update(self._algorithm, self._now[group], updates)
+                self._rule.update(self._now[group], updates)
         for unit, block in gradients:
             if self.storages[unit].strategy is Strategy.dp:  # of other units the gather places it
                 self.storages[unit].place_own(block)
@@ -159,52 +187,10 @@ def later_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """Return a call that updates as the runtime does, for timing. ``optimizer`` has one parameter, with a gradient."""
     (group,) = optimizer.param_groups
     (p,) = group["params"]
-    run = Run(0, slice(None), p)
-    run.state = _new_state(type(optimizer), group, p)
-    return lambda: _update(type(optimizer), group, [(run, p.grad)])
-
-
-def _new_state(algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """Return the state that torch's optimizer makes for a parameter in its first step."""
-    if algorithm is torch.optim.SGD:
-        # torch copies the first gradient. -0.0 + gradient has the same bits, for -0.0 and NaN, too.
-        return {"momentum_buffer": torch.full_like(p, -0.0)} if options["momentum"] else {}
-    is_read_by_kernel = options["capturable"] or options["fused"]
-    exact = torch.get_default_dtype() is torch.float64 and not options["fused"]
-    dtype = torch.float64 if exact else torch.float32
-    # As torch makes it: a step that no kernel reads is a number of the host's, which reading does not wait for the device.
-    step = torch.zeros((), dtype=dtype, device=p.device) if is_read_by_kernel else torch.tensor(0.0, dtype=dtype)
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
-    return {"step": step, **{name: torch.zeros_like(p) for name in names}}
-
-
-def _update(
-    algorithm: type[torch.optim.Optimizer], options: Mapping[str, Any], updates: Sequence[tuple[Run, Tensor]]
-) -> None:
-    """Call torch's function on (run, gradient) pairs of one parameter group and type, all started or none."""
-    tensors = [run.parameter for run, _ in updates], [gradient for _, gradient in updates]
-    states = [run.state for run, _ in updates]
-    if algorithm is torch.optim.SGD:
-        momenta = [state.get("momentum_buffer") for state in states]
-        dampening = options["dampening"] if updates[0][0].started else 0.0  # torch does not dampen the first gradient
-        sgd(*tensors, momenta, dampening=dampening, **{name: options[name] for name in _OF_SGD})
-        for state, momentum in zip(states, momenta, strict=True):
-            if momentum is not None:  # else made here: momentum was 0 when the state was made
-                state["momentum_buffer"] = momentum
-    else:
-        function = adamw if options.get("decoupled_weight_decay", algorithm is torch.optim.AdamW) else adam
-        function(
-            *tensors,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["max_exp_avg_sq"] for state in states] if options["amsgrad"] else [],
-            [state["step"] for state in states],
-            beta1=options["betas"][0],
-            beta2=options["betas"][1],
-            **{name: options[name] for name in _OF_ADAM},
-        )
-    for run, _ in updates:
-        run.started = True
+    rule, run = rule_for(optimizer, state_layout(optimizer), Meter()), Run(0, slice(None), p.detach())
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    run.state = rule.reserve(options, run.parameter)
+    return lambda: rule.update(options, [(run, p.grad)])
 
 
 def _versions(group: dict[str, Any]) -> dict[str, tuple[int, int]]:

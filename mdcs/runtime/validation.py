@@ -5,6 +5,7 @@ Every message says what to do instead; docs/loops.md lists the mistakes of a loo
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mdcs.model.elementwise import StateLayout, state_layout
 from mdcs.model.guard import GRADIENT, THAW, Closed
 from mdcs.model.hooks import ModuleHook
-from mdcs.model.optimizers import in_flat_order, optimizer_bytes, parameter_groups
+from mdcs.model.optimizers import in_flat_order, parameter_groups
 from mdcs.model.units import ModelUnit, UnsupportedModel, refuse_shared_memory
 from mdcs.plan.messages import Plan
 from mdcs.plan.validity import PlanError
@@ -61,13 +63,16 @@ class Fit:
 
     - ``ordered``: by unit, its (name, parameter) pairs in flat order.
     - ``group_of``: by unit, the optimizer's parameter group of each segment.
-    - ``state``: step counts and keys of the optimizer's state.
+    - ``untrained``: names of trainable parameters that are in no optimizer.
+    - ``layout``: the state that the optimizer keeps. ``state``: the histories of parameters that have some.
     """
 
     problem: ValueError | None = None
     ordered: list[list[tuple[str, nn.Parameter]]] = field(default_factory=list)
     group_of: list[list[int]] = field(default_factory=list)
-    state: optimizer_state.Together = field(default_factory=dict)
+    untrained: list[str] = field(default_factory=list)
+    layout: StateLayout = field(default_factory=StateLayout)
+    state: dict[tuple[int, int], optimizer_state.History] = field(default_factory=dict)
     initialisation: Initialisation | None = None
 
 
@@ -82,15 +87,28 @@ def fit(
         _covers(model, units, optimizer)
         keeps_order(model, backend)
         check_buffers(model)
-        _fits_job(plan, options, optimizer)
+        found.layout = state_layout(optimizer)
+        _fits_job(plan, options, optimizer, found.layout)
         check(plan)
         groups = parameter_groups(optimizer)
         found.ordered, found.group_of = _match(plan, units, groups)
+        found.untrained = [name for unit in units if unit.trainable for name, p in unit.parameters if p not in groups]
         found.initialisation = Initialisation(model, units, options.init, device)
-        found.state = optimizer_state.together(found.ordered, groups, optimizer.state)
+        found.state = optimizer_state.histories(found.ordered, groups, optimizer.state, found.layout)
     except ValueError as e:
         found.problem = e
     return found
+
+
+def warn_untrained(names: Sequence[str]) -> None:
+    """Warn of parameters that are in no optimizer, if there are some."""
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"{names[0]}{others}: in no optimizer, so the plan reduces their gradients and does not train them: call "
+            "requires_grad_(False) before partition() to save their messages",
+            stacklevel=5,
+        )
 
 
 def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation | None, device: torch.device) -> None:
@@ -115,16 +133,15 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
         raise PlanError("the plan has rings, which gloo has for CPUs alone: plan with Collectives('native', 'gloo') on a GPU")
 
 
-def _fits_job(plan: Plan, options: RunOptions, optimizer: torch.optim.Optimizer) -> None:
+def _fits_job(plan: Plan, options: RunOptions, optimizer: torch.optim.Optimizer, layout: StateLayout) -> None:
     """Raise PlanError or ValueError if clipping, loss scale or optimizer are not those that the plan was made for."""
     for given, what in ((options.clip_norm, "clipping the global norm"), (options.loss_scale, "a dynamic loss scale")):
         if given is not None and plan.cross_iteration:
             raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
     if options.clip_norm is not None and options.clip_norm <= 0:
         raise ValueError(f"clip_norm must be > 0, got {options.clip_norm}")
-    state, fixed, _ = optimizer_bytes(optimizer)
-    planned = plan.profile.optimizer
-    if (state, fixed) != (planned.state_tensors, planned.state_fixed):
+    planned, state = plan.profile.optimizer, layout.tensors(plan.profile.master_bytes or plan.profile.param_bytes)
+    if (state, layout.fixed) != (planned.state_tensors, planned.state_fixed):
         raise ValueError(
             f"{type(optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {planned.name} "
             f"with {planned.state_tensors}"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mdcs.measure.memory import Meter
-from mdcs.model.optimizers import same_options
+from mdcs.model.elementwise import same_options, state_layout
 from mdcs.plan.job import Job
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
@@ -56,7 +56,7 @@ def job(optimizer: str, strategy: str, rank: int, seed: int) -> tuple[Updates, U
     mine = make(ours)
     storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, Meter())
     storage.settle()
-    updates = Updates(plan, [storage], mine, [[0, 1]], rank, Meter())
+    updates = Updates(plan, [storage], mine, state_layout(mine), [[0, 1]], rank, Meter())
     updates.make_state()
     return updates, storage, mine, alone, make(alone)
 

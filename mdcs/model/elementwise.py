@@ -182,7 +182,7 @@ class _Trial:
         after = {k: v for k, v in made.param_groups[0].items() if k != "params"}
         changed = [k for k, v in after.items() if k not in before or repr(v) != repr(before[k])]
         if changed:
-            raise self._refused(f"its step() changes {changed[0]} of its parameter groups, which is not kept with a shard's state")
+            raise self._refused(f"its step() changes {changed[0]} of its parameter groups, and shards keep state of their own")
         return dict(made.state.get(self._whole, {}))
 
     def _on_pieces(self) -> list[dict[str, Any]]:
@@ -202,7 +202,8 @@ class _Trial:
         for key in keys:
             value, cut = whole[key], [state.get(key) for state in pieces]
             if isinstance(value, Tensor) and value.shape == self._whole.shape:
-                if not all(isinstance(c, Tensor) and c.numel() == p.stop - p.start for c, p in zip(cut, self._places, strict=True)):
+                shapes = [getattr(c, "shape", None) for c in cut]
+                if shapes != [self._flat[place].shape for place in self._places]:
                     raise self._refused(f"{self._as_a_whole()}: its {key} is not made piece by piece")
                 self._compare(value, torch.cat([c.flatten() for c in cut]), f"its {key}")  # type: ignore[union-attr]
                 per_element[key] = None if value.dtype == torch.float64 else value.dtype

@@ -314,7 +314,7 @@ class Checkpoints:
         for path in ours:
             p, key = named[path[-2]], path[-1]
             empty = torch.empty(saved[path].size, dtype=p.dtype, device="meta")
-            state.setdefault(p, {})[key] = numbers[path] if path in numbers else empty
+            state.setdefault(p, {})[key] = numbers.get(path, empty)
         self._state.begin(state)
         optimizer_state.take_options(self._optimizer, run)
 

@@ -371,8 +371,6 @@ def untrained(what: str) -> str:
     plan = mdcs.make_plan(profile, Uniform("zero2"), SCHEDULERS["wfbp"]())
     if what == "a head of its own":
         optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
-    elif what == "not in the optimizer":
-        optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
     elif what == "added later":
         model.extra = nn.Linear(2, 2)
     elif what == "tied since":
@@ -392,7 +390,6 @@ def untrained(what: str) -> str:
     ("what", "message"),
     [
         ("a head of its own", "parameter 4 of the optimizer, of shape (2, 2): is in the optimizer and in no unit"),
-        ("not in the optimizer", "head.weight: is trainable but not in the optimizer"),
         ("added later", "extra.weight: is in no unit: partition the model as it is now"),
         ("tied since", "head.bias: is another parameter than body.bias and shares a part of its memory"),
         ("a sparse buffer", "index: torch.sparse_coo buffers are not supported"),

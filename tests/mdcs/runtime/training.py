@@ -34,6 +34,7 @@ from mdcs.planner.named import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, 
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.contents import Profile
 from mdcs.sizes import MIB
+from tests.mdcs.optimizers import OPTIMIZERS
 from tests.mdcs.profiles import in_nodes
 
 Batch = dict[str, Tensor]
@@ -255,8 +256,12 @@ def setup(name: str, double: bool = False, half: str = "", **options: Any) -> Se
 
 
 def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """"adam", "sgd" (momentum, not fused), "plain sgd", or "adamw" with two groups: matrices decay, the rest does not."""
+    """One of OPTIMIZERS, "adam", "sgd" (momentum, not fused), "plain sgd", or "adamw" with two groups: matrices decay, the
+    rest does not.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name](parameters)
     if name == "plain sgd":
         return torch.optim.SGD(parameters, lr=0.05)
     if name == "sgd":

@@ -1,0 +1,115 @@
+"""Which optimizers can run on shards, and the state that they keep there, is found out by trying them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from mdcs.model.elementwise import state_layout
+from mdcs.model.units import UnsupportedModel
+from tests.mdcs.optimizers import OPTIMIZERS, Counting, Lamb, Remembering
+
+
+def parameters() -> list[nn.Parameter]:
+    return [*nn.Sequential(nn.Linear(3, 4), nn.Conv2d(2, 2, 3)).parameters()]
+
+
+STATE: dict[str, tuple[set[str], set[str], int]] = {
+    "rmsprop": ({"square_avg", "grad_avg", "momentum_buffer"}, {"step"}, 4),
+    "adagrad": ({"sum"}, {"step"}, 4),
+    "nadam": ({"exp_avg", "exp_avg_sq"}, {"step", "mu_product"}, 8),
+    "radam": ({"exp_avg", "exp_avg_sq"}, {"step"}, 4),
+    "adamax": ({"exp_avg", "exp_inf"}, {"step"}, 4),
+    "adadelta": ({"square_avg", "acc_delta"}, {"step"}, 4),
+    "asgd": ({"ax"}, {"step", "eta", "mu"}, 12),
+    "rprop": ({"prev", "step_size"}, {"step"}, 4),
+    "lion": ({"exp_avg"}, {"count"}, 0),
+    "subclass": ({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"step"}, 4),
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_the_state_of_a_shard_is_found(name: str):
+    per_element, replicated, fixed = STATE[name]
+    found = state_layout(OPTIMIZERS[name](parameters()))
+    assert (set(found.per_element), found.replicated, found.fixed) == (per_element, replicated, fixed)
+    assert found.tensors(4) == len(per_element)
+    assert found.plain == {"count"} & replicated
+
+
+def test_the_trial_of_a_known_optimizer_would_find_what_is_known(monkeypatch: pytest.MonkeyPatch):
+    for made in (optim.SGD(parameters(), momentum=0.9), optim.Adam(parameters(), amsgrad=True), optim.AdamW(parameters(), fused=True)):
+        known = state_layout(made)
+        with monkeypatch.context() as patch:
+            patch.setattr("mdcs.model.elementwise.FUNCTIONAL", ())
+            tried = state_layout(made)
+        assert (known.per_element, known.replicated, known.fixed) == (tried.per_element, tried.replicated, tried.fixed)
+
+
+class Wide(optim.SGD):
+    """Its state is in float32, whatever its parameters are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("sum", torch.zeros_like(p, dtype=torch.float32)).add_(p.grad)
+                p.add_(self.state[p]["sum"].to(p.dtype), alpha=-group["lr"])
+
+
+def test_state_may_have_a_type_of_its_own():
+    found = state_layout(Wide(parameters()))
+    assert found.per_element == {"sum": torch.float32} and (found.tensors(2), found.tensors(4)) == (2, 1)
+
+
+REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], str]] = {
+    "Adafactor": (optim.Adafactor, "it updates matrices as a whole, and a shard is a flat piece of them"),
+    "Lamb": (Lamb, "it updates matrices as a whole"),
+    "LBFGS": (optim.LBFGS, "its step() needs a closure"),
+    "SparseAdam": (optim.SparseAdam, "does not support dense gradients"),
+    "Counting": (Counting, "its step() changes k of its parameter groups"),
+    "Remembering": (Remembering, "becomes another one where it is updated piece by piece"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_on_shards_is_refused_with_its_reason(name: str):
+    make, reason = REFUSED[name]
+    with pytest.raises(UnsupportedModel, match=f"optimizer {name}: .*{reason.replace('(', '.').replace(')', '.')}"):
+        state_layout(make(parameters()))
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 and later")
+def test_muon_is_refused_because_it_takes_matrices():
+    with pytest.raises(UnsupportedModel, match="optimizer Muon: it updates matrices as a whole.* raises ValueError"):
+        state_layout(optim.Muon([p for p in parameters() if p.dim() == 2]))
+
+
+def test_a_norm_of_a_vector_counts_only_where_there_are_vectors():
+    """An optimizer is tried on the shapes that it has: this one treats matrices alone as wholes."""
+
+    class ByRow(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad - (p.grad.mean(1, keepdim=True) if p.dim() > 1 else 0), alpha=group["lr"])
+
+    biases = [p for p in parameters() if p.dim() == 1]
+    assert state_layout(ByRow(biases)).per_element == {}
+    with pytest.raises(UnsupportedModel, match="ByRow: it updates matrices as a whole"):
+        state_layout(ByRow(parameters()))
+
+
+def test_a_trial_changes_nothing():
+    ours = parameters()
+    made = OPTIMIZERS["rprop"](ours)
+    torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.0)  # a schedule that begins with 0
+    before, numbers = [p.detach().clone() for p in ours], torch.get_rng_state()
+    state_layout(made)
+    assert all(torch.equal(p, b) for p, b in zip(ours, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), numbers) and not made.state and made.param_groups[0]["lr"] == 0.0

@@ -1,0 +1,108 @@
+"""Optimizers as people have them: all elementwise ones of torch.optim, and some written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+
+class Lion(optim.Optimizer):
+    """As in its repository, with a count of its own, and with options that have no defaults."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), count=0)
+                state["count"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_((state["exp_avg"] * group["betas"][0] + p.grad * (1 - group["betas"][0])).sign_(), alpha=-group["lr"])
+                state["exp_avg"].lerp_(p.grad, 1 - group["betas"][1])
+
+
+class Warming(optim.AdamW):
+    """AdamW whose first steps are shorter."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            steps = [float(self.state[p]["step"]) for p in group["params"] if p in self.state]
+            group["lr"] *= min(1.0, (1 + max(steps, default=0)) / 3)
+        super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class Lamb(optim.Optimizer):
+    """Its step is as long as the parameter is."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
+
+
+class Counting(optim.Optimizer):
+    """It counts in its parameter group."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / group["k"])
+
+
+class Remembering(optim.SGD):
+    """It keeps the gradient itself, whose memory is another's after the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                last = self.state[p].get("last", torch.zeros_like(p))
+                p.add_(p.grad + last, alpha=-group["lr"])
+                self.state[p]["last"] = p.grad
+
+
+def two_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Matrices with momentum, the rest without."""
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "momentum": 0.9},
+        {"params": [p for p in parameters if p.dim() <= 1], "lr": 2e-3},
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
+    "rmsprop": lambda ps: optim.RMSprop(two_groups(ps), lr=1e-3, centered=True),
+    "adagrad": lambda ps: optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.1),
+    "nadam": lambda ps: optim.NAdam(ps, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1),
+    "radam": lambda ps: optim.RAdam(ps, lr=1e-2),
+    "adamax": lambda ps: optim.Adamax(ps, lr=1e-2),
+    "adadelta": lambda ps: optim.Adadelta(ps, lr=0.5),
+    "asgd": lambda ps: optim.ASGD(ps, lr=1e-2, t0=2),
+    "rprop": lambda ps: optim.Rprop(ps, lr=1e-3),
+    "lion": lambda ps: Lion(ps, 1e-3, (0.9, 0.99), weight_decay=0.1),
+    "subclass": lambda ps: Warming(ps, lr=1e-2, amsgrad=True),
+    "foreach": lambda ps: optim.NAdam(ps, lr=1e-2, foreach=True),
+    "fused": lambda ps: optim.Adagrad(ps, lr=1e-2, fused=True),
+    "maximizing": lambda ps: optim.RMSprop(ps, lr=1e-4, maximize=True),
+    "maximizing amsgrad": lambda ps: optim.AdamW(ps, lr=1e-4, maximize=True, amsgrad=True),
+}

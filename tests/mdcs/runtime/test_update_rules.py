@@ -1,0 +1,105 @@
+"""Every elementwise optimizer trains on shards as with DDP, bit for bit on two ranks: weights, state, checkpoints and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mdcs
+from mdcs.measure.memory import ShimMeter
+from tests.mdcs.optimizers import OPTIMIZERS
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.test_loops import how, one_step
+from tests.mdcs.runtime.test_optimizer_state import differences, of_ddp
+from tests.mdcs.runtime.training import How, Job, differing, parallel_for, plan_for, profile_of, reference, setup, train
+
+STRATEGIES = ("dp", "fsdp", "random")
+
+
+def train_and_resume(name: str, root: str) -> list[Any]:
+    """Train under every strategy; then half the way under one, and the rest under another from its checkpoint."""
+    job = Job("tied", optimizer=name, steps=6)
+    wanted, state, found = reference(job), of_ddp(job), []
+    for strategy in STRATEGIES:
+        with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
+            losses = train(job, made, parallel, optimizer)
+            saved = parallel.optimizer_state_dict()
+            found += [strategy, losses != list(wanted.losses), differing(parallel.state_dict(), wanted.state), differences(saved, state)]
+        found += [differences(optimizer.state_dict(), state)]
+    for number, (first, second) in enumerate([("fsdp", "dp"), ("random", "fsdp")]):
+        half, folder = dataclasses.replace(job, steps=3), Path(root) / str(number)
+        with parallel_for(job, how(first)) as (made, parallel, optimizer):
+            train(half, made, parallel, optimizer)
+            parallel.checkpoint(folder)
+        with parallel_for(job, how(second)) as (made, parallel, optimizer):
+            one_step(made, parallel, 9)  # something that must be forgotten
+            assert mdcs.resume(parallel, folder) is not None
+            rates = {step: 1 / (1 + step / 50) for step in range(job.steps)}
+            starts = [group["initial_lr"] for group in optimizer.param_groups]
+            for step in range(half.steps, job.steps):
+                for group, start in zip(optimizer.param_groups, starts, strict=True):
+                    group["lr"] = start * rates[step]
+                one_step(made, parallel, step)
+            found += [second, differing(parallel.state_dict(), wanted.state)]
+    return [item for item in found if item and not isinstance(item, str)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_as_with_ddp_and_resumes_under_another_strategy(two: Ranks, tmp_path: Path, name: str):
+    assert two.run(train_and_resume, name, str(tmp_path)) == [[], []]
+
+
+def measure(name: str, strategy: str) -> list[tuple[int, int]]:
+    """Optimizer bytes of the ledger and of the allocator, before the first step and after."""
+    job, found = Job("tied", optimizer=name), []
+    with parallel_for(job, how(strategy)) as (made, parallel, _):
+        for step in range(2):
+            found.append((parallel.memory()["predicted"]["optimizer"], ShimMeter().live()["optimizer"]))
+            one_step(made, parallel, step)
+            parallel.drain()
+    return found
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["adagrad", "nadam", "lion", "subclass", "rprop", "fused"])
+def test_its_state_is_in_the_ledger_to_the_byte(measured: Ranks, name: str):
+    for strategy in ("dp", "fsdp"):
+        for rank in measured.run(measure, name, strategy):
+            (_, reserved), (predicted, held) = rank
+            assert held == predicted and 0.8 * predicted < reserved <= predicted, (strategy, rank)
+
+
+def biases(strategy: str) -> list[Any]:
+    """An optimizer that has only the biases, of a model that is not frozen."""
+    made, plain = setup("tied"), setup("tied")
+    chosen = [[p for p in m.model.parameters() if p.dim() == 1] for m in (made, plain)]
+    mine, theirs = (torch.optim.RMSprop(ps, lr=1e-2) for ps in chosen)
+    ddp = nn.parallel.DistributedDataParallel(plain.model, process_group=dist.new_group())
+    units, job = mdcs.partition(made.model, made.policy), Job("tied", optimizer=f"biases {strategy}")
+    plan = plan_for(job, How(strategy), profile_of(job, How(strategy), made, units, mine))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        parallel = mdcs.parallelize(made.model, mine, plan, units, timeout_s=20)
+    with parallel:
+        for step in range(3):
+            one_step(made, parallel, step)
+            plain.loss(ddp, plain.batch(step, 0, dist.get_rank())).backward()
+            theirs.step()
+            plain.model.zero_grad()
+        found = differing(parallel.state_dict(), plain.model.state_dict())
+    del ddp
+    return [found, [str(w.message) for w in said if "in no optimizer" in str(w.message)]]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_parameters_in_no_optimizer_stay_as_they_are(two: Ranks, strategy: str):
+    first, second = two.run(biases, strategy)
+    assert first[0] == second[0] == [] and second[1] == []
+    assert len(first[1]) == 1 and "embedding.weight and 5 more: in no optimizer" in first[1][0]

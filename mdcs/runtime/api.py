@@ -23,6 +23,7 @@ from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import with_index
+from mdcs.runtime.gradients import Gradients
 from mdcs.runtime.optimizer_calls import OptimizerCalls
 from mdcs.runtime.record import StepRecord
 from mdcs.runtime.scaling import LossScale
@@ -41,6 +42,7 @@ def parallelize(
     *,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
     loss_scale: LossScale | None = None,
     broadcast_buffers: bool | None = None,
     timeout_s: float = 300.0,
@@ -61,7 +63,9 @@ def parallelize(
             optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
 
     - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
-    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call ``parallel.scaled(loss).backward()`` then.
+    - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
+    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call ``parallel.scaled(loss).backward()`` then, or
+      let ``parallel.scaler`` take the place of a GradScaler.
     - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
       own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
       BatchNorm's.
@@ -76,7 +80,7 @@ def parallelize(
     that does not fit the model and for a parameter that would not be trained, and RunError, naming rank, step and
     message, for later failures.
     """
-    options = RunOptions(clip_norm, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device))
+    options = RunOptions(clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device))
     return Parallel(Engine(model, optimizer, plan, units, group, options), units)
 
 
@@ -91,7 +95,7 @@ def resume(parallel: Parallel, path: str | Path) -> Resumed | None:
     return parallel._resume(Path(path))
 
 
-class Parallel:
+class Parallel(Gradients):
     """A model in training. ``plan`` is the running plan; :meth:`close` (or leaving a ``with`` block) ends the run.
 
     ``optimizer`` is the loop's own. Its ``step()`` is :meth:`step`, its ``state_dict()`` :meth:`optimizer_state_dict`, and its
@@ -100,7 +104,8 @@ class Parallel:
     """
 
     def __init__(self, engine: Engine, units: list[ModelUnit]) -> None:
-        self._engine, self.units = engine, units
+        super().__init__(engine)
+        self.units = units
         self.model, self.optimizer, self.plan, self.rank = engine.model, engine.optimizer, engine.plan, engine.rank
         self._evaluation = Evaluation(units, engine.storages, engine.ledger, engine.gathering, engine.groups, engine.place)
         self._checkpoints: Checkpoints | None = None
@@ -118,11 +123,6 @@ class Parallel:
             self._end(f"rank {self.rank} left the run with {type(error).__name__}", failed=True)
 
     # -- training -----------------------------------------------------------------------------------------------
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
-        scale = self._engine.options.loss_scale
-        return loss if scale is None else loss * scale.value
 
     def step(self) -> None:
         """End an iteration. Updates may still be in flight: each is done before its unit is used again.
@@ -273,41 +273,6 @@ class Parallel:
     def records(self, *, flush: bool = False) -> list[StepRecord]:
         """Return the finished iterations not returned before; the last one only with ``flush``, after :meth:`drain`."""
         return self._engine.recorder.finished(self._engine.walker.step - (1 if flush else 2), flush)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global gradient norm of the last clipped iteration; on CUDA the host waits for it."""
-        norm = self._engine.update_scale.norm
-        if norm is None:
-            return None
-        with self._engine.executor.communicating():
-            return float(norm)
-
-    def watch_gradients(self, *units: str) -> None:
-        """Keep the gradients that these units (by name) are updated with, from now on; no names: keep none. Costs their
-        bytes.
-
-        Raises ValueError for a unit that is frozen or not in the plan.
-        """
-        named = {s.name: u for u, s in enumerate(self._engine.storages) if s.trainable}
-        for name in units:
-            if name not in named:
-                raise ValueError(f"the plan has no trainable unit {name}: {', '.join(named)}")
-        self._engine.updates.kept = {named[name]: {} for name in units}
-
-    @torch.inference_mode(False)
-    def gradients(self, unit: str) -> dict[str, Tensor]:
-        """Return by parameter the gradient of a watched unit's last update: averaged over ranks, clipped, unscaled,
-        whole.
-
-        Collective; drains first. Raises ValueError for a unit that is not watched, or was not updated since.
-        """
-        self._engine.drain("gradients()", needs_ranks=True)
-        for u, blocks in self._engine.updates.kept.items():
-            storage = self._engine.storages[u]
-            if storage.name == unit and len(blocks) == len(storage.blocks):
-                return self._engine.gathering.by_parameter(u, blocks)
-        raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
 
     def last_period(self) -> tuple[float, float, list[Interval]]:
         """Return (begin, end, intervals) of the last whole period, from first backward slot to first backward slot.

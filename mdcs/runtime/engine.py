@@ -106,13 +106,15 @@ class Engine:
         self.ledger = ledger = Ledger(plan, self.rank)
         self.account = Account(threading.RLock(), ledger.at_rest)
         self.wire = Wire(plan, self.storages, self._connect, self.meter)
-        self.updates = Updates(plan, self.storages, optimizer, found.layout, found.group_of, self.rank, self.meter)
+        self.updates = Updates(
+            plan, self.storages, optimizer, found.layout, found.group_of, self.rank, self.meter, options.clip_value
+        )
         self.buffers = Buffers(model, options.broadcast_buffers)
 
         # Queue and transport: messages in the plan's order, several in flight.
         self.recorder = Recorder(plan, self.executor)
         self.update_scale = UpdateScale(self.storages, groups.control, options.clip_norm, options.loss_scale)
-        runner = MessageRunner(
+        self.runner = runner = MessageRunner(
             plan, ledger, self.storages, self.wire, self.updates, self.account, self.executor, self.recorder,
             self.update_scale, place, self.last_words,
         )  # fmt: skip
@@ -224,6 +226,19 @@ class Engine:
             with between(self.executor):
                 self.buffers.broadcast(self.groups, group, place)
         mark_stepped(self.optimizer)
+
+    def wait_for_norm(self) -> None:
+        """Wait until the gradients of this iteration are reduced. Raises RunError before its backward has ended."""
+        walker = self.walker
+        self.check("clip_grad_norm_()")
+        if walker.after_micro_step:
+            walker.end_short()
+        if not walker.at_turn or not walker.due:
+            raise self.place.error("clip_grad_norm_() comes between backward and step()")
+        index = walker.periods * self.queue.n + self.runner.last_reduction
+        if index < self.queue.issued:  # else it leaves beside the next forward: the norm is that of the last iteration
+            with self.account.lock:
+                self.transport.wait_for(index + 1, "the gradients' norm")
 
     def drain(self, call: str, *, needs_ranks: bool = False) -> None:
         """Finish all messages and updates, for this ``call`` of the loop, which all ranks make now, in the same step."""

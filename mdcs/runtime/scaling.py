@@ -19,6 +19,8 @@ from torch import Tensor
 from mdcs.runtime import norm
 from mdcs.runtime.storage import UnitStorage
 
+_FACTOR = 2.0
+
 
 @dataclass
 class LossScale:
@@ -44,10 +46,24 @@ class LossScale:
         self._good = self._good + 1 if is_finite else 0
         if not is_finite:
             self.skipped += 1
-            self.value /= 2
+            self.value /= _FACTOR
         elif self._good == self.growth_interval:
             self._good = 0
-            self.value *= 2
+            self.value *= _FACTOR
+
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the form of torch.amp.GradScaler's."""
+        return {
+            "scale": self.value, "growth_factor": _FACTOR, "backoff_factor": 1 / _FACTOR,
+            "growth_interval": self.growth_interval, "_growth_tracker": self._good,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load such a state. Raises ValueError for other factors than 2 and 1/2."""
+        if (state["growth_factor"], state["backoff_factor"]) != (_FACTOR, 1 / _FACTOR):
+            raise ValueError("a loss scale is doubled and halved: growth_factor must be 2, backoff_factor 0.5")
+        self.value, self.growth_interval, self._good = state["scale"], state["growth_interval"], state["_growth_tracker"]
 
 
 class UpdateScale:

@@ -78,16 +78,17 @@ class Run:
 class Updates:
     """Updates the blocks of all units. ``group_of[unit]``: the optimizer's parameter group of each segment.
 
+    ``clip_value``: limit of the elements of gradients.
     ``runs``: the runs of each (unit, block) that this rank updates.
     """
 
     def __init__(
         self, plan: Plan, storages: list[UnitStorage], optimizer: torch.optim.Optimizer, layout: StateLayout,
-        group_of: list[list[int]], rank: int, meter: Meter,
+        group_of: list[list[int]], rank: int, meter: Meter, clip_value: float | None = None,
     ) -> None:  # fmt: skip
         self.optimizer, self.storages, self.layout, self.meter = optimizer, storages, layout, meter
         self._plan, self._group_of, self._rank = plan, group_of, rank
-        self._rule = rule_for(optimizer, layout, meter)
+        self._rule, self._clip_value = rule_for(optimizer, layout, meter), clip_value
         self.runs: dict[Part, list[Run]] = {}
         self.forget()
         self.kept: dict[int, dict[int, Tensor]] = {}  # watched unit -> {block: gradient of its last update}
@@ -167,6 +168,8 @@ class Updates:
                 gradient = gradient.to(dtype) if is_copy else gradient
                 if scale is not None:
                     gradient.mul_(scale)
+                if self._clip_value is not None:
+                    gradient.clamp_(-self._clip_value, self._clip_value)
                 if part[0] in self.kept:
                     self.kept[part[0]][part[1]] = gradient.clone()
                 for run in own:

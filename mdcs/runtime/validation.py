@@ -41,6 +41,7 @@ class RunOptions:
     """The options of :func:`mdcs.parallelize`, which describes them."""
 
     clip_norm: float | None = None
+    clip_value: float | None = None
     loss_scale: LossScale | None = None
     broadcast_buffers: bool | None = None
     timeout_s: float = 300.0
@@ -138,8 +139,9 @@ def _fits_job(plan: Plan, options: RunOptions, optimizer: torch.optim.Optimizer,
     for given, what in ((options.clip_norm, "clipping the global norm"), (options.loss_scale, "a dynamic loss scale")):
         if given is not None and plan.cross_iteration:
             raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
-    if options.clip_norm is not None and options.clip_norm <= 0:
-        raise ValueError(f"clip_norm must be > 0, got {options.clip_norm}")
+    for name, limit in (("clip_norm", options.clip_norm), ("clip_value", options.clip_value)):
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name} must be > 0, got {limit}")
     planned, state = plan.profile.optimizer, layout.tensors(plan.profile.master_bytes or plan.profile.param_bytes)
     if (state, layout.fixed) != (planned.state_tensors, planned.state_fixed):
         raise ValueError(
@@ -361,8 +363,8 @@ class Access:
             if not walker.has_gradients:
                 return None
             return self._place.error(
-                f"the gradient of {name} was taken by the runtime: clip with parallelize(…, clip_norm=…), scale with "
-                "loss_scale, read parallel.grad_norm after step(), and zero gradients only after it"
+                f"the gradient of {name} was taken by the runtime: clip with parallel.clip_grad_norm_() or clip_grad_value_(), "
+                "scale with parallel.scaler, read parallel.grad_norm after step(), and zero gradients only after it"
             )
         if what == THAW:
             return self._place.error(_THAWED.format(name))

@@ -42,7 +42,8 @@ def test_the_state_of_a_shard_is_found(name: str):
 
 
 def test_the_trial_of_a_known_optimizer_would_find_what_is_known(monkeypatch: pytest.MonkeyPatch):
-    for made in (optim.SGD(parameters(), momentum=0.9), optim.Adam(parameters(), amsgrad=True), optim.AdamW(parameters(), fused=True)):
+    ours = parameters()
+    for made in (optim.SGD(ours, momentum=0.9), optim.Adam(ours, amsgrad=True), optim.AdamW(ours, fused=True)):
         known = state_layout(made)
         with monkeypatch.context() as patch:
             patch.setattr("mdcs.model.elementwise.FUNCTIONAL", ())

@@ -42,8 +42,14 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[Any]:
         (number, key)
         for number, own in wanted["state"].items()
         for key in own.keys() | found["state"][number].keys()
-        if own[key].dtype != found["state"][number][key].dtype or not torch.equal(own[key], found["state"][number][key])
+        if not same(own[key], found["state"][number][key])
     ]
+
+
+def same(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return type(a) is type(b) and bool(a == b)
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def save(strategy: str, optimizer_name: str) -> list[Any]:

@@ -1,0 +1,152 @@
+"""Gradients in the hands of the training loop: their norm and limits, copies of them, and the loss scale.
+
+Updates begin in backward, so the limits are options of the run. The calls of usual loops check them, and return what
+they return there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.scaling import LossScale
+
+
+class Gradients:
+    """The part of :class:`mdcs.Parallel` that is about gradients."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    # -- limits -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Return the global norm of this iteration's gradients before they are clipped, as FSDP's method; once all are reduced.
+
+        Call it between backward and :meth:`step`, on every rank. Raises RunError unless the run clips at ``max_norm``
+        (``parallelize(…, clip_norm=max_norm)``).
+        """
+        limit = self._engine.options.clip_norm
+        if norm_type != 2:
+            raise RunError(f"clip_grad_norm_(norm_type={norm_type}): plans clip the 2-norm alone")
+        self._check("clip_grad_norm_", "clip_norm", max_norm, limit, ", and a plan with cross_iteration=False")
+        self._engine.wait_for_norm()
+        return torch.tensor(self.grad_norm, device=self._engine.storages[0].device)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Check that gradients are clipped at ``clip_value``, as they are when they are reduced: no rank waits for it.
+
+        Raises RunError unless the run does so (``parallelize(…, clip_value=clip_value)``).
+        """
+        self._check("clip_grad_value_", "clip_value", clip_value, self._engine.options.clip_value)
+
+    def _check(self, call: str, option: str, value: float, limit: float | None, more: str = "") -> None:
+        if limit is None or float(value) != limit:
+            so_far = "none" if limit is None else f"{limit:g}"
+            raise RunError(
+                f"rank {self._engine.rank}: {call}({value:g}): updates begin in backward, so the limit is one of the run, and "
+                f"that is {so_far}: parallelize(…, {option}={value:g}){more if limit is None else ''}"
+            )
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last clipped iteration; on CUDA the host waits for it."""
+        norm = self._engine.update_scale.norm
+        if norm is None:
+            return None
+        with self._engine.executor.communicating():
+            return float(norm)
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def watch_gradients(self, *units: str) -> None:
+        """Keep the gradients that these units (by name) are updated with, from now on; no names: keep none. Costs their
+        bytes.
+
+        Raises ValueError for a unit that is frozen or not in the plan.
+        """
+        named = {s.name: u for u, s in enumerate(self._engine.storages) if s.trainable}
+        for name in units:
+            if name not in named:
+                raise ValueError(f"the plan has no trainable unit {name}: {', '.join(named)}")
+        self._engine.updates.kept = {named[name]: {} for name in units}
+
+    @torch.inference_mode(False)
+    def gradients(self, unit: str) -> dict[str, Tensor]:
+        """Return by parameter the gradient of a watched unit's last update: averaged over ranks, clipped, unscaled,
+        whole.
+
+        Collective; drains first. Raises ValueError for a unit that is not watched, or was not updated since.
+        """
+        self._engine.drain("gradients()", needs_ranks=True)
+        for u, blocks in self._engine.updates.kept.items():
+            storage = self._engine.storages[u]
+            if storage.name == unit and len(blocks) == len(storage.blocks):
+                return self._engine.gathering.by_parameter(u, blocks)
+        raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
+
+    # -- the loss scale -----------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
+        scale = self._engine.options.loss_scale
+        return loss if scale is None else loss * scale.value
+
+    @property
+    def scaler(self) -> Scaler:
+        """The ``loss_scale`` in the form of torch.amp.GradScaler, for a loop that has one."""
+        return Scaler(self)
+
+    def step(self) -> None:
+        """End an iteration (:meth:`mdcs.Parallel.step`)."""
+        raise NotImplementedError
+
+
+class Scaler:
+    """torch.amp.GradScaler's calls, for a loop that keeps its lines. Without a ``loss_scale`` it is one that is not enabled.
+
+    Its state is interchangeable with torch's.
+    """
+
+    def __init__(self, parallel: Gradients) -> None:
+        self._parallel = parallel
+
+    @property
+    def _scale(self) -> LossScale | None:
+        return self._parallel._engine.options.loss_scale
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to call ``backward`` on."""
+        return self._parallel.scaled(loss)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: gradients are unscaled before they are clipped."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End an iteration, as ``parallel.step()``. Its updates are left out if a gradient has overflowed on any rank."""
+        self._parallel.step()
+
+    def update(self) -> None:
+        """Do nothing: the scale adapts when the gradients are reduced."""
+
+    def is_enabled(self) -> bool:
+        """Whether the run has a ``loss_scale``."""
+        return self._scale is not None
+
+    def get_scale(self) -> float:
+        """Return the factor on the loss: of the next backward pass once updates are done."""
+        return 1.0 if self._scale is None else self._scale.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's."""
+        return {} if self._scale is None else self._scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of this one or of torch's."""
+        if self._scale is not None:
+            self._scale.load_state_dict(state)

@@ -68,7 +68,6 @@ def measure(name: str, strategy: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["adagrad", "nadam", "lion", "subclass", "rprop", "fused"])
 def test_its_state_is_in_the_ledger_to_the_byte(measured: Ranks, name: str):
     for strategy in ("dp", "fsdp"):

@@ -41,8 +41,10 @@ class FirstStep:
     - ``norm``: the gradients' norm before clipping, once finished; None without ``clip_norm``.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-        self._model, self._optimizer, self._clip_norm = model, optimizer, clip_norm
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, clip_value: float | None = None
+    ) -> None:
+        self._model, self._optimizer, self._clip_norm, self._clip_value = model, optimizer, clip_norm, clip_value
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = self._trained[0].device
         self._meter = current_meter(self._device)
@@ -128,6 +130,8 @@ class FirstStep:
         self._average()
         if self._clip_norm is not None:
             self.norm = float(nn.utils.clip_grad_norm_(self._trained, self._clip_norm))
+        if self._clip_value is not None:
+            nn.utils.clip_grad_value_(self._trained, self._clip_value)
         type(self._optimizer).step(self._optimizer)
         mark_stepped(self._optimizer)
         for p in self._trained:

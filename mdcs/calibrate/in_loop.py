@@ -16,6 +16,7 @@ from mdcs.calibrate.autoplan import SECONDS, autoplan
 from mdcs.calibrate.first_step import FirstStep
 from mdcs.calibrate.slots import refuse_meta
 from mdcs.model.blocks import in_words
+from mdcs.model.elementwise import state_layout
 from mdcs.model.units import ModelUnit, partition
 from mdcs.plan.messages import Plan
 from mdcs.runtime import api
@@ -46,6 +47,7 @@ def parallelize(
     progress: bool = True,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
     loss_scale: LossScale | None = None,
     broadcast_buffers: bool | None = None,
     timeout_s: float = 300.0,
@@ -55,9 +57,9 @@ def parallelize(
 ) -> Parallel:
     """Train ``model`` in your own loop, within ``budget`` or as ``plan`` says.
 
-    Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (SGD, Adam or
-    AdamW) keeps its options and learning-rate schedules; its updates run on shards, inside ``backward`` and the next
-    forward. Messages have a process group of their own, so the loop may use ``group`` for its collectives. Then::
+    Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (any
+    elementwise one) keeps its options and learning-rate schedules; its updates run on shards, inside ``backward`` and the
+    next forward. Messages have a process group of their own, so the loop may use ``group`` for its collectives. Then::
 
         for batch in loader:
             loss = model(**batch).loss
@@ -70,8 +72,9 @@ def parallelize(
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
     - ``budget``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
     - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
+    - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
     - ``loss_scale``: dynamic loss scale for float16, also a barrier; it needs a plan. Call
-      ``parallel.scaled(loss).backward()`` then.
+      ``parallel.scaled(loss).backward()`` then, or let ``parallel.scaler`` take the place of a GradScaler.
     - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
       own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
       BatchNorm's.
@@ -92,14 +95,15 @@ def parallelize(
         if limit is not None:
             raise ValueError("the plan has a budget already: give plan= or budget=")
         return api.parallelize(
-            model, optimizer, plan, units, group=group, clip_norm=clip_norm, loss_scale=loss_scale,
+            model, optimizer, plan, units, group=group, clip_norm=clip_norm, clip_value=clip_value, loss_scale=loss_scale,
             broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, emulate=emulate, init=init, device=device,
         )  # fmt: skip
     for given, name in ((group, "group"), (loss_scale, "loss_scale"), (emulate, "emulate"), (init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
     refuse_meta(model)
-    options = RunOptions(clip_norm, None, broadcast_buffers, timeout_s)
+    state_layout(optimizer)  # refuses one that cannot run on shards before it has made a step
+    options = RunOptions(clip_norm, clip_value, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s)
     return PlannedInLoop(model, optimizer, units, options, budget=budget, seconds=seconds, progress=progress)
 
 
@@ -112,7 +116,7 @@ class PlannedInLoop(Parallel):
         self.model, self.optimizer, self.units = model, optimizer, units
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._options, self._planning = options, planning
-        self._first: FirstStep | None = FirstStep(model, optimizer, options.clip_norm)
+        self._first: FirstStep | None = FirstStep(model, optimizer, options.clip_norm, options.clip_value)
         self._calls = OptimizerCalls(optimizer, self)
         self._resumed_after = 0
         if planning["progress"] and self.rank == 0:
@@ -222,6 +226,9 @@ class PlannedInLoop(Parallel):
             return None
         later = super().grad_norm
         return self._first_norm if later is None else later
+
+    def _reduced_norm(self) -> float | None:
+        return None if self._first is not None else super()._reduced_norm()
 
     def close(self, *, whole: bool = True) -> None:
         """End the run."""

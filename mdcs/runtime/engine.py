@@ -227,8 +227,11 @@ class Engine:
                 self.buffers.broadcast(self.groups, group, place)
         mark_stepped(self.optimizer)
 
-    def wait_for_norm(self) -> None:
-        """Wait until the gradients of this iteration are reduced. Raises RunError before its backward has ended."""
+    def wait_for_norm(self) -> bool:
+        """Wait until the gradients of this iteration are reduced; return False if the plan does so after this call only.
+
+        Raises RunError before backward has ended.
+        """
         walker = self.walker
         self.check("clip_grad_norm_()")
         if walker.after_micro_step:
@@ -236,9 +239,11 @@ class Engine:
         if not walker.at_turn or not walker.due:
             raise self.place.error("clip_grad_norm_() comes between backward and step()")
         index = walker.periods * self.queue.n + self.runner.last_reduction
-        if index < self.queue.issued:  # else it leaves beside the next forward: the norm is that of the last iteration
-            with self.account.lock:
-                self.transport.wait_for(index + 1, "the gradients' norm")
+        if index >= self.queue.issued:  # beside the next forward pass, of units that are not trained
+            return False
+        with self.account.lock:
+            self.transport.wait_for(index + 1, "the gradients' norm")
+        return True
 
     def drain(self, call: str, *, needs_ranks: bool = False) -> None:
         """Finish all messages and updates, for this ``call`` of the loop, which all ranks make now, in the same step."""

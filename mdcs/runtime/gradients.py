@@ -6,6 +6,7 @@ they return there.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from torch import Tensor
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.scaling import LossScale
+from mdcs.runtime.validation import RunOptions
 
 
 class Gradients:
     """The part of :class:`mdcs.Parallel` that is about gradients."""
 
+    _options: RunOptions
+
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._options = engine, engine.options
 
     # -- limits -------------------------------------------------------------------------------------------------
 
@@ -28,28 +32,32 @@ class Gradients:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Return the global norm of this iteration's gradients before they are clipped, as FSDP's method; once all are reduced.
 
-        Call it between backward and :meth:`step`, on every rank. Raises RunError unless the run clips at ``max_norm``
+        Call it between backward and :meth:`step`, on every rank. NaN where the gradients are reduced after
+        :meth:`step`: in the first step of a run without a plan, for example. Raises RunError unless the run clips at ``max_norm``
         (``parallelize(…, clip_norm=max_norm)``).
         """
-        limit = self._engine.options.clip_norm
+        limit = self._options.clip_norm
         if norm_type != 2:
             raise RunError(f"clip_grad_norm_(norm_type={norm_type}): plans clip the 2-norm alone")
         self._check("clip_grad_norm_", "clip_norm", max_norm, limit, ", and a plan with cross_iteration=False")
-        self._engine.wait_for_norm()
-        return torch.tensor(self.grad_norm, device=self._engine.storages[0].device)
+        norm = self._reduced_norm()
+        return torch.tensor(math.nan if norm is None else norm)
+
+    def _reduced_norm(self) -> float | None:
+        return self.grad_norm if self._engine.wait_for_norm() else None
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Check that gradients are clipped at ``clip_value``, as they are when they are reduced: no rank waits for it.
 
         Raises RunError unless the run does so (``parallelize(…, clip_value=clip_value)``).
         """
-        self._check("clip_grad_value_", "clip_value", clip_value, self._engine.options.clip_value)
+        self._check("clip_grad_value_", "clip_value", clip_value, self._options.clip_value)
 
     def _check(self, call: str, option: str, value: float, limit: float | None, more: str = "") -> None:
         if limit is None or float(value) != limit:
             so_far = "none" if limit is None else f"{limit:g}"
             raise RunError(
-                f"rank {self._engine.rank}: {call}({value:g}): updates begin in backward, so the limit is one of the run, and "
+                f"{call}({value:g}): updates begin in backward, so the limit is one of the run, and "
                 f"that is {so_far}: parallelize(…, {option}={value:g}){more if limit is None else ''}"
             )
 
@@ -94,7 +102,7 @@ class Gradients:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
-        scale = self._engine.options.loss_scale
+        scale = self._options.loss_scale
         return loss if scale is None else loss * scale.value
 
     @property
@@ -118,7 +126,7 @@ class Scaler:
 
     @property
     def _scale(self) -> LossScale | None:
-        return self._parallel._engine.options.loss_scale
+        return self._parallel._options.loss_scale
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss to call ``backward`` on."""

@@ -460,7 +460,7 @@ def habits(strategy: str) -> dict[str, str]:
 def test_habits_between_backward_and_step(two: Ranks, strategy):
     for found in two.run(habits, strategy):
         for what in ("clip", "clip value", "unscale", "zero"):
-            assert "weight was taken by the runtime: clip with parallelize(…, clip_norm=…)" in found[what], (what, found)
+            assert "weight was taken by the runtime: clip with parallel.clip_grad_norm_()" in found[what], (what, found)
         assert found["zero after step"] == "[]"
         assert "lr of the optimizer's group 0 was changed between backward and step()" in found["lr"]
 

@@ -405,7 +405,7 @@ REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
     set_gradients: (TAKEN,),
     zero_by_hand: (TAKEN,),
     zero_gradients: (TAKEN, "zero gradients only after it"),
-    clip_gradients: (TAKEN, "parallelize(…, clip_norm=…)"),
+    clip_gradients: (TAKEN, "parallel.clip_grad_norm_()"),
     judge_another: ("a second backward pass without step() between|another number of micro-steps",),
     freeze: ("norm.weight: what is trained is fixed while a plan runs|norm.weight got no gradient in this step",),
     replace_a_weight: ("norm.weight got no gradient in this step",),

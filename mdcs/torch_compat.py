@@ -59,6 +59,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def will_get_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the backward pass that calls this will come to the parameter. Exact: the pass has walked its whole graph."""
+    with without_torch_function():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad, which brings no gradient to parameters
+        return False
+
+
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether the parameter has hooks for its accumulated gradient: the runtime's would take it away from them."""
     return bool(parameter._post_accumulate_grad_hooks)

@@ -190,28 +190,26 @@ class SlotRecorder:
         if self._now != self.order:
             raise UnsupportedModel("the model's units run in another order from step to step: not supported")
 
-    def check(self, model: nn.Module) -> None:
-        """Raise UnsupportedModel for a unit without a forward slot, and for a parameter without a gradient."""
-        for u, unit in enumerate(self.model_units):
-            if (u, "F") not in self._spans:
-                raise UnsupportedModel(
-                    f"{unit.parameters[0][0]}: is used without a call of its module's forward, or not at all; "
-                    f"wrap the module that uses it (unit {unit.name})"
-                )
-            for i, (name, _) in enumerate(unit.parameters):
-                if unit.trainable and (u, i) not in self._arrived:
-                    raise UnsupportedModel(f"{name}: gets no gradient in a step; freeze it (requires_grad_(False))")
+    @property
+    def idle(self) -> tuple[list[int], list[int]]:
+        """Units that the step did not come to, in forward and in backward: they get a slot of no time at the end of each."""
+        forward = [u for u in range(len(self.model_units)) if (u, "F") not in self.spans]
+        backward = [u for u, unit in enumerate(self.model_units) if unit.trainable and (u, "B") not in self.spans]
+        return forward, backward[::-1]
 
     def units(
         self, groups: dict[nn.Parameter, int], sections_of: Callable[[Sequence[Segment]], tuple[Section, ...]]
     ) -> tuple[Unit, ...]:
         """Return the profile's units. ``sections_of`` gives the sections of a unit's segments."""
         inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
+        idle = {
+            (u, phase): (slot, slot)
+            for phase, own in zip("FB", self.idle, strict=True)
+            for slot, u in enumerate(own, sum(p == phase for _, p in self.order))
+        }
         out = []
         for u, unit in enumerate(self.model_units):
-            forward = self._span(u, "F")
-            backward = self._span(u, "B")
-            assert forward is not None
+            forward, backward = self._span(u, "F") or idle[u, "F"], self._span(u, "B") or idle.get((u, "B"))
             if backward is not None and not unit.trainable:
                 # A frozen unit has no gradient that marks its end: it may be in use until its inner units end.
                 nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
@@ -234,7 +232,7 @@ class SlotRecorder:
 
         Empty where the weights are used after their gradients.
         """
-        last = max(slot for i in range(len(ordered)) for slot, _ in self.came[unit, i])
+        last = max((slot for i in range(len(ordered)) for slot, _ in self.came.get((unit, i), ())), default=0)
         span = self._span(unit, "B")
         forward_slots = sum(phase == "F" for _, phase in self.order)
         if not self.marks or unit in self.late or span is None or forward_slots + span[1] > last:
@@ -243,13 +241,18 @@ class SlotRecorder:
         index = {p: i for i, (_, p) in enumerate(self.model_units[unit].parameters)}
         out = []
         for p in ordered:
-            samples = [seconds if slot == last else 0.0 for slot, seconds in self.came[unit, index[p]]]
+            # A gradient that did not come is known to be missing when the slot is over.
+            samples = [seconds if slot == last else 0.0 for slot, seconds in self.came.get((unit, index[p]), [(last, took)])]
             out.append((aligned(p.numel()), round(min(1.0, statistics.median(samples) / took), 3) if took > 0 else 1.0))
         return tuple(out)
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the profile's slots: median seconds, most bytes."""
         medians = [statistics.median(s) for s in zip(*self.seconds, strict=True)]
-        return tuple(
-            Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)
-        )
+        slots = [Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)]
+        turn = sum(phase == "F" for _, phase in self.order)
+        forward, backward = self.idle
+        between, after = self.live[turn], self.live[0]  # bytes of activations between the passes, and outside of them
+        idle_forward = [Slot(u, "F", 0.0, between, between) for u in forward]
+        idle_backward = [Slot(u, "B", 0.0, after, after) for u in backward]
+        return (*slots[:turn], *idle_forward, *slots[turn:], *idle_backward)

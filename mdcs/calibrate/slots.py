@@ -72,7 +72,7 @@ def measure_profile(
     and the random state are restored.
 
     Raises ValueError for a type that is neither the parameters' nor a wider float. Raises UnsupportedModel for a
-    parameter on the meta device, without a gradient, or used outside its module's forward; for units that run in
+    parameter on the meta device, or used outside its module's forward; for units that run in
     another order from step to step; for a tensor over a parameter's memory that is kept from step to step; and for an
     optimizer that cannot run on shards.
     """
@@ -190,7 +190,6 @@ def _recorded(
                     recorder.begin(kept)
                     loss = step()
                     loss.backward()
-                recorder.check(model)
                 if _is_enough(recorder.seconds, until):
                     break
             loss = None

@@ -94,6 +94,10 @@ class Period:
         """Return the slot at which the forward pass of a micro-step begins."""
         return self.turn + micro * (self.profile.forward_slots + self.profile.backward_slots)
 
+    def end(self, micro: int) -> int:
+        """Return the slot behind the backward pass of a micro-step."""
+        return self.forward_start(micro + 1) if micro < self.micro_steps - 1 else self.turn
+
     def last_use(self, unit: int, micro: int) -> int:
         """Return the last slot (unrolled) that uses the unit's parameters in a micro-step."""
         span = self.backward(unit, micro)

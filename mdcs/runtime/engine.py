@@ -26,6 +26,7 @@ from mdcs.runtime import optimizer_state, validation
 from mdcs.runtime.account import Account
 from mdcs.runtime.buffers import Buffers
 from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
+from mdcs.runtime.departures import Departures
 from mdcs.runtime.draining import finish_iteration
 from mdcs.runtime.emulation import EmulatedCommunicator, pacer_for
 from mdcs.runtime.errors import Place, RunError
@@ -34,6 +35,7 @@ from mdcs.runtime.executor import between, executor_for
 from mdcs.runtime.gathering import Gathering
 from mdcs.runtime.groups import Groups
 from mdcs.runtime.last_words import LastWords
+from mdcs.runtime.lending import Lending
 from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.queue import MessageQueue, messages_of
@@ -134,9 +136,11 @@ class Engine:
         # Sequencer: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self.excess = Excess(plan, ledger.slots, self.rank, batch)
+        lending = Lending(self.storages, self.last_words, self.executor, options.timeout_s)
+        self.last_words.duties.append(lending.answer)
         self.walker = SlotWalker(
             plan, ledger, self.storages, self.transport, self.updates, self.account, self.executor, self.recorder,
-            self.meter, self.excess,
+            self.meter, self.excess, Departures(plan, self.storages, self.transport, self.account, lending),
         )  # fmt: skip
         self.access.follow(self.walker)
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
@@ -209,11 +213,13 @@ class Engine:
         alias = still_held(self.model, self.aliases) if problem is None and walker.step == 1 else None
         if alias is not None:
             problem = str(alias_refused(alias))
+        problem = problem or validation.taken_away(self.model, self.storages)
         if problem is not None:
             raise place.error(problem)
         if not walker.watches_memory:
             self.excess.read(walker.step, self.meter)
         self.recorder.over_budget(walker.step, *self.excess.end_step(walker.step))
+        self.recorder.departures(walker.step, *walker.departures.take())
         self.recorder.step(walker.step, self.executor.stamp())
         walker.step += 1
         walker.due = False

@@ -33,17 +33,20 @@ class LastWords:
 
     - ``run``: a name that only these ranks have; None where there is no other rank.
     - ``doing``: says what a rank leaves; None: the run, in its step.
+    - ``store``: the store of these ranks, or None.
+    - ``duties``: called by the thread at every turn, with its own connection to the store.
     """
 
     def __init__(self, place: Place, run: str | None, ranks: int, doing: Callable[[], str] | None = None) -> None:
-        self._place, self._ranks = place, ranks
+        self.place, self._ranks = place, ranks
         self._doing = doing or (lambda: f"the run in step {place.step}")
-        self._store = None if run is None else dist.PrefixStore(f"mdcs/{run}", default_store())
+        self.store = None if run is None else dist.PrefixStore(f"mdcs/{run}", default_store())
+        self.duties: list[Callable[[dist.Store], None]] = []
         self._said = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        if self._store is not None:
-            arguments = own_connection(self._store), self._here(place.rank), self._ended
+        if self.store is not None:
+            arguments = own_connection(self.store), self._here(place.rank), self._ended, self.duties
             self._thread = threading.Thread(target=_answer, args=arguments, name="mdcs-presence", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._ended.set)  # end() is not called if the run could not begin
@@ -51,11 +54,11 @@ class LastWords:
     def say(self, error: BaseException) -> None:
         """Publish that this rank has left with an error, once; not if another rank left first, which caused this error.
         """
-        if self._store is not None and not self._said and not self.heard():
+        if self.store is not None and not self._said and not self.heard():
             words = " ".join(f"{type(error).__name__}: {error}".split())[:_CHARACTERS]
             self._said = True
             with contextlib.suppress(RuntimeError):  # the process of the store is gone
-                self._store.set(_KEY, f"rank {self._place.rank} left {self._doing()}: {words}")
+                self.store.set(_KEY, f"rank {self.place.rank} left {self._doing()}: {words}")
 
     def say_uncaught(self) -> None:
         """Publish the uncaught exception that is about to end this process, if there is one."""
@@ -65,10 +68,10 @@ class LastWords:
 
     def heard(self) -> str:
         """Return another rank's published reason; "" if there is none, or the store is gone."""
-        if self._store is None or self._said:
+        if self.store is None or self._said:
             return ""
         try:
-            return self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
+            return self.store.get(_KEY).decode() if self.store.check([_KEY]) else ""
         except RuntimeError:
             return ""
 
@@ -82,26 +85,26 @@ class LastWords:
     def end(self) -> None:
         """End this rank's part: it stops answering, and does not count as gone."""
         self._ended.set()
-        if self._thread is not None and self._store is not None:
+        if self._thread is not None and self.store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(self._here(self._place.rank), "")
+                self.store.set(self._here(self.place.rank), "")
             self._thread.join(1.0)
             self._thread = None
 
     def _called(self) -> str:
         """Call all ranks; return which do not answer, published to all; "" if all answer."""
-        if self._store is None:
+        if self.store is None:
             return ""
         try:
-            self._store.set(_ROLL, "")
-            silent = [rank for rank in range(self._ranks) if rank != self._place.rank]
+            self.store.set(_ROLL, "")
+            silent = [rank for rank in range(self._ranks) if rank != self.place.rank]
             deadline = time.monotonic() + _ANSWER_S
             while silent and time.monotonic() < deadline:
                 time.sleep(0.05)
-                silent = [rank for rank in silent if not self._store.check([self._here(rank)])]
-            if silent and not self._store.check([_KEY]):
+                silent = [rank for rank in silent if not self.store.check([self._here(rank)])]
+            if silent and not self.store.check([_KEY]):
                 which = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-                self._store.set(_KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone without a word: killed, or cut off")
+                self.store.set(_KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone without a word: killed, or cut off")
         except RuntimeError:
             return "so is the process that has the process group's store"
         return self.heard()
@@ -111,10 +114,13 @@ class LastWords:
         return f"{_HERE}/{rank}"
 
 
-def _answer(store: dist.Store, here: str, ended: threading.Event) -> None:
-    """Wait for the call of the ranks, and answer it once."""
+def _answer(store: dist.Store, here: str, ended: threading.Event, duties: list[Callable[[dist.Store], None]]) -> None:
+    """Wait for the call of the ranks, and answer it once; meanwhile do the ``duties``."""
+    has_answered = False
     with contextlib.suppress(RuntimeError):  # the process of the store is gone
         while not ended.wait(_LISTEN_S):
-            if store.check([_ROLL]):
+            if not has_answered and store.check([_ROLL]):
                 store.set(here, "")
-                return
+                has_answered = True
+            for duty in duties:
+                duty(store)

@@ -80,6 +80,9 @@ class MessageRunner:
         if full:
             with self.account.lock:
                 for u, size in full:
+                    if self.storages[u].is_outside:  # kept whole for a use that the plan does not have: the gather
+                        self.storages[u].is_outside = False  # writes the same values, and the bytes are the plan's again
+                        continue
                     self.storages[u].allocate_full()
                     self.account.book("full_parameters", size)
 

@@ -25,6 +25,8 @@ class StepRecord:
     - ``over_budget``: most bytes by which a slot's measured peak exceeded the budget; 0 if none did, or nothing is
       measured.
     - ``slots_over_budget``: number of slots that exceeded it.
+    - ``departures``: what the step did otherwise than the plan, in words ("left out layers.3"), and how often;
+      ``departed_s``: the seconds that this took.
     """
 
     step: int
@@ -34,6 +36,8 @@ class StepRecord:
     peak: dict[str, int] | None = None
     over_budget: int = 0
     slots_over_budget: int = 0
+    departures: dict[str, int] = field(default_factory=dict)
+    departed_s: float = 0.0
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Recorder:
     _sent: dict[int, Counter[str]] = field(default_factory=dict)
     _count: dict[int, Counter[str]] = field(default_factory=dict)
     _over: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: slots, bytes
+    _departed: dict[int, tuple[dict[str, int], float]] = field(default_factory=dict)  # by step: counts, seconds
     _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
     _under_way: int = 0  # number of the current iteration
 
@@ -97,6 +102,11 @@ class Recorder:
         if slots:
             self._over[step] = slots, size
 
+    def departures(self, step: int, seen: dict[str, int], seconds: float) -> None:
+        """Record what the iteration did otherwise than the plan."""
+        if seen:
+            self._departed[step] = seen, seconds
+
     def period(self, stamp: Any) -> None:
         """Record the begin of a period of the plan."""
         self._periods.append((self._under_way, stamp))
@@ -106,6 +116,7 @@ class Recorder:
         """Drop the oldest unread iteration. Its stamps are not converted, so that no step() stalls."""
         _, stamp = self._steps.popleft()
         self._over.pop(self._steps[0][0], None)
+        self._departed.pop(self._steps[0][0], None)
         self.executor.seconds(stamp)  # moves the reference of CUDA's event times, which are exact only near it
         # On CUDA a message ends up to an iteration after the one that enqueued it.
         needed = self._steps[0][0] - 1
@@ -153,8 +164,9 @@ class Recorder:
             inside = [i for i in self._intervals if i.end > begin and i.start < end]
             sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
             slots, size = self._over.pop(step, (0, 0))
+            departures, departed_s = self._departed.pop(step, ({}, 0.0))
             times = step_times(inside, begin, end)
-            out.append(StepRecord(step, times, dict(sent), dict(count), over_budget=size, slots_over_budget=slots))
+            out.append(StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s))
             self._steps.popleft()
         self._trim()
         return out

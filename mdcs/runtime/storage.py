@@ -97,6 +97,8 @@ class UnitStorage:
                     p.data = view
         self.shards: list[Tensor | None] = [None] * len(self.fulls)
         self.gradients: list[Tensor] = []
+        self.unused: tuple[int, ...] = ()  # parameters without a gradient on this rank in the iteration that is reduced
+        self.is_outside = False  # the full parameters are held although the plan has freed them
         self.guard = Guard(parameters, refuse)
 
     def _lay_out(self, numel: int) -> tuple[list[ParameterPlace], list[tuple[int, slice]]]:
@@ -295,12 +297,52 @@ class UnitStorage:
         view = self.places[index].view(self.gradients)
         assert p.grad is not None
         if first and scale is not None and view.dtype == p.dtype:
-            torch.mul(p.grad, scale, out=view)
+            _average(p.grad, scale, view)
         else:
             view.copy_(p.grad) if first else view.add_(p.grad)
             if scale is not None:
-                view.mul_(scale)
+                _average(view, scale, view)
         p.grad = None
+
+    # A rank that has not used a parameter sends negative zeros for it, and the sum over ranks is a negative zero only
+    # where all ranks send one: so the reduction itself tells whether any rank has used the parameter. A gradient that is
+    # used has no negative zero (:func:`_average`). Only ranks that did not use a parameter look at what has arrived.
+
+    def leave_out(self, index: int) -> None:
+        """Set the gradient of a parameter that has none yet in this iteration."""
+        self.places[index].view(self.gradients).fill_(-0.0)
+
+    def average(self, index: int, scale: float) -> None:
+        """Scale the gradient of a parameter that got none in the last micro-step, but in an earlier one."""
+        view = self.places[index].view(self.gradients)
+        _average(view, scale, view)
+
+    def used_by_none(self, block: int, reduced: Tensor) -> list[slice]:
+        """Return the slices of this rank's part of a block whose parameters no rank has used. ``reduced``: the part's
+        gradient.
+        """
+        out: list[slice] = []
+        own, section = self.own(block), self.sections[block]
+        for i in self.unused:
+            place = self.places[i]
+            begin, end = max(place.offset, own.start), min(place.offset + place.numel, own.stop)
+            if place.section == section and begin < end:
+                piece = reduced[begin - own.start : end - own.start]
+                if bool((torch.signbit(piece) & (piece == 0)).all()):
+                    out.append(slice(begin - own.start, end - own.start))
+        return out
+
+
+_ZERO = torch.zeros(())
+
+
+def _average(gradient: Tensor, scale: float, out: Tensor) -> None:
+    """Write ``gradient`` times ``scale``, without negative zeros, which say that a parameter was not used."""
+    if out.dtype.itemsize < _ZERO.dtype.itemsize:  # torch.add would round the factor to the narrow type
+        torch.mul(gradient, scale, out=out)
+        out.add_(0.0)
+    else:
+        torch.add(_ZERO, gradient, alpha=scale, out=out)  # as fast as the product, and as exact
 
 
 def dtype_of(width: int, like: torch.dtype) -> torch.dtype:

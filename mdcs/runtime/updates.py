@@ -168,6 +168,10 @@ class Updates:
                 gradient = gradient.to(dtype) if is_copy else gradient
                 if scale is not None:
                     gradient.mul_(scale)
+                unused = self.storages[part[0]].used_by_none(part[1], gradient)
+                if unused:  # not updated, as torch's optimizers leave a parameter whose gradient is None
+                    self.cut(part, [end for u in unused for end in (u.start, u.stop)])
+                    own = [r for r in self.runs[part] if not any(u.start <= r.place.start < u.stop for u in unused)]
                 if self._clip_value is not None:
                     gradient.clamp_(-self._clip_value, self._clip_value)
                 if part[0] in self.kept:

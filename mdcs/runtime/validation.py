@@ -291,6 +291,24 @@ def unseen_change(
     return None
 
 
+def taken_away(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
+    """Return a sentence about a parameter that got no gradient because the loop took it out of the model, or froze it;
+    None if there is none.
+    """
+    for storage in storages:
+        for i in storage.unused:
+            name = storage.names[i]
+            try:
+                is_there = model.get_parameter(name) is storage.parameters[i]
+            except AttributeError:
+                is_there = False
+            if not is_there:
+                return f"{name} was replaced or removed while a plan runs: close(), then partition and plan again"
+            if not storage.parameters[i].requires_grad:
+                return _THAWED.format(name)
+    return None
+
+
 def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
     """Return why ranks at these (step, progress, torn), or (step,), cannot go on together; None if they can."""
     torn = [r for r, (_, *more) in enumerate(answers) if any(more[1:])]

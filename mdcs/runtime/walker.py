@@ -4,10 +4,16 @@ Arriving at a slot ends the one before it (its gathered buffers are freed) and i
 it waits for the messages that it needs and for its bytes. Between backward and the next forward (the turn) compute has
 arrived at the first forward slot but not entered it. Reductions at the head of a slot's messages are issued earlier,
 inside of the slot before, once their gradients are ready (:mod:`mdcs.plan.early`).
+
+Compute may depart from the plan. Slots of units that do not come are passed over: their messages go, and gradients that
+do not come are left out. In forward every slot can be passed over. In backward a slot after which a gradient is reduced
+is passed over once autograd will not come to that gradient any more; until then units are used out of their turn, and
+later messages wait. What ends a pass passes over the rest, so each rank sends all messages, whatever the others do.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,15 +21,17 @@ from torch import nn
 
 from mdcs.measure.memory import Meter
 from mdcs.measure.timeline import SlotMemory
-from mdcs.plan.early import needed
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.worst_case import SlotLimits
 from mdcs.runtime.account import Account
+from mdcs.runtime.departures import Departures
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.excess import Excess
 from mdcs.runtime.executor import Executor
+from mdcs.runtime.pass_gradients import PassGradients
 from mdcs.runtime.record import Recorder
+from mdcs.runtime.slot_tables import SlotTables
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
@@ -36,10 +44,12 @@ class SlotWalker:
     def __init__(
         self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport,
         updates: Updates, account: Account, executor: Executor, recorder: Recorder, meter: Meter, excess: Excess,
+        departures: Departures,
     ) -> None:  # fmt: skip
         self.plan, self.ledger, self.storages = plan, ledger, storages
         self.transport, self.queue, self.updates, self.account = transport, transport.queue, updates, account
         self.executor, self.recorder, self.meter, self.excess = executor, recorder, meter, excess
+        self.departures = departures
         self.period = plan.period
         self.limits = SlotLimits(plan)
         self.step = 1
@@ -51,40 +61,8 @@ class SlotWalker:
         self.arrived = False
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
         self._entered: Any = None  # stamp of the slot under way
-        self._gradients: list[set[int]] = [set() for _ in storages]
-        self._scale = 1.0 / plan.world
-        self._opens, self._closes = self._uses()
-        self._early = self._leaving_early()
-
-    def _uses(self) -> tuple[list[list[UnitStorage]], list[list[UnitStorage]]]:
-        """Return for each slot the units whose parameters become usable at its begin, and those that stop at its end."""
-        period = self.period
-        opens: list[list[UnitStorage]] = [[] for _ in range(period.length)]
-        closes: list[list[UnitStorage]] = [[] for _ in range(period.length)]
-        for u, storage in enumerate(self.storages):
-            for micro in range(period.micro_steps):
-                first, last = period.forward(u, micro)
-                backward = period.backward(u, micro)
-                opens[first % period.length].append(storage)
-                if storage.strategy.regathers and backward is not None:
-                    closes[last % period.length].append(storage)
-                    opens[backward[0] % period.length].append(storage)
-                if storage.strategy.sharded or storage.trainable:  # trainable: the runtime holds its gradients from here on
-                    closes[period.last_use(u, micro) % period.length].append(storage)
-        return opens, closes
-
-    def _leaving_early(self) -> dict[int, list[dict[int, range]]]:
-        """Return by slot, for each message that may leave before it: unit -> parameters whose gradients it carries."""
-        out: dict[int, list[dict[int, range]]] = {}
-        for message, part in zip(self.plan.messages, self.plan.early, strict=True):
-            if part < 1:
-                carried: dict[int, range] = {}
-                for u, b in message.parts:
-                    own = needed(self.plan.profile, u, self.plan.blocks[u], b)
-                    known = carried.setdefault(u, own)
-                    carried[u] = range(min(known.start, own.start), max(known.stop, own.stop))
-                out.setdefault(message.slot, []).append(carried)
-        return out
+        self._in_backward = False
+        self.gradients, self._tables = PassGradients(plan, storages), SlotTables(plan, storages)
 
     @property
     def at_turn(self) -> bool:
@@ -97,61 +75,50 @@ class SlotWalker:
         """Enter a forward slot, unless it is a frozen unit's in an evaluation."""
         if self.lent is None or torch.is_grad_enabled():
             self._slot(unit, "F")
+            self.departures.inside[unit] += 1
 
     def forward_end(self, unit: int) -> None:
-        """Do nothing: buffers are freed at the end of the slot."""
+        """Note that a module has returned; buffers are freed at the end of the slot."""
+        if self.lent is None or torch.is_grad_enabled():
+            self.departures.inside[unit] -= 1
 
     def backward_begin(self, unit: int) -> None:
         """Enter a backward slot."""
         self._slot(unit, "B")
 
     def recomputed(self, unit: int) -> None:
-        """Check that activation checkpointing recomputes the unit where the profile saw it."""
-        self._in_backward_of(unit, self.storages[unit].name, "computed again")
-
-    def _in_backward_of(self, unit: int, name: str, what: str) -> None:
-        """Raise RunError unless compute is in a backward slot in which the profile saw the unit."""
-        span = self.period.backward(unit, self.period.slots[self.position - 1].micro)
-        length = self.period.length
-        if span is None or not span[0] % length < self.position <= span[1] % length + 1:
-            raise self._error(
-                f"{name} was {what} in slot {self.period.name(self.position - 1)}, not where it was when it was profiled"
-            )
+        """Make sure that a unit is whole which activation checkpointing computes again."""
+        if self.lent is None:
+            self._in_backward = True
+            self._use_again(unit)
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, which is complete for this micro-step."""
-        storage = self.storages[unit]
-        micro = self.period.slots[self.position - 1].micro
-        self._in_backward_of(unit, storage.names[index], "given its gradient")
-        if index in self._gradients[unit]:
+        storage, slot = self.storages[unit], self.period.slots[self.position - 1]
+        if self._entered is None:
+            raise self._error(self._second_backward(storage.names[index]))
+        self._in_backward = True
+        if index in self.gradients.come[unit] or self._has_left(unit):
             raise self._error(f"{storage.names[index]} got two gradients in one backward pass")
-        self._gradients[unit].add(index)
-        last = micro == self.plan.micro_steps - 1
-        storage.take_gradient(index, micro == 0, self._scale if last else None)
-        if last and self.position in self._early:
+        if not storage.gradients:
+            self._allocate_gradient(unit)
+        self.gradients.take(unit, index, slot.micro)
+        if slot.micro == self.plan.micro_steps - 1 and self.position in self._tables.early:
             self._send_early()
 
     def backward_end(self) -> None:
-        """Leave the last backward slot of the micro-step."""
-        if self.period.slots[self.position - 1].phase != "B":
-            raise self._error("backward ran, but no unit's backward did")
-        missing = [
-            storage.names[i]
-            for storage, seen in zip(self.storages, self._gradients, strict=True)
-            if storage.trainable
-            for i in range(len(storage.parameters))
-            if i not in seen
-        ]
-        if missing:
-            raise self._error(
-                f"{missing[0]} got no gradient in this step but did when it was profiled; "
-                "parameters that are not used in every step must be frozen"
-            )
-        if self.position != self.period.turn and self.period.slots[self.position].phase != "F":
-            raise self._error(f"backward ended before slot {self.period.name(self.position)}")
-        for seen in self._gradients:
-            seen.clear()
+        """Pass over the rest of the micro-step's slots."""
+        if not any(self.gradients.come):
+            raise self._error("backward brought no gradient to any parameter, as torch.autograd.grad: call backward() instead")
+        with self.departures.timed() if self.position != (end := self._end_of_pass) else nullcontext():
+            while self.position != end:
+                self._pass_over(ended=True)
+        self._complete(ended=True)
+        self.departures.note_pass(lambda unit: bool(self.gradients.come[unit]))
+        self.gradients.end_pass()
+        self._in_backward = False
         self._arrive()
+        self.departures.end_pass()  # after what the last slot frees
 
     # -- slots --------------------------------------------------------------------------------------------------
 
@@ -160,21 +127,102 @@ class SlotWalker:
         if self.lent is not None:
             raise self._error(f"a pass with gradients inside {self.lent}")
         expected = self.period.slots[self.position]
+        if (expected.unit, expected.phase) == (unit, phase) and self._can_enter(phase):
+            self._in_backward = phase == "B"
+            if not self.arrived:
+                self._arrive()
+            self._enter()
+        else:
+            with self.departures.timed():
+                self._depart(unit, phase)
+
+    def _can_enter(self, phase: str) -> bool:
+        return (phase == "B" or not self._in_backward) and (self.arrived or self._complete())
+
+    def _depart(self, unit: int, phase: str) -> None:
+        """Let compute use a unit where the plan has another slot."""
         if phase == "B" and self._entered is None:
+            raise self._error(self._second_backward(self.storages[unit].name))
+        if phase == "F" and self._in_backward:
             raise self._error(
-                f"a second backward pass of one forward pass, through {self.storages[unit].name}: add the losses up and call "
-                "backward() once"
+                f"forward of {self.storages[unit].name} ran after a backward pass that raised: call parallel.abandon() on "
+                "every rank"
             )
-        if (expected.unit, expected.phase) != (unit, phase):
-            raise self._error(
-                f"{'forward' if phase == 'F' else 'backward'} of {self.storages[unit].name} ran where the plan has "
-                f"{self.period.name(self.position)}: after a pass that raised call parallel.abandon() on every rank; else the "
-                f"model's control flow is not the profiled one, or the loop takes another number of micro-steps than "
-                f"{self.plan.micro_steps}"
-            )
+        self._in_backward = phase == "B"
+        target = self._ahead(unit, phase)
+        while target is not None and self.position != target:
+            if not self._pass_over():
+                target = None
+        if target is None or not (self.arrived or self._complete()):
+            self._use_again(unit)
+            return
         if not self.arrived:
             self._arrive()
         self._enter()
+
+    def _second_backward(self, name: str) -> str:
+        return (
+            f"a second backward pass of one forward pass, through {name}: add the losses up and call backward() once for each "
+            f"of the {self.plan.micro_steps} passes of a step"
+        )
+
+    def _ahead(self, unit: int, phase: str) -> int | None:
+        """Return the next slot of a unit in this pass; None if there is none."""
+        slots, length = self.period.slots, self.period.length
+        left = (self._end_of_pass - self.position) % length or (0 if self._entered is not None else length)
+        for q in (q % length for q in range(self.position, self.position + left)):
+            if phase == "F" and slots[q].phase == "B":
+                break
+            if (slots[q].unit, slots[q].phase) == (unit, phase):
+                return q
+        return None
+
+    @property
+    def _end_of_pass(self) -> int:
+        """The slot behind the last one of the micro-step that compute is in, or comes to."""
+        return self.period.end(self.period.slots[self.position - (self._entered is not None)].micro)
+
+    def _pass_over(self, ended: bool = False) -> bool:
+        """Go through a slot without compute; return False, staying before it, while autograd may bring its gradients.
+
+        This waits for the messages of the slot: what they gather is freed at its end.
+        """
+        if not self.arrived:
+            if not self._complete(ended):
+                return False
+            self._arrive()
+        slot = self.period.slots[self.position]
+        if self.plan.profile.slots[slot.place].seconds:  # 0: the profiled step left it out, too
+            (self.departures.passed if slot.phase == "F" else self.departures.unreached).add(slot.unit)
+        self._enter()
+        return True
+
+    def _complete(self, ended: bool = False) -> bool:
+        """Complete the gradients whose last slot compute is about to leave; return False if autograd will bring more.
+
+        ``ended``: the backward pass is over.
+        """
+        last = self._tables.last[self.position - 1]
+        if not last or self._entered is None:
+            return True
+        return self.gradients.complete(last, self.period.slots[self.position - 1].micro, ended)
+
+    def _has_left(self, unit: int) -> bool:
+        """Return whether compute has left the unit's last backward slot of this pass."""
+        slot = self.period.slots[self.position - 1]
+        return slot.phase == "B" and self.period.last_use(unit, slot.micro) % self.period.length < self.position - 1
+
+    def _use_again(self, unit: int) -> None:
+        """Make sure that a unit is whole which is used outside of its planned slots."""
+        storage, departures = self.storages[unit], self.departures
+        if self._in_backward and storage.trainable and self._has_left(unit):
+            raise self._error(f"{storage.name} was used again in backward, after all of its gradients had come")
+        if not self._in_backward:
+            departures.note(unit, "ran {} in another order" if unit in departures.passed else "ran {} once more")
+            departures.passed.discard(unit)
+        if not storage.guard.is_open:
+            slot = self.period.slots[self.position - 1]
+            departures.make_whole(unit, None if self._has_left(unit) else slot, self.periods)
 
     def _arrive(self) -> None:
         """Arrive at the boundary before ``position``: end the slot before it, issue messages."""
@@ -194,18 +242,24 @@ class SlotWalker:
             self.updates.snapshot()
         previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
         has_run = self.periods > self.queue.first_period or q > self.period.turn
-        for storage in self._closes[q - 1] if has_run else ():
-            storage.guard.close()
+        phase, departures = self.period.slots[q - 1].phase, self.departures
+        for storage in self._tables.closes[q - 1] if has_run else ():
+            if not departures.stays(storage.unit, phase):
+                storage.guard.close()
         if previous.released and has_run:
             with lock:
                 for u, size in previous.released:
+                    if departures.stays(u, phase):
+                        departures.keep(u)
+                        continue
                     self.storages[u].free_full()
                     self.account.book("full_parameters", -size)
                 self.queue.reserve(-previous.freed)
         with lock:
             self._window((q - 1) % self.period.length, has_run)
             self.account.enter(slot.live)
-            self.queue.excess = self.excess.arrived(q, self.meter.live() if self._counts_excess else None)
+            beyond = self.excess.arrived(q, self.meter.live() if self._counts_excess else None)
+            self.queue.excess = beyond + departures.bytes if departures.outside else beyond
         while self.queue.issued < self.periods * self.queue.n + self.limits.issued[q]:
             self.transport.issue(slot.live)
         self.arrived = True
@@ -213,8 +267,8 @@ class SlotWalker:
     def _send_early(self) -> None:
         """Issue the messages that may leave before the slot ends, have all their gradients, and fit."""
         live = self.ledger.slots[self.position - 1].peak
-        for carried in self._early[self.position][self._sent_early :]:
-            if not all(self._gradients[u].issuperset(own) for u, own in carried.items()):
+        for carried in self._tables.early[self.position][self._sent_early :]:
+            if not all(self.gradients.come[u].issuperset(own) for u, own in carried.items()):
                 return
             if not self.transport.has_room(live):
                 return
@@ -227,7 +281,7 @@ class SlotWalker:
     @property
     def _sent_early(self) -> int:
         """Number of the next slot's messages issued before compute arrives there."""
-        if self.arrived or self._entered is None or self.position not in self._early:
+        if self.arrived or self._entered is None or self.position not in self._tables.early:
             return 0
         return self.queue.issued - self.periods * self.queue.n - self.limits.issued[self.position - 1]
 
@@ -250,14 +304,15 @@ class SlotWalker:
         name = self.period.name(q)
         with lock:
             self.transport.wait_for(self.periods * self.queue.n + self.limits.done[q], f"what slot {name} needs")
-            self.queue.excess = self.excess.entered(q)
+            beyond = self.excess.entered(q)
+            self.queue.excess = beyond + self.departures.bytes if self.departures.outside else beyond
             self.transport.admit(slot.allocated + slot.peak, f"slot {name}")
-            for u, b in slot.gradients:
-                self.storages[u].allocate_gradient()
-                self.account.book("gradients", b)
+            for u, _ in slot.gradients:
+                if not self.storages[u].gradients:  # else one came before this slot
+                    self._allocate_gradient(u)
             self.queue.reserve(slot.allocated)
             self.account.enter(slot.peak)
-        for storage in self._opens[q]:
+        for storage in self._tables.opens[q]:
             if storage.guard.is_open:  # open between its slots: the loop could have changed it
                 detached = storage.detached()
                 if detached is not None:
@@ -268,6 +323,11 @@ class SlotWalker:
         self._entered = self.executor.stamp()
         self.arrived = False
         self.position = (q + 1) % self.period.length
+
+    def _allocate_gradient(self, unit: int) -> None:
+        with self.account.lock:
+            self.storages[unit].allocate_gradient()
+            self.account.book("gradients", self.storages[unit].layout.grad_bytes)
 
     # -- out of the ordinary ------------------------------------------------------------------------------------
 
@@ -307,6 +367,7 @@ class SlotWalker:
             if self.arrived:
                 self._enter()
             else:
+                self._complete(ended=True)
                 self._arrive()
 
     def leave_forward(self) -> None:
@@ -317,9 +378,6 @@ class SlotWalker:
 
     def end_short(self) -> None:
         """End the accumulation of gradients before its last micro-step."""
-        for storage in self.storages:
-            for gradient in storage.gradients:
-                gradient.mul_(self._scale)
         self.walk(2 * self.period.length + 1)
 
     def restart(self) -> None:
@@ -331,8 +389,9 @@ class SlotWalker:
             for storage in self.storages:
                 storage.forget()
             self.account.restart()
-        for seen in self._gradients:
-            seen.clear()
+        self.departures.restart()
+        self._in_backward = False
+        self.gradients.restart()
         self.periods = self.transport.restart()
         self.position, self.arrived, self.due, self._entered = self.period.turn, False, False, None
 

@@ -83,31 +83,6 @@ def training(
 # ---- before step 1
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.forgotten = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.forgotten(x)
-        used: torch.Tensor = self.used(x)
-        return used
-
-
-def profile_unused() -> None:
-    model = Unused()
-    optimizer = torch.optim.Adam(model.parameters())
-    units = mdcs.partition(model, mdcs.ByLeaf())
-    measure_profile(
-        model, units, lambda: model(torch.ones(2, 4)).sum(), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0)
-    )
-
-
-def test_a_parameter_without_gradient(ranks: Ranks):
-    for o in errors(ranks, profile_unused):
-        assert o.kind == "UnsupportedModel" and "forgotten.weight: gets no gradient" in o.message
-
-
 class Reentrant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -270,10 +245,8 @@ def test_misuse_is_refused(ranks: Ranks, what, message):
 def change_course(what: str) -> None:
     with training() as (made, parallel):
         step(made, parallel, 0)
-        if what == "a block is skipped":
+        if what == "a block is removed":
             del made.model.blocks[2]
-        elif what == "blocks are swapped":
-            made.model.blocks[0], made.model.blocks[2] = made.model.blocks[2], made.model.blocks[0]
         elif what == "a gradient is missing":
             made.model.norm.register_forward_hook(lambda m, a, out: out - m.bias.detach() + m.bias.detach())
             made.model.norm.bias.requires_grad_(False)
@@ -283,12 +256,11 @@ def change_course(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("a block is skipped", "step 2: forward of norm ran where the plan has F:blocks.2"),
-        ("blocks are swapped", "step 2: forward of blocks.2 ran where the plan has F:blocks.0"),
+        ("a block is removed", "step 2: blocks.2.0.weight was replaced or removed while a plan runs"),
         ("a gradient is missing", "step 2: norm.bias: what is trained is fixed while a plan runs"),
     ],
 )
-def test_control_flow_that_changes_after_profiling(ranks: Ranks, what, message):
+def test_a_model_that_changes_after_profiling(ranks: Ranks, what, message):
     for rank, o in enumerate(errors(ranks, change_course, what)):
         assert o.kind == "RunError" and f"rank {rank}, {message}" in o.message
 
@@ -313,7 +285,7 @@ def _raise(gradient: torch.Tensor) -> None:
 
 def test_a_backward_that_raised_cannot_be_ignored(ranks: Ranks):
     for rank, o in enumerate(errors(ranks, backward_that_raises)):
-        assert f"rank {rank}, step 2: forward of embedding+head ran where the plan has B:" in o.message
+        assert f"rank {rank}, step 2: forward of embedding+head ran after a backward pass that raised: call" in o.message
 
 
 # ---- ranks that die, hang or fail

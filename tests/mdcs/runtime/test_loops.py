@@ -578,7 +578,7 @@ def catch_in_forward(strategy: str, micro_steps: int, places: tuple[str, str]) -
     job = Job("tied", micro_steps, steps=4)
     with parallel_for(job, how(strategy)) as (made, parallel, optimizer):
         schedule = job.scheduler(optimizer)
-        losses, message = [], ""
+        losses = []
         for step in range(job.steps):
             if step in (0, 2):
                 module = made.model.get_submodule(places[dist.get_rank()])
@@ -592,7 +592,7 @@ def catch_in_forward(strategy: str, micro_steps: int, places: tuple[str, str]) -
                 except Broken:
                     handle.remove()
                     if step == 0 and micro_steps == 1:
-                        message = said(lambda: made.loss(made.model, made.batch(0, 0, 0)))
+                        made.loss(made.model, made.batch(0, 0, 0))  # one more forward pass is no harm
                     parallel.abandon()
             for micro in range(micro_steps):
                 loss = made.loss(made.model, made.batch(step, micro, dist.get_rank())) / micro_steps
@@ -603,7 +603,7 @@ def catch_in_forward(strategy: str, micro_steps: int, places: tuple[str, str]) -
         wanted = reference(job)
         return {
             "losses": losses == list(wanted.losses), "weights": differing(parallel.state_dict(), wanted.state),
-            "message": message, "records": len(parallel.records(flush=True)),
+            "records": len(parallel.records(flush=True)),
         }  # fmt: skip
 
 
@@ -612,8 +612,6 @@ def catch_in_forward(strategy: str, micro_steps: int, places: tuple[str, str]) -
 def test_an_iteration_that_raised_is_given_up(two: Ranks, strategy, micro_steps, places):
     for found in two.run(catch_in_forward, strategy, micro_steps, places):
         assert found["losses"] and found["weights"] == [] and found["records"] == 4
-        if micro_steps == 1:
-            assert "after a pass that raised call parallel.abandon() on every rank" in found["message"]
 
 
 def catch_in_backward(cross_iteration: bool) -> dict[str, Any]:

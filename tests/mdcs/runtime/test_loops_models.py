@@ -571,12 +571,6 @@ class Changes(Block):
         return super().forward(x) + self.words.weight.mean()
 
 
-class WithUnused(Stack):
-    def __init__(self, frozen: bool) -> None:
-        super().__init__()
-        self.extra = nn.Linear(2, 2).requires_grad_(not frozen)
-
-
 class Keeps(Block):
     """Keeps a view of its weight, which a loop of its own would see change."""
 
@@ -646,8 +640,6 @@ REFUSED = {
     "max_norm": (Case(lambda: Stack(lambda: Changes("max_norm"))), "blocks.0.words.weight: is changed by forward"),
     "clamping": (Case(lambda: Stack(lambda: Changes("clamping"))), "blocks.0.one.weight: is changed by forward"),
     "data": (Case(lambda: Stack(lambda: Changes("data"))), "blocks.0.one.weight: is changed by forward"),
-    "unused": (Case(lambda: WithUnused(False)), "extra.weight: is used without a call of its module's forward, or not at all"),
-    "unused and frozen": (Case(lambda: WithUnused(True)), "extra.weight: is used without a call of its module's forward, or not"),
     "a view that is kept": (
         Case(lambda: Stack(Keeps), double=False, policy=LEAVES),
         "blocks.0.kept: shares memory with the parameter blocks.0.one.weight, which has other memory while a plan runs",

@@ -1,0 +1,59 @@
+"""Gradients of an iteration: which have come, and what stands in for those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mdcs.plan.messages import Plan
+from mdcs.runtime.storage import UnitStorage
+from mdcs.torch_compat import will_get_gradient
+
+
+class PassGradients:
+    """``come``: by unit, parameters whose gradient has come in this micro-step."""
+
+    def __init__(self, plan: Plan, storages: Sequence[UnitStorage]) -> None:
+        self._storages, self._micro_steps, self._scale = storages, plan.micro_steps, 1.0 / plan.world
+        self.come: list[set[int]] = [set() for _ in storages]
+        self._missed: list[set[int]] = [set() for _ in storages]  # without a gradient so far in the iteration
+
+    def take(self, unit: int, index: int, micro: int) -> None:
+        """Move a parameter's gradient into the unit's; the last micro-step's averages over ranks."""
+        self.come[unit].add(index)
+        scale = self._scale if micro == self._micro_steps - 1 else None
+        self._storages[unit].take_gradient(index, micro == 0, scale)
+
+    def complete(self, units: Sequence[int], micro: int, ended: bool) -> bool:
+        """Complete the gradients of units in this micro-step. Return False, with nothing changed, if autograd will bring
+        more. ``ended``: it will not.
+        """
+        incomplete = {u: missing for u in units if (missing := self._missing(u)) or self._missed[u]}
+        if not ended and any(
+            will_get_gradient(self._storages[u].parameters[i]) for u, missing in incomplete.items() for i in missing
+        ):
+            return False
+        for u, missing in incomplete.items():
+            if micro == 0:
+                self._missed[u] = missing
+            for i in missing:
+                if micro == 0:
+                    self._storages[u].leave_out(i)
+                elif micro == self._micro_steps - 1 and i not in self._missed[u]:
+                    self._storages[u].average(i, self._scale)
+            self._missed[u] = self._missed[u] & missing
+            self._storages[u].unused = tuple(self._missed[u])
+        return True
+
+    def _missing(self, unit: int) -> set[int]:
+        come, count = self.come[unit], len(self._storages[unit].parameters)
+        return set() if len(come) == count else set(range(count)) - come
+
+    def end_pass(self) -> None:
+        """Begin the next micro-step."""
+        for come in self.come:
+            come.clear()
+
+    def restart(self) -> None:
+        """Forget the iteration."""
+        for known in (*self.come, *self._missed):
+            known.clear()

@@ -1,0 +1,184 @@
+"""Steps that are not the profiled one: layers left out, used more often or in another order, on all ranks or on some.
+
+Each run is compared with DDP(find_unused_parameters=True), bit for bit on two ranks. A path is the list of blocks that a
+batch goes through; the profiled one is 0, 1, 2, 3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mdcs
+from mdcs.calibrate.agreement import agree
+from mdcs.calibrate.slots import measure_profile
+from mdcs.plan.worst_case import smallest_budget
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, plan_for
+
+WHOLE = (0, 1, 2, 3)
+STEPS = 6
+
+
+class Head(nn.Module):
+    """With a layer that no step uses, as BertModel's pooler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.pooler, self.out = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.norm(x))
+        return out
+
+
+class Branching(nn.Module):
+    """Goes through the blocks of a path, besides a block without use. Its second block has a frozen weight.
+
+    The profiled step does not come to the last block, and comes to no gradient of ``side``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.Linear(9, 8)) for _ in range(5))
+        self.side = nn.Sequential(nn.Linear(8, 8))
+        self.head = Head()
+        self.blocks[1][0].weight.requires_grad_(False)
+
+    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
+        hidden = self.stem(x)
+        self.side(hidden)
+        for i in path:
+            hidden = hidden + self.blocks[i](hidden)
+        out: Tensor = self.head(hidden)
+        return out
+
+
+POLICY = mdcs.ByClass(("Sequential", "Head"))
+Paths = dict[tuple[int, int, int], tuple[int, ...]]
+"""(step, micro-step, rank) -> the path of this batch, where it is not the whole one."""
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Branching()
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step * 1000 + micro * 100 + rank))
+
+
+def loss_of(model: nn.Module, paths: Paths, step: int, micro: int, rank: int) -> Tensor:
+    loss: Tensor = model(batch(step, micro, rank), paths.get((step, micro, rank), WHOLE)).square().mean()
+    return loss
+
+
+def with_ddp(paths: Paths, job: Job) -> tuple[list[float], dict[str, Tensor]]:
+    model, rank = build(), dist.get_rank()
+    group = dist.new_group()
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    optimizer = optimizer_for(job.optimizer, model)
+    losses = []
+    for step in range(job.steps):
+        for micro in range(job.micro_steps):
+            with ddp.no_sync() if micro < job.micro_steps - 1 else nullcontext():
+                loss = loss_of(ddp, paths, step, micro, rank) / job.micro_steps
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    del ddp
+    dist.destroy_process_group(group)
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@lru_cache(maxsize=8)
+def profile_of(optimizer: str) -> mdcs.Profile:
+    model, rank = build(), dist.get_rank()
+    units = mdcs.partition(model, POLICY)
+    return agree(
+        measure_profile(
+            model, units, lambda: loss_of(model, {}, 0, 0, rank), optimizer_for(optimizer, model),
+            world=dist.get_world_size(), link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
+        )
+    )  # fmt: skip
+
+
+def with_plan(paths: Paths, job: Job, plan: mdcs.Plan) -> tuple[list[float], dict[str, Tensor], Counter[str]]:
+    model, rank, losses = build(), dist.get_rank(), []
+    optimizer = optimizer_for(job.optimizer, model)
+    units = mdcs.partition(model, POLICY)
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=20) as parallel:
+        for step in range(job.steps):
+            for micro in range(job.micro_steps):
+                loss = loss_of(model, paths, step, micro, rank) / job.micro_steps
+                loss.backward()
+                losses.append(loss.item())
+            parallel.step()
+        state = parallel.state_dict()
+        records = parallel.records(flush=True)
+    return losses, state, Counter(word for record in records for word in record.departures)
+
+
+def compare(paths: Paths, job: Job, how: How) -> Counter[str]:
+    """Train with the plan and with DDP; return the departures on this rank, by the number of steps that had them."""
+    plan = plan_for(job, replace(how, budget=None), profile_of(job.optimizer))
+    if how.budget is not None:  # the smallest one
+        plan = replace(plan, budget=smallest_budget(plan))
+    losses, state, seen = with_plan(paths, job, plan)
+    wanted, weights = with_ddp(paths, job)
+    assert (losses, differing(state, weights)) == (wanted, []), (how, seen)
+    return seen
+
+
+def everywhere(path: tuple[int, ...], micro_steps: int = 1, steps: tuple[int, ...] = (1, 2, 4)) -> Paths:
+    return {(step, micro, rank): path for step in steps for micro in range(micro_steps) for rank in range(2)}
+
+
+CASES: dict[str, tuple[Paths, dict[str, int]]] = {
+    "nothing": ({}, {}),
+    "a layer left out": (everywhere((0, 1, 3)), {"left out blocks.2": 3}),
+    "the first and the last": (everywhere((1, 2)), {"left out blocks.0": 3, "left out blocks.3": 3}),
+    "all of them": (everywhere(()), {f"left out blocks.{i}": 3 for i in range(4)}),
+    "one that is always left out": (everywhere((0, 1, 2, 3), steps=()), {}),
+    "one more": (everywhere((0, 1, 4, 2, 3)), {}),
+    "one twice": (everywhere((0, 1, 1, 2, 3)), {"ran blocks.1 once more": 3}),
+    "one four times": (everywhere((0, 1, 2, 0, 0, 3, 0)), {}),
+    "another order": (everywhere((3, 1, 2, 0)), {}),
+    "all twice": (everywhere((0, 1, 2, 3, 0, 1, 2, 3)), {f"ran blocks.{i} once more": 3 for i in range(3)}),
+    "on one rank": ({(s, 0, 1): (0, 3) for s in (1, 2, 4)}, {}),
+    "each rank another": ({(s, 0, r): ((0, 1), (2, 3))[r] for s in range(STEPS) for r in range(2)}, {}),
+    "each rank another order": ({(s, 0, r): ((3, 2, 1, 0), (1, 1, 0, 3))[r] for s in range(STEPS) for r in range(2)}, {}),
+}
+HOWS = [
+    How(strategy, "wfbp", budget=budget, cross_iteration=across)
+    for strategy in ("dp", "zero2", "sdp", "fsdp")
+    for budget, across in ((None, True), (1.0, False))
+] + [How("random", "random", seed=seed) for seed in (1, 2)]  # fmt: skip
+
+
+def compare_all(name: str, hows: list[How], job: Job) -> list[Counter[str]]:
+    paths, _ = CASES[name]
+    paths = {(s, m, r): p for (s, _, r), p in paths.items() for m in range(job.micro_steps) if job.micro_steps == 1 or m != s % 3}
+    return [compare(paths, job, how) for how in hows]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_that_depart_train_as_ddp_does(two: Ranks, name: str):
+    _, expected = CASES[name]
+    for of_rank in two.run(compare_all, name, HOWS, Job("", steps=STEPS), timeout_s=120):
+        for seen in of_rank:
+            assert expected.items() <= seen.items() and (expected or name not in ("nothing",) or not seen)
+
+
+@pytest.mark.parametrize("name", ["a layer left out", "one twice", "each rank another"])
+def test_in_some_of_the_micro_steps(two: Ranks, name: str):
+    two.run(compare_all, name, HOWS, Job("", 2, "adamw", steps=STEPS), timeout_s=120)

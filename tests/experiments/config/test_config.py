@@ -114,6 +114,7 @@ WRONG = {
         "budget.schedule_share: needs a budget to divide: set budget.gib or budget.over_floor"
     ),
     "strategy=foo": f"strategy: no such option foo; options: {', '.join(files.groups()['strategy'])}",
+    "experiment=none": f"experiment: no such option none; options: {', '.join(files.groups()['experiment'])}",
     "strategy=joint scheduler=joint": (
         "scheduler: no such option joint; options: dear, fusion, memory_aware, mg_wfbp, partitioning, priority, random,"
         " sequential, wfbp"

@@ -16,7 +16,7 @@ WHY_NOT = network.refusal(1.0)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]
 
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = elastic.Cluster(ranks=2, timeout_s=10.0, startup_s=60.0, rate_gbit=1.0)
+CLUSTER = elastic.Cluster(ranks=2, timeout_s=30.0, startup_s=60.0, rate_gbit=1.0)
 
 
 def namespace(process: int | str) -> str:

@@ -13,17 +13,10 @@ from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import SlotLimits
 from mdcs.profile.contents import Contention
 from mdcs.simulator import kernel
-from mdcs.simulator.kernel import Circle, Messages, Numbers, Track
+from mdcs.simulator.kernel import Circle, Messages, Track
 from mdcs.simulator.machine_code import for_loops, numbers
 
 _NOTHING = Contention()
-
-
-class Course:
-    """Costs and slot limits of a plan: the input of a replay without bytes."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.costs, self.limits = plan.costs, SlotLimits(plan)
 
 
 class Trace:
@@ -32,6 +25,7 @@ class Trace:
     Messages are counted in FIFO order and slots in executed order, both from the prologue. The last ``slots`` slots and
     the last ``messages`` messages are the last period.
 
+    - ``issued``: number of messages issued by each slot of a period.
     - ``spans``: (start, end) of each message on the link.
     - ``landed``: when each message is summed or unpacked. ``processed``: when it and all before are updated.
     - ``arrivals``: when compute arrives at each slot. The last entry is the end of the replay.
@@ -39,9 +33,9 @@ class Trace:
     - ``settled``: whether the last period repeats the one before.
     """
 
-    def __init__(self, costs: Sequence[Cost], needed: Sequence[int], slots: int, track: Track, settled: bool) -> None:
-        self.costs, self.needed, self.settled = costs, needed, settled
-        self.slots, self.messages = slots, len(costs)
+    def __init__(self, costs: Sequence[Cost], issued: Sequence[int], track: Track, settled: bool) -> None:
+        self.costs, self.issued, self.settled = costs, issued, settled
+        self.slots, self.messages = len(issued), len(costs)
         sent, arrivals = track.count[kernel.SENT], track.count[kernel.ARRIVALS]
         written = Track(*(column if isinstance(column, list) else column.tolist() for column in track))
         self.spans: list[Span] = list(zip(written.start[:sent], written.finish[:sent], strict=True))
@@ -79,24 +73,19 @@ class Trace:
         }
 
 
-def run(plan: Plan, course: Course, ledger: Ledger | None) -> Trace:
+def run(plan: Plan, ledger: Ledger | None) -> Trace:
     """Replay a plan until its period repeats. Admit messages by the ledger if there is one, and a budget.
 
     Raises PlanError for a deadlock.
     """
-    slots, messages = for_loops(circle(plan.job, plan.budget, ledger)), for_loops(_messages(plan, course, ledger))
+    limits = SlotLimits(plan)
+    slots, messages = for_loops(circle(plan.job, plan.budget, ledger)), for_loops(_messages(plan, ledger))
     track = for_loops(room_for(len(plan.messages), plan.period.length))
-    how = kernel.run(slots, messages, track, numbers(course.limits.issued), numbers(course.limits.done))
+    how = kernel.run(slots, messages, track, numbers(limits.issued), numbers(limits.done))
     if how == kernel.DEADLOCK:
-        raise deadlock(plan, track)
-    return Trace(course.costs, course.limits.done, plan.period.length, track, how == kernel.SETTLED)
-
-
-def deadlock(plan: Plan, track: Track) -> PlanError:
-    """Return the error for a replay that ended in a deadlock."""
-    q, need = track.count[kernel.STUCK], track.count[kernel.NEEDED]
-    cap = (plan.budget or 0) - plan.reserve
-    return PlanError(f"deadlock at slot {q} ({plan.period.name(q)}): needs {need} of {cap} bytes")
+        q, need = track.count[kernel.STUCK], track.count[kernel.NEEDED]
+        raise PlanError(f"deadlock at slot {q} ({plan.period.name(q)}): needs {need} of {slots.cap} bytes")
+    return Trace(plan.costs, limits.issued, track, how == kernel.SETTLED)
 
 
 def circle(job: Job, budget: int | None, held: MixBytes | None) -> Circle:
@@ -123,24 +112,17 @@ def circle(job: Job, budget: int | None, held: MixBytes | None) -> Circle:
     )
 
 
-def _messages(plan: Plan, course: Course, ledger: Ledger | None) -> Messages:
+def _messages(plan: Plan, ledger: Ledger | None) -> Messages:
     none = [0] * len(plan.messages)
     effects = [] if ledger is None else ledger.messages
-    columns: list[Numbers] = list(zip(*course.costs, strict=True)) or [()] * 7
-    alpha, gap, transfer, copy, update, idle, lost = columns
+    seconds = {name: [getattr(cost, name) for cost in plan.costs] for name in Cost._fields}
     return Messages(
+        **seconds,
         slot=[m.slot for m in plan.messages],
         blocking=[m.blocking for m in plan.messages],
         in_prologue=[plan.in_prologue(m) for m in plan.messages],
         waits_for=plan.waits_for,
         early=plan.early,
-        alpha=alpha,
-        gap=gap,
-        transfer=transfer,
-        copy=copy,
-        update=update,
-        idle=idle,
-        lost=lost,
         held=[e.held for e in effects] or none,
         freed=[e.freed for e in effects] or none,
         transient=[e.transient for e in effects] or none,

@@ -25,8 +25,7 @@ from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.messages import Plan
 from mdcs.plan.period import Period
 from mdcs.plan.times import Prediction, StepTimes
-from mdcs.plan.worst_case import SlotLimits
-from mdcs.simulator.recurrence import Course, Trace, run
+from mdcs.simulator.recurrence import Trace, run
 
 
 class Replay:
@@ -72,16 +71,13 @@ class Replay:
         )
 
 
-def replay(plan: Plan, *, ledger: Ledger | None = None, course: Course | None = None) -> Replay:
+def replay(plan: Plan) -> Replay:
     """Replay a plan until its period repeats.
-
-    - ``ledger``, ``course``: those of the plan, if the caller has them.
 
     Raises PlanError, naming the slot, when admission under the plan's budget deadlocks.
     """
-    if plan.budget is not None:
-        ledger = ledger or Ledger(plan)
-    return Replay(plan, run(plan, course or Course(plan), ledger), ledger)
+    ledger = None if plan.budget is None else Ledger(plan)
+    return Replay(plan, run(plan, ledger), ledger)
 
 
 class Steady(NamedTuple):
@@ -205,12 +201,12 @@ def _events(plan: Plan, ledger: Ledger, trace: Trace) -> tuple[dict[str, int], l
                 live[event[1]] -= event[2]
                 out.append(event)
     arrivals, begins = trace.arrivals[-trace.slots - 1 :], trace.begins[-trace.slots :]
-    issued, sent = SlotLimits(plan).issued, 0
+    sent = 0
     for q, (arrival, begin, end, slot) in enumerate(zip(arrivals[:-1], begins, arrivals[1:], ledger.slots, strict=True)):
         out.append((arrival, _ARRIVE, q))
-        for i in range(sent, issued[q]):
+        for i in range(sent, trace.issued[q]):
             out += _effects(ledger.messages[i], *messages[n + i])
-        sent = issued[q]
+        sent = trace.issued[q]
         out.append((begin, _BEGIN, q))
         out += [(begin, what, size) for what, size in slot.at_begin]
         out.append((end, _END, q))

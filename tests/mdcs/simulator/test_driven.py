@@ -14,13 +14,13 @@ from mdcs.planner.named import Scheduler
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.contents import Contention
 from mdcs.profile.execution import UPDATES, ExecutionModel
-from mdcs.simulator.recurrence import Course, run
+from mdcs.simulator.recurrence import run
 from tests.mdcs.profiles import Job, examples, jobs, schedulers, seeds
 from tests.mdcs.simulator.driven import DrivenReplay
 
 
 def assert_same_times(plan: Plan) -> None:
-    trace = run(plan, Course(plan), Ledger(plan))
+    trace = run(plan, Ledger(plan))
     periods = (len(trace.arrivals) - 1 - plan.period.length + plan.period.turn) // plan.period.length
     driven = DrivenReplay(plan, periods)
     assert driven.arrivals == pytest.approx(trace.arrivals, rel=1e-9, abs=1e-12)

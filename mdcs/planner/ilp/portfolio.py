@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
@@ -18,7 +17,6 @@ from mdcs.planner.judge import Judge
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import fuse_neighbours
 from mdcs.planner.schedulers.priority import Priority
-from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.contents import Contention
@@ -67,17 +65,6 @@ def fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
             yield each if judge.budget is None else fit(each, judge.budget)
 
 
-def with_headroom(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with room for the next allocation of compute, if possible.
-
-    Without this room the allocation waits for the messages in flight.
-    """
-    if plan.budget is not None:
-        next_bytes = max([slot.allocated for slot in Ledger(plan).slots])
-        with contextlib.suppress(PlanError):
-            yield dataclasses.replace(fit(plan, plan.budget - next_bytes), budget=plan.budget)
-
-
 def heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
     """Yield the plans of the best heuristics: greedy mixes for several shares of the budget, or the fixed mix.
 
@@ -85,14 +72,9 @@ def heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]
     """
     mixes = list(dict.fromkeys(_mixes(judge, fixed)))
     coarse = Priority(COARSER * judge.profile.block / MIB)
-    for scheduler in (Dear(), Wfbp(), coarse):
+    for scheduler in (Dear(), Wfbp(), coarse, Priority(), Partitioning()):
         for mix in mixes:
-            for plan in fitted(judge, scheduler.schedule(mix)):
-                yield plan
-                yield from with_headroom(plan)
-    for schedule in (Sequential().schedule, Priority().schedule, Partitioning().schedule):
-        for mix in mixes:
-            yield from fitted(judge, schedule(mix))
+            yield from fitted(judge, scheduler.schedule(mix))
 
 
 def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:

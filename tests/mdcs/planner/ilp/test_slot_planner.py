@@ -12,7 +12,6 @@ import pytest
 
 import mdcs
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import Ledger
 from mdcs.plan.messages import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.worst_case import check, smallest_budget
@@ -172,15 +171,6 @@ def test_a_race_starts_from_several_plans_and_ends_with_the_fastest(monkeypatch:
         assert after <= before * (1 + 1e-9) and smallest_budget(plan) <= (judge.budget or 0)
     assert min(step_s for step_s, _ in rounds[1]) <= min(step_s for step_s, _ in rounds[0])
     assert min(step_s for step_s, _ in found) < min(step_s for step_s, _ in known)
-
-
-def test_a_roomier_plan_leaves_room_for_what_compute_allocates_next() -> None:
-    _, known = started()
-    roomier = [(plan, other) for _, plan in known for other in portfolio.with_headroom(plan)]
-    assert roomier
-    for plan, other in roomier:
-        allocated = max(slot.allocated for slot in Ledger(plan).slots)
-        assert smallest_budget(other) <= (plan.budget or 0) - allocated and other.budget == plan.budget
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,6 @@ class CostModel:
 
         - ``work``: seconds of copies and updates that the message causes.
 
-        The result is compute_per_message + compute_per_byte·wire + compute_per_work·work.
         """
         c = self.profile.contention
         return c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
@@ -106,33 +105,26 @@ class CostModel:
     def message(
         self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False, width: int | None = None
     ) -> Cost:
-        """Return the cost of a message, from the cache if it is known.
-
-        See :meth:`payload` for ``elements`` and ``width``.
+        """Return the cost of a message. ``elements``, ``width``: as in :meth:`payload`.
 
         - ``blocking``: compute waits for the message, so compute does not slow it down.
         """
         key = kind, elements, parts, blocking, width
-        cost = self._known.get(key)
-        if cost is None:
-            cost = self._known[key] = self._message(*key)
-        return cost
-
-    def _message(self, kind: Kind, elements: int, parts: int, blocking: bool, width: int | None) -> Cost:
+        if key in self._known:
+            return self._known[key]
         payload, link = self.payload(kind, elements, width), self.profile.link
         wire = self.profile.wire(kind, payload)
         idle = link.beta_of(kind) * wire
         copy, update = self.copy_s(payload, parts), self.update_s(kind, elements, parts)
         transfer = idle if blocking else self.transfer_s(kind, wire)
         lost = self.lost_s(wire, copy + update)
-        return Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
+        cost = self._known[key] = Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
+        return cost
 
     def unit_s(self, unit: int, strategy: Strategy, micro_steps: int = 1) -> float:
         """Return the seconds of communication, sums and updates of a unit in one iteration.
 
-        Messages carry whole units, and nothing overlaps.
-
-        A sharded unit is gathered in every micro-step. It is reduced and updated once. A zero2 unit is gathered once.
+        Messages carry whole units, and nothing overlaps. A sharded unit is gathered in every micro-step.
         """
         u, layout = self.profile.units[unit], self.profile.layouts[unit]
         seconds = 0.0

@@ -104,10 +104,6 @@ class Plan:
         """Start of each block in its unit's flat buffer (elements)."""
         return tuple(tuple(itertools.accumulate(sizes[:-1], initial=0)) for sizes in self.blocks)
 
-    def padded(self, unit: int) -> int:
-        """Return the elements of the unit's flat buffer, padding included."""
-        return sum(self.blocks[unit])
-
     def elements(self, message: Message) -> int:
         """Return the elements of all blocks of the message, padding included."""
         return sum([self.blocks[u][b] for u, b in message.parts])

@@ -32,6 +32,7 @@ from mdcs.simulator.recurrence import circle, room_for
 # Penalty of bytes, as a fraction of the step: _TIGHT · mean over slots of (bytes / budget) ** _POWER.
 _TIGHT, _POWER = 0.05, 4
 
+
 class Candidate(NamedTuple):
     """A plan in numbers.
 
@@ -81,7 +82,7 @@ class Candidates:
         self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._buffers: dict[Op, int] = {}
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: MixBytes(job.period, strategies, blocks))
-        self._circles: dict[tuple[tuple[Strategy, ...], Blocks], Circle] = {}
+        self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(circle(job, budget, self._bytes(*mix))))
         self._shape: Shape | None = None  # of all messages known so far
         self._shapes: dict[tuple[Strategy, ...], Shape] = {}  # the same, completed for the strategies of a mix
         units = job.profile.units
@@ -161,7 +162,8 @@ class Candidates:
 
         None if the candidate cannot run, does not fit the budget, or has an energy above ``limit`` seconds.
         """
-        c, shape = self._circle(candidate), self._shape_for(candidate.strategies)
+        c: Circle = self._circle(candidate.strategies, candidate.blocks)
+        shape = self._shape_for(candidate.strategies)
         sent, slots = numbers(candidate.messages), numbers(candidate.slots)
         if not arrange.place(shape, c.turn, sent, slots, self._issued, self._needed):
             return None
@@ -194,14 +196,6 @@ class Candidates:
         arrivals = np.array(track.arrival[end - self.length : end])
         waits = np.array(track.begin[end - self.length : end]) - arrivals
         return Score(step_s, energy, gaps, begins - gaps, arrivals, waits, np.array(self._needed))
-
-    def _circle(self, candidate: Candidate) -> Circle:
-        key = candidate.strategies, candidate.blocks
-        if key not in self._circles:
-            if len(self._circles) > 1000:
-                self._circles.clear()
-            self._circles[key] = for_loops(circle(self.job, self.budget, self._bytes(*key)))
-        return self._circles[key]
 
     def _shape_for(self, strategies: tuple[Strategy, ...]) -> Shape:
         """Return the values of all messages known so far, completed for the strategies of a mix."""

@@ -187,7 +187,7 @@ def recut(plan: Plan, rng: random.Random) -> Plan | None:
     u = rng.randrange(len(plan.blocks))
     now = len(plan.blocks[u])
     count = rng.choice((now * 2, now // 2, now // 2))
-    total, step = plan.padded(u), 16 * plan.world  # blocks are multiples of ``step``
+    total, step = plan.profile.layouts[u].elements, 16 * plan.world  # blocks are multiples of ``step``
     if not 1 <= count <= _MOST_PARTS or total < step * count:
         return None
     cuts = [total * b // count // step * step for b in range(1, count)]

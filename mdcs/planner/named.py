@@ -30,13 +30,15 @@ from mdcs.planner.strategies.uniform import Uniform
 _T = TypeVar("_T")
 
 
-class StrategyPlanner(Protocol):
-    """Chooses strategies, judged with the sequential schedule."""
-
+class _Named(Protocol):
     @property
     def name(self) -> str:
         """Name in tables."""
         ...
+
+
+class StrategyPlanner(_Named, Protocol):
+    """Chooses strategies, judged with the sequential schedule."""
 
     def choose(self, judge: Judge) -> Choice:
         """Return a mix that fits the judge's budget.
@@ -46,26 +48,16 @@ class StrategyPlanner(Protocol):
         ...
 
 
-class JointPlanner(Protocol):
+class JointPlanner(_Named, Protocol):
     """Chooses strategies and schedule together. It takes no scheduler, and divides the budget itself."""
-
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        ...
 
     def plan(self, judge: Judge) -> Plan:
         """Return a plan within the judge's budget. Raises InfeasibleBudget."""
         ...
 
 
-class Scheduler(Protocol):
+class Scheduler(_Named, Protocol):
     """Turns a mix into messages."""
-
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        ...
 
     def schedule(self, mix: Mix) -> Plan:
         """Return a plan for the mix.

@@ -241,8 +241,7 @@ class SlotSchedule:
             costs[sending.columns[-1]] = sending.seconds - self._latency(sending.op)
         return dataclasses.replace(self.problem, costs=costs)
 
+
 def negative(terms: Terms) -> Terms:
     """Return the terms with the opposite sign."""
     return [(x, -c) for x, c in terms]
-
-

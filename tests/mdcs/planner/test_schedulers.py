@@ -252,7 +252,7 @@ def test_what_is_sent_does_not_depend_on_the_schedule(job: Job, seed: int, sched
     for m in plan.messages:
         for u, b in m.parts:
             elements[Op(m.kind, u, m.micro)] += plan.blocks[u][b]
-    assert elements == {op: plan.padded(op.unit) for op in mix.ops}
+    assert elements == {op: plan.profile.layouts[op.unit].elements for op in mix.ops}
 
 
 @examples(60)

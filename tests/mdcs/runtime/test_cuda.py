@@ -119,7 +119,7 @@ def test_an_emulated_world(strategy: str, scheduler: str, world: int):
     plan = found.plan
     assert found.sent == sorted(found.sent)
     assert [i for round_, i in found.sent if 1 <= round_ < 7] == [*range(len(plan.messages))] * 6
-    assert found.shards == sum(plan.padded(u) for u, s in enumerate(plan.strategies) if s.sharded) // world
+    assert found.shards == sum(plan.profile.layouts[u].elements for u, s in enumerate(plan.strategies) if s.sharded) // world
     least = sum(link.beta_of(m.kind) * plan.wire(m) for m in plan.messages)
     steps = sorted(r.times.step_s for r in found.records)
     assert steps[len(steps) // 2] >= 0.98 * least

@@ -62,7 +62,7 @@ def test_what_a_rank_of_many_holds_is_what_the_ledger_says_to_the_byte(runs: dic
     for slot, ledger, seen in found.slots:
         assert {c: ledger[c] for c in steady} == {c: seen[c] for c in steady}, slot
     plan = found.plan
-    sharded = [plan.padded(u) for u, s in enumerate(plan.strategies) if s.sharded]
+    sharded = [plan.profile.layouts[u].elements for u, s in enumerate(plan.strategies) if s.sharded]
     assert found.shards == sum(sharded) // plan.world
     if plan.scheduler == "sequential":  # of which no timing can change the memory
         assert plan.prediction is not None

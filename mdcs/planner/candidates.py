@@ -48,23 +48,17 @@ class Candidate(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Result of a candidate's replay, in seconds. All but ``step_s`` and ``energy`` describe the last period.
+    """Result of a candidate's replay, in seconds.
 
     - ``step_s``: the step.
     - ``energy``: the value that annealing minimizes: the step plus a penalty for bytes. Bytes that are held without
       need block later moves, most of all where the budget is tight.
-    - ``gaps``: [messages] idle time of the link before each message.
-    - ``gap_begins``: [messages] when the idle time begins.
-    - ``arrivals``: [slots] when compute arrives.
-    - ``waits``: [slots] how long compute waits.
+    - ``waits``: [slots] how long compute waits in the last period.
     - ``needed``: [slots] number of messages that must be done (unrolled).
     """
 
     step_s: float
     energy: float
-    gaps: Any
-    gap_begins: Any
-    arrivals: Any
     waits: Any
     needed: Any
 
@@ -184,18 +178,10 @@ class Candidates:
         end = track.count[kernel.ARRIVALS] - 1
         step_s = float(track.arrival[end] - track.arrival[end - self.length])
         energy = step_s * (1 + tight)
-        return None if energy > limit else self._scored(step_s, energy, messages)
-
-    def _scored(self, step_s: float, energy: float, messages: Messages) -> Score:
-        n, track = len(messages.slot), self._track
-        sent, end = track.count[kernel.SENT], track.count[kernel.ARRIVALS] - 1
-        finishes = np.array(track.finish[max(0, sent - n - 1) : sent])
-        begins = finishes[-n:] - np.asarray(messages.transfer)
-        before = finishes[:-1] if len(finishes) > n else np.concatenate(([0.0], finishes[:-1]))
-        gaps = np.maximum(0.0, begins - np.asarray(messages.gap) - before)
-        arrivals = np.array(track.arrival[end - self.length : end])
-        waits = np.array(track.begin[end - self.length : end]) - arrivals
-        return Score(step_s, energy, gaps, begins - gaps, arrivals, waits, np.array(self._needed))
+        if energy > limit:
+            return None
+        last = slice(end - self.length, end)
+        return Score(step_s, energy, np.array(track.begin[last]) - np.array(track.arrival[last]), np.array(self._needed))
 
     def _shape_for(self, strategies: tuple[Strategy, ...]) -> Shape:
         """Return the values of all messages known so far, completed for the strategies of a mix."""

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 
@@ -36,20 +35,12 @@ _MOST_PARTS = 8  # most blocks of a unit
 # ---- moves of candidates
 
 
-def fill_gap(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
-    """Move a later message to a place where the link is idle. Long gaps are chosen most often."""
-    place = _drawn(score.gaps, rng)
-    if place is None:
-        return None
-    slot = max(0, int(np.searchsorted(score.arrivals, score.gap_begins[place], "right")) - 1)
-    return _moved(among, now, min(len(now.messages) - 1, place + rng.choice((0, *_NEAR))), place, slot)
-
-
 def hasten(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
     """Move the message that compute waits for to an earlier place. Long waits are chosen most often."""
-    q = _drawn(np.where(score.needed > 0, score.waits, 0.0), rng)
-    if q is None:
+    waited = np.cumsum(np.where(score.needed > 0, score.waits, 0.0))
+    if waited[-1] <= 0:
         return None
+    q = int(np.searchsorted(waited, rng.random() * waited[-1], "right"))
     i = int(score.needed[q]) - 1
     place = max(0, i - rng.choice(_NEAR))
     return _moved(among, now, i, place, now.slots[place])
@@ -148,12 +139,6 @@ def restrategize(among: Candidates, now: Candidate, score: Score, rng: random.Ra
     return Candidate(messages, slots, mix.strategies, now.blocks)
 
 
-def _drawn(weights: Any, rng: random.Random) -> int | None:
-    """Return an index of ``weights`` [n], drawn in proportion to its weight. None if all weights are 0."""
-    sums = np.cumsum(weights)
-    return int(np.searchsorted(sums, rng.random() * sums[-1], "right")) if len(sums) and sums[-1] > 0 else None
-
-
 def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> Candidate | None:
     """Move the message at place ``i`` before the message at ``place``.
 
@@ -218,7 +203,7 @@ def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
     return dataclasses.replace(plan, messages=tuple(messages))
 
 
-MOVES: dict[Move, float] = {fill_gap: 3, hasten: 1, shift: 5, swap: 3, shift_run: 2, restrategize: 3}
+MOVES: dict[Move, float] = {hasten: 1, shift: 5, swap: 3, shift_run: 2, restrategize: 3}
 """Moves of candidates, and the relative frequency of each."""
 
 PLAN_MOVES: dict[PlanMove, float] = {recut: 0.2, fuse_or_split: 0.2}

@@ -15,7 +15,7 @@ from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.planner.candidates import Candidates
 from mdcs.planner.judge import Judge
-from mdcs.planner.moves import MOVES, PLAN_MOVES, Move, PlanMove, fill_gap, hasten, joined, restrategize
+from mdcs.planner.moves import MOVES, PLAN_MOVES, Move, PlanMove, hasten, joined, restrategize
 from mdcs.planner.named import SCHEDULERS
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import replay
@@ -91,16 +91,6 @@ def zero2(*drafts: Message) -> Plan:
     judge = Judge(Job(chain(64, 64, link=link(1 / 64))), None)
     mix = judge.mix([Strategy.zero2] * 2)
     return mix.plan("test", mix.whole(), drafts)
-
-
-def test_a_gap_is_filled_by_a_message_that_comes_later() -> None:
-    """Both gathers are issued at the turn though the link has been idle since the reductions."""
-    plan = zero2(
-        Message(Kind.RS, ((1, 0),), 1), Message(Kind.RS, ((0, 0),), 2),
-        Message(Kind.AG_F, ((0, 0),), 2), Message(Kind.AG_F, ((1, 0),), 3),
-    )
-    found = [safely(fill_gap, plan, seed) for seed in range(20)]
-    assert any(other is not None and other.messages[-1].slot < 3 for other in found)
 
 
 def test_what_compute_waits_for_is_sent_earlier() -> None:

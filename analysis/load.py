@@ -16,11 +16,11 @@ from typing import Any
 import pandas as pd
 
 from analysis.events import METRICS, Event, last_attempt, read_events
-from mdcs.measure.timeline import Timeline
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.times import TIMES
 from mdcs.profile.link import Kind
 from mdcs.sizes import GIB
+from mdcs.telemetry.timeline import Timeline
 
 KINDS = tuple(kind.value for kind in Kind)
 PREDICTED = (*TIMES, "extra_communication_s", "peak_bytes")

@@ -17,7 +17,7 @@ from analysis.load import Run, load_run
 from analysis.settings import is_seed
 from analysis.table import write_csv
 from analysis.trace import chrome_trace
-from mdcs.measure.timeline import Timeline
+from mdcs.telemetry.timeline import Timeline
 
 
 def write_report(frame: pd.DataFrame, out: str | Path) -> list[Path]:

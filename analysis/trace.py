@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mdcs.measure.timeline import LANES, PREDICTED_RANK, Interval, Lane, Timeline
+from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, Lane, Timeline
 
 _THREADS: dict[Lane, str] = {"compute": "compute", "message": "messages", "update": "updates"}
 _THREADS_PER_LANE = 100

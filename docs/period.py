@@ -25,14 +25,14 @@ import mdcs
 from analysis.pictures.memory_by_slot import CATEGORY_COLOURS
 from analysis.pictures.style import KIND_COLOURS
 from analysis.trace import sublanes
-from mdcs.measure.timeline import LANES, RankTimeline
-from mdcs.planner.named import Scheduler
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import LANES, RankTimeline
 
 HERE = Path(__file__).resolve().parent
 MODEL = Transformer(layers=8, width=4096, heads=32, sequence=2048, vocab=50257, batch=2)

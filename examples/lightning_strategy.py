@@ -1,6 +1,6 @@
 """A Lightning strategy: trainer and module stay as they are, mdcs plans at the first batch and trains.
 
-LD_PRELOAD=$(python -m mdcs.measure.memory) torchrun --nproc-per-node 2 examples/lightning_strategy.py
+LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/lightning_strategy.py
 
 Clipping by norm, accumulation, schedules, validation, Lightning's checkpoints with the optimizer and `ckpt_path` work. Manual
 optimization and clipping by value are refused before the first batch; hooks between backward and the update

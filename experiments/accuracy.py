@@ -33,7 +33,7 @@ from analysis import load_run
 from experiments.config.checks import compose_config, parse_with_overrides, positive, run_composing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB
 
 MODELS = {

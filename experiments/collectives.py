@@ -95,12 +95,12 @@ def measure(folder: Path) -> None:
 
     from experiments.job.worker import start
     from launch import status
-    from mdcs.calibrate.link_timing import Ranks, measure_link
+    from mdcs.profiler.link_timing import LinkBenchmark, measure_link
 
     config = load(folder / "config.yaml")
     repeat = int((folder / REPEAT).read_text(encoding="utf-8"))
     device, backend = start(config), config.cluster.resolved_backend()
-    ranks = Ranks(device, None)
+    ranks = LinkBenchmark(device, None)
     families = [Collectives(name, backend) for name in ALGORITHMS[backend]]
     senders = [(family, kinds) for kinds in TRAINS.values() for family in families]
     names = [{"operation": operation, "algorithm": family.algorithm} for operation in TRAINS for family in families]
@@ -115,10 +115,10 @@ def measure(folder: Path) -> None:
         own = {"seconds": time.perf_counter() - begin, "alpha": link.alpha, "gap": link.gap, "beta": link.beta}
         links.append(own | {"block": link.block, "chosen": chosen.algorithm})
         for depth, all_of in ((2, trains), (1, one_by_one)):
-            all_of.append(ranks.trains(senders, [_BLOCK], depth, 1))
+            all_of.append(ranks.time_trains(senders, [_BLOCK], depth, 1))
     for size in () if repeat else SIZES:
         status.set()
-        trains.append(ranks.trains(senders, [size], 2, _TURNS))
+        trains.append(ranks.time_trains(senders, [size], 2, _TURNS))
     if dist.get_rank() == 0:
         rows: list[dict[str, Any]] = [
             name | {"seconds": _medians(own)} for name, own in zip(names, zip(*trains, strict=True), strict=True)

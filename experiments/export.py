@@ -37,7 +37,7 @@ from rich.table import Table
 
 from analysis.table import WIDTH, milliseconds
 from mdcs.export.document import document
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.sizes import MIB
 

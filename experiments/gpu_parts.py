@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.measure.timeline import Span, intersection, length
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
@@ -31,6 +30,7 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
+from mdcs.telemetry.timeline import Span, intersection, length
 from mdcs.torch_compat import copy_all
 
 ROOT = Path(__file__).resolve().parent.parent

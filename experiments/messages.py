@@ -41,10 +41,10 @@ from experiments.job import app
 from experiments.job import run as jobs
 from experiments.job.worker import start
 from launch import network, status
-from mdcs.calibrate.agreement import on_rank_zero
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
+from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime.communicator import Communicator
 from mdcs.sizes import MIB
 

@@ -36,12 +36,12 @@ from analysis.table import WIDTH, milliseconds
 from experiments.config.schema import Config
 from experiments.job import app, checkpointing
 from experiments.job import run as jobs
-from experiments.job.profiles import Profiles, ranks, rehearsed
-from mdcs.plan.messages import Plan
+from experiments.job.profiles import Profiles, calibration_errors, ranks
+from mdcs.plan.plan import Plan
 from mdcs.planner import explain
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
-from mdcs.planner.make import floor_bytes
-from mdcs.planner.named import Scheduler
+from mdcs.planner.pipeline import floor_bytes
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.sizes import MIB
 
@@ -155,7 +155,7 @@ def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
     console.print(bounds_table(plan))
     ddp = ideal_ddp_s(plan.profile, plan.micro_steps)
     console.print(f"an ideal DDP, without a budget, would take {ddp * 1e3:.1f} ms", highlight=False)
-    if line := rehearsed(plan.profile):
+    if line := calibration_errors(plan.profile):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(memory_table(plan))
 

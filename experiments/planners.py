@@ -28,15 +28,15 @@ from rich.table import Table
 
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.judge import InfeasibleBudget
-from mdcs.planner.make import floor_bytes, make_plan
-from mdcs.planner.named import SCHEDULERS, StrategyPlanner
+from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link
+from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 HEURISTIC_SCHEDULERS = ("sequential", "wfbp", "fusion", "mg_wfbp", "partitioning", "priority", "dear")

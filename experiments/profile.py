@@ -26,11 +26,11 @@ from analysis.table import WIDTH
 from experiments.config.schema import Config
 from experiments.job import app
 from experiments.job import run as jobs
-from experiments.job.profiles import ranks, rehearsed
+from experiments.job.profiles import calibration_errors, ranks
 from experiments.job.record import identity_of
 from experiments.job.tracking import show_files
-from mdcs.profile.algorithms import name_of
-from mdcs.profile.contents import Profile, Unit
+from mdcs.profile.algorithms import operation_name
+from mdcs.profile.schema import Profile, Unit
 from mdcs.sizes import MIB
 
 
@@ -59,7 +59,7 @@ def show(profile: Profile, console: Console) -> None:
     console.print(units_table(profile))
     console.print(link_table(profile))
     console.print(interference_table(profile))
-    if line := rehearsed(profile):
+    if line := calibration_errors(profile):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -94,7 +94,7 @@ def link_table(profile: Profile) -> Table:
         alpha, beta, gap = link.alpha_of(kind), link.beta_of(kind), link.gap_of(kind)
         rate = f"{8e-9 / beta:.2f}" if beta else "∞"
         served, before = beta * profile.block, gap if link.depth > 1 else max(alpha, gap)
-        operation = name_of(kind)
+        operation = operation_name(kind)
         alphas, betas = (_between(profile, f"{what} of {operation}", scale) for what, scale in (("α", 1e6), ("1/β", 8e-9)))
         flights = (_between(profile, f"{operation} with {name}", 8e-9) for name in rates)
         share = f"{served / (before + served):.0%}" if before + served else "–"

@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.worst_case import smallest_budget
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link
+from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.simulator.simulate import replay
 
 ROUNDS = 15
@@ -47,7 +47,7 @@ def main() -> int:
     table = Table(title=f"{arguments.units} units, {len(plan.messages)} messages: replays per second", title_justify="left")
     for heading in ("what is asked for", "again", "new"):
         table.add_column(heading, justify="left" if heading == "what is asked for" else "right")
-    bounded = dataclasses.replace(plan, budget=smallest_budget(plan))
+    bounded = dataclasses.replace(plan, budget=min_feasible_budget(plan))
     for what, of in (("period", plan), ("period, with a tight budget", bounded)):
         again, new = (rate(lambda: replay(plan_of()).period_s) for plan_of in (lambda: of, lambda: dataclasses.replace(of)))  # noqa: B023
         table.add_row(what, f"{again:,.0f}", f"{new:,.0f}")
@@ -68,7 +68,7 @@ def example(units: int, interference: float) -> Plan:
         interference=interference,
     )
     strategies = (Strategy.zero2, Strategy.sdp, Strategy.fsdp)
-    return Wfbp().schedule(Mix(Job(profile), tuple(strategies[u % 3] for u in range(units))))
+    return Wfbp().schedule(StrategyAssignment(Job(profile), tuple(strategies[u % 3] for u in range(units))))
 
 
 def rate(work: Callable[[], object], at_least_s: float = 0.02) -> float:

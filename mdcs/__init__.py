@@ -22,44 +22,44 @@ from typing import TYPE_CHECKING, Any
 
 from mdcs.plan.job import Job
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
-from mdcs.planner.judge import InfeasibleBudget
-from mdcs.planner.make import floor_bytes, make_plan
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind, Link
+from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay
 
 if TYPE_CHECKING:
-    from mdcs.calibrate.autoplan import autoplan
-    from mdcs.calibrate.autoprofile import autoprofile
-    from mdcs.calibrate.in_loop import parallelize
-    from mdcs.calibrate.slots import measure_profile
-    from mdcs.checkpoint.folder import CheckpointError
+    from mdcs.api.autoplan import autoplan
+    from mdcs.api.in_loop import parallelize
+    from mdcs.checkpoint.directory import CheckpointError
     from mdcs.checkpoint.plain import read_checkpoint
+    from mdcs.emulation import Emulation
     from mdcs.model.units import ByClass, ByLeaf, BySize, ModelUnit, UnsupportedModel, partition
-    from mdcs.runtime.api import Parallel, resume
-    from mdcs.runtime.emulation import Emulation
+    from mdcs.profiler.autoprofile import autoprofile
+    from mdcs.profiler.model_profile import measure_profile
     from mdcs.runtime.errors import RunError
-    from mdcs.runtime.scaling import LossScale
-    from mdcs.runtime.start import materialize
+    from mdcs.runtime.gradient_scaling import LossScale
+    from mdcs.runtime.initialization import materialize
+    from mdcs.runtime.parallel import Parallel, resume
 
 # What needs torch is imported on first use: planning and analysis start without it.
 _LAZY = {
-    "autoplan": "mdcs.calibrate.autoplan",
-    "autoprofile": "mdcs.calibrate.autoprofile",
-    "measure_profile": "mdcs.calibrate.slots",
-    "Parallel": "mdcs.runtime.api",
-    "parallelize": "mdcs.calibrate.in_loop",
-    "resume": "mdcs.runtime.api",
-    "CheckpointError": "mdcs.checkpoint.folder",
+    "autoplan": "mdcs.api.autoplan",
+    "autoprofile": "mdcs.profiler.autoprofile",
+    "measure_profile": "mdcs.profiler.model_profile",
+    "Parallel": "mdcs.runtime.parallel",
+    "parallelize": "mdcs.api.in_loop",
+    "resume": "mdcs.runtime.parallel",
+    "CheckpointError": "mdcs.checkpoint.directory",
     "read_checkpoint": "mdcs.checkpoint.plain",
     "RunError": "mdcs.runtime.errors",
-    "Emulation": "mdcs.runtime.emulation",
-    "LossScale": "mdcs.runtime.scaling",
-    "materialize": "mdcs.runtime.start",
+    "Emulation": "mdcs.emulation",
+    "LossScale": "mdcs.runtime.gradient_scaling",
+    "materialize": "mdcs.runtime.initialization",
     **dict.fromkeys(("ByClass", "ByLeaf", "BySize", "ModelUnit", "UnsupportedModel", "partition"), "mdcs.model.units"),
 }
 

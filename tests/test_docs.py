@@ -36,7 +36,7 @@ def test_every_line_of_what_loops_may_do_names_tests_that_there_are():
     rows = [row for row in (ROOT / "docs/loops.md").read_text().splitlines() if row.startswith("| ") and "| test |" not in row]
     assert len(rows) > 60
     files = {"models": "loops_models", "habits": "loops_habits", "aliases": "random_aliases", "calls": "optimizer_calls"}
-    rooms = {"units": "model", "hooks": "model", "elementwise": "model", "first_step": "calibrate", "in_loop": "calibrate"}
+    rooms = {"units": "model", "hooks": "model", "elementwise": "model", "first_step": "profiler", "in_loop": "api"}
     for row in rows:
         cell = row.rsplit("|", 2)[1]
         assert re.fullmatch(r" `\w+\.\w+`(, `\w+\.\w+`)* ", cell), row

@@ -70,7 +70,7 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {path for package in LIBRARY for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".c")}
     assert packed == {str(path.relative_to(ROOT)) for path in sources}
-    assert "mdcs/measure/shim.c" in packed
+    assert "mdcs/telemetry/shim.c" in packed
 
 
 def test_torch_numpy_and_the_solver_are_all_it_needs(python, tmp_path):

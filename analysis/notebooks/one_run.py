@@ -24,9 +24,9 @@ import pandas as pd
 
 import analysis
 from analysis import pictures, questions
-from mdcs.measure.timeline import PREDICTED_RANK
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import PREDICTED_RANK
 
 EXAMPLE = Path(analysis.__file__).parents[1] / "tests/analysis/sweep/plans"
 frame = questions.measured(analysis.runs(os.environ.get("RUNS", EXAMPLE))).sort_values("step_s")

@@ -12,8 +12,8 @@ from analysis.pictures import style
 from analysis.pictures.budget import best_share
 from analysis.pictures.memory_by_slot import CATEGORY_COLOURS
 from analysis.trace import sublanes
-from mdcs.measure.timeline import LANES, PREDICTED_RANK, Interval, RankTimeline, Timeline
 from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, RankTimeline, Timeline
 
 Figure = dict[str, Any]
 

@@ -9,15 +9,7 @@ from matplotlib.patches import Patch
 
 from analysis.pictures import style
 from analysis.trace import sublanes
-from mdcs.measure.timeline import (
-    LANES,
-    PREDICTED_RANK,
-    Interval,
-    Lane,
-    RankTimeline,
-    Timeline,
-    step_times,
-)
+from mdcs.telemetry.timeline import LANES, PREDICTED_RANK, Interval, Lane, RankTimeline, Timeline, step_times
 
 _FEW_SLOTS = 32
 _KIND_WORDS = {"F": "forward", "B": "backward"}

@@ -11,8 +11,8 @@ from matplotlib.patches import Patch
 
 from analysis import questions as ask
 from analysis.pictures import style
-from mdcs.measure.timeline import SlotMemory, Timeline
 from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import SlotMemory, Timeline
 
 # From what never leaves to what comes and goes: the stack's ground is flat.
 CATEGORY_COLOURS = {

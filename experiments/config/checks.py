@@ -40,10 +40,10 @@ from experiments.config.schema import (
 from experiments.config.targets import make, plain
 from mdcs.options import OptionError, check_value, shown
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.named import decides_schedule
+from mdcs.planner.registry import decides_schedule
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 
 
 @contextmanager

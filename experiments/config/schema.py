@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from experiments.tasks.model import Model
     from experiments.tasks.optimizers import Optimizer
     from experiments.trackers.tracker import Tracker
-    from mdcs.planner.named import JointPlanner, Scheduler, StrategyPlanner
+    from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 
     Strategy = StrategyPlanner | JointPlanner
 else:  # for Hydra these groups are mappings; checks.from_composed makes the objects

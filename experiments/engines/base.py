@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from experiments.config.schema import Config, ConfigError
-from mdcs.measure.memory import TOTAL, current_meter
-from mdcs.measure.timeline import Span, intersection, length, union
 from mdcs.options import Checked
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
+from mdcs.telemetry.memory_meter import TOTAL, current_meter
+from mdcs.telemetry.timeline import Span, intersection, length, union
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from mdcs.emulation import Emulation
     from mdcs.model.units import ModelUnit
-    from mdcs.runtime.checkpointing import Resumed, Saving
-    from mdcs.runtime.emulation import Emulation
+    from mdcs.runtime.checkpointing import ResumeInfo, SaveHandle
 
     Batch = dict[str, Tensor]
 
@@ -146,11 +146,11 @@ class Engine(Protocol):
         """Context for forward passes of the job's model without gradients."""
         ...
 
-    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> Saving:
+    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> SaveHandle:
         """Write a checkpoint. Configs that request checkpoints from a peer are refused before."""
         ...
 
-    def resume(self, path: Path) -> Resumed | None:
+    def resume(self, path: Path) -> ResumeInfo | None:
         """Load the newest checkpoint; None where there is none. The steps of `records` continue its count."""
         ...
 
@@ -212,7 +212,7 @@ class Peer:
         self.seen, self._steps = Seen(), 0
         self._unread: list[tuple[int, Any, Any, Seen]] = []
         self.reset_memory()
-        self._begin = self._executor.stamp()
+        self._begin = self._executor.record_timestamp()
 
     def __enter__(self) -> Engine:
         return self
@@ -227,10 +227,10 @@ class Peer:
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        begin = self._executor.stamp()
+        begin = self._executor.record_timestamp()
         with self.synchronizing(last):
             yield
-        self.seen.phases.append((begin, self._executor.stamp()))
+        self.seen.phases.append((begin, self._executor.record_timestamp()))
 
     def synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         """Context of a micro-step. Gradients are reduced in the last micro-step of a step."""
@@ -248,7 +248,7 @@ class Peer:
             self.grad_norm = float(self.clip(self._clip))
         self.update()
         self._steps += 1
-        end = self._executor.stamp()
+        end = self._executor.record_timestamp()
         self._unread.append((self._steps, self._begin, end, self.seen))
         self._begin, self.seen = end, Seen()
 
@@ -283,10 +283,10 @@ class Peer:
         finally:
             self.seen = training
 
-    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> Saving:
+    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> SaveHandle:
         raise NotImplementedError("experiments.config.checks refuses run.save_every with a peer")
 
-    def resume(self, path: Path) -> Resumed | None:
+    def resume(self, path: Path) -> ResumeInfo | None:
         raise NotImplementedError("experiments.config.checks refuses run.resume with a peer")
 
     # ---- what was measured

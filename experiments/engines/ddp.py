@@ -9,10 +9,10 @@ from typing import Any
 
 from experiments.config.schema import Config
 from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Trained
-from mdcs.measure.timeline import Span, length
 from mdcs.options import option
 from mdcs.plan.times import StepTimes
 from mdcs.profile.link import Kind
+from mdcs.telemetry.timeline import Span, length
 
 _NS = 1e-9
 

@@ -47,7 +47,7 @@ class DdpNoOverlapEngine(Peer):
 
         if self.workload.world == 1:
             return
-        begin = self._executor.seconds(self._executor.stamp())
+        begin = self._executor.seconds(self._executor.record_timestamp())
         flights = []
         for bucket in _buckets([p.grad for p in self._parameters if p.grad is not None], self._bucket):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self.workload.world)
@@ -58,7 +58,7 @@ class DdpNoOverlapEngine(Peer):
             size += flat.nbytes
             parts = flat.split([gradient.numel() for gradient in bucket])
             copy_all(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
-        end = self._executor.seconds(self._executor.stamp())
+        end = self._executor.seconds(self._executor.record_timestamp())
         self.seen.message(Kind.AR, self.collectives.sent(Kind.AR, size, self.workload.world), (begin, end))
         self.seen.count[str(Kind.AR)] = len(flights)
 

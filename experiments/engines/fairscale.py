@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.config.schema import Config
 from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Trained
-from mdcs.measure.timeline import Span
 from mdcs.options import option
 from mdcs.plan.times import StepTimes
 from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import Span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class FairscaleEngine(Peer):
         self._hooks = [p.register_post_accumulate_grad_hook(self._stamp) for p in parameters]
 
     def _stamp(self, _: Tensor) -> None:
-        self._gradient = self._executor.stamp()
+        self._gradient = self._executor.record_timestamp()
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -67,7 +67,7 @@ class FairscaleEngine(Peer):
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
-        self.seen.waits.append((self._gradient, self._executor.stamp()))
+        self.seen.waits.append((self._gradient, self._executor.record_timestamp()))
 
     def times(self, whole: Span, phases: Sequence[Span], seen: Seen) -> StepTimes:
         seconds = self._executor.seconds

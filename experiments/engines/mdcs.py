@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import mdcs
 from experiments.config.schema import Config
 from experiments.engines.base import Engine, EngineOptions, Record, Trained
-from mdcs.measure.memory import TOTAL
-from mdcs.measure.timeline import RankTimeline, Timeline
+from mdcs.telemetry.memory_meter import TOTAL
+from mdcs.telemetry.timeline import RankTimeline, Timeline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from experiments.engines.base import Batch
-    from mdcs.runtime.checkpointing import Resumed, Saving
+    from mdcs.runtime.checkpointing import ResumeInfo, SaveHandle
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class MdcsEngine:
     def grad_norm(self) -> float | None:
         return self._parallel.grad_norm
 
-    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> Saving:
+    def checkpoint(self, root: Path, extra: Any, *, keep: int, wait: bool) -> SaveHandle:
         return self._parallel.checkpoint(root, extra=extra, keep=keep, wait=wait)
 
-    def resume(self, path: Path) -> Resumed | None:
+    def resume(self, path: Path) -> ResumeInfo | None:
         resumed = mdcs.resume(self._parallel, path)
         self._done = 0 if resumed is None else resumed.step
         return resumed
@@ -109,10 +109,10 @@ class MdcsEngine:
         """
         import torch.distributed as dist
 
-        from mdcs.calibrate.clock import machine
+        from mdcs.profiler.timing import machine_id
 
         begin, end, intervals = self._parallel.last_period()
-        own = (self.workload.rank, intervals, self._parallel.memory_by_slot(), (machine(), begin))
+        own = (self.workload.rank, intervals, self._parallel.memory_by_slot(), (machine_id(), begin))
         gathered: list[Any] = [None] * self.workload.processes
         dist.all_gather_object(gathered, own)
         if not self.workload.writes or not intervals:

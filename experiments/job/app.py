@@ -41,7 +41,7 @@ from hydra_plugins import _mdcs_handed as handed
 from hydra_plugins._mdcs_slurm import MdcsLauncher, measured
 from hydra_plugins._mdcs_sweeper import MdcsSweeper
 from launch.claim import Occupied, claim
-from mdcs.planner.named import decides_schedule
+from mdcs.planner.registry import decides_schedule
 
 _HANDS_IN = "hydra_plugins._mdcs_slurm."
 
@@ -284,7 +284,7 @@ def _judge(session: Session, program: Program, compose: Callable[[], DictConfig]
 
 
 def _place(session: Session, program: Program, config: Config, identity: str, overrides: Sequence[str]) -> str | None:
-    """The job's folder in the sweep's folder, as `Judge` returns it.
+    """The job's folder in the sweep's folder, as `PlanningProblem` returns it.
 
     None if an earlier sweep has run the job to its end, or has handed it in and it has not ended.
     """

@@ -15,7 +15,7 @@ from rich.console import Console
 from experiments.config.schema import Config
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.sizes import MIB
 
 _WAYS = {"without": False, "with": True}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # which import torch: a launcher need not wait for it
     from torch.optim.lr_scheduler import LRScheduler
 
     from experiments.engines.base import Engine
-    from mdcs.runtime.checkpointing import Saving
+    from mdcs.runtime.checkpointing import SaveHandle
 
 FOLDER = "checkpoints"
 
@@ -41,12 +41,12 @@ class Checkpoints:
         self, config: Config, folder: Path, engine: Engine, schedule: LRScheduler, metrics: JsonLines | None
     ) -> None:
         if config.cluster.name == "joined":  # the folders of the other ranks are temporary
-            from mdcs.calibrate.agreement import on_rank_zero
+            from mdcs.profiler.consensus import on_rank_zero
 
             folder = Path(on_rank_zero(lambda: str(folder)))
         self._run, self._own, self._metrics = config.run, folder / FOLDER, metrics
         self._engine, self._schedule = engine, schedule
-        self._last: Saving | None = None
+        self._last: SaveHandle | None = None
 
     def resume(self) -> int:
         """Load the checkpoint of the config into engine, optimizer and schedule. Return the number of steps done.

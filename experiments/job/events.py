@@ -17,12 +17,12 @@ from experiments.config.targets import TARGET
 from experiments.job.planning import budget_bytes
 from launch import network
 from mdcs.plan.times import TIMES
-from mdcs.profile.contents import is_far_off
+from mdcs.profile.schema import is_far_off
 
 if TYPE_CHECKING:  # these modules import torch: a program that only plans need not wait for it
     from experiments.engines.base import Engine, Record
     from experiments.job.workload import Workload
-    from mdcs.calibrate.trials import Trial
+    from mdcs.profiler.autotune import Trial
 
 
 def job_event(config: Config) -> dict[str, Any]:
@@ -150,8 +150,8 @@ def doubt(plan: mdcs.Plan, measured_s: float) -> str:
     """Reason why the predictions of a run are not reliable, given the measured step in seconds; empty if there is none.
     """
     assert plan.prediction is not None
-    predicted_s, rehearsed = plan.prediction.step_s, plan.profile.doubt
+    predicted_s, warning = plan.prediction.step_s, plan.profile.reliability_warning
     if not is_far_off(predicted_s, measured_s):
-        return rehearsed
+        return warning
     said = f"a step was predicted to take {predicted_s * 1e3:.1f} ms, and took {measured_s * 1e3:.1f}"
-    return f"{said}; {rehearsed}" if rehearsed else said
+    return f"{said}; {warning}" if warning else said

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import mdcs
 from experiments.config.schema import Config
-from mdcs.measure.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 from mdcs.sizes import GIB, MIB
+from mdcs.telemetry.timeline import PREDICTED_RANK, RankTimeline, SlotMemory, Timeline
 
 
 def job_of(config: Config, profile: mdcs.Profile) -> mdcs.Job:

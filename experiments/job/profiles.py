@@ -14,8 +14,8 @@ from experiments.config.identity import identity
 from experiments.config.schema import Config, ProfileConfig
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
-from mdcs.profile.contents import SCHEMA, Profile
 from mdcs.profile.link import Link
+from mdcs.profile.schema import SCHEMA, Profile
 
 _MEASURED = 9
 """Version of the measurements. Raise it when equal jobs measure other values than before, e.g. with a new runtime."""
@@ -120,10 +120,10 @@ def ranks(profile: Profile) -> str:
     return f"{profile.world} {'emulated ' if 'emulated' in profile.about else ''}ranks{compute}"
 
 
-def rehearsed(profile: Profile) -> str:
-    """One line: the prediction errors of the plans that were rehearsed with this profile. Empty if none was."""
-    off = (f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in profile.rehearsed.items())
-    return "predicted against measured in rehearsal: " + ", ".join(off) if profile.rehearsed else ""
+def calibration_errors(profile: Profile) -> str:
+    """One line: the prediction errors of the profile's calibration runs. Empty if none was."""
+    off = (f"{name} {predicted / measured - 1:+.1%}" for name, (predicted, measured) in profile.calibration_runs.items())
+    return "predicted against measured in calibration runs: " + ", ".join(off) if profile.calibration_runs else ""
 
 
 def _analytic(c: ProfileConfig, depth: int) -> Profile:

@@ -31,12 +31,12 @@ from launch import elastic, network, preemption
 from launch.claim import Occupied, claim
 from launch.elastic import Outcome
 from launch.status import Status
-from mdcs.measure.memory import preload_env
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.make import floor_bytes
+from mdcs.planner.pipeline import floor_bytes
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 from mdcs.sizes import GIB, MIB
+from mdcs.telemetry.memory_meter import preload_env
 
 WORKER = "experiments.job.worker"
 

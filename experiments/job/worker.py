@@ -22,7 +22,7 @@ from experiments.job.planning import job_of, make_plan, write_plan
 from experiments.job.training import train
 from experiments.job.workload import Workload
 from launch import preemption, rendezvous, status
-from mdcs.calibrate.agreement import on_rank_zero
+from mdcs.profiler.consensus import on_rank_zero
 
 
 def main(folder: Path, only: str | None = None) -> None:

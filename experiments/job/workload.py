@@ -16,9 +16,9 @@ from experiments.config.identity import identity
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
-from mdcs.calibrate.agreement import on_rank_zero
-from mdcs.calibrate.link_timing import MeasuredLink
-from mdcs.calibrate.trials import Trial, candidates, cost_s, fastest
+from mdcs.profiler.autotune import Trial, candidates, cost_s, fastest
+from mdcs.profiler.consensus import on_rank_zero
+from mdcs.profiler.link_timing import MeasuredLink
 from mdcs.sizes import aligned
 from mdcs.torch_compat import has_batch_statistics
 

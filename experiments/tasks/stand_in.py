@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 
 
 @dataclass(frozen=True)

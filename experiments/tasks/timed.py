@@ -16,7 +16,7 @@ from experiments.tasks.inputs import Images
 from experiments.tasks.model import Model
 from experiments.tasks.stand_in import Shape, Unit, Use, count, of_profile
 from mdcs.options import OptionError, option, options, shown
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mdcs.checkpoint import folder, numbers, pieces
-from mdcs.checkpoint.folder import CheckpointError
-from mdcs.checkpoint.numbers import RUN
+from mdcs.checkpoint import aux_state, dcp_shards, directory
+from mdcs.checkpoint.aux_state import RUN
+from mdcs.checkpoint.directory import CheckpointError
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -17,11 +17,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     one. ``torch.save`` can write the result, and ``weights_only`` can read it back. Raises CheckpointError if no
     checkpoint is usable.
     """
-    chosen = folder.choose(folder.candidates(Path(path)), folder.problem)
+    chosen = directory.choose(directory.candidates(Path(path)), directory.find_problem)
     if chosen is None:
         raise CheckpointError(f"{path}: there is no checkpoint")
-    run = numbers.load(chosen / RUN)
-    tree = pieces.whole(chosen)
+    run = aux_state.load(chosen / RUN)
+    tree = dcp_shards.load_full(chosen)
     state, groups = tree.get("optimizer", {}).get("state", {}), []
     places: dict[str, int] = {}
     for group in run["param_groups"]:

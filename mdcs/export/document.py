@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mdcs.export.groups import Group, effective, fused_with, groups_of, in_order, modules_of, planned_ahead
-from mdcs.export.predicted import Steps, best_steps, fitting
-from mdcs.plan.messages import Plan
+from mdcs.export.groups import Group, fsdp2_strategy, fused_with, groups_of, in_order, modules_of, prefetch_distance
+from mdcs.export.step_prediction import Steps, best_steps, fit_to_budget
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
 
@@ -45,7 +45,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "plan": plan.hash,
         "ranks": plan.world,
         "groups": [_group(plan, g, chosen) for g in groups],
-        "lost": [{"what": what, "units": units} for what, units in lost(plan, groups, chosen).items()],
+        "lost": [{"what": what, "units": units} for what, units in limitations(plan, groups, chosen).items()],
         "predicted": {
             "mdcs": None if plan.prediction is None else dataclasses.asdict(plan.prediction),
             "fsdp2": dataclasses.asdict(chosen.prediction),
@@ -58,7 +58,7 @@ def document(plan: Plan) -> dict[str, Any]:
 def _budget(plan: Plan, groups: tuple[Group, ...]) -> dict[str, Any] | None:
     if plan.budget is None:
         return None
-    units, steps = fitting(plan, groups)
+    units, steps = fit_to_budget(plan, groups)
     other = {"units": units, **dataclasses.asdict(steps.prediction)} if units else None
     fits = steps.fit(plan)
     return {
@@ -81,10 +81,10 @@ def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:
     }
 
 
-def lost(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> dict[str, list[str]]:
+def limitations(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> dict[str, list[str]]:
     """Return sentences that say what FSDP2 lacks -> names of the units that lose it. No units: the whole plan."""
     found: dict[str, list[str]] = {}
-    for unit, what in _lost_by_unit(plan, groups, chosen):
+    for unit, what in _limitations_by_unit(plan, groups, chosen):
         units = found.setdefault(what, [])
         if plan.profile.units[unit].name not in units:
             units.append(plan.profile.units[unit].name)
@@ -103,9 +103,9 @@ def lost(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> dict[str, list
     return found
 
 
-def _lost_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> Iterator[tuple[int, str]]:
+def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> Iterator[tuple[int, str]]:
     together = fused_with(plan)
-    ahead = {kind: planned_ahead(plan, groups, kind) for kind in (Kind.AG_F, Kind.AG_B)}
+    ahead = {kind: prefetch_distance(plan, groups, kind) for kind in (Kind.AG_F, Kind.AG_B)}
     of = {u: g for g in groups for u in g.units}
     for u, strategy in enumerate(plan.strategies):
         g, own = of[u], [m for m in plan.messages if m.micro == 0 and any(v == u for v, _ in m.parts)]
@@ -114,7 +114,7 @@ def _lost_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> Itera
                 "zero2 becomes sdp (reshard_after_forward=False): the same bytes are sent; whole parameters are held from"
                 " forward to backward, not between steps, and are gathered right before their use"
             )
-        elif effective(strategy) is not g.strategy:
+        elif fsdp2_strategy(strategy) is not g.strategy:
             yield u, f"{strategy} becomes {g.strategy}, that of the largest unit in its fully_shard group"
         if g.strategy is Strategy.dp:
             yield u, "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used"
@@ -129,7 +129,7 @@ def _lost_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> Itera
         late = [m.slot > plan.period.window(Op(m.kind, u, 0))[0] for m in own if not m.kind.is_gather]
         if late and all(late):
             yield u, "is reduced later than its gradients are there, behind other messages; FSDP2 reduces it at once"
-        if any(m.kind.plain is Kind.AG_F and plan.unrolled(m) < plan.period.turn for m in own):
+        if any(m.kind.plain is Kind.AG_F and plan.unrolled_slot(m) < plan.period.turn for m in own):
             yield u, "is gathered for the next step while backward runs; FSDP2 begins to gather with the forward pass"
         for kind, lists in ((Kind.AG_F, chosen.forward), (Kind.AG_B, chosen.backward)):
             order = [each.name for each in in_order(groups, kind)]
@@ -138,7 +138,7 @@ def _lost_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -> Itera
                 yield u, f"is gathered further ahead ({kind}) in the plan, which is not faster here or takes too many bytes"
 
 
-def named(group: Mapping[str, Any]) -> str:
+def describe_group(group: Mapping[str, Any]) -> str:
     """Return a group of the file in words, for messages."""
     units = group["units"]
     return f"unit {', '.join(units)}" if units else "the whole model"

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mdcs.export.document import SCHEMA, document, named
-from mdcs.plan.messages import Plan
+from mdcs.export.document import SCHEMA, describe_group, document
+from mdcs.plan.plan import Plan
 from mdcs.sizes import aligned
 from mdcs.torch_compat import gather_on_cpu_ahead
 
@@ -71,7 +71,7 @@ def _checked(model: nn.Module, from_file: Mapping[str, Any]) -> list[Mapping[str
     for name, p in model.named_parameters():
         names[p] = name
     for group in from_file["groups"]:
-        unit = named(group)
+        unit = describe_group(group)
         missing = next((name for name in group["modules"] if name not in modules), None)
         if missing is not None:
             raise ValueError(f"{unit}: the model ({type(model).__name__}) has no module {missing!r}: the plan is of another one")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 
 Span = tuple[int, int]
 """(first, last) slot, counted in the forward or in the backward slots of a micro-step."""
@@ -57,11 +57,11 @@ class Group:
         return (shards,) if shards == profile.world and not self.replicated else (profile.world // shards, shards)
 
 
-Ahead = dict[str, tuple[str, ...]]
+PrefetchLists = dict[str, tuple[str, ...]]
 """Name of a group -> names of the groups that it prefetches before it computes."""
 
 
-def effective(strategy: Strategy) -> Strategy:
+def fsdp2_strategy(strategy: Strategy) -> Strategy:
     """Return the strategy that FSDP2 runs: zero2 becomes sdp, for FSDP2 keeps no whole parameters at rest beside
     shards.
     """
@@ -108,7 +108,7 @@ def _group(plan: Plan, units: list[int]) -> Group:
     return Group(
         modules,
         tuple(units),
-        effective(plan.strategies[largest]),
+        fsdp2_strategy(plan.strategies[largest]),
         _span([u.forward for u in inside]),
         _span(backward) if backward else None,
     )
@@ -156,7 +156,7 @@ def _one_group(plan: Plan, before: set[int], after: set[int], together: dict[tup
     return alike and all(before | after <= together.get((kind, u), set()) for kind in kinds for u in before | after)
 
 
-def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str, int]:
+def prefetch_distance(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str, int]:
     """Return by how many groups the plan gathers each group ahead of its use; 0: at its own slot.
 
     ``kind`` is ``AG_F`` or ``AG_B``. The first message of the group counts. Replicated groups, and groups without a
@@ -168,7 +168,7 @@ def planned_ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind) -> dict[str
     out = {}
     for place, g in enumerate(order):
         of_first = (m for m in plan.messages if m.kind.plain is kind and m.micro == 0)
-        sent = [plan.unrolled(m) for m in of_first if any(u in g.units for u, _ in m.parts)]
+        sent = [plan.unrolled_slot(m) for m in of_first if any(u in g.units for u, _ in m.parts)]
         if sent and not g.replicated:
             by = max([i for i in range(place + 1) if firsts[i] <= min(sent)], default=0)
             out[g.name] = place - by
@@ -190,14 +190,14 @@ def _first(group: Group, kind: Kind) -> int:
     return span[0]
 
 
-def ahead(plan: Plan, groups: tuple[Group, ...], kind: Kind, limit: int) -> Ahead:
+def prefetch_lists(plan: Plan, groups: tuple[Group, ...], kind: Kind, limit: int) -> PrefetchLists:
     """Return the lists for ``set_modules_to_forward_prefetch`` (``AG_F``) or ``…_backward_prefetch`` (``AG_B``).
 
     Each group is prefetched as far ahead as the plan gathers it, at most ``limit`` groups; in backward at least one,
     which is the default of FSDP2.
     """
     order = in_order(groups, kind)
-    far = planned_ahead(plan, groups, kind)
+    far = prefetch_distance(plan, groups, kind)
     least = 1 if kind is Kind.AG_B else 0
     out: dict[str, list[str]] = {}
     for place, g in enumerate(order):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mdcs.export.groups import Ahead, Group, in_order
+from mdcs.export.groups import Group, PrefetchLists, in_order
 from mdcs.plan.job import Job
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
@@ -73,14 +73,16 @@ class GroupBytes:
         return cls(parts, **sizes)
 
 
-class Walk:
+class MemoryWalk:
     """One iteration of a job in steady state; ``peak`` has the peak bytes of each category and of the "total".
 
     Each buffer is allocated by :meth:`_hold` and freed by :meth:`_free`, under a key: (group, what it is), or a name if
     there is one at a time.
     """
 
-    def __init__(self, job: Job, groups: tuple[Group, ...], forward: Ahead, backward: Ahead, collectives: Collectives) -> None:
+    def __init__(
+        self, job: Job, groups: tuple[Group, ...], forward: PrefetchLists, backward: PrefetchLists, collectives: Collectives
+    ) -> None:
         self._profile, self._groups, self._collectives = job.profile, groups, collectives
         self._waits = collectives.backend == "gloo"  # on the host
         self._bytes = {g.name: GroupBytes.of(g, job) for g in groups}
@@ -107,7 +109,7 @@ class Walk:
         category, size = self._buffers.pop(key, ("staging", 0))
         self._live[category] -= size
 
-    def _forward(self, ahead: Ahead) -> None:
+    def _forward(self, ahead: PrefetchLists) -> None:
         slots = self._profile.slots[: self._profile.forward_slots]
         order = in_order(self._groups, Kind.AG_F)
         for q, slot in enumerate(slots):
@@ -122,7 +124,7 @@ class Walk:
                     self._free((g.name, "full"))
         self._free("last gather")
 
-    def _backward(self, ahead: Ahead, *, first: bool, last: bool) -> None:
+    def _backward(self, ahead: PrefetchLists, *, first: bool, last: bool) -> None:
         slots = self._profile.slots[self._profile.forward_slots :]
         after = [slot.live for slot in slots[1:]] + [self._profile.slots[0].live]
         order = in_order(self._groups, Kind.AG_B)

@@ -74,14 +74,14 @@ def folded_parameter(model: nn.Module) -> str | None:
 
 def buffer_over_parameter(model: nn.Module) -> Alias | None:
     """Return a buffer that shares memory with a parameter, or None."""
-    found = _over(model, ((name, b) for name, b in model.named_buffers() if b.layout is torch.strided))
+    found = _overlapping(model, ((name, b) for name, b in model.named_buffers() if b.layout is torch.strided))
     return found[0] if found else None
 
 
 def attributes_over_parameters(model: nn.Module) -> list[Alias]:
     """Return the tensors over a parameter's memory that modules hold in attributes, containers, objects and closures.
     """
-    return _over(model, _held(model))
+    return _overlapping(model, _held(model))
 
 
 def still_held(model: nn.Module, found: Sequence[Alias]) -> Alias | None:
@@ -91,7 +91,7 @@ def still_held(model: nn.Module, found: Sequence[Alias]) -> Alias | None:
     return next((alias for alias in found if alias.tensor() is not None and id(alias.tensor()) in now), None)
 
 
-def _over(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[Alias]:
+def _overlapping(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[Alias]:
     """Return those of ``tensors`` that overlap a parameter, in the order of ``tensors``."""
     own = {id(p) for p in model.parameters()}
     regions = _regions(model.named_parameters())

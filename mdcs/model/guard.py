@@ -57,7 +57,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-class Closed:
+class GuardedParameter:
     """Base class of closed parameters, mixed with the parameter's own class; ``guard`` is the guard of all of them.
 
     The reference is weak: a class is garbage that is collected late, and must not keep parameters alive until then.
@@ -74,7 +74,7 @@ class Closed:
                 read = [*args, *(kwargs or {}).values()]
                 if func in _LIKE:
                     read = [*args[1:], *(value for name, value in (kwargs or {}).items() if name != "input")]
-                for p in _closed(read):
+                for p in _guarded(read):
                     if what != THAW or p.requires_grad is not (args[1] if len(args) > 1 else True):  # type: ignore[attr-defined]
                         _refuse(p, what)
             return func(*args, **(kwargs or {}))
@@ -90,19 +90,19 @@ class Closed:
         return f"Parameter({guard.name_of(self) if guard else '?'}, closed)"
 
 
-def _refuse(parameter: Closed, what: str) -> None:
+def _refuse(parameter: GuardedParameter, what: str) -> None:
     guard = type(parameter).guard()
     if guard is None:
         raise RuntimeError(f"a parameter cannot be used any more ({what}): who took it is gone, and has left it in pieces")
     guard.refuse(parameter, what)
 
 
-def _closed(values: Iterable[Any]) -> Iterator[Closed]:
+def _guarded(values: Iterable[Any]) -> Iterator[GuardedParameter]:
     for value in values:
-        if isinstance(value, Closed):
+        if isinstance(value, GuardedParameter):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _closed(value)
+            yield from _guarded(value)
 
 
 class Guard:
@@ -113,7 +113,7 @@ class Guard:
         self._parameters = [(name, p, type(p), self._closed_class(type(p))) for name, p in parameters]
 
     def _closed_class(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
-        return type(f"Closed{own.__name__}", (Closed, own), {"guard": weakref.ref(self)})
+        return type(f"Closed{own.__name__}", (GuardedParameter, own), {"guard": weakref.ref(self)})
 
     def open(self) -> None:
         """Allow every use of the parameters."""

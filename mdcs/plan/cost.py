@@ -2,7 +2,7 @@
 
 A message of B wire bytes that is alone on the link takes α + β·B. With other messages in flight it occupies the link
 for gap + β·B (:mod:`mdcs.profile.link`). While something computes it occupies the link at least as long as measured
-there, gap included (:class:`mdcs.profile.contents.Contention`). Two costs on the rank follow:
+there, gap included (:class:`mdcs.profile.schema.Contention`). Two costs on the rank follow:
 
 - copies and sums: packing and unpacking a fused message takes two passes over its payload; the sum after an all-to-all
   takes one.
@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 
 
 class Cost(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.period import Period
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from mdcs.plan.lifetimes import Moment, Row, at_rest, message_rows, unit_rows
-from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op, Period
+from mdcs.plan.plan import Plan
 from mdcs.plan.runs import cuts, pieces_of
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.layout import sections_of
@@ -117,7 +117,7 @@ class SlotBytes:
     """Bytes that one slot allocates and frees.
 
     - ``begun``: buffers allocated when the slot begins. ``ended``: buffers freed when it ends.
-    - ``live``, ``peak``: bytes of activations and workspace, as in :class:`mdcs.profile.contents.Slot`.
+    - ``live``, ``peak``: bytes of activations and workspace, as in :class:`mdcs.profile.schema.Slot`.
     - ``at_begin``, ``at_end``: the effects of these two events. ``allocated``, ``freed``: their bytes.
     """
 
@@ -159,7 +159,7 @@ def _slots(period: Period, strategies: tuple[Strategy, ...]) -> list[SlotBytes]:
     return [SlotBytes(tuple(begun.get(q, ())), tuple(ended.get(q, ())), s.live, s.peak) for q, s in enumerate(slots)]
 
 
-class MixBytes:
+class AssignmentBytes:
     """Bytes that depend only on strategies and blocks, not on the order of messages.
 
     - ``at_rest``: bytes by category between steps.
@@ -200,7 +200,7 @@ class MixBytes:
         self.slots = _slots(period, strategies)
 
 
-class Ledger(MixBytes):
+class Ledger(AssignmentBytes):
     """Bytes of all slots and messages of a plan, and its bytes at rest by category."""
 
     def __init__(self, plan: Plan, rank: int | None = None) -> None:

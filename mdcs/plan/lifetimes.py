@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 
 CATEGORIES = (
     "parameters",  # at rest: whole (dp, zero2) or a shard (sdp, fsdp)
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
     """Return the buffers of one unit, without those of its messages.
 
-    The fixed bytes of optimizer state per run (:attr:`~mdcs.profile.contents.Optimizer.state_fixed`) are left out:
+    The fixed bytes of optimizer state per run (:attr:`~mdcs.profile.schema.Optimizer.state_fixed`) are left out:
     blocks decide how many runs there are.
     """
     profile = period.profile
@@ -135,7 +135,7 @@ def at_rest(rows: tuple[Row, ...]) -> dict[str, int]:
     return out
 
 
-def bytes_beyond_fsdp(period: Period, unit: int, strategy: Strategy) -> int:
+def extra_bytes_vs_fsdp(period: Period, unit: int, strategy: Strategy) -> int:
     """Return the bytes that a unit holds at the end of forward in excess of fsdp. The peak is usually there."""
     last = period.micro_steps - 1
     used = period.forward(unit, last)[1]

@@ -17,7 +17,7 @@ class Message:
     - ``parts``: (unit, block) pairs. All elements have one width. A fused message carries several units, a partitioned
       one a block of a unit.
     - ``slot``: index into the period. The message may start when compute arrives there. A reduction may start earlier if
-      its gradients are ready (:mod:`mdcs.plan.early`).
+      its gradients are ready (:mod:`mdcs.plan.gradient_readiness`).
     - ``blocking``: compute waits at the slot until the message is done, before anything else is issued.
     - ``micro``: the micro-step whose slots use the message.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 
 
 class Op(NamedTuple):

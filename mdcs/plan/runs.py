@@ -10,9 +10,9 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 
 
 def runs(plan: Plan, unit: int, block: int, rank: int) -> list[tuple[int, int, int]]:

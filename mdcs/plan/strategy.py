@@ -6,8 +6,8 @@ import warnings
 from enum import Enum
 from typing import NamedTuple
 
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 
 RENAMED = {"zero1": "zero2", "hfsdp": "hsdp"}
 """Old names that configs and calls may still use, with the names of today."""
@@ -83,7 +83,7 @@ class Strategy(str, Enum):
         return (*update, self._forward, *again)
 
     @property
-    def kept(self) -> Strategy:
+    def without_reshard(self) -> Strategy:
         """The same strategy, but without freeing the unit between forward and backward."""
         return next(k for k in Strategy if k._sharding == self._sharding._replace(regathers=False))
 

@@ -14,8 +14,8 @@ from mdcs.plan.job import Job
 from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Period
 from mdcs.plan.strategy import Strategy
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 
 
 class PlanError(ValueError):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
 from mdcs.profile.link import Kind
@@ -20,7 +20,7 @@ Numbers = Any
 """A list of numbers, or an array."""
 
 
-class Need(NamedTuple):
+class SlotDemand(NamedTuple):
     """Bytes that must fit at a slot.
 
     - ``arrival``: when compute arrives, while it waits for messages.
@@ -36,11 +36,11 @@ class Need(NamedTuple):
         return max(self.arrival, self.running)
 
 
-class SlotLimits:
-    """For each slot, the number of messages issued (``issued``) and surely done (``done``) when it begins.
+class SlotDependencies:
+    """For each slot, the number of messages issued (``issued_through``) and surely done (``required_through``) when it begins.
 
-    Counts are unrolled: a ``done`` of 0 or less refers to messages of the previous period. Messages end in FIFO order,
-    so a slot that waits for one message waits for all before it.
+    Counts are unrolled: a ``required_through`` of 0 or less refers to messages of the previous period. Messages end in
+    FIFO order, so a slot that waits for one message waits for all before it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -48,7 +48,7 @@ class SlotLimits:
         issues = [0] * length
         for m in plan.messages:
             issues[m.slot] += 1
-        self.issued = list(itertools.accumulate(issues))
+        self.issued_through = list(itertools.accumulate(issues))
         done_at = [-n] * length
         for i, (m, (first, last)) in enumerate(zip(plan.messages, plan.windows, strict=True)):
             if not m.blocking and m.kind.plain is Kind.RS:
@@ -66,20 +66,20 @@ class SlotLimits:
                     first = plan.period.forward(u, 0)[0]
                     done_at[first] = max(done_at[first], last + 1)
         best = max((d - n for d in done_at), default=-n)
-        self.done: list[int] = []
+        self.required_through: list[int] = []
         for d in done_at:
             best = max(best, d)
-            self.done.append(best)
+            self.required_through.append(best)
 
 
-def most_in_flight(transient: Sequence[int], depth: int) -> int:
+def max_in_flight_bytes(transient: Sequence[int], depth: int) -> int:
     """Return the most bytes that ``depth`` consecutive messages can hold in flight."""
     if len(transient) <= depth:
         return sum(transient)
     return max(sum(transient[i : i + depth]) for i in range(len(transient) - depth + 1))
 
 
-def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
+def worst_case_bytes_by_slot(plan: Plan, ledger: Ledger | None = None) -> list[SlotDemand]:
     """Return the bytes needed at each slot: the larger of prologue and steady period, with all earlier messages done.
 
     Compute can always wait for messages that are issued. Therefore admission cannot deadlock if these bytes fit.
@@ -90,7 +90,7 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
     for m in plan.messages:
         issued[m.slot] += 1
     arrival, running = [0] * len(issued), [0] * len(issued)
-    fill_needs(
+    fill_demands(
         plan.period.turn,
         ledger.rest_bytes,
         [s.live for s in ledger.slots],
@@ -105,10 +105,10 @@ def needs(plan: Plan, ledger: Ledger | None = None) -> list[Need]:
         arrival,
         running,
     )
-    return list(map(Need, arrival, running))
+    return list(map(SlotDemand, arrival, running))
 
 
-def fill_needs(
+def fill_demands(
     turn: int, rest: int, live: Numbers, peak: Numbers, allocated: Numbers, released: Numbers, in_prologue: Numbers,
     held: Numbers, transient: Numbers, freed: Numbers, issued: Numbers, arrival: Numbers, running: Numbers,
 ) -> None:  # fmt: skip
@@ -137,21 +137,21 @@ def fill_needs(
             now -= released[q]
 
 
-def smallest_budget(plan: Plan) -> int:
+def min_feasible_budget(plan: Plan) -> int:
     """Return the smallest budget (bytes, reserve included) under which the plan runs with any timing."""
-    return max(need.bytes for need in needs(plan)) + plan.reserve
+    return max(need.bytes for need in worst_case_bytes_by_slot(plan)) + plan.reserve
 
 
 def check(plan: Plan) -> None:
     """Raise PlanError, naming the cycle, if admission under the plan's budget could deadlock."""
     if plan.budget is None:
         return
-    for q, need in enumerate(needs(plan)):
+    for q, need in enumerate(worst_case_bytes_by_slot(plan)):
         if need.bytes + plan.reserve > plan.budget:
             blocking = [
                 f"{m.kind} of {', '.join(plan.profile.units[u].name for u, _ in m.parts)}"
                 for m in plan.messages
-                if m.slot <= q and (plan.need(m) or 0) > q
+                if m.slot <= q and (plan.needed_by(m) or 0) > q
             ]
             raise PlanError(
                 f"cycle: slot {q} ({plan.period.name(q)}) needs {need.bytes + plan.reserve} of {plan.budget} bytes, "

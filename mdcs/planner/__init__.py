@@ -2,7 +2,7 @@
 
 - ``strategies``, ``schedulers``: heuristics.
 - ``ilp``: planners that use a solver.
-- ``make``: combines a strategy planner and a scheduler.
+- ``pipeline``: combines a strategy planner and a scheduler.
 - ``bounds``, ``curve``, ``explain``: analysis of plans.
 
 Planners are judged by replays. Imports `mdcs.simulator` and the layers below it. The runtime does not import planners.

@@ -17,13 +17,13 @@ import dataclasses
 from dataclasses import dataclass
 
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.judge import Judge
 from mdcs.planner.schedulers.wfbp import as_ready
-from mdcs.profile.contents import Contention, Profile
+from mdcs.profile.schema import Contention, Profile
 from mdcs.simulator.simulate import replay
 
 _BUCKETS = 8
@@ -45,12 +45,12 @@ def bounds_of(plan: Plan, seconds: float = 60.0) -> Bounds:
     ``seconds`` limits each of two solves. If a solve does not finish, the weaker bound takes its place. The weakest is
     compute alone.
     """
-    judge = Judge(plan.job, plan.budget)
+    problem = PlanningProblem(plan.job, plan.budget)
     slots = plan.period.length
-    model = SlotModel(judge, loose=True, width=1 if slots <= _SLOTS else -(-2 * slots // _SLOTS))
+    model = SlotModel(problem, loose=True, width=1 if slots <= _SLOTS else -(-2 * slots // _SLOTS))
     busy = solve(model.traffic(), seconds=seconds, relax=True).bound or 0.0
-    traffic = max(model.compute_s + (1 - 1 / model.slow) * busy, busy)
-    exposed = solve(model.problem, seconds=seconds, relax=True).bound or 0.0
+    traffic = max(model.compute_s + (1 - 1 / model.slowdown) * busy, busy)
+    exposed = solve(model.program, seconds=seconds, relax=True).bound or 0.0
     return Bounds(traffic, max(traffic, model.step_bound(exposed)), plan.bound_s)
 
 
@@ -64,7 +64,7 @@ def ideal_ddp_s(profile: Profile, micro_steps: int = 1) -> float:
     none = (0.0,) * len(profile.link.kinds)
     link = dataclasses.replace(profile.link, alpha=none, gap=none)
     free = dataclasses.replace(profile, link=link, contention=Contention(), interference=0.0, copy_seconds_per_byte=0.0)
-    judge = Judge(Job(free, micro_steps, cross_iteration=False), None)
-    mix = judge.mix([Strategy.dp] * len(free.units))
-    blocks = mix.cut(max(1, max(layout.grad_bytes for layout in free.layouts) // _BUCKETS))
+    problem = PlanningProblem(Job(free, micro_steps, cross_iteration=False), None)
+    mix = problem.mix([Strategy.dp] * len(free.units))
+    blocks = mix.partition(max(1, max(layout.grad_bytes for layout in free.layouts) // _BUCKETS))
     return replay(as_ready(mix, "ddp", blocks)).period_s

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mdcs.plan.early import part_of_slot
+from mdcs.plan.gradient_readiness import ready_fraction
 from mdcs.plan.job import Job
-from mdcs.plan.ledger import MixBytes
+from mdcs.plan.ledger import AssignmentBytes
 from mdcs.plan.lifetimes import bytes_between, message_rows, unit_rows
 from mdcs.plan.message import Message, windows
-from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import Blocks
 from mdcs.profile.link import Kind
 from mdcs.simulator import arrange, kernel
-from mdcs.simulator.arrange import Shape
-from mdcs.simulator.kernel import Circle, Messages
+from mdcs.simulator.arrange import MessageTable
+from mdcs.simulator.engine import empty_replay, period_arrays
+from mdcs.simulator.kernel import MessageArrays, PeriodArrays
 from mdcs.simulator.machine_code import compile_loops, for_loops, numbers
-from mdcs.simulator.recurrence import circle, room_for
 
 # Penalty of bytes, as a fraction of the step: _TIGHT · mean over slots of (bytes / budget) ** _POWER.
 _TIGHT, _POWER = 0.05, 4
@@ -75,10 +75,10 @@ class Candidates:
         self._columns: dict[str, Any] = {name: [] for name in arrange.BY_MESSAGE} | {"begin": [0]}
         self._block_numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
         self._buffers: dict[Op, int] = {}
-        self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: MixBytes(job.period, strategies, blocks))
-        self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(circle(job, budget, self._bytes(*mix))))
-        self._shape: Shape | None = None  # of all messages known so far
-        self._shapes: dict[tuple[Strategy, ...], Shape] = {}  # the same, completed for the strategies of a mix
+        self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: AssignmentBytes(job.period, strategies, blocks))
+        self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(period_arrays(job, budget, self._bytes(*mix))))
+        self._shape: MessageTable | None = None  # of all messages known so far
+        self._shapes: dict[tuple[Strategy, ...], MessageTable] = {}  # the same, completed for the strategies of a mix
         units = job.profile.units
         self._by_unit = {
             "trained": numbers([int(unit.trainable) for unit in units]),
@@ -113,7 +113,7 @@ class Candidates:
             self._add(message, self._bytes(strategies, blocks), blocks)
         return found
 
-    def _add(self, message: Message, mix: MixBytes, blocks: Blocks) -> None:
+    def _add(self, message: Message, mix: AssignmentBytes, blocks: Blocks) -> None:
         kind, parts, profile, cost = message.kind, message.parts, self.job.profile, self.job.cost
         [window] = windows(self.job.period, [message])
         elements = sum(blocks[u][b] for u, b in parts)
@@ -126,7 +126,7 @@ class Candidates:
             "reduces": not kind.is_gather, "scatters": kind.plain is Kind.RS, "is_forward": kind.plain is Kind.AG_F,
             "is_backward": kind.plain is Kind.AG_B, "follows_update": kind.plain is Kind.AG_F and message.micro == 0,
             "blocking": message.blocking, "first": window[0], "last": window[1],
-            "early": 1.0 if kind.is_gather else part_of_slot(self.job.period, blocks, message, window[0]),
+            "early": 1.0 if kind.is_gather else ready_fraction(self.job.period, blocks, message, window[0]),
             "lost": cost.lost_s(wire, 0.0), "lost_per_work": profile.contention.compute_per_work,
             "until_landed": bytes_between(rows, "start", "landed"), "until_updated": bytes_between(rows, "start", "done"),
             "updating": bytes_between(rows, "update", "done"),
@@ -156,16 +156,16 @@ class Candidates:
 
         None if the candidate cannot run, does not fit the budget, or has an energy above ``limit`` seconds.
         """
-        c: Circle = self._circle(candidate.strategies, candidate.blocks)
+        c: PeriodArrays = self._circle(candidate.strategies, candidate.blocks)
         shape = self._shape_for(candidate.strategies)
         sent, slots = numbers(candidate.messages), numbers(candidate.slots)
         if not arrange.place(shape, c.turn, sent, slots, self._issued, self._needed):
             return None
-        messages, track = Messages(*(column[: len(sent)] for column in self._messages)), self._track
+        messages, track = MessageArrays(*(column[: len(sent)] for column in self._messages)), self._track
         arrange.arrange(shape, c.turn, self.length, sent, slots, messages)
         tight = 0.0
         if c.cap >= 0:
-            arrange.fill_needs(
+            arrange.fill_demands(
                 c.turn, c.rest, c.live, c.peak, c.allocated, c.freed, messages.in_prologue, messages.held, messages.transient,
                 messages.freed, self._issued, self._arrival, self._running,
             )  # fmt: skip
@@ -183,17 +183,17 @@ class Candidates:
         last = slice(end - self.length, end)
         return Score(step_s, energy, np.array(track.begin[last]) - np.array(track.arrival[last]), np.array(self._needed))
 
-    def _shape_for(self, strategies: tuple[Strategy, ...]) -> Shape:
+    def _shape_for(self, strategies: tuple[Strategy, ...]) -> MessageTable:
         """Return the values of all messages known so far, completed for the strategies of a mix."""
         if self._shape is None:
             self._shape = for_loops(
-                Shape(
+                MessageTable(
                     **self._columns, **self._by_unit, buffer_bytes=[], gradient_bytes=[], replicated=[],
                     blocks=len(self._block_numbers), barrier=not self.job.cross_iteration,
                 )  # fmt: skip
             )
-            self._messages = for_loops(Messages(*([0] * len(self.all) for _ in Messages._fields)))
-            self._track = for_loops(room_for(len(self.all), self.length))
+            self._messages = for_loops(MessageArrays(*([0] * len(self.all) for _ in MessageArrays._fields)))
+            self._track = for_loops(empty_replay(len(self.all), self.length))
             self._shapes.clear()
         if strategies not in self._shapes:
             rows = [unit_rows(self.job.period, u, k) for u, k in enumerate(strategies)]

@@ -1,7 +1,7 @@
 """Trade-offs: memory of the strategies against memory of the schedule, and memory against time.
 
 Pure functions over a function that makes a plan for a budget and a share of the slack for the schedule
-(:func:`mdcs.planner.make.make_plan` with fixed planners). All times are predicted by replays.
+(:func:`mdcs.planner.pipeline.make_plan` with fixed planners). All times are predicted by replays.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mdcs.plan.messages import Plan
-from mdcs.planner.judge import InfeasibleBudget
+from mdcs.plan.plan import Plan
+from mdcs.planner.feasibility import InfeasibleBudget
 
 _FIRST = 9  # indices that :func:`lowest` evaluates first
 

@@ -12,11 +12,11 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.judge import Judge
-from mdcs.planner.named import Scheduler
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.sequential import sequential
 from mdcs.simulator.simulate import replay
 
@@ -67,8 +67,8 @@ def choices(plan: Plan, scheduler: Scheduler) -> list[UnitChoice]:
 
     ``scheduler`` makes the compared schedules: the plan's own scheduler if it is fast.
     """
-    mix, judge = Mix(plan.job, plan.strategies), Judge(plan.job, None)
-    peak, step_s = judge.peak(plan.strategies), replay(scheduler.schedule(mix)).period_s
+    mix, problem = StrategyAssignment(plan.job, plan.strategies), PlanningProblem(plan.job, None)
+    peak, step_s = problem.peak(plan.strategies), replay(scheduler.schedule(mix)).period_s
     kinds = [Counter[str]() for _ in plan.strategies]
     for message in plan.messages:
         for u in {u for u, _ in message.parts}:
@@ -83,14 +83,14 @@ def choices(plan: Plan, scheduler: Scheduler) -> list[UnitChoice]:
                 strategy=str(strategy),
                 messages=dict(kinds[u]),
                 instead=None if other is None else str(other.strategies[u]),
-                costs_bytes=None if other is None else peak - judge.peak(other.strategies),
+                costs_bytes=None if other is None else peak - problem.peak(other.strategies),
                 buys_s=None if other is None else replay(scheduler.schedule(other)).period_s - step_s,
             )
         )
     return out
 
 
-def _other(mix: Mix, unit: int) -> Mix | None:
+def _other(mix: StrategyAssignment, unit: int) -> StrategyAssignment | None:
     """Return the mix to compare with, in which only this unit differs."""
     own = mix.strategies[unit]
     for strategy in (Strategy.fsdp, Strategy.sdp, Strategy.zero2):
@@ -103,7 +103,7 @@ def _other(mix: Mix, unit: int) -> Mix | None:
 
 def schedule_choice(plan: Plan) -> ScheduleChoice:
     """Return the effect of the plan's schedule, for the plan's strategies."""
-    own, alone = replay(plan), replay(sequential(Mix(plan.job, plan.strategies)))
+    own, alone = replay(plan), replay(sequential(StrategyAssignment(plan.job, plan.strategies)))
     return ScheduleChoice(own.peak["total"] - alone.peak["total"], alone.period_s - own.period_s)
 
 

@@ -1,6 +1,6 @@
 """The profile of a job, which planning starts from.
 
-- ``contents``: units, slots and bytes.
+- ``schema``: units, slots and bytes.
 - ``layout``: the flat buffers of a unit.
 - ``link``: latency and bandwidth.
 - ``algorithms``: bytes that collective algorithms send and hold.

@@ -44,7 +44,7 @@ _FORMER = {"native": "native", "ring": "ring", "direct": "ring", "all_to_all": "
 """Former algorithm of the reduce-scatter -> the family that sends as many bytes."""
 
 
-def name_of(kind: Kind) -> str:
+def operation_name(kind: Kind) -> str:
     """Return the name of the operation that carries this kind, in words. Measurements are keyed by this name."""
     return f"{OPERATION[kind]} within nodes" if kind.in_node else OPERATION[kind]
 

@@ -27,8 +27,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Kind, Link
+from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 
 COLLECTIVES = Collectives.default("nccl")
 

@@ -1,6 +1,6 @@
 """The LogGP model of the link: latency α, gap per message g and time per byte β of each kind.
 
-The simulator replays this model in virtual time. For an emulated link, ``mdcs.runtime.emulation`` imposes the same model
+The simulator replays this model in virtual time. For an emulated link, ``mdcs.emulation`` imposes the same model
 on real collectives in wall-clock time, so the two cannot drift apart.
 
 Messages start in FIFO order, at most ``depth`` in flight. Their latencies overlap, their bytes do not. The link serves

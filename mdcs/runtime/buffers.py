@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.model.units import UnsupportedModel
-from mdcs.runtime.errors import Place
-from mdcs.runtime.groups import Groups
+from mdcs.runtime.errors import ErrorContext
+from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.storage import dense_order
 from mdcs.sizes import MIB
 from mdcs.torch_compat import copy_all, has_batch_statistics, version_of
@@ -50,20 +50,20 @@ class Buffers:
             for local, buffer in module._buffers.items()
             if buffer is not None and not has_batch_statistics(module)
         ]
-        self.know()
-        self.note()
+        self.register()
+        self.record_values()
 
-    def know(self) -> None:
+    def register(self) -> None:
         """Register the present buffers by name: a training step did not create them."""
         self._known: set[str] = set()
         self._known = {name for name, _ in self._made()}
 
-    def note(self) -> None:
+    def record_values(self) -> None:
         """Register the present values: they are the same on all ranks."""
         self._seen = [_version(held[local]) for _, held, local in self._watched]
 
     def changed(self) -> str | None:
-        """Return the name of a buffer that changed or appeared since :meth:`note`, and that a forward may read; None if
+        """Return the name of a buffer that changed or appeared since :meth:`record_values`, and that a forward may read; None if
         none did.
         """
         for (name, held, local), seen in zip(self._watched, self._seen, strict=True):
@@ -72,7 +72,7 @@ class Buffers:
         return next((name for name, _ in self._made()), None)
 
     def _made(self) -> list[tuple[str, Tensor]]:
-        """Return the buffers that forward has created since :meth:`know`."""
+        """Return the buffers that forward has created since :meth:`register`."""
         return [
             (path + local, b)
             for path, held in self._held  # runs at every step, where named_buffers() would be too slow
@@ -80,7 +80,7 @@ class Buffers:
             if b is not None and path + local not in self._known
         ]
 
-    def adopt(self, groups: Groups, place: Place) -> None:
+    def broadcast_created(self, groups: ProcessGroups, place: ErrorContext) -> None:
         """Broadcast rank 0's values of the buffers that the first forward created, as DDP does before its second
         forward.
 
@@ -91,7 +91,7 @@ class Buffers:
         if not made or groups.world == 1:
             return
         with place.during(f"broadcast of buffer {made[0][0]}, which the first forward has made"):
-            layouts = groups.tell("the broadcast of buffers", layout(made))
+            layouts = groups.agree_on_call("the broadcast of buffers", layout(made))
         if len(set(layouts)) > 1:
             raise place.error(
                 "the buffers that the first forward has made differ between the ranks in name, shape or type: parallelize(…, "
@@ -100,15 +100,15 @@ class Buffers:
         with torch.no_grad(), torch.inference_mode(False):
             for name, buffer in made:
                 with place.during(f"broadcast of buffer {name}"):
-                    broadcast(buffer, groups.talk)
+                    broadcast(buffer, groups.host_group)
         self._watch()
 
-    def broadcast(self, groups: Groups, group: dist.ProcessGroup | None, place: Place) -> None:
+    def broadcast(self, groups: ProcessGroups, group: dist.ProcessGroup | None, place: ErrorContext) -> None:
         """Broadcast rank 0's values over ``group``. Collective. Raises RunError where the ranks' buffers differ."""
         if groups.world == 1:
             return
         with place.during("broadcast of buffers"):
-            layouts = groups.tell("the broadcast of buffers", self._layout())
+            layouts = groups.agree_on_call("the broadcast of buffers", self._layout())
         if len(set(layouts)) > 1:
             raise place.error(
                 "the ranks' buffers differ in name, shape or type, as forward has left them: parallelize(…, "
@@ -122,8 +122,8 @@ class Buffers:
                         _broadcast_together([unexpanded(buffer) for _, buffer in members], group)
                     else:
                         broadcast(first, group)
-        self.note()
-        self.know()
+        self.record_values()
+        self.register()
 
     def _layout(self) -> int:
         """Return the checksum of the present buffers; computed again only if names, shapes or types changed."""

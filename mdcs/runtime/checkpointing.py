@@ -23,22 +23,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mdcs.checkpoint import folder, numbers, pieces
-from mdcs.checkpoint.folder import CheckpointError
-from mdcs.checkpoint.numbers import RUN
-from mdcs.checkpoint.pieces import MODEL, STATE, Key, Leaves, Pieces
+from mdcs.checkpoint import aux_state, dcp_shards, directory
+from mdcs.checkpoint.aux_state import RUN
+from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards
+from mdcs.checkpoint.directory import CheckpointError
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import write
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.state import Fragment, fragments, fragments_in_memory
+from mdcs.runtime.state_dict import Fragment, fragments, fragments_in_memory
 from mdcs.runtime.storage import UnitStorage
 
 _LEAVING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeInfo:
     """The place where a run resumes: after ``step`` steps, with this rank's ``extra``.
 
     If another number of ranks than ``world`` resumes, ``extra`` is rank 0's, and random states are not restored.
@@ -51,7 +51,7 @@ class Resumed:
 
 
 @dataclass
-class Saving:
+class SaveHandle:
     """A checkpoint that is being written, or was. ``staged_bytes``: size of this rank's copy in host memory."""
 
     folder: Path
@@ -83,11 +83,11 @@ class Checkpoints:
         self._state, self._groups = engine.optimizer_state, engine.groups
         self._names = self._names_by_parameter()
         self._files: dist.ProcessGroup | None = None
-        self._last: Saving | None = None
+        self._last: SaveHandle | None = None
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def save(self, root: Path, step: int, extra: Any, *, keep: int | None, wait: bool) -> Saving:
+    def save(self, root: Path, step: int, extra: Any, *, keep: int | None, wait: bool) -> SaveHandle:
         """Write a checkpoint. Collective; nothing may be in flight.
 
         Without ``wait`` this rank's part is copied to the host, and a thread writes it, if the budget has room for the
@@ -96,11 +96,11 @@ class Checkpoints:
         begin = time.monotonic()
         self.finish()
         if self._files is None:
-            self._files = self._groups.another()
+            self._files = self._groups.new_group()
         leaves, files = self._to_write(), {_file_of(self._rank): self._own(extra)}
         if self._rank == 0:
             files[RUN] = self._run(step)
-        saving = Saving(root / folder.name_of(step), step)
+        saving = SaveHandle(root / directory.step_name(step), step)
 
         def work() -> None:
             try:
@@ -142,30 +142,30 @@ class Checkpoints:
         if self._last is not None and self._last._thread is not None:
             self._last._thread.join(_LEAVING_S)
 
-    def _write(self, root: Path, step: int, leaves: Leaves, files: dict[str, Any], keep: int | None) -> None:
-        first, world, partial = self._rank == 0, self._groups.world, folder.partial(root, step)
+    def _write(self, root: Path, step: int, leaves: FlatState, files: dict[str, Any], keep: int | None) -> None:
+        first, world, partial = self._rank == 0, self._groups.world, directory.partial_path(root, step)
 
-        def write_files() -> folder.Sums:
+        def write_files() -> directory.Sums:
             for name, value in files.items():
                 what = "the options of the optimizer" if name == RUN else "what the loop gave as extra"
-                numbers.save(partial / name, value, what)
+                aux_state.save(partial / name, value, what)
             tensors = [*partial.glob(f"__{self._rank}_*"), *([partial / ".metadata"] if first else [])]
-            return folder.sums([*tensors, *(partial / name for name in files)])
+            return directory.checksums([*tensors, *(partial / name for name in files)])
 
-        self._stage(step, "made its folder", lambda: folder.begin(root, step) if first else None)
-        self._stage(step, "written tensors", lambda: pieces.save(partial, leaves, self._files))
+        self._stage(step, "made its folder", lambda: directory.begin(root, step) if first else None)
+        self._stage(step, "written tensors", lambda: dcp_shards.save(partial, leaves, self._files))
         answers = self._stage(step, "written its file", write_files)
         sums = {name: own for ranks in answers for name, own in ranks.items()}
-        self._stage(step, "written the manifest", lambda: folder.finish(root, step, sums, world=world) if first else None)
+        self._stage(step, "written the manifest", lambda: directory.finish(root, step, sums, world=world) if first else None)
         if keep is not None:
-            self._stage(step, "deleted older ones", lambda: folder.keep_last(root, keep) if first else None)
+            self._stage(step, "deleted older ones", lambda: directory.keep_last(root, keep) if first else None)
 
     def _stage(self, step: int, what: str, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's ``work``; return every rank's result. Raises RunError on every rank if one rank fails."""
         answer, problem = None, ""
         try:
             answer = work()
-        except pieces.RanksFailed as error:  # raised on all ranks, with the problems of all
+        except dcp_shards.RanksFailed as error:  # raised on all ranks, with the problems of all
             problem = error.problems.get(self._rank, "")
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -179,12 +179,12 @@ class Checkpoints:
                 raise RunError(f"checkpoint of step {step}: rank {rank} has not {what}: {problem}")
         return [answer for answer, _ in answers]
 
-    def _to_write(self) -> Leaves:
+    def _to_write(self) -> FlatState:
         """Return what this rank writes. Replicas of a block write an equal share each."""
         names, found = self._names, _Found()
         for storage in self._storages:
             for b, section in enumerate(storage.sections):
-                start, values, share = storage.own(b).start, storage.at_rest(b), _share(storage, b)
+                start, values, share = storage.owned_slice(b).start, storage.owned_shard(b), _share(storage, b)
                 for fragment in fragments(storage, section, start, values, share):
                     for name in names[fragment.parameter]:
                         found.add((MODEL, name), fragment)
@@ -231,20 +231,20 @@ class Checkpoints:
         """Return the values of this rank alone: random states, extra, and buffers where each rank has its own."""
         named = self._model.named_buffers() if self._engine.buffers.option is False else ()
         buffers = {name: buffer.detach().clone() for name, buffer in named}
-        return {"random": numbers.random_state(self._device), "extra": extra, "buffers": buffers}
+        return {"random": aux_state.random_state(self._device), "extra": extra, "buffers": buffers}
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def resume(self, path: Path) -> Resumed | None:
+    def resume(self, path: Path) -> ResumeInfo | None:
         """Read a checkpoint. Collective; nothing may be in flight. Returns None where there is no checkpoint."""
         self.finish()
-        exchange, world = self._groups.exchange, self._groups.world
+        exchange, world = self._groups.all_gather_object, self._groups.world
 
         def problem(candidate: Path) -> str | None:
-            answers = exchange(folder.problem(candidate, self._rank, world))
+            answers = exchange(directory.find_problem(candidate, self._rank, world))
             return next((answer for answer in answers if answer is not None), None)
 
-        chosen = folder.choose(exchange(folder.candidates(path))[0], problem, warns=self._rank == 0)
+        chosen = directory.choose(exchange(directory.candidates(path))[0], problem, warns=self._rank == 0)
         if chosen is None:
             return None
         refused, resumed = "", None
@@ -257,8 +257,8 @@ class Checkpoints:
             raise CheckpointError(told)
         return resumed
 
-    def _read(self, chosen: Path) -> Resumed:
-        run, saved, names = numbers.load(chosen / RUN), pieces.described(chosen), self._names
+    def _read(self, chosen: Path) -> ResumeInfo:
+        run, saved, names = aux_state.load(chosen / RUN), dcp_shards.read_shapes(chosen), self._names
         self._compare(run, saved)
         self._begin_optimizer(chosen, run, saved)
         found = _Found()
@@ -271,22 +271,22 @@ class Checkpoints:
             found |= {(*STATE, names[p][0], key): value for key, value in own.items()}
         buffers = self._buffers()
         read = {name: value.detach().contiguous() for name, value in buffers.items()}  # DCP cannot read into an expanded tensor
-        pieces.load(chosen, found | {(MODEL, name): value for name, value in read.items()})
+        dcp_shards.load(chosen, found | {(MODEL, name): value for name, value in read.items()})
         is_same_world = run["world"] == self._groups.world
-        mine = numbers.load(chosen / _file_of(self._rank if is_same_world else 0))
+        mine = aux_state.load(chosen / _file_of(self._rank if is_same_world else 0))
         for name, value in read.items():
             if value.data_ptr() != buffers[name].data_ptr():
                 write(buffers[name], value)
         for name, buffer in self._model.named_buffers() if is_same_world else ():
             if name in mine["buffers"]:
                 write(buffer, mine["buffers"][name])
-        self._engine.buffers.note()
+        self._engine.buffers.record_values()
         scale = self._engine.options.loss_scale
         for name, value in (run["loss_scale"] or {}).items() if scale is not None else ():
             setattr(scale, name, value)
         if is_same_world:
-            numbers.set_random_state(mine["random"], self._device)
-        return Resumed(chosen, run["step"], run["world"], mine["extra"])
+            aux_state.set_random_state(mine["random"], self._device)
+        return ResumeInfo(chosen, run["step"], run["world"], mine["extra"])
 
     def _compare(self, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
         """Raise ValueError, by name, for a checkpoint of another model or optimizer."""
@@ -304,19 +304,19 @@ class Checkpoints:
         """Load options and replicated state, and allocate the state per element. Raises ValueError for another shape."""
         named, layout = {own[0]: p for p, own in self._names.items()}, self._state.layout
         ours = [path for path in saved if path[: len(STATE)] == STATE and path[-2] in named]
-        numbers: Leaves = {
+        numbers: FlatState = {
             path: torch.zeros(saved[path].size, dtype=saved[path].properties.dtype)
             for path in ours
             if path[-1] in layout.replicated
         }
-        pieces.load(chosen, numbers)
+        dcp_shards.load(chosen, numbers)
         state: dict[Any, dict[str, Any]] = {}
         for path in ours:
             p, key = named[path[-2]], path[-1]
             empty = torch.empty(saved[path].size, dtype=p.dtype, device="meta")
             state.setdefault(p, {})[key] = numbers.get(path, empty)
         self._state.begin(state)
-        optimizer_state.take_options(self._optimizer, run)
+        optimizer_state.load_options(self._optimizer, run)
 
 
 class _Found(dict[Key, Any]):
@@ -325,13 +325,13 @@ class _Found(dict[Key, Any]):
     def add(self, path: Key, fragment: Fragment) -> None:
         """Add a fragment to the tensor of this name."""
         if path not in self:
-            self[path] = Pieces(fragment.parameter.shape, fragment.values.dtype, fragment.order)
+            self[path] = TensorShards(fragment.parameter.shape, fragment.values.dtype, fragment.order)
         self[path].add(fragment.start, fragment.values)
 
 
 def _share(storage: UnitStorage, block: int) -> slice:
     """Return the slice of a block that this rank writes, in the flat buffer of the block's section."""
-    own, (number, replicas) = storage.own(block), storage.replica
+    own, (number, replicas) = storage.owned_slice(block), storage.replica
     n = own.stop - own.start
     return slice(own.start + number * n // replicas, own.start + (number + 1) * n // replicas)
 

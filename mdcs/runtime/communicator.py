@@ -24,7 +24,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Running:
+class PendingCollective:
     """A collective in flight: its first step has started, :meth:`wait` runs the other steps.
 
     ``steps``: generator that starts some works, yields them, and is resumed when they are done.
@@ -64,7 +64,7 @@ class Communicator:
         """Return the elements of the scratch that :meth:`launch` needs; the backend allocates that of native algorithms."""
         return 0 if self.collectives.algorithm == "native" else self.collectives.buffer(kind, elements, self.world)
 
-    def launch(self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None) -> Running:
+    def launch(self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None) -> PendingCollective:
         """Start the collective of a message of this kind.
 
         - AR: sum ``buffer`` over ranks, in place.
@@ -81,7 +81,7 @@ class Communicator:
             steps = self._algorithm.reduce_scatter(buffer, scratch, out)
         # A message may be in flight when the profiler stops: gloo's ranges must not be open then.
         with unrecorded() if self._is_gloo and is_profiled() else contextlib.nullcontext():
-            return Running(steps)
+            return PendingCollective(steps)
 
 
 class _Native:
@@ -121,7 +121,7 @@ class NodeCommunicator:
         inside = self._inside.scratch(kind.plain, elements)
         return inside if kind.is_gather else max(inside, self._across.scratch(Kind.AR, elements // self.world))
 
-    def launch(self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None) -> Running:
+    def launch(self, kind: Kind, buffer: Tensor, scratch: Tensor | None = None, out: Tensor | None = None) -> PendingCollective:
         """Start the collective of a message of this kind, as :meth:`Communicator.launch`.
 
         - RS_N: reduce-scatter within the node, then all-reduce of ``out`` across nodes.
@@ -130,7 +130,7 @@ class NodeCommunicator:
         if kind.is_gather:
             return self._inside.launch(kind.plain, buffer)
         assert out is not None, "a reduce-scatter needs a place for its result"
-        return Running(self._reduce(buffer, scratch, out))
+        return PendingCollective(self._reduce(buffer, scratch, out))
 
     def _reduce(self, buffer: Tensor, scratch: Tensor | None, out: Tensor) -> Iterator[Sequence[Waitable]]:
         for communicator, kind, tensor in (self._inside, Kind.RS, buffer), (self._across, Kind.AR, out):

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mdcs.plan.messages import Plan
 from mdcs.plan.period import PeriodSlot
+from mdcs.plan.plan import Plan
 from mdcs.profile.link import Kind
-from mdcs.runtime.account import Account
+from mdcs.runtime.byte_account import ByteAccount
 from mdcs.runtime.lending import Lending
 from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport
@@ -34,7 +34,7 @@ class Departures:
     """
 
     def __init__(
-        self, plan: Plan, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport, account: Account,
+        self, plan: Plan, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport, account: ByteAccount,
         lending: Lending,
     ) -> None:  # fmt: skip
         self._plan, self._storages, self._transport, self._account = plan, storages, transport, account
@@ -117,7 +117,7 @@ class Departures:
                 # shards have.
                 if not storage.is_full:
                     storage.allocate_full()
-                    self._account.book("full_parameters", storage.full_bytes)
+                    self._account.record("full_parameters", storage.full_bytes)
                     self.keep(unit)
             self._lending.borrow(unit)
         storage.guard.open()
@@ -148,7 +148,7 @@ class Departures:
                 if storage.is_outside:  # else a message has gathered it again for the next pass
                     storage.is_outside = False
                     storage.free_full()
-                    self._account.book("full_parameters", -storage.full_bytes)
+                    self._account.record("full_parameters", -storage.full_bytes)
                     storage.guard.close()
         self.restart()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mdcs.runtime.executor import between
+from mdcs.runtime.executor import run_on_comm_stream
 from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.stream_transport import StreamTransport
 from mdcs.runtime.thread_transport import ThreadTransport
@@ -40,13 +40,13 @@ def _free(runner: MessageRunner, unit: int) -> None:
     storage = runner.storages[unit]
     with runner.account.lock:
         storage.free_full()
-        runner.account.book("full_parameters", -storage.full_bytes)
+        runner.account.record("full_parameters", -storage.full_bytes)
 
 
 def _gather(runner: MessageRunner, unit: int) -> None:
     storage = runner.storages[unit]
     with runner.account.lock:
         storage.allocate_full()
-        runner.account.book("full_parameters", storage.full_bytes)
-    with runner.place.during(f"gather of {storage.name}"), between(runner.executor):
-        runner.executor.finish(runner.wire.gather_now(unit))
+        runner.account.record("full_parameters", storage.full_bytes)
+    with runner.place.during(f"gather of {storage.name}"), run_on_comm_stream(runner.executor):
+        runner.executor.wait_works(runner.wire.unshard_now(unit))

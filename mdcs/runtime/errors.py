@@ -12,7 +12,7 @@ class RunError(RuntimeError):
 
 
 @dataclass
-class Place:
+class ErrorContext:
     """Rank and step, with which error messages begin."""
 
     rank: int

@@ -12,11 +12,11 @@ from torch import nn
 from mdcs.model.hooks import ModuleHook
 from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger
-from mdcs.runtime.errors import Place
-from mdcs.runtime.gathering import Gathering
-from mdcs.runtime.groups import Groups
-from mdcs.runtime.ranges import named_range
+from mdcs.runtime.errors import ErrorContext
+from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.trace_ranges import named_range
+from mdcs.runtime.unshard import Unsharder
 
 _NONE = -1  # no unit's number
 
@@ -29,10 +29,10 @@ class Evaluation:
     """
 
     def __init__(
-        self, units: Sequence[ModelUnit], storages: Sequence[UnitStorage], ledger: Ledger, gathering: Gathering,
-        groups: Groups, place: Place,
+        self, units: Sequence[ModelUnit], storages: Sequence[UnitStorage], ledger: Ledger, unsharder: Unsharder,
+        groups: ProcessGroups, place: ErrorContext,
     ) -> None:  # fmt: skip
-        self._units, self._storages, self._gathering, self._groups = units, storages, gathering, groups
+        self._units, self._storages, self._unsharder, self._groups = units, storages, unsharder, groups
         self._place = place
         self._slot_bytes = max(slot.peak for slot in ledger.slots)
 
@@ -40,11 +40,11 @@ class Evaluation:
     def run(self) -> Iterator[None]:
         """Gather units for forward passes inside the block. Collective; no message of the plan may be in flight."""
         missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
-        at_once = self._gathering.fits(missing + self._slot_bytes)
+        at_once = self._unsharder.fits(missing + self._slot_bytes)
         before = [u for u, s in enumerate(self._storages) if at_once or s.is_aliased or not s.strategy.sharded]
         in_use: Counter[int] = Counter()
         handles: list[Any] = []
-        with named_range("evaluation"), self._gathering.held(before):
+        with named_range("evaluation"), self._unsharder.unsharded(before):
             try:
                 for u, unit in enumerate(self._units):
                     for module in unit.modules if u not in before else ():
@@ -57,14 +57,14 @@ class Evaluation:
                 for handle in handles:
                     handle.remove()
                 for u in (u for u, uses in in_use.items() if uses > 0):  # units still in use: their forward raised
-                    self._gathering.free(u)
+                    self._unsharder.reshard(u)
 
     def _before(self, unit: int, in_use: Counter[int]) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             in_use[unit] += 1
             if in_use[unit] == 1:
                 self._agree(unit)
-                self._gathering.gather(unit)
+                self._unsharder.unshard(unit)
 
         return hook
 
@@ -72,20 +72,22 @@ class Evaluation:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             in_use[unit] -= 1
             if in_use[unit] == 0:
-                self._gathering.free(unit)
+                self._unsharder.reshard(unit)
 
         return hook
 
     def _join(self) -> None:
         """Take part in the gathers of other ranks until all have finished."""
         while (unit := self._agree(None)) is not None:
-            self._gathering.gather(unit)
-            self._gathering.free(unit)
+            self._unsharder.unshard(unit)
+            self._unsharder.reshard(unit)
 
     def _agree(self, unit: int | None) -> int | None:
         """Return the unit that all ranks gather next; None when no rank needs one."""
         with self._place.during("evaluate()"):
-            wanted = {u for (u,) in self._groups.tell("a forward pass in evaluate()", _NONE if unit is None else unit)} - {_NONE}
+            wanted = {
+                u for (u,) in self._groups.agree_on_call("a forward pass in evaluate()", _NONE if unit is None else unit)
+            } - {_NONE}
         if len(wanted) > 1:
             parts = " and ".join(self._units[u].name for u in sorted(wanted))
             raise self._place.error(f"ranks evaluate different parts of the model: {parts}")

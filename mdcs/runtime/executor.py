@@ -38,23 +38,23 @@ class Executor(Protocol):
     runs_ahead: bool
     execution: ExecutionModel
 
-    def communicating(self) -> AbstractContextManager[Any]:
+    def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return a context that runs its body on the communication stream."""
         ...
 
-    def updating(self) -> AbstractContextManager[Any]:
+    def on_update_stream(self) -> AbstractContextManager[Any]:
         """Return a context that runs its body on the update stream."""
         ...
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Record a point on the caller's stream."""
         ...
 
-    def after(self, mark: Any) -> None:
+    def wait_event(self, mark: Any) -> None:
         """Make later work of the caller's stream wait for a point."""
         ...
 
-    def has_come(self, mark: Any) -> bool:
+    def query(self, mark: Any) -> bool:
         """Return whether the device has reached a point, or a stamp."""
         ...
 
@@ -62,15 +62,15 @@ class Executor(Protocol):
         """Block the host until the device reaches a point; return False after ``timeout_s`` seconds."""
         ...
 
-    def finish(self, works: Sequence[Waitable]) -> None:
+    def wait_works(self, works: Sequence[Waitable]) -> None:
         """Make later work of the caller's stream wait for these collectives."""
         ...
 
-    def pause(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Keep the caller's stream idle for so many seconds."""
         ...
 
-    def stamp(self) -> Any:
+    def record_timestamp(self) -> Any:
         """Record the time on the caller's stream."""
         ...
 
@@ -88,14 +88,14 @@ class Executor(Protocol):
 
 
 @contextmanager
-def between(executor: Executor) -> Iterator[None]:
+def run_on_comm_stream(executor: Executor) -> Iterator[None]:
     """Communicate in stream order: the body sees all compute so far, and later compute sees the body's results."""
-    here = executor.mark()
-    with executor.communicating():
-        executor.after(here)
+    here = executor.record_event()
+    with executor.on_comm_stream():
+        executor.wait_event(here)
         yield
-        there = executor.mark()
-    executor.after(there)
+        there = executor.record_event()
+    executor.wait_event(there)
 
 
 class CpuExecutor:
@@ -107,22 +107,22 @@ class CpuExecutor:
     def __init__(self) -> None:
         self._same = nullcontext()
 
-    def communicating(self) -> AbstractContextManager[Any]:
+    def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Return an empty context: there is no stream."""
         return self._same
 
-    def updating(self) -> AbstractContextManager[Any]:
+    def on_update_stream(self) -> AbstractContextManager[Any]:
         """Return an empty context: there is no stream."""
         return self._same
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         """Return None: compute is always at its point."""
         return None
 
-    def after(self, mark: None) -> None:
+    def wait_event(self, mark: None) -> None:
         """Return at once."""
 
-    def has_come(self, mark: Any) -> bool:
+    def query(self, mark: Any) -> bool:
         """Return True."""
         return True
 
@@ -130,16 +130,16 @@ class CpuExecutor:
         """Return True."""
         return True
 
-    def finish(self, works: Sequence[Waitable]) -> None:
+    def wait_works(self, works: Sequence[Waitable]) -> None:
         """Wait for the collectives."""
         for work in works:
             work.wait()
 
-    def pause(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Block the caller for so many seconds."""
         time.sleep(seconds)
 
-    def stamp(self) -> float:
+    def record_timestamp(self) -> float:
         """Return ``time.perf_counter()``."""
         return time.perf_counter()
 
@@ -171,7 +171,7 @@ _CYCLES = 20_000_000
 """Cycles of the kernel that measures the length of a cycle: some 10 ms."""
 
 
-class Mark:
+class DeviceTimestamp:
     """A time on a device's current stream, taken without a wait: it comes when the work enqueued so far is done.
 
     ``cuda``: torch.cuda, or its stand-in in tests; None: torch.cuda for a CUDA device.
@@ -193,7 +193,7 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def until(self, later: Mark) -> float:
+    def until(self, later: DeviceTimestamp) -> float:
         """Return the seconds until a later mark; waits for that mark."""
         if self._event is None or later._event is None:
             return later._seconds - self._seconds
@@ -214,31 +214,31 @@ class CudaExecutor:
         self.update_stream = cuda.Stream(device)
         self._seconds_per_cycle: float | None = None
         self._share_before: float | None = None  # this process's memory fraction of the device before the first limit
-        self._zero = Mark(device, cuda)
+        self._zero = DeviceTimestamp(device, cuda)
         self._zero.wait()
         self._zero_seconds = time.perf_counter()
 
-    def communicating(self) -> AbstractContextManager[Any]:
+    def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Enter the communication stream."""
         entered: AbstractContextManager[Any] = self._cuda.stream(self.stream)
         return entered
 
-    def updating(self) -> AbstractContextManager[Any]:
+    def on_update_stream(self) -> AbstractContextManager[Any]:
         """Enter the update stream."""
         entered: AbstractContextManager[Any] = self._cuda.stream(self.update_stream)
         return entered
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Record an event on the caller's stream."""
         event = self._cuda.Event()
         event.record(self._cuda.current_stream(self.device))
         return event
 
-    def after(self, mark: Any) -> None:
+    def wait_event(self, mark: Any) -> None:
         """Make the caller's stream wait for the event; the host does not wait."""
         self._cuda.current_stream(self.device).wait_event(mark)
 
-    def has_come(self, mark: Any) -> bool:
+    def query(self, mark: Any) -> bool:
         """Return whether the event has happened."""
         return bool(mark.query())
 
@@ -251,24 +251,24 @@ class CudaExecutor:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def finish(self, works: Sequence[Waitable]) -> None:
+    def wait_works(self, works: Sequence[Waitable]) -> None:
         """Make the caller's stream wait for NCCL's stream; over gloo the host waits, too."""
         for work in works:
             work.wait()
 
-    def pause(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Launch a kernel that spins. The first call measures the length of a cycle, and waits for it."""
         if self._seconds_per_cycle is None:
-            begin = self.stamp()
+            begin = self.record_timestamp()
             spin(_CYCLES, self._cuda)
-            self._seconds_per_cycle = begin.until(self.stamp()) / _CYCLES
+            self._seconds_per_cycle = begin.until(self.record_timestamp()) / _CYCLES
         spin(int(seconds / self._seconds_per_cycle), self._cuda)
 
-    def stamp(self) -> Mark:
+    def record_timestamp(self) -> DeviceTimestamp:
         """Record the time on the caller's stream."""
-        return Mark(self.device, self._cuda)
+        return DeviceTimestamp(self.device, self._cuda)
 
-    def seconds(self, stamp: Mark) -> float:
+    def seconds(self, stamp: DeviceTimestamp) -> float:
         """Return the time of a stamp; waits for it. Raises RunError if it does not happen in time."""
         if not self.wait(stamp, _PATIENCE_SECONDS):
             raise RunError(f"{self.device} has not come in {_PATIENCE_SECONDS:g} s to where a time was taken")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.scaling import LossScale
+from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.validation import RunOptions
 
 
@@ -67,7 +67,7 @@ class Gradients:
         norm = self._engine.update_scale.norm
         if norm is None:
             return None
-        with self._engine.executor.communicating():
+        with self._engine.executor.on_comm_stream():
             return float(norm)
 
     # -- copies -------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Gradients:
         for name in units:
             if name not in named:
                 raise ValueError(f"the plan has no trainable unit {name}: {', '.join(named)}")
-        self._engine.updates.kept = {named[name]: {} for name in units}
+        self._engine.updates.captured_gradients = {named[name]: {} for name in units}
 
     @torch.inference_mode(False)
     def gradients(self, unit: str) -> dict[str, Tensor]:
@@ -92,10 +92,10 @@ class Gradients:
         Collective; drains first. Raises ValueError for a unit that is not watched, or was not updated since.
         """
         self._engine.drain("gradients()", needs_ranks=True)
-        for u, blocks in self._engine.updates.kept.items():
+        for u, blocks in self._engine.updates.captured_gradients.items():
             storage = self._engine.storages[u]
             if storage.name == unit and len(blocks) == len(storage.blocks):
-                return self._engine.gathering.by_parameter(u, blocks)
+                return self._engine.unsharder.gather_by_parameter(u, blocks)
         raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
 
     # -- the loss scale -----------------------------------------------------------------------------------------

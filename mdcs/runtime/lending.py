@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mdcs.runtime.executor import Executor
-from mdcs.runtime.last_words import LastWords
+from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.storage import UnitStorage
 from mdcs.sizes import MIB
 
@@ -26,7 +26,7 @@ _POLL_S = 0.01
 class Lending:
     """Both sides: :meth:`borrow` in the training thread, :meth:`answer` in the presence thread of ``words``."""
 
-    def __init__(self, storages: list[UnitStorage], words: LastWords, executor: Executor, timeout_s: float) -> None:
+    def __init__(self, storages: list[UnitStorage], words: FailureChannel, executor: Executor, timeout_s: float) -> None:
         self._storages, self._words, self._executor, self._timeout_s = storages, words, executor, timeout_s
         self._rank, self._borrowed, self._answered = storages[0].rank, 0, 0
 
@@ -37,7 +37,7 @@ class Lending:
         """
         storage, store, place = self._storages[unit], self._words.store, self._words.place
         for b in range(len(storage.blocks)):
-            storage.place_own(b)
+            storage.copy_shard_into_flat(b)
         first = self._rank - self._rank % storage.parts  # of the ranks that have the unit together
         others = [r for r in range(first, first + storage.parts) if r != self._rank]
         if store is None or not others:
@@ -50,7 +50,7 @@ class Lending:
         for peer in others:
             keys = _keys(self._rank, self._borrowed, peer, self._part_bytes(storage))
             while not store.check(keys):
-                heard = self._words.heard()
+                heard = self._words.peer_failure()
                 if heard or time.monotonic() >= deadline:
                     raise place.error(
                         f"{storage.name} was used after it had been freed, and rank {peer} did not send its part"
@@ -67,8 +67,8 @@ class Lending:
             self._answered += 1
             asking, unit, number = map(int, store.get(key).split())
             storage = self._storages[unit]
-            with torch.no_grad(), self._executor.communicating():  # behind the gather that followed the last update
-                parts = [storage.at_rest(b).to(storage.full(b).dtype).cpu() for b in range(len(storage.blocks))]
+            with torch.no_grad(), self._executor.on_comm_stream():  # behind the gather that followed the last update
+                parts = [storage.owned_shard(b).to(storage.flat_param(b).dtype).cpu() for b in range(len(storage.blocks))]
             data = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
             for key, at in zip(_keys(asking, number, self._rank, len(data)), itertools.count(0, _CHUNK)):
                 store.set(key, data[at : at + _CHUNK])  # type: ignore[arg-type]  # bytes are as good as text
@@ -82,7 +82,7 @@ class Lending:
         at = 0
         with torch.no_grad():
             for b, size in enumerate(storage.blocks):
-                full, part = storage.full(b), size // storage.parts
+                full, part = storage.flat_param(b), size // storage.parts
                 values = torch.frombuffer(bytearray(data[at : at + part * full.element_size()]), dtype=full.dtype)
                 begin = storage.offsets[b] + peer % storage.parts * part
                 full[begin : begin + part].copy_(values)

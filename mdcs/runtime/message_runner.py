@@ -18,16 +18,16 @@ from typing import Any
 from torch import Tensor
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
-from mdcs.runtime.account import Account
-from mdcs.runtime.errors import Place, RunError
+from mdcs.plan.plan import Plan
+from mdcs.runtime.byte_account import ByteAccount
+from mdcs.runtime.collective_ops import CollectiveOps, Transfer
+from mdcs.runtime.errors import ErrorContext, RunError
 from mdcs.runtime.executor import Executor
-from mdcs.runtime.last_words import LastWords
-from mdcs.runtime.record import Recorder
-from mdcs.runtime.scaling import UpdateScale
+from mdcs.runtime.failure_channel import FailureChannel
+from mdcs.runtime.gradient_scaling import UpdateScale
+from mdcs.runtime.sharded_optimizer import ShardedOptimizer
+from mdcs.runtime.step_trace import StepRecorder
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.updates import Updates
-from mdcs.runtime.wire import Transfer, Wire
 
 Gradients = tuple[tuple[int, int], ...]
 """(unit, bytes of its full gradients) pairs."""
@@ -55,13 +55,14 @@ class MessageRunner:
     """Runs the phases of messages. ``index`` counts messages since the start of training, ``i`` those of the plan."""
 
     def __init__(
-        self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], wire: Wire, updates: Updates, account: Account,
-        executor: Executor, recorder: Recorder, scale: UpdateScale, place: Place, last_words: LastWords,
+        self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], wire: CollectiveOps, updates: ShardedOptimizer,
+        account: ByteAccount,
+        executor: Executor, recorder: StepRecorder, scale: UpdateScale, place: ErrorContext, failures: FailureChannel,
     ) -> None:  # fmt: skip
         self.plan, self.ledger, self.storages, self.n = plan, ledger, storages, len(plan.messages)
         self.wire, self.updates, self.account = wire, updates, account
         self.executor, self.recorder, self.scale = executor, recorder, scale
-        self.place, self.last_words = place, last_words
+        self.place, self.failures = place, failures
         self._periods_ahead = 0  # number of a period minus number of its iteration
         self._kept: dict[tuple[int, int], Tensor] = {}  # reduced gradients that wait for the barrier
         reductions = [i for i, m in enumerate(plan.messages) if not m.kind.is_gather]
@@ -84,27 +85,27 @@ class MessageRunner:
                         self.storages[u].is_outside = False  # writes the same values, and the bytes are the plan's again
                         continue
                     self.storages[u].allocate_full()
-                    self.account.book("full_parameters", size)
+                    self.account.record("full_parameters", size)
 
     def launch(self, index: int) -> tuple[Transfer, Any]:
         """Allocate the message's buffers, pack, and start the collective. Return the transfer and the time it began."""
         message, effect = self.plan.messages[index % self.n], self.ledger.messages[index % self.n]
         with self.account.lock:
             transfer = self.wire.allocate(message)
-            self.account.book("staging", effect.staging)
-            self.account.book("gradient_shards", effect.shards)
-        begin = self.executor.stamp()
+            self.account.record("staging", effect.staging)
+            self.account.record("gradient_shards", effect.shards)
+        begin = self.executor.record_timestamp()
         self.wire.launch(transfer)
         return transfer, begin
 
     def land(self, index: int, transfer: Transfer, begin: Any) -> None:
         """Record that the collective has ended, unpack, and free the staging buffers."""
         period, i = divmod(index, self.n)
-        self.recorder.message(i, period - self._periods_ahead, begin, self.executor.stamp())
+        self.recorder.message(i, period - self._periods_ahead, begin, self.executor.record_timestamp())
         self.wire.land(transfer)
         with self.account.lock:
             transfer.free_staging()
-            self.account.book("staging", -self.ledger.messages[i].staging)
+            self.account.record("staging", -self.ledger.messages[i].staging)
 
     def completed_update(self, index: int, transfer: Transfer) -> Update | None:
         """Return the update of the blocks that the message has reduced; in barrier mode of all, with the last reduction."""
@@ -121,7 +122,7 @@ class MessageRunner:
         gradients: dict[tuple[int, int], Tensor] = {}
         for (u, b), shard in ready.items():
             storage = self.storages[u]
-            gradients[u, b] = storage.gradient(b)[storage.region(b)] if shard is None else shard
+            gradients[u, b] = storage.gradient(b)[storage.block_slice(b)] if shard is None else shard
         return Update(i, gradients, [shard for shard in ready.values() if shard is not None])
 
     def find_scale(self, update: Update) -> None:
@@ -133,26 +134,26 @@ class MessageRunner:
                 work = self.scale.workspace(update.gradients)
             update.scratch = max(update.scratch, work.nbytes)
         with self.account.lock:
-            self.account.book("update_scratch", update.scratch)
+            self.account.record("update_scratch", update.scratch)
         if work is not None:
             update.is_due, update.scale = self.scale.factor(update.gradients, work)
 
     def update(self, update: Update) -> None:
         """Update parameters and optimizer state."""
-        begin = self.executor.stamp()
+        begin = self.executor.record_timestamp()
         if update.is_due:
             with self.wire.range("update", self.plan.messages[update.message]):
                 self.updates.step(update.gradients, update.scale)
-        self.recorder.update(update.message, begin, self.executor.stamp())
+        self.recorder.update(update.message, begin, self.executor.record_timestamp())
         with self.account.lock:
-            self.account.book("update_scratch", -update.scratch)
+            self.account.record("update_scratch", -update.scratch)
 
     def free_shards(self, update: Update) -> None:
         """Free the gradient shards of an update that is done."""
         with self.account.lock:
             for shard in update.shards:
                 shard.untyped_storage().resize_(0)
-            self.account.book("gradient_shards", -self.ledger.messages[update.message].shards_freed)
+            self.account.record("gradient_shards", -self.ledger.messages[update.message].shards_freed)
 
     def free_gradients(self, gradients: Gradients) -> None:
         """Free full gradients that are reduced."""
@@ -160,7 +161,7 @@ class MessageRunner:
             with self.account.lock:
                 for u, size in gradients:
                     self.storages[u].free_gradient()
-                    self.account.book("gradients", -size)
+                    self.account.record("gradients", -size)
 
     # -- errors ---------------------------------------------------------------------------------------------------
 
@@ -182,4 +183,4 @@ class MessageRunner:
             period, i = divmod(index, self.n)
             step = period - self._periods_ahead + (self.plan.messages[i].slot >= self.plan.period.turn)
             what = f"rank {self.place.rank}, step {step}: {self.describe(i)}: {e}"
-            raise RunError(self.last_words.after(what)) from e
+            raise RunError(self.failures.annotate(what)) from e

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from mdcs.model.elementwise import StateLayout
 from mdcs.model.optimizers import parameter_groups
-from mdcs.runtime.gathering import Gathering
-from mdcs.runtime.state import Fragment, fragments
+from mdcs.runtime.sharded_optimizer import ShardedOptimizer, UpdateRun
+from mdcs.runtime.state_dict import Fragment, fragments
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.updates import Run, Updates
+from mdcs.runtime.unshard import Unsharder
 
 State = Mapping[Any, Mapping[str, Any]]
 """Parameter -> {key: value}."""
@@ -50,15 +50,19 @@ def _number(value: Any) -> Any:
 
 
 class OptimizerState:
-    """State on shards. ``exchange`` returns every rank's value (:meth:`mdcs.runtime.groups.Groups.exchange`).
+    """State on shards. ``exchange`` returns every rank's value (:meth:`mdcs.runtime.process_groups.ProcessGroups.exchange`).
 
     ``kept``: whole state of parameters that are frozen now.
     """
 
     def __init__(
-        self, updates: Updates, storages: Sequence[UnitStorage], gathering: Gathering, exchange: Callable[[Any], list[Any]]
+        self,
+        updates: ShardedOptimizer,
+        storages: Sequence[UnitStorage],
+        unsharder: Unsharder,
+        exchange: Callable[[Any], list[Any]],
     ) -> None:
-        self._updates, self._storages, self._gathering, self._exchange = updates, storages, gathering, exchange
+        self._updates, self._storages, self._unsharder, self._exchange = updates, storages, unsharder, exchange
         self._groups = parameter_groups(updates.optimizer)
         self._places = {p: (u, i) for u, s in enumerate(storages) for i, p in enumerate(s.parameters)}
         self.layout = updates.layout
@@ -122,7 +126,7 @@ class OptimizerState:
         """
         for u, b, run in self._runs():
             storage = self._storages[u]
-            start, limit = storage.own(b).start + run.place.start, None if within is None else within(storage, b)
+            start, limit = storage.owned_slice(b).start + run.place.start, None if within is None else within(storage, b)
             for key, value in run.saved.items():
                 if key not in self.layout.replicated:
                     for fragment in fragments(storage, storage.sections[b], start, value, limit):
@@ -143,7 +147,7 @@ class OptimizerState:
             for u, i in places
         }
 
-    def whole(self, *, keep: bool, cpu: bool, release: bool = False) -> dict[nn.Parameter, dict[str, Any]]:
+    def full(self, *, keep: bool, cpu: bool, release: bool = False) -> dict[nn.Parameter, dict[str, Any]]:
         """Return whole state by parameter, in the shards' precision, on ranks that ``keep`` it. Collective; nothing in
         flight.
 
@@ -159,7 +163,7 @@ class OptimizerState:
                         key: _copy(value, cpu) if cpu else self._replicated(key, value, group, p) for key, value in own.items()
                     }
             for key in sorted({key for p in storage.parameters for key in started.get(p, ({}, ()))[1]}):
-                values = self._gathering.by_parameter(u, self._parts(u, key), "optimizer state")
+                values = self._unsharder.gather_by_parameter(u, self._parts(u, key), "optimizer state")
                 for name, p in zip(storage.names, storage.parameters, strict=True):
                     if keep and key in started.get(p, ({}, ()))[1]:
                         found[p][key] = values[name].cpu() if cpu else values[name]
@@ -170,22 +174,22 @@ class OptimizerState:
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
         """Return this rank's part of one state of a unit, by block: flat, zeros where there is none."""
         storage, dtype = self._storages[u], self.layout.per_element.get(key)
-        parts = {b: torch.zeros_like(storage.at_rest(b), dtype=dtype) for b in range(len(storage.blocks))}
+        parts = {b: torch.zeros_like(storage.owned_shard(b), dtype=dtype) for b in range(len(storage.blocks))}
         for _, b, run in self._runs(u):
             if key in run.saved:
                 parts[b][run.place] = run.saved[key]
         return parts
 
-    def _runs(self, unit: int | None = None) -> Iterator[tuple[int, int, Run]]:
+    def _runs(self, unit: int | None = None) -> Iterator[tuple[int, int, UpdateRun]]:
         """Yield (unit, block, run) of every run of one unit, or of all."""
         for (u, b), runs in self._updates.runs.items():
             for run in runs if unit in (None, u) else ():
                 yield u, b, run
 
-    def _parameters(self, u: int, b: int, run: Run) -> list[tuple[int, nn.Parameter]]:
+    def _parameters(self, u: int, b: int, run: UpdateRun) -> list[tuple[int, nn.Parameter]]:
         """Return the parameters of a run, each with its first element in this rank's part of the block."""
         storage = self._storages[u]
-        start = storage.own(b).start
+        start = storage.owned_slice(b).start
         own = fragments(storage, storage.sections[b], start + run.place.start, run.parameter)
         offsets = {p: place.offset for p, place in zip(storage.parameters, storage.places, strict=True)}
         return sorted(
@@ -212,7 +216,7 @@ def for_parameters(state: State, layout: StateLayout) -> dict[Tensor, dict[str, 
     return {p: {k: v if k in own else v.to(p.dtype) for k, v in state[p].items()} for p in state}
 
 
-def packed(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
+def to_state_dict(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` as it would be with this state."""
     numbers: dict[nn.Parameter, int] = {}
     groups = []
@@ -222,7 +226,7 @@ def packed(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
     return {"state": {numbers[p]: dict(own) for p, own in state.items()}, "param_groups": groups}
 
 
-def unpacked(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
+def from_state_dict(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
     """Return the state of an ``optimizer.state_dict()`` by parameter. Raises ValueError for one of another optimizer.
     """
     groups, theirs = optimizer.param_groups, saved["param_groups"]
@@ -237,7 +241,7 @@ def unpacked(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> Stat
     return {parameters[number]: own for number, own in saved["state"].items()}
 
 
-def take_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def load_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load learning rate and other options, as ``load_state_dict()`` does."""
     for group, their in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in their.items() if key not in ("params", "param_names")})

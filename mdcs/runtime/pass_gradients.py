@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import will_get_gradient
 
@@ -21,7 +21,7 @@ class PassGradients:
         """Move a parameter's gradient into the unit's; the last micro-step's averages over ranks."""
         self.come[unit].add(index)
         scale = self._scale if micro == self._micro_steps - 1 else None
-        self._storages[unit].take_gradient(index, micro == 0, scale)
+        self._storages[unit].accumulate_gradient(index, micro == 0, scale)
 
     def complete(self, units: Sequence[int], micro: int, ended: bool) -> bool:
         """Complete the gradients of units in this micro-step. Return False, with nothing changed, if autograd will bring

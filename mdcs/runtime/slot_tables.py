@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mdcs.plan.early import needed
-from mdcs.plan.messages import Plan
+from mdcs.plan.gradient_readiness import parameters_in_block
+from mdcs.plan.plan import Plan
 from mdcs.runtime.storage import UnitStorage
 
 
@@ -41,7 +41,7 @@ def _leaving_early(plan: Plan) -> dict[int, list[dict[int, range]]]:
         if part < 1:
             carried: dict[int, range] = {}
             for u, b in message.parts:
-                own = needed(plan.profile, u, plan.blocks[u], b)
+                own = parameters_in_block(plan.profile, u, plan.blocks[u], b)
                 known = carried.setdefault(u, own)
                 carried[u] = range(min(known.start, own.start), max(known.stop, own.stop))
             out.setdefault(message.slot, []).append(carried)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mdcs.measure.memory import Meter
 from mdcs.model.guard import Guard, Refuse
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.profile.layout import sections_of
 from mdcs.sizes import aligned
+from mdcs.telemetry.memory_meter import Meter
 from mdcs.torch_compat import without_torch_function
 
 
@@ -57,11 +57,11 @@ def dense_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 class UnitStorage:
-    """Flat tensors per section: ``fulls`` [elements with padding], ``shards`` [elements / parts], ``gradients`` as
-    ``fulls``.
+    """Flat tensors per section: ``flat_params`` [elements with padding], ``shards`` [elements / parts], ``gradients`` as
+    ``flat_params``.
 
     All are on one device. At first the unit is whole and its parameters are views with their values; parameters from
-    the meta device get memory on ``device``, filled with NaN. :meth:`settle` then keeps only what the strategy keeps at
+    the meta device get memory on ``device``, filled with NaN. :meth:`init_shards` then keeps only what the strategy keeps at
     rest.
     """
 
@@ -86,16 +86,16 @@ class UnitStorage:
         dtypes = {place.section: p.dtype for place, p in zip(self.places, self.parameters, strict=True)}
         self.gradient_dtypes = [dtype_of(s.grad_bytes, dtypes[i]) for i, s in enumerate(self.layout.sections)]
         with meter.tag("full_parameters" if self.strategy.sharded else "parameters"):
-            self.fulls = [torch.zeros(n, dtype=dtypes[i], device=self.device) for i, n in enumerate(self.layout.sizes)]
+            self.flat_params = [torch.zeros(n, dtype=dtypes[i], device=self.device) for i, n in enumerate(self.layout.sizes)]
         with torch.no_grad():
             for p, place in zip(self.parameters, self.places, strict=True):
-                view = place.view(self.fulls)
+                view = place.view(self.flat_params)
                 if p.is_meta:
                     leave_meta(p, view.fill_(torch.nan))
                 else:
                     view.copy_(p.detach())
                     p.data = view
-        self.shards: list[Tensor | None] = [None] * len(self.fulls)
+        self.shards: list[Tensor | None] = [None] * len(self.flat_params)
         self.gradients: list[Tensor] = []
         self.unused: tuple[int, ...] = ()  # parameters without a gradient on this rank in the iteration that is reduced
         self.is_outside = False  # the full parameters are held although the plan has freed them
@@ -116,15 +116,15 @@ class UnitStorage:
             gaps.append((section, slice(offset - size + p.numel(), end)))
         return places, [(section, gap) for section, gap in gaps if gap.start < gap.stop]
 
-    def settle(self) -> None:
+    def init_shards(self) -> None:
         """Keep the buffers that the strategy keeps between steps: make shards, free full parameters."""
         for s, section in enumerate(self.layout.sections):
             if self.strategy.sharded or section.master_bytes:
                 size = self.layout.sizes[s] // self.parts
                 with self.meter.tag("optimizer" if section.master_bytes else "parameters"):
-                    dtype = dtype_of(section.master_bytes, self.fulls[s].dtype)
+                    dtype = dtype_of(section.master_bytes, self.flat_params[s].dtype)
                     self.shards[s] = torch.empty(size, dtype=dtype, device=self.device)
-        self.reshard(self.fulls)
+        self.shard_from(self.flat_params)
         if self.strategy.sharded:
             self.free_full()
 
@@ -141,57 +141,57 @@ class UnitStorage:
         return self.rank // self.parts, self.plan.world // self.parts
 
     @property
-    def is_plain(self) -> bool:
+    def params_are_authoritative(self) -> bool:
         """Whether the parameters are all there is of the unit between updates: it can be read and changed through them.
         """
         return not self.strategy.sharded and all(shard is None for shard in self.shards)
 
-    def detached(self) -> str | None:
+    def find_rebound_param(self) -> str | None:
         """Return the name of a parameter that left the flat buffer, as after ``model.half()``; None if there is none.
         """
         for name, p, place in zip(self.names, self.parameters, self.places, strict=True):
-            full = self.fulls[place.section]
+            full = self.flat_params[place.section]
             if p.data_ptr() != full.data_ptr() + place.offset * full.element_size():
                 return name
         return None
 
-    def region(self, block: int) -> slice:
+    def block_slice(self, block: int) -> slice:
         """Return the slice of a block in the flat buffers of its section."""
         return slice(self.offsets[block], self.offsets[block] + self.blocks[block])
 
-    def own(self, block: int) -> slice:
+    def owned_slice(self, block: int) -> slice:
         """Return the slice of the block's part that this rank updates, in the flat buffers of its section."""
         size = self.blocks[block] // self.parts
         start = self.offsets[block] + self.rank % self.parts * size
         return slice(start, start + size)
 
-    def in_shard(self, block: int) -> slice:
+    def slice_in_shard(self, block: int) -> slice:
         """Return the slice of the block's part in this rank's shard."""
         return slice(self.offsets[block] // self.parts, (self.offsets[block] + self.blocks[block]) // self.parts)
 
-    def full(self, block: int) -> Tensor:
+    def flat_param(self, block: int) -> Tensor:
         """Return the full parameters of the block's section (flat)."""
-        return self.fulls[self.sections[block]]
+        return self.flat_params[self.sections[block]]
 
     def shard(self, block: int) -> Tensor | None:
         """Return this rank's part of a block in the shard; None if the full parameters hold it."""
         shard = self.shards[self.sections[block]]
-        return None if shard is None else shard[self.in_shard(block)]
+        return None if shard is None else shard[self.slice_in_shard(block)]
 
-    def at_rest(self, block: int) -> Tensor:
+    def owned_shard(self, block: int) -> Tensor:
         """Return the part of a block that this rank updates: of the shard, or of the full parameters."""
         shard = self.shard(block)
-        return self.full(block)[self.own(block)] if shard is None else shard
+        return self.flat_param(block)[self.owned_slice(block)] if shard is None else shard
 
     def allocate_full(self) -> None:
         """Allocate the full parameters; their values are undefined."""
         with self.meter.tag("full_parameters"):
-            for full in self.fulls:
+            for full in self.flat_params:
                 full.untyped_storage().resize_(full.numel() * full.element_size())
 
     def free_full(self) -> None:
         """Free the memory of the full parameters."""
-        for full in self.fulls:
+        for full in self.flat_params:
             full.untyped_storage().resize_(0)
 
     @property
@@ -202,27 +202,27 @@ class UnitStorage:
     @property
     def is_full(self) -> bool:
         """Whether the full parameters have memory."""
-        return self.fulls[0].untyped_storage().nbytes() > 0
+        return self.flat_params[0].untyped_storage().nbytes() > 0
 
-    def place_own(self, block: int) -> None:
+    def copy_shard_into_flat(self, block: int) -> None:
         """Copy this rank's updated part of a block into the full parameters, for the gather or for compute."""
         shard = self.shard(block)
         if shard is not None:
-            self.full(block)[self.own(block)].copy_(shard)
+            self.flat_param(block)[self.owned_slice(block)].copy_(shard)
 
-    def reshard(self, wholes: list[Tensor]) -> None:
+    def shard_from(self, wholes: list[Tensor]) -> None:
         """Copy this rank's parts into the shards, from whole flat tensors by section."""
         for b, section in enumerate(self.sections):
             shard = self.shard(b)
             if shard is not None:
-                shard.copy_(wholes[section][self.own(b)])
+                shard.copy_(wholes[section][self.owned_slice(b)])
 
-    def adopt(self) -> None:
+    def update_shards_from_flat(self) -> None:
         """Update the shards from changed full parameters. Masters keep their precision where nothing changed."""
         for b in range(len(self.blocks)):
             mine = self.shard(b)
             if mine is not None:
-                now = self.full(b)[self.own(b)]
+                now = self.flat_param(b)[self.owned_slice(b)]
                 mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
 
     def move(self, device: torch.device) -> None:
@@ -235,19 +235,19 @@ class UnitStorage:
         """Make the parameters views of the full buffers again; copy their values there if ``keep_changes``."""
         with without_torch_function(), torch.no_grad():
             for p, place in zip(self.parameters, self.places, strict=True):
-                view = place.view(self.fulls)
+                view = place.view(self.flat_params)
                 if keep_changes:
                     view.copy_(p)
                 p.data = view
             if keep_changes:
-                self.zero_padding(self.fulls)
+                self.zero_padding(self.flat_params)
 
     def zero_padding(self, flats: list[Tensor]) -> None:
         """Zero the padding of flat tensors by section."""
         for section, gap in self._gaps:
             flats[section][gap].zero_()
 
-    def let_go(self) -> None:
+    def detach_plain_params(self) -> None:
         """Make the parameters plain ones with memory of their own. They must be whole."""
         self.guard.open()
         self.move(self.device)
@@ -277,7 +277,7 @@ class UnitStorage:
             gradient.untyped_storage().resize_(0)
         self.gradients = []
 
-    def forget(self) -> None:
+    def reset_iteration(self) -> None:
         """Free gradients and gathered parameters; only the parts at rest stay."""
         if self.strategy.sharded:
             self.free_full()
@@ -288,7 +288,7 @@ class UnitStorage:
         if self.trainable or self.strategy.sharded:
             self.guard.close()
 
-    def take_gradient(self, index: int, first: bool, scale: float | None) -> None:
+    def accumulate_gradient(self, index: int, first: bool, scale: float | None) -> None:
         """Move ``parameter.grad`` into the flat buffer: set by the first micro-step, added by later ones.
 
         ``scale`` (1/world, on the last micro-step) averages over ranks before the reduction, as DDP does.
@@ -322,7 +322,7 @@ class UnitStorage:
         gradient.
         """
         out: list[slice] = []
-        own, section = self.own(block), self.sections[block]
+        own, section = self.owned_slice(block), self.sections[block]
         for i in self.unused:
             place = self.places[i]
             begin, end = max(place.offset, own.start), min(place.offset + place.numel, own.stop)

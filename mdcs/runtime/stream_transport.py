@@ -21,14 +21,14 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+from mdcs.emulation import Pacer
 from mdcs.plan.ledger import Ledger, MessageBytes
-from mdcs.plan.worst_case import most_in_flight
-from mdcs.runtime.emulation import Pacer
+from mdcs.plan.worst_case import max_in_flight_bytes
+from mdcs.runtime.collective_ops import Transfer
+from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.message_runner import Gradients, MessageRunner, Update
-from mdcs.runtime.queue import MessageQueue
-from mdcs.runtime.ranges import named_range
 from mdcs.runtime.thread_transport import LISTEN_SECONDS
-from mdcs.runtime.wire import Transfer
+from mdcs.runtime.trace_ranges import named_range
 
 _STEPS_AHEAD = 2
 """Iterations that the host may be ahead of the device."""
@@ -50,9 +50,9 @@ class _Updating(NamedTuple):
     size: int  # bytes of the communication stream's memory that it reads
 
 
-def bytes_apart(ledger: Ledger, depth: int) -> int:
+def comm_stream_pool_bytes(ledger: Ledger, depth: int) -> int:
     """Return the most bytes that messages hold in the other streams' memory, apart from compute's."""
-    return sum(e.shards_held for e in ledger.messages) + most_in_flight([e.own_bytes for e in ledger.messages], depth)
+    return sum(e.shards_held for e in ledger.messages) + max_in_flight_bytes([e.own_bytes for e in ledger.messages], depth)
 
 
 def _shards(effect: MessageBytes) -> int:
@@ -68,7 +68,7 @@ class StreamTransport:
 
     def __init__(self, queue: MessageQueue, runner: MessageRunner, pacer: Pacer | None, timeout_s: float) -> None:
         self.queue, self.runner, self.pacer, self.timeout_s = queue, runner, pacer, timeout_s
-        self.executor, self.last_words = runner.executor, runner.last_words
+        self.executor, self.failures = runner.executor, runner.failures
         self.error: BaseException | None = None
         self._sent: deque[_Sent] = deque()
         self._updating: deque[_Updating] = deque()
@@ -76,7 +76,7 @@ class StreamTransport:
         # Without a budget: the predicted peak. Without any limit compute would wait only where a slot needs a message,
         # and gradients would pile up.
         predicted = runner.plan.prediction
-        self._wanted = queue.cap if predicted is None or queue.cap is not None else predicted.peak_bytes
+        self._soft_cap = queue.cap if predicted is None or queue.cap is not None else predicted.peak_bytes
 
     # -- what compute asks for ------------------------------------------------------------------------------------
 
@@ -85,9 +85,9 @@ class StreamTransport:
         queue, runner = self.queue, self.runner
         index, effect = queue.issued, runner.ledger.messages[queue.issued % queue.n]
         if not queue.is_skipped(index):
-            has_room = self._make_room(effect.held + activations + effect.own_bytes)
+            has_room = self._reclaim_until(effect.held + activations + effect.own_bytes)
             if not has_room:
-                self._insist(effect.held + activations + effect.transient, f"bytes for {runner.describe(index)}")
+                self._assert_fits(effect.held + activations + effect.transient, f"bytes for {runner.describe(index)}")
             queue.issue()
             queue.start()
             self._send(index, frees_gradients=not has_room)
@@ -103,14 +103,14 @@ class StreamTransport:
 
     def admit(self, size: int, what: str) -> None:
         """Make compute wait for messages until ``size`` bytes fit. Raises RunError if they do not fit after all."""
-        if not self._make_room(size):
-            self._insist(size, f"bytes for {what}")
+        if not self._reclaim_until(size):
+            self._assert_fits(size, f"bytes for {what}")
 
     def wait_for(self, count: int, what: str) -> None:
         """Make compute wait for the first ``count`` messages."""
         with named_range("wait", what):
             while self.queue.done < count:
-                self._let_compute_wait()
+                self._wait_oldest_on_compute()
 
     def check(self) -> None:
         """Do nothing: there is no other thread that could have failed."""
@@ -121,7 +121,7 @@ class StreamTransport:
         self._send(index, frees_gradients=False)
         self._wait_for_updates(index)
         sent = self._sent.pop()
-        self.executor.after(sent.end)
+        self.executor.wait_event(sent.end)
         self.runner.free_gradients(sent.gradients)
 
     def restart(self) -> int:
@@ -135,12 +135,12 @@ class StreamTransport:
 
         Raises RunError when it does not come within ``timeout_s``, and when another rank has left.
         """
-        self._ends.append(self.executor.mark())
+        self._ends.append(self.executor.record_event())
         if len(self._ends) <= _STEPS_AHEAD:
             return
         end, deadline, place = self._ends.popleft(), time.monotonic() + self.timeout_s, self.runner.place
         while not self.executor.wait(end, max(0.0, min(LISTEN_SECONDS, deadline - time.monotonic()))):
-            heard = self.last_words.heard()
+            heard = self.failures.peer_failure()
             if heard or time.monotonic() >= deadline:
                 waited = "" if heard else f"{self.timeout_s:g} s "
                 raise place.error(
@@ -152,32 +152,32 @@ class StreamTransport:
         """Wait up to 5 s for the messages in flight: their memory may be reused after this."""
         with contextlib.suppress(RuntimeError):  # the device may have failed
             self._wait_for_updates(self.queue.issued)
-            with self.executor.communicating():
-                end = self.executor.mark()
+            with self.executor.on_comm_stream():
+                end = self.executor.record_event()
             self.executor.wait(end, 5.0)
 
     # -- bytes, in the host's order -------------------------------------------------------------------------------
 
     def _fits(self, size: int) -> bool:
         held = self.queue.reserved + sum(u.size for u in self._updating)
-        return self._wanted is None or held + size <= self._wanted
+        return self._soft_cap is None or held + size <= self._soft_cap
 
-    def _make_room(self, size: int) -> bool:
+    def _reclaim_until(self, size: int) -> bool:
         while not (fits := self._fits(size)) and (self._updating or self._sent):
             if self._updating:
                 self._wait_for_updates(self._updating[0].number)
             else:
-                self._let_compute_wait()
+                self._wait_oldest_on_compute()
         return fits
 
-    def _insist(self, size: int, what: str) -> None:
+    def _assert_fits(self, size: int, what: str) -> None:
         if not self.queue.fits(size):
             raise self.runner.place.error(f"{what} do not fit, and nothing is left to wait for")
 
-    def _let_compute_wait(self) -> None:
+    def _wait_oldest_on_compute(self) -> None:
         """Make compute wait for the oldest message that it does not wait for yet; then free what the message has used."""
         sent, index = self._sent.popleft(), self.queue.done
-        self.executor.after(sent.end)
+        self.executor.wait_event(sent.end)
         # Compute's memory, which the other streams have read: what compute allocates next comes behind this wait.
         self.runner.free_gradients(sent.gradients)
         # The communication stream's memory: whatever is enqueued there next starts behind a later mark of compute.
@@ -188,10 +188,10 @@ class StreamTransport:
     def _wait_for_updates(self, index: int) -> None:
         """Make the communication stream wait for the updates of messages up to ``index``; then free their shards."""
         if self._updating and self._updating[0].number <= index:
-            with self.executor.communicating():
+            with self.executor.on_comm_stream():
                 while self._updating and self._updating[0].number <= index:
                     done = self._updating.popleft()
-                    self.executor.after(done.end)
+                    self.executor.wait_event(done.end)
                     # The communication stream's memory, which the update has read: the next message's buffers get it
                     # behind this wait. The same holds for the factor on the gradients, which ends with ``done``.
                     self.runner.free_shards(done.update)
@@ -207,10 +207,10 @@ class StreamTransport:
             # Behind the allocation: compute may have waited for the last user of that memory just before.
             here = self._mark_compute()
             self._wait_for_updates(self.queue.starts_after(index))
-            with executor.communicating():
-                executor.after(here)
+            with executor.on_comm_stream():
+                executor.wait_event(here)
                 transfer = self._communicate(index)
-                end = executor.mark()
+                end = executor.record_event()
             kept = self._free_or_keep(effect.gradients_after_link, end, frees_gradients)
             update = runner.completed_update(index, transfer)
             if update is not None:
@@ -220,16 +220,16 @@ class StreamTransport:
 
     def _mark_compute(self) -> Any:
         """Return a mark of compute now."""
-        return self.executor.mark()
+        return self.executor.record_event()
 
     def _communicate(self, index: int) -> Transfer:
         """Enqueue packing, collective and unpacking on the communication stream."""
         runner, executor = self.runner, self.executor
         transfer, begin = runner.launch(index)
-        executor.finish(transfer.works)  # of gloo; NCCL's collectives are on this stream
+        executor.wait_works(transfer.works)  # of gloo; NCCL's collectives are on this stream
         if self.pacer is not None:
             message = transfer.message
-            executor.pause(self.pacer.link.end(message.kind, runner.plan.wire(message), 0.0, -math.inf))
+            executor.sleep(self.pacer.link.end(message.kind, runner.plan.wire(message), 0.0, -math.inf))
         runner.land(index, transfer, begin)  # frees staging: memory of this stream, whose next user is on it, too
         return transfer
 
@@ -239,15 +239,15 @@ class StreamTransport:
         if runner.scale.is_needed:
             # The norm's all-reduces go on the communication stream: collectives of two communicators side by side, in an
             # order that may differ between ranks, can block each other.
-            with executor.communicating():
+            with executor.on_comm_stream():
                 runner.find_scale(update)
-                landed = executor.mark()
+                landed = executor.record_event()
         else:
             runner.find_scale(update)
-        with executor.updating():
-            executor.after(landed)
+        with executor.on_update_stream():
+            executor.wait_event(landed)
             runner.update(update)
-            end = executor.mark()
+            end = executor.record_event()
         self._updating.append(_Updating(index, end, update, _shards(runner.ledger.messages[index % runner.n])))
         return end
 
@@ -255,6 +255,6 @@ class StreamTransport:
         """Return gradients to free when compute waits for the message; or let it wait now, and free them."""
         if not frees or not gradients:
             return gradients
-        self.executor.after(end)
+        self.executor.wait_event(end)
         self.runner.free_gradients(gradients)
         return ()

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from mdcs.runtime.emulation import Pacer
+from mdcs.emulation import Pacer
+from mdcs.runtime.collective_ops import Transfer
 from mdcs.runtime.errors import RunError
+from mdcs.runtime.message_queue import MessageQueue
 from mdcs.runtime.message_runner import MessageRunner
-from mdcs.runtime.queue import MessageQueue
-from mdcs.runtime.ranges import named_range
-from mdcs.runtime.wire import Transfer
+from mdcs.runtime.trace_ranges import named_range
 from mdcs.sizes import MIB
 
 LISTEN_SECONDS = 0.5
@@ -37,7 +37,7 @@ class ThreadTransport:
 
     def __init__(self, queue: MessageQueue, runner: MessageRunner, pacer: Pacer | None, timeout_s: float) -> None:
         self.queue, self.runner, self.pacer, self.timeout_s = queue, runner, pacer, timeout_s
-        self.last_words, self.lock = runner.last_words, runner.account.lock
+        self.failures, self.lock = runner.failures, runner.account.lock
         self.error: BaseException | None = None
         self._stop = False
         self._in_flight: deque[tuple[int, Transfer, Any]] = deque()
@@ -98,7 +98,7 @@ class ThreadTransport:
                 continue
             self.lock.release()  # the store may answer late or never: let the other threads go on meanwhile
             try:
-                heard = self.last_words.heard()
+                heard = self.failures.peer_failure()
             finally:
                 self.lock.acquire()
             if not ready() and (heard or time.monotonic() >= deadline):

@@ -1,7 +1,7 @@
 """How a run is updated: by torch's functional kernels for SGD, Adam and AdamW, by the optimizer's own class otherwise.
 
-A run is a flat piece of parameters (:class:`mdcs.runtime.updates.Run`) with the state that torch's optimizer would keep
-for it. A rule holds no state.
+A run is a flat piece of parameters (:class:`mdcs.runtime.sharded_optimizer.UpdateRun`) with the state that torch's
+optimizer would keep for it. A rule holds no state.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from mdcs.measure.memory import Meter
 from mdcs.model.elementwise import FUNCTIONAL, FlatOptimizer, StateLayout
+from mdcs.telemetry.memory_meter import Meter
 
 _OF_SGD = ("lr", "weight_decay", "momentum", "nesterov", "maximize", "foreach", "fused")
 _OF_ADAM = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")

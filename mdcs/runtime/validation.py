@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from mdcs.emulation import Emulation
 from mdcs.model.elementwise import StateLayout, state_layout
-from mdcs.model.guard import GRADIENT, THAW, Closed
+from mdcs.model.guard import GRADIENT, THAW, GuardedParameter
 from mdcs.model.hooks import ModuleHook
 from mdcs.model.optimizers import in_flat_order, parameter_groups
 from mdcs.model.units import ModelUnit, UnsupportedModel, refuse_shared_memory
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import Buffers, check_buffers, layout
-from mdcs.runtime.emulation import Emulation
-from mdcs.runtime.errors import Place, RunError
-from mdcs.runtime.groups import Groups
-from mdcs.runtime.scaling import LossScale
-from mdcs.runtime.start import Initialisation, Initialise
+from mdcs.runtime.errors import ErrorContext, RunError
+from mdcs.runtime.gradient_scaling import LossScale
+from mdcs.runtime.initialization import InitFunction, Initializer
+from mdcs.runtime.process_groups import ProcessGroups
+from mdcs.runtime.sharded_optimizer import ShardedOptimizer
+from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.storage import UnitStorage
-from mdcs.runtime.updates import Updates
-from mdcs.runtime.walker import SlotWalker
 from mdcs.torch_compat import has_gradient_hooks, step_hooks
 
 
@@ -46,7 +46,7 @@ class RunOptions:
     broadcast_buffers: bool | None = None
     timeout_s: float = 300.0
     emulate: Emulation | None = None
-    init: Initialise | None = None
+    init: InitFunction | None = None
     device: torch.device = torch.device("cpu")
 
     @property
@@ -59,7 +59,7 @@ class RunOptions:
 
 
 @dataclass
-class Fit:
+class ValidationResult:
     """Results of the checks, and the ``problem`` if something does not. No rank raises its problem before all ranks know of it.
 
     - ``ordered``: by unit, its (name, parameter) pairs in flat order.
@@ -74,15 +74,15 @@ class Fit:
     untrained: list[str] = field(default_factory=list)
     layout: StateLayout = field(default_factory=StateLayout)
     state: dict[tuple[int, int], optimizer_state.History] = field(default_factory=dict)
-    initialisation: Initialisation | None = None
+    initialisation: Initializer | None = None
 
 
-def fit(
+def validate(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit], options: RunOptions,
     *, processes: int, backend: str, device: torch.device,
-) -> Fit:  # fmt: skip
+) -> ValidationResult:  # fmt: skip
     """Check plan, job and model on this rank. ``device`` is where parameters are, or will be made."""
-    found = Fit()
+    found = ValidationResult()
     try:
         _fits_processes(plan, processes, backend, options.emulate, device)
         _covers(model, units, optimizer)
@@ -94,7 +94,7 @@ def fit(
         groups = parameter_groups(optimizer)
         found.ordered, found.group_of = _match(plan, units, groups)
         found.untrained = [name for unit in units if unit.trainable for name, p in unit.parameters if p not in groups]
-        found.initialisation = Initialisation(model, units, options.init, device)
+        found.initialisation = Initializer(model, units, options.init, device)
         found.state = optimizer_state.histories(found.ordered, groups, optimizer.state, found.layout)
     except ValueError as e:
         found.problem = e
@@ -168,7 +168,7 @@ def _covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Opt
             continue
         if p not in held:
             raise UnsupportedModel(f"{name}: is in no unit: partition the model as it is now")
-        if issubclass(type(p), Closed):
+        if issubclass(type(p), GuardedParameter):
             raise UnsupportedModel(f"{name}: is parallelized already: close() that first")
         if has_gradient_hooks(p):
             raise UnsupportedModel(
@@ -219,14 +219,16 @@ def _match(
     return parameters, group_of
 
 
-def agree(found: Fit, model: nn.Module, plan: Plan, place: Place, groups: Groups) -> None:
+def agree_on_validation(
+    found: ValidationResult, model: nn.Module, plan: Plan, place: ErrorContext, groups: ProcessGroups
+) -> None:
     """Raise this rank's problem, or an error that names ranks with a problem, another plan, model or optimizer state.
 
     Collective.
     """
     rank, named = place.rank, [*model.named_parameters(), *model.named_buffers()]
     told = None if found.problem is None else str(found.problem)
-    answers = groups.exchange((plan.hash, told, layout(named), found.state))
+    answers = groups.all_gather_object((plan.hash, told, layout(named), found.state))
     if found.problem is not None:
         raise found.problem
     for r, (_, theirs, *_) in enumerate(answers):
@@ -256,8 +258,8 @@ def agree(found: Fit, model: nn.Module, plan: Plan, place: Place, groups: Groups
 _THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, then partition and plan again"
 
 
-def unseen_change(
-    optimizer: torch.optim.Optimizer, updates: Updates, storages: Sequence[UnitStorage], buffers: Buffers, world: int
+def find_unseen_change(
+    optimizer: torch.optim.Optimizer, updates: ShardedOptimizer, storages: Sequence[UnitStorage], buffers: Buffers, world: int
 ) -> str | None:
     """Return a sentence about a change by the loop in this iteration that had no effect on it; None if there is none.
     """
@@ -320,7 +322,7 @@ def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
     return None
 
 
-def refuse_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
+def forbid_optimizer_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
     """Make optimizer calls that would have no effect, or lose state, raise RunError; return handles to undo this."""
 
     def refusal(what: str) -> Any:
@@ -337,7 +339,7 @@ def refuse_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
     ]
 
 
-def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: Place) -> Any:
+def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: ErrorContext) -> Any:
     """Make ``model.state_dict()`` of closed parameters raise RunError with the line to write; return a handle to undo this."""
 
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -350,35 +352,35 @@ def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: 
     return model.register_state_dict_pre_hook(ModuleHook(hook))
 
 
-class Access:
+class ParameterAccess:
     """Decides whether a closed parameter may be used (:data:`mdcs.model.guard.Refuse`).
 
     ``ended``: the reason for parameters that are not whole after the end of the run; None before.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ErrorContext) -> None:
         self._place = place
-        self._walker: weakref.ref[SlotWalker] | None = None  # weak: closed parameters must not keep the run alive
+        self._sequencer: weakref.ref[SlotSequencer] | None = None  # weak: closed parameters must not keep the run alive
         self.ended: str | None = None
 
-    def follow(self, walker: SlotWalker) -> None:
-        """Decide by the slot in which ``walker`` is; before, modules are being initialised."""
-        self._walker = weakref.ref(walker)
+    def follow(self, sequencer: SlotSequencer) -> None:
+        """Decide by the slot in which ``sequencer`` is; before, modules are being initialised."""
+        self._sequencer = weakref.ref(sequencer)
 
     def refuse(self, name: str, what: str) -> RunError | None:
         """Return the error for a use of parameter ``name``, or None to allow the use."""
-        walker = None if self._walker is None else self._walker()
-        if self.ended is None and walker is None and self._walker is not None:
+        sequencer = None if self._sequencer is None else self._sequencer()
+        if self.ended is None and sequencer is None and self._sequencer is not None:
             self.ended = "it is gone"
         if self.ended is not None:
             return RunError(
                 f"rank {self._place.rank}: {name} is in pieces, parallel is closed and could not gather it ({self.ended}): "
                 "load a state dict into a plain model"
             )
-        if walker is None:
+        if sequencer is None:
             return self._place.error(f"the initialisation of a module used {name} ({what}), which is of another unit")
         if what == GRADIENT:
-            if not walker.has_gradients:
+            if not sequencer.has_gradients:
                 return None
             return self._place.error(
                 f"the gradient of {name} was taken by the runtime: clip with parallel.clip_grad_norm_() or clip_grad_value_(), "

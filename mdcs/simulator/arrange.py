@@ -2,7 +2,7 @@
 
 A plan is validated, stored and run. An order is only the messages by number, with the issue slot of each. These loops
 compute the values that depend on the order: which message waits for which, which allocates a buffer, which is the last
-to need a gradient. :class:`mdcs.plan.messages.Plan` and :class:`mdcs.plan.ledger.Ledger` compute the same values for
+to need a gradient. :class:`mdcs.plan.plan.Plan` and :class:`mdcs.plan.ledger.Ledger` compute the same values for
 one plan. Tests check that both agree.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mdcs.plan.worst_case import fill_needs
-from mdcs.simulator.kernel import Messages, Numbers
+from mdcs.plan.worst_case import fill_demands
+from mdcs.simulator.kernel import MessageArrays, Numbers
 
 
-class Shape(NamedTuple):
+class MessageTable(NamedTuple):
     """The values of all messages, by number, that do not depend on their order. Slots are unrolled, sizes are bytes."""
 
     reduces: Numbers  # whether it is a reduce-scatter or an all-reduce
@@ -50,11 +50,11 @@ class Shape(NamedTuple):
     barrier: bool  # whether the last reduction updates all units
 
 
-BY_MESSAGE = Shape._fields[: Shape._fields.index("buffer_bytes")]
+BY_MESSAGE = MessageTable._fields[: MessageTable._fields.index("buffer_bytes")]
 """Fields with one number per message or part. The other fields depend on the job or on the mix."""
 
 
-def place(s: Shape, turn: int, order: Numbers, slots: Numbers, issued: Numbers, needed: Numbers) -> bool:
+def place(s: MessageTable, turn: int, order: Numbers, slots: Numbers, issued: Numbers, needed: Numbers) -> bool:
     """Fill ``issued`` and ``needed``, and return whether the order is valid.
 
     - ``issued[q]``: number of messages issued by slot q.
@@ -104,7 +104,7 @@ def place(s: Shape, turn: int, order: Numbers, slots: Numbers, issued: Numbers, 
     return True
 
 
-def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m: Messages) -> None:
+def arrange(s: MessageTable, turn: int, length: int, order: Numbers, slots: Numbers, m: MessageArrays) -> None:
     """Fill ``m`` with the messages of an order that :func:`place` found valid. ``length``: slots of the period."""
     n, last_reduction = len(order), -1
     reduced_at = [-1] * s.blocks
@@ -162,5 +162,5 @@ def arrange(s: Shape, turn: int, length: int, order: Numbers, slots: Numbers, m:
         m.transient[p] = own + max(s.until_landed[i], scratch - landed)
 
 
-LOOPS = (place, arrange, fill_needs)
+LOOPS = (place, arrange, fill_demands)
 """Functions that :func:`mdcs.simulator.machine_code.compile_loops` compiles."""

@@ -28,7 +28,7 @@ Numbers = Any
 """A list of numbers, or an array when the functions are compiled."""
 
 
-class Circle(NamedTuple):
+class PeriodArrays(NamedTuple):
     """The slots of a period (one number per slot), and constants of the replay."""
 
     seconds: Numbers
@@ -49,7 +49,7 @@ class Circle(NamedTuple):
     cap: int  # bytes that admission allows; -1: no limit
 
 
-class Messages(NamedTuple):
+class MessageArrays(NamedTuple):
     """The messages of one period in wire order, one number per message. Times are seconds."""
 
     slot: Numbers
@@ -69,7 +69,7 @@ class Messages(NamedTuple):
     transient: Numbers  # bytes that live only while it is in flight
 
 
-class Track(NamedTuple):
+class ReplayArrays(NamedTuple):
     """Output of a replay, with room for ``MAX_PERIODS`` periods. Times are seconds."""
 
     start: Numbers  # by message: start on the link
@@ -89,7 +89,9 @@ class Track(NamedTuple):
 SENT, BUSY, PAID, RETIRED, HELD, MOST, ARRIVALS, STUCK, NEEDED = range(9)
 
 
-def slowed(start: Numbers, finish: Numbers, count: Numbers, slowdown: float, now: float, work: float) -> float:
+def finish_time_under_interference(
+    start: Numbers, finish: Numbers, count: Numbers, slowdown: float, now: float, work: float
+) -> float:
     """Return when ``work`` seconds of compute that begin now end.
 
     Compute takes ``slowdown`` times as long beside a message.
@@ -113,7 +115,7 @@ def slowed(start: Numbers, finish: Numbers, count: Numbers, slowdown: float, now
     return now + work
 
 
-def delayed(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: float) -> float:
+def add_message_overhead(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: float) -> float:
     """Return when a slot ends, with the compute time lost to messages that complete during the slot.
 
     - ``begin``, ``end``: the slot without the lost time.
@@ -127,21 +129,21 @@ def delayed(done: Numbers, lost: Numbers, count: Numbers, begin: float, end: flo
     return end
 
 
-def leave(
+def end_slot(
     start: Numbers, finish: Numbers, done: Numbers, lost: Numbers, arrival: Numbers, count: Numbers, slowdown: float,
     contended: bool, released: int, begin: float, work: float,
 ) -> float:  # fmt: skip
     """Return the end of the slot that computes from ``begin`` for ``work`` seconds; record it, and free ``released`` bytes."""
-    end = slowed(start, finish, count, slowdown, begin, work)
+    end = finish_time_under_interference(start, finish, count, slowdown, begin, work)
     if contended:
-        end = delayed(done, lost, count, begin, end)
+        end = add_message_overhead(done, lost, count, begin, end)
     count[HELD] -= released
     arrival[count[ARRIVALS]] = end
     count[ARRIVALS] += 1
     return end
 
 
-def hurry(c: Circle, m: Messages, t: Track, now: float, awaited: int) -> None:
+def retime_while_compute_blocked(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, now: float, awaited: int) -> None:
     """Retime the messages in flight while compute waits for message ``awaited`` from ``now`` on.
 
     Messages up to ``awaited`` then run while nothing computes: the part that is not yet served takes ``idle`` instead
@@ -176,7 +178,7 @@ def hurry(c: Circle, m: Messages, t: Track, now: float, awaited: int) -> None:
         t.start[g], t.finish[g], t.landed[g], t.done[g] = last_start, last_finish, last_landed, last_done
 
 
-def retire(done: Numbers, freed: Numbers, count: Numbers, now: float) -> None:
+def retire_completed(done: Numbers, freed: Numbers, count: Numbers, now: float) -> None:
     """Free the bytes of messages that are done by now."""
     n, g = len(freed), count[RETIRED]
     while g < count[SENT] and done[g] <= now:
@@ -186,7 +188,7 @@ def retire(done: Numbers, freed: Numbers, count: Numbers, now: float) -> None:
     count[RETIRED] = g
 
 
-def most_in_flight(transient: Numbers, count: Numbers, depth: int, upcoming: int) -> int:
+def max_in_flight_bytes(transient: Numbers, count: Numbers, depth: int, upcoming: int) -> int:
     """Return the most bytes that ``depth`` consecutive messages can hold in flight.
 
     Counts the messages that are not yet done, and one more message with ``upcoming`` bytes.
@@ -210,10 +212,10 @@ def admit(
     Return -1 and set ``count[NEEDED]`` if they never fit.
     """
     while True:
-        retire(done, freed, count, now)
+        retire_completed(done, freed, count, now)
         if count[HELD] + size + count[MOST] <= cap:
             return now
-        need = count[HELD] + size + most_in_flight(transient, count, depth, upcoming)
+        need = count[HELD] + size + max_in_flight_bytes(transient, count, depth, upcoming)
         if need <= cap:
             return now
         if count[RETIRED] == count[SENT]:
@@ -247,7 +249,7 @@ def repeats(
     return many if same else -1 - many
 
 
-def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> int:
+def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, needed: Numbers) -> int:
     """Replay until the period repeats. Return how the replay ended.
 
     - ``issued[q]``: number of messages issued by slot q.
@@ -269,7 +271,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
         count[k] = 0
     if cap >= 0 and n > 0:
         count[SENT] = n + depth
-        count[MOST] = most_in_flight(transient, count, depth, 0)  # upper bound, for a quick test in admit()
+        count[MOST] = max_in_flight_bytes(transient, count, depth, 0)  # upper bound, for a quick test in admit()
     count[HELD], count[SENT] = c.rest, 0
     now = last_start = last_landed = last_done = begin = work = host = 0.0
     last_finish = LONG_AGO
@@ -290,15 +292,15 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
                     continue
                 if inside:
                     if early[i] < 1:
-                        now = slowed(start, finish, count, slowdown, begin, early[i] * work)
+                        now = finish_time_under_interference(start, finish, count, slowdown, begin, early[i] * work)
                         if cap >= 0:
-                            retire(done, freed, count, now)
-                            beside = peak[at] + most_in_flight(transient, count, depth, transient[i])
+                            retire_completed(done, freed, count, now)
+                            beside = peak[at] + max_in_flight_bytes(transient, count, depth, transient[i])
                             inside = count[HELD] + held[i] + beside <= cap
                     else:
                         inside = False
                     if not inside:
-                        now = leave(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
+                        now = end_slot(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
                 if cap >= 0 and not inside:
                     now = admit(done, freed, transient, count, cap, depth, now, held[i] + live[q], transient[i])
                     if now < 0:
@@ -326,7 +328,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
                 if blocking[i]:
                     now = last_done + dispatch_s
             if inside:
-                now = leave(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
+                now = end_slot(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
             arrived = arrival[count[ARRIVALS] - 1]
             if q == turn and p > 0:
                 tolerance = _REPEATS * arrived / (p + 1)
@@ -337,7 +339,7 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
             awaited = base + needed[q] - 1
             if awaited >= 0 and done[awaited] > now:
                 if contended and p > 0:
-                    hurry(c, m, t, now, awaited)
+                    retime_while_compute_blocked(c, m, t, now, awaited)
                     g = count[SENT] - 1
                     last_start, last_finish, last_landed, last_done = start[g], finish[g], landed[g], done[g]
                 now = done[awaited] + dispatch_s
@@ -354,11 +356,21 @@ def run(c: Circle, m: Messages, t: Track, issued: Numbers, needed: Numbers) -> i
             begun += 1
             at, work = q, seconds[q]
         if settled or p == MAX_PERIODS - 1:
-            leave(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
+            end_slot(start, finish, done, lost, arrival, count, slowdown, contended, released[at], begin, work)
             return SETTLED if settled else UNSETTLED
         base += n
     return UNSETTLED
 
 
-LOOPS = (slowed, delayed, leave, hurry, retire, most_in_flight, admit, repeats, run)
+LOOPS = (
+    finish_time_under_interference,
+    add_message_overhead,
+    end_slot,
+    retime_while_compute_blocked,
+    retire_completed,
+    max_in_flight_bytes,
+    admit,
+    repeats,
+    run,
+)
 """Functions that :func:`mdcs.simulator.machine_code.compile_loops` compiles."""

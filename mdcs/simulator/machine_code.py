@@ -9,11 +9,11 @@ import numpy as np
 
 from mdcs.simulator import arrange, kernel
 
-Fields = TypeVar("Fields", kernel.Circle, kernel.Messages, kernel.Track, arrange.Shape)
+Fields = TypeVar("Fields", kernel.PeriodArrays, kernel.MessageArrays, kernel.ReplayArrays, arrange.MessageTable)
 
 _SECONDS = {
     *("seconds", "early", "alpha", "gap", "transfer", "copy", "update", "idle", "lost", "lost_per_work"),
-    *(name for name in kernel.Track._fields if name != "count"),
+    *(name for name in kernel.ReplayArrays._fields if name != "count"),
 }  # fmt: skip
 
 

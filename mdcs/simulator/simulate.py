@@ -19,13 +19,13 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from mdcs.measure.timeline import Interval, Span, times_of
 from mdcs.plan.ledger import Ledger, MessageBytes
 from mdcs.plan.lifetimes import CATEGORIES
-from mdcs.plan.messages import Plan
 from mdcs.plan.period import Period
+from mdcs.plan.plan import Plan
 from mdcs.plan.times import Prediction, StepTimes
-from mdcs.simulator.recurrence import Trace, run
+from mdcs.simulator.engine import Trace, run
+from mdcs.telemetry.timeline import Interval, Span, times_of
 
 
 class Replay:

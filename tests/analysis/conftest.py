@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from analysis.events import SCHEMA
-from mdcs.measure.timeline import PREDICTED_RANK, Interval, RankTimeline, SlotMemory, Timeline
+from mdcs.telemetry.timeline import PREDICTED_RANK, Interval, RankTimeline, SlotMemory, Timeline
 
 MIB = 2**20
 

@@ -11,7 +11,7 @@ from analysis.load import load_sweep
 from analysis.pictures import gantt, memory_over_period, overview, step_time_over_budget, step_time_over_setting, tradeoff_curve
 from analysis.pictures.style import shortened
 from analysis.questions import share_curves
-from mdcs.measure.timeline import SlotMemory, Timeline
+from mdcs.telemetry.timeline import SlotMemory, Timeline
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.trace import chrome_trace, sublanes
-from mdcs.measure.timeline import PREDICTED_RANK, Interval, RankTimeline, Timeline, length
-from tests.mdcs.measure.timelines import two_ranks
+from mdcs.telemetry.timeline import PREDICTED_RANK, Interval, RankTimeline, Timeline, length
+from tests.mdcs.telemetry.timelines import two_ranks
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted), max_size=12)
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.slow  # their imports take seconds
@@ -37,7 +37,7 @@ def torchrun() -> Iterator[None]:
 def quick_plan(model: Any, optimizer: Any, units: Any, step: Any, *, budget: Any, **job: Any) -> mdcs.Plan:
     """A plan as :func:`mdcs.autoplan` makes one, of a link that is not measured."""
     link = mdcs.Link.uniform(1.0, 50.0)
-    profile = agree(measure_profile(model, units, step, optimizer, world=dist.get_world_size(), link=link, iterations=1))
+    profile = merge_profiles(measure_profile(model, units, step, optimizer, world=dist.get_world_size(), link=link, iterations=1))
     return on_rank_zero(lambda: mdcs.make_plan(mdcs.Job(profile, **job), RandomMix(3), Priority()))
 
 

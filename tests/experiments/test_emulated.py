@@ -13,9 +13,9 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.plan import units_table
 from experiments.profile import units_table as profile_table
-from mdcs.measure.timeline import Timeline
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.telemetry.timeline import Timeline
 from tests.experiments.batch import run_all
 
 pytestmark = pytest.mark.slow

@@ -22,11 +22,11 @@ from experiments.config import checks, files
 from experiments.config.schema import ConfigError
 from experiments.job import run as jobs
 from experiments.job.workload import Workload
-from mdcs.calibrate.slots import measure_profile
 from mdcs.export.document import document
-from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.profiler.model_profile import measure_profile
 from tests.experiments.batch import run_all
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def take_home(workload, strategies, file):
         made.model, made.units, lambda: made.loss(batch), made.optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
     )
     mix = tuple(Strategy(each) for each, _ in zip(itertools.cycle(strategies.split("-")), profile.units, strict=False))
-    file.write_text(json.dumps(document(Wfbp().schedule(Mix(mdcs.Job(profile), mix)))))
+    file.write_text(json.dumps(document(Wfbp().schedule(StrategyAssignment(mdcs.Job(profile), mix)))))
 
 
 @pytest.fixture(scope="module")

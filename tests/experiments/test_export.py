@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from experiments import export
-from mdcs.planner.make import make_plan
+from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.strategies.uniform import Uniform
 from tests.mdcs.profiles import ADAM, Job, chain, link

@@ -17,7 +17,7 @@ from analysis.events import read_events
 from experiments.config import checks
 from experiments.job import run as jobs
 from launch import network
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 
 WHY_NOT = network.refusal(1.0)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"no shaped network: {WHY_NOT}")]

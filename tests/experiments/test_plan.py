@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments import plan as program
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.planner.explain import UnitChoice
-from mdcs.planner.make import make_plan
+from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 from tests.experiments.one_process import INSTEAD_OF_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]

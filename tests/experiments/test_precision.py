@@ -6,7 +6,7 @@ import pytest
 
 from analysis.events import read_events
 from experiments.config import checks
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from tests.experiments.batch import run_all
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
 from launch import network
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 
 from analysis.events import read_events
 from experiments.config.files import groups
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 THEIRS = Path(__file__).with_name("third_party")

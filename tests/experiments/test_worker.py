@@ -24,10 +24,10 @@ from experiments.config import checks, files
 from experiments.config.schema import Config, ConfigError, ProfileConfig
 from experiments.job import run as jobs
 from launch import orphans, status
-from mdcs.measure.timeline import PREDICTED_RANK, Timeline
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
+from mdcs.telemetry.timeline import PREDICTED_RANK, Timeline
 from tests.experiments.batch import run_all
 
 STEPS, WARMUP = 4, 2

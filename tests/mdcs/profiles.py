@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mdcs.plan import job
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.judge import Judge
-from mdcs.planner.make import make_plan
-from mdcs.planner.named import SCHEDULERS, Scheduler, StrategyPlanner
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.registry import SCHEDULERS, Scheduler, StrategyPlanner
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp
 from mdcs.planner.schedulers.priority import Priority
@@ -33,9 +33,9 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
-from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind, Link
+from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.sizes import MIB
 
 TIMES = float(os.environ.get("MDCS_EXAMPLES", "0.25"))
@@ -109,7 +109,7 @@ def tied(*sizes: int, **more: Any) -> Profile:
 def planned(profile: Profile, strategies: str | Sequence[str], scheduler: Scheduler | None = None, **more: Any) -> Plan:
     """A plan without a budget; one strategy for all units or one for each."""
     names = [strategies] * len(profile.units) if isinstance(strategies, str) else strategies
-    mix = Mix(Job(profile, **more), tuple(map(Strategy, names)))
+    mix = StrategyAssignment(Job(profile, **more), tuple(map(Strategy, names)))
     return (scheduler or Sequential()).schedule(mix)
 
 
@@ -198,8 +198,8 @@ class Job(job.Job):
         return job.Job(self.profile, self.micro_steps, self.cross_iteration, self.reserve)
 
     @property
-    def judge(self) -> Judge:
-        return Judge(self.plain, None)
+    def problem(self) -> PlanningProblem:
+        return PlanningProblem(self.plain, None)
 
     def plan(self, strategy: StrategyPlanner, scheduler: Scheduler, **more: Any) -> Plan:
         return make_plan(self.plain, strategy, scheduler, **more)

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.worst_case import most_in_flight
+from mdcs.plan.worst_case import max_in_flight_bytes
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.ilp.linear_costs import linearize_costs
 from mdcs.planner.ilp.portfolio import COARSER, EvaluatedPlan, fitted, while_time_remains
-from mdcs.planner.ilp.priced import priced
 from mdcs.planner.ilp.rounding import roundings
-from mdcs.planner.ilp.slot_model import Decision, SlotModel
+from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 from mdcs.planner.ilp.solver import Answer, solve
-from mdcs.planner.judge import Judge
 from mdcs.planner.schedulers.priority import settled
 from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.sizes import MIB
@@ -38,7 +38,7 @@ class SearchRequest:
     - ``coarser``: whether larger blocks may be tried.
     """
 
-    judge: Judge
+    problem: PlanningProblem
     name: str
     fixed: tuple[Strategy, ...] | None
     seconds: float
@@ -50,18 +50,18 @@ class SearchRequest:
         """Return the time at which this fraction of the limit is over."""
         return self.began + part * self.seconds
 
-    def realistic(self) -> Judge:
+    def realistic(self) -> PlanningProblem:
         """Return the job for models of plans: their bounds prove nothing, but their plans run as the model says.
 
         The costs of a message are spread over a block. The budget leaves room for messages in flight, which the model
         does not count: those of half blocks, and at most half of the slack.
         """
-        judge, budget = self.judge, self.judge.budget
+        problem, budget = self.problem, self.problem.budget
         if budget is not None:
-            mix = judge.mix([Strategy.fsdp] * len(judge.profile.units))
+            mix = problem.mix([Strategy.fsdp] * len(problem.profile.units))
             sent = [m.transient for m in Ledger(Partitioning(self.block_bytes / 2 / MIB).schedule(mix)).messages]
-            budget -= min(most_in_flight(sent, judge.profile.link.depth), max(0, budget - judge.floor) // 2)
-        return Judge(dataclasses.replace(judge.job, profile=priced(judge.profile)), budget)
+            budget -= min(max_in_flight_bytes(sent, problem.profile.link.depth), max(0, budget - problem.floor) // 2)
+        return PlanningProblem(dataclasses.replace(problem.job, profile=linearize_costs(problem.profile)), budget)
 
 
 @dataclass(frozen=True)
@@ -78,29 +78,29 @@ class SolverResult:
     plans: list[EvaluatedPlan]
 
 
-def solve_whole(request: SearchRequest, judge: Judge, known: EvaluatedPlan | None) -> SolverResult:
-    """Solve the integer program of ``judge``, from the plan ``known`` if the model can express it."""
-    model = SlotModel(judge, fixed=request.fixed)
-    start = None if known is None else model.values_of(dataclasses.replace(known.plan, job=judge.job))
+def solve_whole(request: SearchRequest, problem: PlanningProblem, known: EvaluatedPlan | None) -> SolverResult:
+    """Solve the integer program of ``problem``, from the plan ``known`` if the model can express it."""
+    model = SlotModel(problem, fixed=request.fixed)
+    start = None if known is None else model.values_of(dataclasses.replace(known.plan, job=problem.job))
     answer = _solved(request, model, start)
-    bound = model.step_bound(answer.bound) if answer.bound is not None and judge is request.judge else None
+    bound = model.step_bound(answer.bound) if answer.bound is not None and problem is request.problem else None
     plans = [] if answer.values is None else decode(request, [model.decide(answer.values)])
     return SolverResult(answer.status, bound, plans)
 
 
-def solve_relaxed(request: SearchRequest, judge: Judge, *, plans: bool) -> SolverResult:
+def solve_relaxed(request: SearchRequest, problem: PlanningProblem, *, plans: bool) -> SolverResult:
     """Solve the linear relaxation of a coarse model, then of finer models while time allows.
 
     Return the best bound, and if ``plans``, plans rounded from the last solution. Solving time is taken to grow in
     proportion to the number of bins.
     """
     bound, status, solution = None, "no answer", None
-    width: int | None = -(-judge.job.period.length // _COARSE)
+    width: int | None = -(-problem.job.period.length // _COARSE)
     while width is not None:
         began = time.monotonic()
-        model = SlotModel(judge, fixed=request.fixed, width=width)
+        model = SlotModel(problem, fixed=request.fixed, width=width)
         answer = _solved(request, model, relax=True)
-        if answer.bound is not None and judge is request.judge:
+        if answer.bound is not None and problem is request.problem:
             bound = max(bound or 0.0, model.step_bound(answer.bound))
         if answer.values is not None:
             solution = model, answer.values
@@ -118,16 +118,16 @@ def finer_width(width: int, took: float, left: float) -> int | None:
 
 def _solved(request: SearchRequest, model: SlotModel, start: Sequence[float] | None = None, *, relax: bool = False) -> Answer:
     left = max(1.0, request.at(SOLVING) - time.monotonic())
-    return solve(model.problem, seconds=left, start=start, relax=relax)
+    return solve(model.program, seconds=left, start=start, relax=relax)
 
 
-def decode(request: SearchRequest, decisions: Sequence[Decision]) -> list[EvaluatedPlan]:
+def decode(request: SearchRequest, decisions: Sequence[SlotDecision]) -> list[EvaluatedPlan]:
     """Return the plans of these decisions, as far as time allows.
 
     The decision with the best plan is also tried with finer blocks: fewer bytes are then in flight.
     """
     until = time.monotonic() + DECODING * request.seconds
-    made: list[tuple[EvaluatedPlan, Decision]] = []
+    made: list[tuple[EvaluatedPlan, SlotDecision]] = []
     for decision in decisions:
         sizes = (*([COARSER * request.block_bytes] * request.coarser), request.block_bytes, 0)
         made += [(each, decision) for each in while_time_remains(until, messages_of(request, decision, sizes))]
@@ -135,13 +135,13 @@ def decode(request: SearchRequest, decisions: Sequence[Decision]) -> list[Evalua
             break
     if not made:
         return []
-    finer = [max(1, request.block_bytes // parts) for parts in _FINER] if request.judge.budget is not None else []
+    finer = [max(1, request.block_bytes // parts) for parts in _FINER] if request.problem.budget is not None else []
     best = min(made, key=lambda each: each[0].cost_s)[1]
     return [*(each for each, _ in made), *while_time_remains(until, messages_of(request, best, finer))]
 
 
-def messages_of(request: SearchRequest, decision: Decision, sizes: Sequence[int]) -> Iterator[Plan]:
+def messages_of(request: SearchRequest, decision: SlotDecision, sizes: Sequence[int]) -> Iterator[Plan]:
     """Yield the plans of a decision in blocks of these bytes, as far as they fit. 0: whole units."""
-    mix = request.judge.mix(decision.strategies)
-    for blocks in dict.fromkeys(mix.cut(size) if size else mix.whole() for size in sizes):
-        yield from fitted(request.judge, settled(mix, request.name, blocks, decision.windows(mix)))
+    mix = request.problem.mix(decision.strategies)
+    for blocks in dict.fromkeys(mix.partition(size) if size else mix.unpartitioned_blocks() for size in sizes):
+        yield from fitted(request.problem, settled(mix, request.name, blocks, decision.windows(mix)))

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import option
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_planner import SlotPlanner
-from mdcs.planner.judge import Judge
 
 
 @dataclass(frozen=True)
 class Joint(SlotPlanner):
     """Strategies and schedule in one program, under the whole budget.
 
-    ``trials`` is read by code that has ranks to run plans (:mod:`mdcs.calibrate.trials`). It does not change the plan.
+    ``trials`` is read by code that has ranks to run plans (:mod:`mdcs.profiler.autotune`). It does not change the plan.
     """
 
     name: ClassVar[str] = "joint"
@@ -24,7 +24,7 @@ class Joint(SlotPlanner):
         None, "so many plans, heuristics' too, run before training, and the fastest is kept; null: 3 in a long run", at_least=1
     )
 
-    def plan(self, judge: Judge) -> Plan:
-        """Return a plan within ``judge.budget``. Raises InfeasibleBudget."""
-        judge.starts()
-        return self.solved(judge, self.name)
+    def plan(self, problem: PlanningProblem) -> Plan:
+        """Return a plan within ``problem.budget``. Raises InfeasibleBudget."""
+        problem.starts()
+        return self.solved(problem, self.name)

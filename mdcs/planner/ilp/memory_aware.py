@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_planner import SlotPlanner
-from mdcs.planner.judge import Judge
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class MemoryAware(SlotPlanner):
 
     name: ClassVar[str] = "memory_aware"
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the best schedule found, the heuristics' included.
 
         Raises PlanError if none is within the mix's budget.
         """
-        return self.solved(Judge(mix.job, mix.budget), self.name, mix.strategies)
+        return self.solved(PlanningProblem(mix.job, mix.budget), self.name, mix.strategies)

@@ -8,18 +8,18 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
-from mdcs.planner.fit import fit
-from mdcs.planner.judge import Judge
+from mdcs.planner.budget_repair import repair
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import fuse_neighbours
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.greedy import Greedy
-from mdcs.profile.contents import Contention
+from mdcs.profile.schema import Contention
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 
@@ -57,33 +57,33 @@ def while_time_remains(deadline: float, plans: Iterator[Plan]) -> Iterator[Evalu
             return
 
 
-def fitted(judge: Judge, plan: Plan) -> Iterator[Plan]:
+def fitted(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     """Yield the plan fitted to the budget, and so the plan with small neighbours fused. Skip plans that do not fit."""
     fused = fuse_neighbours(plan, _FUSED * plan.profile.block)
     for each in (plan, fused) if len(fused.messages) < len(plan.messages) else (plan,):
         with contextlib.suppress(PlanError):
-            yield each if judge.budget is None else fit(each, judge.budget)
+            yield each if problem.budget is None else repair(each, problem.budget)
 
 
-def heuristics(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
+def heuristics(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[Plan]:
     """Yield the plans of the best heuristics: greedy mixes for several shares of the budget, or the fixed mix.
 
     Schedules with few messages come first, those that are made fastest before the others.
     """
-    mixes = list(dict.fromkeys(_mixes(judge, fixed)))
-    coarse = Priority(COARSER * judge.profile.block / MIB)
+    mixes = list(dict.fromkeys(_mixes(problem, fixed)))
+    coarse = Priority(COARSER * problem.profile.block / MIB)
     for scheduler in (Dear(), Wfbp(), coarse, Priority(), Partitioning()):
         for mix in mixes:
-            yield from fitted(judge, scheduler.schedule(mix))
+            yield from fitted(problem, scheduler.schedule(mix))
 
 
-def _mixes(judge: Judge, fixed: Sequence[Strategy] | None) -> Iterator[Mix]:
-    if fixed is not None or judge.budget is None:
-        yield judge.mix(fixed or Greedy().choose(judge).strategies)
-        if fixed is None and judge.profile.tells_gradients:  # dp: an early all-reduce needs no gather after it
-            yield judge.mix([Strategy.dp] * len(judge.profile.units))
+def _mixes(problem: PlanningProblem, fixed: Sequence[Strategy] | None) -> Iterator[StrategyAssignment]:
+    if fixed is not None or problem.budget is None:
+        yield problem.mix(fixed or Greedy().choose(problem).strategies)
+        if fixed is None and problem.profile.has_gradient_times:  # dp: an early all-reduce needs no gather after it
+            yield problem.mix([Strategy.dp] * len(problem.profile.units))
         return
-    slack = judge.budget - judge.floor
+    slack = problem.budget - problem.floor
     for share in _SHARES:
-        part = dataclasses.replace(judge, budget=judge.budget - int(share * slack))
-        yield judge.mix(Greedy().choose(part).strategies)
+        part = dataclasses.replace(problem, budget=problem.budget - int(share * slack))
+        yield problem.mix(Greedy().choose(part).strategies)

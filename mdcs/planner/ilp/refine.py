@@ -6,14 +6,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check, smallest_budget
-from mdcs.planner.anneal import annealed
-from mdcs.planner.fit import fit
+from mdcs.plan.worst_case import check, min_feasible_budget
+from mdcs.planner.annealing import anneal
+from mdcs.planner.budget_repair import repair
 from mdcs.planner.ilp.portfolio import EvaluatedPlan, evaluate
-from mdcs.planner.moves import joined
+from mdcs.planner.neighborhood import merge_adjacent_blocks
 from mdcs.simulator.simulate import replay
 
 RACING = 6  # plans that a race starts from
@@ -31,7 +31,7 @@ def race(
     """Return the plans of searches that end at the time ``until``, by successive halving.
 
     Each of the ``most`` best plans is searched from in turn. The better half of the results is searched from again, and
-    so on (Karnin, Koren, Somekh, ICML 2013). ``strategies``, ``bound``, ``stop``: see :func:`annealed`.
+    so on (Karnin, Koren, Somekh, ICML 2013). ``strategies``, ``bound``, ``stop``: see :func:`anneal`.
     """
     found: list[EvaluatedPlan] = []
     racing = most_promising(plans, most)
@@ -41,7 +41,7 @@ def race(
         better = []
         for i, (_, plan) in enumerate(racing):
             left = (ends - time.monotonic()) / (len(racing) - i)
-            better.append(evaluate(annealed(plan, left, bound=bound or 0.0, strategies=strategies, stop=stop, seed=r)))
+            better.append(evaluate(anneal(plan, left, bound=bound or 0.0, strategies=strategies, stop=stop, seed=r)))
         found += better
         racing = most_promising(better, len(racing) // 2)
     return found
@@ -59,7 +59,7 @@ def merge_blocks(best: EvaluatedPlan, until: float) -> EvaluatedPlan:
     """Return the plan with neighbouring blocks merged, as long as this costs less than the messages that it saves."""
     for apart in (False, True):
         for u in range(len(best.plan.blocks)):
-            while time.monotonic() < until and (larger := joined(best.plan, u, apart=apart)) is not None:
+            while time.monotonic() < until and (larger := merge_adjacent_blocks(best.plan, u, apart=apart)) is not None:
                 try:
                     check(larger)
                     merged = evaluate(larger)
@@ -74,11 +74,11 @@ def merge_blocks(best: EvaluatedPlan, until: float) -> EvaluatedPlan:
 def minimize_peak(best: EvaluatedPlan, floor: int, until: float) -> Plan:
     """Return the plan with later gathers and earlier reductions: the smallest peak found for its step time."""
     step_s, plan = best
-    low, high = floor, smallest_budget(plan)
+    low, high = floor, min_feasible_budget(plan)
     while high - low > high // 200 and time.monotonic() < until:
         middle = (low + high) // 2
         try:
-            leaner = dataclasses.replace(fit(dataclasses.replace(plan, budget=None), middle), budget=plan.budget)
+            leaner = dataclasses.replace(repair(dataclasses.replace(plan, budget=None), middle), budget=plan.budget)
             as_fast = replay(leaner).period_s <= step_s * (1 + 1e-6)
         except PlanError:
             as_fast = False

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.ilp.slot_model import Decision, SlotModel
+from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
 
 # Factors on the shares of strategies other than fsdp: whole buffers need more bytes than fractions of buffers.
 _KEPT = (0.94, 0.98, 0.92, 0.96, 0.9, 1.0, 0.93, 0.97, 0.95, 0.88, 0.85)
 _SENT = (0.5, 0.4, 0.6)  # fraction of a gather from which its buffer is held
 
 
-def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[Decision]:
+def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[SlotDecision]:
     """Yield decisions near a solution of the relaxed model, the most promising first. They may exceed the budget."""
     mixes = dict.fromkeys(_diffused(model, values, kept) for kept in _KEPT)
     for sent in _SENT:
@@ -29,7 +29,7 @@ def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[Decision]:
 def _diffused(model: SlotModel, values: Sequence[float], kept: float) -> tuple[Strategy, ...]:
     owed = dict.fromkeys(Strategy, 0.0)
     out = []
-    for unit, z in zip(model.profile.units, model.z, strict=True):
+    for unit, z in zip(model.profile.units, model.assign, strict=True):
         shares = {k: values[x] * (kept if k is not Strategy.fsdp and Strategy.fsdp in z else 1.0) for k, x in z.items()}
         if Strategy.fsdp in z:
             shares[Strategy.fsdp] += 1 - sum(shares.values())

@@ -15,7 +15,7 @@ sent by the end of a stage in its window::
 
 A running slot slows down to 1/(1 + interference) of its speed while a message is in flight. Communication that does not
 overlap with compute is sent at arrivals and is exposed. A reduction whose gradients become ready while a slot runs
-(:mod:`mdcs.plan.early`) may be sent in that slot: the fraction that becomes ready before its end, in the time left
+(:mod:`mdcs.plan.gradient_readiness`) may be sent in that slot: the fraction that becomes ready before its end, in the time left
 after the first gradient. A message costs β·bytes. With ``depth`` 1 it also costs α, spread over a block. The model
 leaves out staging, update time and gradient shards in flight. The replay of the plan includes them.
 
@@ -32,37 +32,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mdcs.plan.lifetimes import Row, unit_rows
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.ilp.slot_schedule import Sending, SlotSchedule, negative
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.ilp.slot_schedule import SlotSchedule, TransferColumns, negative
 from mdcs.planner.ilp.solver import Terms
-from mdcs.planner.judge import Judge
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import steady_state
 
 
 @dataclass(frozen=True)
-class Decision:
+class SlotDecision:
     """A solution: a strategy per unit, and the slots (unrolled) that bound its operations.
 
-    - ``opens``: first slot at which an operation is issued.
-    - ``closes``: slot at which it must be done.
+    - ``earliest``: first slot at which an operation is issued.
+    - ``latest``: slot at which it must be done.
     """
 
     strategies: tuple[Strategy, ...]
-    opens: dict[Op, int] = field(default_factory=dict)
-    closes: dict[Op, int] = field(default_factory=dict)
+    earliest: dict[Op, int] = field(default_factory=dict)
+    latest: dict[Op, int] = field(default_factory=dict)
 
-    def windows(self, mix: Mix) -> dict[Op, tuple[int, int]]:
+    def windows(self, mix: StrategyAssignment) -> dict[Op, tuple[int, int]]:
         """Return the windows of the mix, narrowed by the decision."""
         windows = {op: mix.window(op) for op in mix.ops}
-        return {op: (max(a, self.opens.get(op, a)), min(b, self.closes.get(op, b))) for op, (a, b) in windows.items()}
+        return {op: (max(a, self.earliest.get(op, a)), min(b, self.latest.get(op, b))) for op, (a, b) in windows.items()}
 
 
 class SlotModel(SlotSchedule):
-    """The integer program of one job under ``judge.budget``: the schedule, and the memory row of every slot.
+    """The integer program of one job under ``problem.budget``: the schedule, and the memory row of every slot.
 
     - ``fixed``, ``width``: as in :class:`~mdcs.planner.ilp.slot_schedule.SlotSchedule`.
     - ``loose``: leave out the memory of the schedule, so that buffers live only while compute uses them. A relaxation,
@@ -70,14 +70,14 @@ class SlotModel(SlotSchedule):
     """
 
     def __init__(
-        self, judge: Judge, *, fixed: Sequence[Strategy] | None = None, width: int = 1, loose: bool = False
+        self, problem: PlanningProblem, *, fixed: Sequence[Strategy] | None = None, width: int = 1, loose: bool = False
     ) -> None:
-        super().__init__(judge, fixed=fixed, width=width)
+        super().__init__(problem, fixed=fixed, width=width)
         self.started: dict[Op, dict[int, int]] = {}  # operation -> unrolled slot -> column
-        self.done: list[dict[int, int]] = [{} for _ in self.z]
+        self.done: list[dict[int, int]] = [{} for _ in self.assign]
         self._keys: dict[int, tuple[int, ...]] = {}  # binary column -> columns whose sum it bounds
-        if judge.budget is not None:
-            self._memory(judge.budget - judge.job.reserve, loose)
+        if problem.budget is not None:
+            self._memory(problem.budget - problem.job.reserve, loose)
 
     # ---- memory: sums over the table of lifetimes
 
@@ -90,7 +90,7 @@ class SlotModel(SlotSchedule):
         length = self.period.length
         held: list[Terms] = [[] for _ in range(length)]
         base = [0.0] * length
-        for u, z in enumerate(self.z):
+        for u, z in enumerate(self.assign):
             rows = {k: unit_rows(self.period, u, k) for k in z}
             sizes = [dict.fromkeys(z, 0) for _ in range(length)]
             for k, own in rows.items():
@@ -107,7 +107,7 @@ class SlotModel(SlotSchedule):
         for q in range(length):
             left = cap - self.profile.slots[self.period.slots[q].place].peak - base[q]
             scale = max(1.0, left)
-            self.problem.at_most([(x, c / scale) for x, c in held[q]], left / scale)
+            self.program.at_most([(x, c / scale) for x, c in held[q]], left / scale)
 
     def _surely_held(self, row: Row) -> range:
         """Return the slots (unrolled) in which a buffer is held whatever the schedule is."""
@@ -130,7 +130,7 @@ class SlotModel(SlotSchedule):
             if not size:
                 continue
             first, last = self._window(op)
-            free = [(self.z[u][k], -1.0) for k in users if not sizes[k]]
+            free = [(self.assign[u][k], -1.0) for k in users if not sizes[k]]
             columns = self.started[op] = {}
             for q in range(first, last):
                 sent = self._held_from(sending, q)
@@ -138,7 +138,7 @@ class SlotModel(SlotSchedule):
                     continue
                 columns[q] = self._shared(sent, columns, q)
                 if columns[q] != columns.get(q - 1):
-                    self.problem.at_most([*sent, (columns[q], -1.0), *free], 0.0)
+                    self.program.at_most([*sent, (columns[q], -1.0), *free], 0.0)
                 held[q % self.period.length].append((columns[q], float(size)))
 
     def _hold_until_reduced(
@@ -152,8 +152,10 @@ class SlotModel(SlotSchedule):
         reductions, columns = self._reductions(u), self.done[u]
         first, last = self._window(reductions[0].op)
         late: Terms = []  # freed by the barrier, after forward has begun
-        if not self.judge.job.cross_iteration:
-            late = [(self.z[u][k], 1.0) for k, own in until.items() if any(r.freed and r.freed.moment == "done" for r in own)]
+        if not self.problem.job.cross_iteration:
+            late = [
+                (self.assign[u][k], 1.0) for k, own in until.items() if any(r.freed and r.freed.moment == "done" for r in own)
+            ]
         for q in range(first, last):
             base[q] += size
             sent = self._freed_by(reductions, q)
@@ -161,9 +163,9 @@ class SlotModel(SlotSchedule):
                 continue
             x = columns[q] = self._shared(sent, columns, q)
             if x != columns.get(q - 1):
-                self.problem.at_most([(x, 1.0), *negative(sent)], 0.0)
+                self.program.at_most([(x, 1.0), *negative(sent)], 0.0)
                 if late:
-                    self.problem.at_most([(x, 1.0), *late], 1.0)
+                    self.program.at_most([(x, 1.0), *late], 1.0)
             held[q].append((x, -float(size)))
 
     def _shared(self, sent: Terms, columns: dict[int, int], q: int) -> int:
@@ -174,18 +176,18 @@ class SlotModel(SlotSchedule):
         key = tuple(x for x, _ in sent)
         if q - 1 in columns and self._keys[columns[q - 1]] == key:
             return columns[q - 1]
-        x = self.problem.column(integer=True)
+        x = self.program.column(integer=True)
         self._keys[x] = key
         if q - 1 in columns:
-            self.problem.at_most([(columns[q - 1], 1.0), (x, -1.0)], 0.0)
+            self.program.at_most([(columns[q - 1], 1.0), (x, -1.0)], 0.0)
         return x
 
-    def _reductions(self, u: int) -> list[Sending]:
+    def _reductions(self, u: int) -> list[TransferColumns]:
         """Return the possible reductions of a unit. Only the one of its strategy is sent."""
         possible = (Op(kind, u, 0) for kind in (Kind.RS, Kind.AR, Kind.RS_N))
         return [self.sendings[op] for op in possible if op in self.sendings]
 
-    def _held_from(self, gather: Sending, q: int) -> Terms:
+    def _held_from(self, gather: TransferColumns, q: int) -> Terms:
         """Return the terms of a gather that surely hold its buffer in slot q.
 
         Terms of a bin count only in its last slot, because the model does not know in which slot of the bin they are
@@ -195,7 +197,7 @@ class SlotModel(SlotSchedule):
         last_of_bin = q % self.period.length == self._slots(b)[-1]
         return gather.by(3 * b + 2 if last_of_bin else 3 * b - 1)
 
-    def _freed_by(self, reductions: Sequence[Sending], q: int) -> Terms:
+    def _freed_by(self, reductions: Sequence[TransferColumns], q: int) -> Terms:
         """Return the terms of the reductions that may be done when slot q begins.
 
         At the first slot of a bin, only its arrival stage counts. At later slots, all stages of the bin count.
@@ -208,11 +210,11 @@ class SlotModel(SlotSchedule):
 
     def values_of(self, plan: Plan) -> list[float] | None:
         """Return the column values of a plan's replay. None if the model cannot express the plan."""
-        if any(s not in z for s, z in zip(plan.strategies, self.z, strict=True)):
+        if any(s not in z for s, z in zip(plan.strategies, self.assign, strict=True)):
             return None
-        values = [0.0] * len(self.problem.costs)
+        values = [0.0] * len(self.program.costs)
         for u, strategy in enumerate(plan.strategies):
-            values[self.z[u][strategy]] = 1.0
+            values[self.assign[u][strategy]] = 1.0
         sent: dict[Op, dict[int, float]] = {}
         for op, stage, fraction in self._served(plan):
             at = sent.setdefault(op, {})
@@ -234,11 +236,11 @@ class SlotModel(SlotSchedule):
                 values[x] = float(sharded and sum(c * values[y] for y, c in sent_by) > 1e-9)
         for u, columns in enumerate(self.done):
             reduced = self._reductions(u)
-            barrier = not self.judge.job.cross_iteration and plan.strategies[u] is Strategy.dp
+            barrier = not self.problem.job.cross_iteration and plan.strategies[u] is Strategy.dp
             for q, x in columns.items():
                 sent_by = self._freed_by(reduced, q)
                 values[x] = float(not barrier and sum(c * values[y] for y, c in sent_by) > 1 - 1e-9)
-        return values if not self.problem.broken(values) else None
+        return values if not self.program.broken(values) else None
 
     def _served(self, plan: Plan) -> Iterator[tuple[Op, int, float]]:
         """Yield (operation, stage, fraction of the operation) for the bytes on the link in the replay.
@@ -249,7 +251,7 @@ class SlotModel(SlotSchedule):
         edges = [t for arrival, begin, _ in steady.slots for t in (arrival, begin)]
         stages = [edges[i] + turn * steady.period_s for turn in range(3) for i in range(len(edges))] + [math.inf]
         for m, (start, end) in zip(plan.messages, steady.bytes, strict=True):
-            shift = 2 * (plan.unrolled(m) - m.slot)
+            shift = 2 * (plan.unrolled_slot(m) - m.slot)
             i = max(0, bisect.bisect_right(stages, start) - 1)
             while True:
                 low, high = max(start, stages[i]), min(end, stages[i + 1])
@@ -263,22 +265,22 @@ class SlotModel(SlotSchedule):
                     break
                 i += 1
 
-    def decide(self, values: Sequence[float], strategies: tuple[Strategy, ...] | None = None, sent: float = 0.5) -> Decision:
+    def decide(self, values: Sequence[float], strategies: tuple[Strategy, ...] | None = None, sent: float = 0.5) -> SlotDecision:
         """Return the decision of a solution: strategies, and the slots in which memory allows each operation.
 
         - ``strategies``: taken from the solution unless given.
         - ``sent``: threshold for fractional solutions. A buffer is held from the slot by which this fraction of its
           gather is sent.
         """
-        mix = self.judge.mix(strategies or tuple(max(z, key=lambda k: values[z[k]]) for z in self.z))
+        mix = self.problem.mix(strategies or tuple(max(z, key=lambda k: values[z[k]]) for z in self.assign))
         opens, closes = {}, {}
         for op in mix.ops:
             first, last = mix.window(op)
             if op in self.started and mix.strategies[op.unit].sharded:
-                whole = sum(values[x] for k, x in self.z[op.unit].items() if k.sharded and op in self.ops[k])
+                whole = sum(values[x] for k, x in self.assign[op.unit].items() if k.sharded and op in self.ops[k])
                 held = [q for q, x in self.started[op].items() if values[x] > sent * max(whole, 1e-3)]
                 opens[op] = min(held, default=last)
-            if not op.kind.is_gather and self.judge.budget is not None:
+            if not op.kind.is_gather and self.problem.budget is not None:
                 last = self._window(op)[1]
                 closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 1 - sent), default=last)
-        return Decision(mix.strategies, opens, closes)
+        return SlotDecision(mix.strategies, opens, closes)

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from mdcs.options import option
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.decode import DECODING, SOLVING, SearchRequest, SolverResult, solve_relaxed, solve_whole
 from mdcs.planner.ilp.portfolio import EvaluatedPlan, heuristics, while_time_remains
 from mdcs.planner.ilp.refine import merge_blocks, minimize_peak, race
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.judge import Judge
 from mdcs.simulator.machine_code import compile_loops
 from mdcs.sizes import MIB
 
@@ -43,8 +43,8 @@ class SlotPlanner(Solving):
 
     block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
 
-    def solved(self, judge: Judge, name: str, fixed: Sequence[Strategy] | None = None) -> Plan:
-        """Return the best plan found within ``seconds`` for ``judge.budget``, with its outcome and the proven bound.
+    def solved(self, problem: PlanningProblem, name: str, fixed: Sequence[Strategy] | None = None) -> Plan:
+        """Return the best plan found within ``seconds`` for ``problem.budget``, with its outcome and the proven bound.
 
         - ``fixed``: strategies of the units. Only the schedule is then open.
 
@@ -52,10 +52,10 @@ class SlotPlanner(Solving):
         be slower. Raises PlanError if no plan was found.
         """
         compile_loops()  # before the clock starts: the first compilation on a machine takes seconds
-        block_bytes = judge.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
+        block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
-        request = SearchRequest(judge, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic())
-        known = list(while_time_remains(request.at(_HEURISTICS), heuristics(judge, fixed)))
+        request = SearchRequest(problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic())
+        known = list(while_time_remains(request.at(_HEURISTICS), heuristics(problem, fixed)))
         found, raced = _solve_beside_race(request, known)
         candidates = [*found.plans, *raced, *known]
         if not candidates:
@@ -67,7 +67,7 @@ class SlotPlanner(Solving):
             best = min([best, *again], key=_cost_s)
         best = merge_blocks(best, request.at(_MERGING))
         begun = best.plan.scheduler  # a search keeps the name of the plan that it started from
-        plan = minimize_peak(best, judge.floor, request.at(1.0))
+        plan = minimize_peak(best, problem.floor, request.at(1.0))
         outcome = found.status
         if begun != name:
             why = "faster than the solver's plan" if found.plans else "the solver gave nothing"
@@ -84,17 +84,17 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
     between. The bound comes from the exact model: from its integer program if this is small and gives plans as well
     (messages have no price), otherwise from its relaxation.
     """
-    slots, fixed = request.judge.job.period.length, request.fixed is not None
+    slots, fixed = request.problem.job.period.length, request.fixed is not None
     best, realistic = min(known, key=_cost_s, default=None), request.realistic()
     solves: list[Callable[[], SolverResult]] = []
     if slots > _SMALL:
         solves.append(partial(solve_relaxed, request, realistic, plans=True))
     if slots <= (2 * _WHOLE if fixed else _WHOLE):
         solves.append(partial(solve_whole, request, realistic, best))
-    if slots <= _SMALL and realistic.profile is request.judge.profile:
-        solves.append(partial(solve_whole, request, request.judge, best))
+    if slots <= _SMALL and realistic.profile is request.problem.profile:
+        solves.append(partial(solve_whole, request, request.problem, best))
     else:
-        solves.append(partial(solve_relaxed, request, request.judge, plans=False))
+        solves.append(partial(solve_relaxed, request, request.problem, plans=False))
     with ThreadPoolExecutor(len(solves)) as pool:
         solving = [pool.submit(solve) for solve in solves]
         raced: list[EvaluatedPlan] = []

@@ -10,16 +10,16 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mdcs.plan.early import share_within
+from mdcs.plan.gradient_readiness import ready_fraction_in_slot
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.planner.ilp.solver import Problem, Terms
-from mdcs.planner.judge import Judge
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.ilp.solver import IntegerProgram, Terms
 from mdcs.profile.link import REDUCTION
 
 
 @dataclass(frozen=True)
-class Sending:
+class TransferColumns:
     """Columns of one operation: the fraction sent by the end of each stage.
 
     - ``op``: the operation.
@@ -52,24 +52,24 @@ class SlotSchedule:
     - ``width``: slots per bin. More than one makes a coarser model, a relaxation.
     """
 
-    def __init__(self, judge: Judge, *, fixed: Sequence[Strategy] | None = None, width: int = 1) -> None:
-        self.judge, self.fixed = judge, fixed
-        self.profile = judge.profile
-        self.problem = Problem()
+    def __init__(self, problem: PlanningProblem, *, fixed: Sequence[Strategy] | None = None, width: int = 1) -> None:
+        self.problem, self.fixed = problem, fixed
+        self.profile = problem.profile
+        self.program = IntegerProgram()
         units = range(len(self.profile.units))
-        self.mixes = {k: judge.mix([k] * len(self.profile.units)) for k in choices(judge.profile)}
+        self.mixes = {k: problem.mix([k] * len(self.profile.units)) for k in choices(problem.profile)}
         self.ops = {k: frozenset(mix.ops) for k, mix in self.mixes.items()}
-        self.period = judge.job.period
+        self.period = problem.job.period
         passes = [i for i, s in enumerate(self.period.slots) if i == 0 or s.phase != self.period.slots[i - 1].phase]
         ends = [*passes[1:], self.period.length]
         self.bins = [q for first, end in zip(passes, ends, strict=True) for q in range(first, end, width)]
         self.coarse = len(self.bins) < self.period.length
-        self.slow = 1 + self.profile.interference
+        self.slowdown = 1 + self.profile.interference
         self.choices = [self._choices(u) for u in units]
-        self.z = [{k: self.problem.column(integer=True) for k in allowed} for allowed in self.choices]
-        self.sendings: dict[Op, Sending] = {}
+        self.assign = [{k: self.program.column(integer=True) for k in allowed} for allowed in self.choices]
+        self.sendings: dict[Op, TransferColumns] = {}
         for u in units:
-            self.problem.equal([(x, 1.0) for x in self.z[u].values()], 1.0)
+            self.program.equal([(x, 1.0) for x in self.assign[u].values()], 1.0)
             self._send(u)
         self._precedence()
         self._link()
@@ -78,7 +78,7 @@ class SlotSchedule:
 
     def _choices(self, unit: int) -> list[Strategy]:
         if self.fixed is not None:
-            return [self.judge.mix(self.fixed).strategies[unit]]
+            return [self.problem.mix(self.fixed).strategies[unit]]
         if not self.profile.units[unit].trainable:
             pointless: Strategy | None = Strategy.zero2
         else:
@@ -141,28 +141,28 @@ class SlotSchedule:
             bins = range(self._bin(self._opens(op)), self._bin(last) + 1)
             stages = [s for b in bins for s in (3 * b, 3 * b + 1, 3 * b + 2) if self._usable(op, s, first, last)]
             seconds = self._seconds(op)
-            columns = [self.problem.column() for _ in stages]
-            sending = Sending(op, seconds, tuple(stages), tuple(columns))
+            columns = [self.program.column() for _ in stages]
+            sending = TransferColumns(op, seconds, tuple(stages), tuple(columns))
             self.sendings[op] = sending
             for i, stage in enumerate(stages):
-                price = 1 - 1 / self.slow if stage % 3 == 1 else 1.0
+                price = 1 - 1 / self.slowdown if stage % 3 == 1 else 1.0
                 for x, c in sending.during(i, price * seconds):
-                    self.problem.costs[x] += c
+                    self.program.costs[x] += c
                 if i:
-                    self.problem.at_most([(columns[i - 1], 1.0), (columns[i], -1.0)], 0.0)
-            whole = [(self.z[u][k], -1.0) for k in strategies]
-            self.problem.equal([(columns[-1], 1.0), *whole], 0.0)
+                    self.program.at_most([(columns[i - 1], 1.0), (columns[i], -1.0)], 0.0)
+            whole = [(self.assign[u][k], -1.0) for k in strategies]
+            self.program.equal([(columns[-1], 1.0), *whole], 0.0)
             if self._opens(op) < first and not self.coarse:
                 self._send_early(sending, strategies)
 
-    def _send_early(self, sending: Sending, strategies: Sequence[Strategy]) -> None:
+    def _send_early(self, sending: TransferColumns, strategies: Sequence[Strategy]) -> None:
         """Limit the fraction of a reduction that is sent in the slot in which its gradients become ready."""
         unit, [early, *_] = sending.op.unit, sending.columns
-        share = share_within(self.profile, unit)
-        self.problem.at_most([(early, 1.0), *((self.z[unit][k], -share) for k in strategies)], 0.0)
+        share = ready_fraction_in_slot(self.profile, unit)
+        self.program.at_most([(early, 1.0), *((self.assign[unit][k], -share) for k in strategies)], 0.0)
         slot = self.period.slots[self._opens(sending.op) % self.period.length]
         left = (1 - self._first_part(unit)) * self.profile.slots[slot.place].seconds
-        self.problem.at_most([(early, sending.seconds)], self.slow * left)
+        self.program.at_most([(early, sending.seconds)], self.slowdown * left)
 
     def _usable(self, op: Op, stage: int, first: int, last: int) -> bool:
         b, what = divmod(stage, 3)
@@ -184,7 +184,7 @@ class SlotSchedule:
                 continue
             for stage in gather.stages[:-1]:
                 # Within a bin, running and waiting stages have no order, so the row allows both.
-                self.problem.at_most([*gather.by(stage), *negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0)
+                self.program.at_most([*gather.by(stage), *negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0)
 
     def _link(self) -> None:
         seconds = [self.profile.slots[s.place].seconds for s in self.period.slots]
@@ -208,10 +208,10 @@ class SlotSchedule:
                     if last <= q + offset:  # sent before q
                         partial.setdefault((b, False, q), []).extend(terms)
         for b, terms in rows.items():
-            self.problem.at_most(terms, self.slow * sum(seconds[q] for q in self._slots(b)))
+            self.program.at_most(terms, self.slowdown * sum(seconds[q] for q in self._slots(b)))
         for (b, suffix, q), terms in partial.items():
             covered = [s for s in self._slots(b) if (s >= q if suffix else s < q)]
-            self.problem.at_most(terms, self.slow * sum(seconds[s] for s in covered))
+            self.program.at_most(terms, self.slowdown * sum(seconds[s] for s in covered))
 
     def _window(self, op: Op) -> tuple[int, int]:
         return self.mixes[Strategy.dp].window(op)
@@ -230,16 +230,16 @@ class SlotSchedule:
         subtracted.
         """
         latency = 0.0
-        for u, z in enumerate(self.z):
+        for u, z in enumerate(self.assign):
             latency += max(sum(self._latency(op) for op in self.ops[k] if op.unit == u) for k in z)
         return self.compute_s + max(0.0, bound - latency)
 
-    def traffic(self) -> Problem:
+    def traffic(self) -> IntegerProgram:
         """Return the same rows with another objective: the seconds for which the link is busy."""
-        costs = [0.0] * len(self.problem.costs)
+        costs = [0.0] * len(self.program.costs)
         for sending in self.sendings.values():
             costs[sending.columns[-1]] = sending.seconds - self._latency(sending.op)
-        return dataclasses.replace(self.problem, costs=costs)
+        return dataclasses.replace(self.program, costs=costs)
 
 
 def negative(terms: Terms) -> Terms:

@@ -23,7 +23,7 @@ Terms = list[tuple[int, float]]
 
 
 @dataclass
-class Problem:
+class IntegerProgram:
     """Minimize Σ cost·x subject to rows ``Σ coefficient·x <= or == right side``.
 
     Every x is in [0, 1], and some are integer.
@@ -79,14 +79,14 @@ class Solving(Checked):
     seconds: float = option(20.0, "limit of the solver, seconds", above=0)
 
 
-def solve(problem: Problem, *, seconds: float = 20.0, start: Sequence[float] | None = None, relax: bool = False) -> Answer:
+def solve(program: IntegerProgram, *, seconds: float = 20.0, start: Sequence[float] | None = None, relax: bool = False) -> Answer:
     """Solve a problem within ``seconds``. After that the solver is killed.
 
     - ``start``: a solution to start from, with a value for every column.
     - ``relax``: drop integrality and solve the linear program by an interior point method.
     """
     data = {
-        "costs": problem.costs, "integer": problem.integer, "rows": problem.rows,
+        "costs": program.costs, "integer": program.integer, "rows": program.rows,
         "start": None if start is None else list(start), "seconds": _OWN * seconds, "relax": relax,
     }  # fmt: skip
     try:

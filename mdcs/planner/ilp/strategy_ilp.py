@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.planner.ilp.solver import Problem, Solving, solve
-from mdcs.planner.judge import Choice, Judge
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
+from mdcs.planner.ilp.solver import IntegerProgram, Solving, solve
 from mdcs.planner.schedulers.sequential import sequential
 from mdcs.planner.strategies.greedy import Greedy
-from mdcs.profile.contents import Unit
+from mdcs.profile.schema import Unit
 
 Stage = tuple[int, bool, bool, int]
 """(slot, whether compute runs instead of waiting, whether it is a gather, unit). Stages sort in the order of events."""
@@ -37,61 +37,61 @@ class Ilp(Solving):
 
     name: ClassVar[str] = "ilp"
 
-    def choose(self, judge: Judge) -> Choice:
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
         """Return the better mix. Raises InfeasibleBudget.
 
         The outcome is ``optimal``, ``feasible``, or ``greedy: <reason why the solver's mix was not taken>``.
         """
-        greedy = Greedy().choose(judge).strategies
-        made, z = problem(judge)
+        greedy = Greedy().choose(problem).strategies
+        made, z = integer_program(problem)
         answer = solve(made, seconds=self.seconds, start=_start(made, z, greedy))
         if answer.values is None:
-            return Choice(greedy, f"greedy: {answer.status}")
+            return StrategyDecision(greedy, f"greedy: {answer.status}")
         values = answer.values
         mix = tuple(max(unit, key=lambda k: values[unit[k]]) for unit in z)
-        if not judge.fits(mix):
-            return Choice(greedy, "greedy: the solver's mix does not fit")
-        if judge.seconds(greedy) < judge.seconds(mix):
-            return Choice(greedy, f"greedy: faster than the solver's ({answer.status})")
-        return Choice(mix, answer.status)
+        if not problem.fits(mix):
+            return StrategyDecision(greedy, "greedy: the solver's mix does not fit")
+        if problem.seconds(greedy) < problem.seconds(mix):
+            return StrategyDecision(greedy, f"greedy: faster than the solver's ({answer.status})")
+        return StrategyDecision(mix, answer.status)
 
 
 # ---- the problem, in numbers
 
 
-def problem(judge: Judge) -> tuple[Problem, list[dict[Strategy, int]]]:
+def integer_program(problem: PlanningProblem) -> tuple[IntegerProgram, list[dict[Strategy, int]]]:
     """Return the integer program, and its column for every unit and strategy.
 
     Costs and bytes are relative to the largest.
     """
-    made, job = Problem(), judge.job
+    made, job = IntegerProgram(), problem.job
     costs = [{k: job.cost.unit_s(u, k, job.micro_steps) for k in choices(job.profile)} for u in range(len(job.profile.units))]
     scale = max(c for unit in costs for c in unit.values()) or 1.0
     z = [{k: made.column(cost / scale, integer=True) for k, cost in unit.items()} for unit in costs]
     for unit in z:
         made.equal([(x, 1.0) for x in unit.values()], 1.0)
-    for held, left in memory_rows(judge):
+    for held, left in memory_rows(problem):
         size = max(1, left)
         made.at_most([(x, held[u][k] / size) for u, unit in enumerate(z) for k, x in unit.items()], left / size)
     return made, z
 
 
-def _start(made: Problem, z: list[dict[Strategy, int]], mix: tuple[Strategy, ...]) -> list[float]:
+def _start(made: IntegerProgram, z: list[dict[Strategy, int]], mix: tuple[Strategy, ...]) -> list[float]:
     values = [0.0] * len(made.costs)
     for unit, strategy in zip(z, mix, strict=True):
         values[unit[strategy]] = 1.0
     return values
 
 
-def memory_rows(judge: Judge) -> list[tuple[list[dict[Strategy, int]], int]]:
+def memory_rows(problem: PlanningProblem) -> list[tuple[list[dict[Strategy, int]], int]]:
     """Return for every stage of the period the bytes per unit and strategy, and the bytes left for all units."""
-    if judge.budget is None:
+    if problem.budget is None:
         return []
-    profile = judge.profile
-    cap, units = judge.budget - judge.job.reserve, range(len(profile.units))
-    walks = [{k: _walk(judge, u, k) for k in choices(profile)} for u in units]
+    profile = problem.profile
+    cap, units = problem.budget - problem.job.reserve, range(len(profile.units))
+    walks = [{k: _walk(problem, u, k) for k in choices(profile)} for u in units]
     stages: set[Stage] = set().union(*(walk for unit in walks for walk in unit.values()))
-    period = judge.job.period
+    period = problem.job.period
     rows = []
     for stage in sorted(stages):
         slot = profile.slots[period.slots[stage[0]].place]
@@ -104,16 +104,16 @@ Walk = dict[Stage, tuple[int, int]]
 """Stage at which the unit acts -> (bytes during the stage, bytes after it)."""
 
 
-def _walk(judge: Judge, unit: int, strategy: Strategy) -> Walk:
+def _walk(problem: PlanningProblem, unit: int, strategy: Strategy) -> Walk:
     """Return the bytes of one unit in the steady period of the sequential schedule.
 
     They come from the ledger of a plan for this unit alone. Exact, except with a barrier: the last reduction of all
     units updates all units. The update is placed at the turn.
     """
-    alone: Unit = judge.profile.units[unit]
-    slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in judge.profile.slots)
-    profile = dataclasses.replace(judge.profile, units=(alone,), slots=slots)
-    plan = sequential(Mix(dataclasses.replace(judge.job, profile=profile), (strategy,)))
+    alone: Unit = problem.profile.units[unit]
+    slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in problem.profile.slots)
+    profile = dataclasses.replace(problem.profile, units=(alone,), slots=slots)
+    plan = sequential(StrategyAssignment(dataclasses.replace(problem.job, profile=profile), (strategy,)))
     ledger, barrier, turn = Ledger(plan), not plan.cross_iteration, plan.period.turn
     held, waiting = ledger.rest_bytes, 0
     sent: list[list[int]] = [[] for _ in ledger.slots]

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.fusion import buckets, fuse
 
 
@@ -25,19 +25,21 @@ class Dear(Checked):
     bucket_mib: float | None = option(None, "fused messages hold about so much, MiB; null: one message per unit", above=0)
     ahead: int = option(2, "slots by which fsdp units are gathered ahead", at_least=0)
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the plan: reductions when ready, gathers from the turn on, in the order of the forward pass."""
         fused = fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib or 0))
         turn, period = mix.period.turn, mix.period
         drafts = []
         for m in fused.messages:
-            slot = fused.unrolled(m)
+            slot = fused.unrolled_slot(m)
             if m.kind.is_gather:
                 first = max([turn, *(mix.window(Op(m.kind, u, m.micro))[0] for u, _ in m.parts)])
                 keep = not any(mix.strategies[u].regathers for u, _ in m.parts)
-                need = fused.need(m)
+                need = fused.needed_by(m)
                 assert need is not None
                 slot = first if keep else max(first, need - self.ahead)
-            drafts.append((slot % period.length, m.kind.is_gather, fused.need(m) or 0, m, slot))
+            drafts.append((slot % period.length, m.kind.is_gather, fused.needed_by(m) or 0, m, slot))
         drafts.sort(key=lambda d: d[:3])  # gathers of one slot in the order of the forward pass
-        return mix.plan(self.name, mix.whole(), [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts])
+        return mix.plan(
+            self.name, mix.unpartitioned_blocks(), [Message(m.kind, m.parts, slot, micro=m.micro) for *_, m, slot in drafts]
+        )

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.wfbp import in_ready_order, ready_slot
 from mdcs.profile.link import Kind
 from mdcs.simulator.simulate import undelayed
@@ -24,7 +24,7 @@ from mdcs.sizes import MIB
 Grouping = Callable[[list[Op]], list[list[Op]]]
 
 
-def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
+def fuse(mix: StrategyAssignment, name: str, grouping: Grouping) -> Plan:
     """Group each stream of operations (kind, micro-step) in its order of use. Return the plan with fused groups.
 
     A fused reduction is issued when its last member is ready, a fused gather in time for its first member. Such a slot
@@ -48,7 +48,7 @@ def fuse(mix: Mix, name: str, grouping: Grouping) -> Plan:
                 reduced |= {op.unit: slot for op in group}
             drafts.append(Message(kind, tuple(part for op in group for part in mix.parts(op.unit)), slot, micro=micro))
     drafts.sort(key=lambda d: (d.kind.is_gather, d.slot))
-    return mix.plan(name, mix.whole(), drafts)
+    return mix.plan(name, mix.unpartitioned_blocks(), drafts)
 
 
 _TINY = 16  # a message this many times smaller than its neighbour costs nearly nothing when fused with it
@@ -86,12 +86,12 @@ class Fusion(Checked):
 
     bucket_mib: float = option(25.0, "fused messages hold about so much, MiB", above=0)
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the messages of WFBP with neighbours fused."""
         return fuse(mix, self.name, lambda stream: buckets(mix, stream, self.bucket_mib))
 
 
-def buckets(mix: Mix, stream: list[Op], bucket_mib: float) -> list[list[Op]]:
+def buckets(mix: StrategyAssignment, stream: list[Op], bucket_mib: float) -> list[list[Op]]:
     """Return the stream in groups of at least ``bucket_mib`` of payload, except for the last group."""
     bucket_bytes = max(1, int(bucket_mib * MIB))
     groups: list[list[Op]] = []
@@ -111,12 +111,12 @@ class MgWfbp:
 
     name: ClassVar[str] = "mg_wfbp"
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the messages of WFBP with neighbours merged by :func:`optimal_merge`."""
         return fuse(mix, self.name, lambda stream: optimal_merge(mix, stream))
 
 
-def optimal_merge(mix: Mix, stream: list[Op]) -> list[list[Op]]:
+def optimal_merge(mix: StrategyAssignment, stream: list[Op]) -> list[list[Op]]:
     """Return the groups that minimize the end of the last message.
 
     end[j] = min over i of max(ready, end[i]) + α + β·bytes(i..j). A gather stream is the same problem in reversed time:

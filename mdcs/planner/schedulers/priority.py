@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from mdcs.plan.early import in_order
+from mdcs.plan.gradient_readiness import blocks_by_readiness
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.wfbp import Blocks, ready_slot
 from mdcs.profile.link import GATHER, Kind
 from mdcs.simulator.simulate import Steady, steady_state, undelayed
@@ -47,12 +47,12 @@ class Priority(Blocks):
 
     name: ClassVar[str] = "priority"
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the settled nearest-deadline order (:func:`settled`)."""
-        return settled(mix, self.name, self.cut(mix))
+        return settled(mix, self.name, self.partition(mix))
 
 
-def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> Plan:
+def settled(mix: StrategyAssignment, name: str, blocks: tuple[tuple[int, ...], ...], windows: Windows | None = None) -> Plan:
     """Return the fastest plan by replay, without a budget, of several rounds of :func:`nearest_deadline_first`.
 
     - ``windows``: windows narrower than the mix's own. A gather then holds its buffer later, and a reduction frees its
@@ -72,7 +72,7 @@ def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: W
         if not waits:
             ready = [
                 Message(op.kind, ((op.unit, b),), min(max(ready_slot(mix, op), own[op][0]), own[op][1]), micro=op.micro)
-                for op in mix.ops for b in in_order(mix.profile, op.unit, blocks[op.unit])
+                for op in mix.ops for b in blocks_by_readiness(mix.profile, op.unit, blocks[op.unit])
             ]  # fmt: skip
             times = steady_state(mix.plan(name, blocks, sorted(ready, key=lambda m: (m.slot, m.kind.is_gather))))
         for _ in range(_ROUNDS - waits):
@@ -86,7 +86,7 @@ def settled(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...], windows: W
 
 
 def nearest_deadline_first(
-    mix: Mix, blocks: Sequence[tuple[int, ...]], windows: Windows, times: Steady, *, waits: bool = True
+    mix: StrategyAssignment, blocks: Sequence[tuple[int, ...]], windows: Windows, times: Steady, *, waits: bool = True
 ) -> list[Message]:
     """Return messages: whenever the link is free, send the ready block with the nearest deadline.
 
@@ -99,7 +99,7 @@ def nearest_deadline_first(
         (op, b): job.cost.message(op.kind, size, width=mix.profile.width(blocks, op.kind, (op.unit, b)))
         for op in mix.ops for b, size in enumerate(blocks[op.unit])
     }  # fmt: skip
-    orders = [in_order(mix.profile, u, own) for u, own in enumerate(blocks)]
+    orders = [blocks_by_readiness(mix.profile, u, own) for u, own in enumerate(blocks)]
     opening: dict[int, list[tuple[float, _Block]]] = {}  # slot -> blocks whose window begins there, and when they are ready
     needed: dict[int, list[_Block]] = {}  # slot -> blocks that it waits for
     for p in range(_PERIODS):

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.profile.link import REDUCTION, Kind
 
 
@@ -24,7 +24,7 @@ class RandomOrder(Checked):
     max_blocks: int = option(3, "a unit is cut into as many blocks at most", at_least=1)
     fuse: float = option(0.3, "chance of a message to be fused with the one before it", at_least=0, at_most=1)
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return a random valid plan."""
         rng = random.Random(self.seed)
         world = mix.profile.world

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy_assignment import StrategyAssignment
 
 
-def sequential(mix: Mix) -> Plan:
+def sequential(mix: StrategyAssignment) -> Plan:
     """Return the sequential schedule. A reduction is sent when it is ready, a gather when it is needed."""
     messages = []
     # Reductions come first, so that gradients are freed before the next unit is gathered.
     for op in sorted(mix.ops, key=lambda op: op.kind.is_gather):
         slot = mix.window(op)[1 if op.kind.is_gather else 0]
         messages.append(Message(op.kind, mix.parts(op.unit), slot, blocking=True, micro=op.micro))
-    return mix.plan("sequential", mix.whole(), messages)
+    return mix.plan("sequential", mix.unpartitioned_blocks(), messages)
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,6 @@ class Sequential:
 
     name: ClassVar[str] = "sequential"
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the sequential schedule."""
         return sequential(mix)

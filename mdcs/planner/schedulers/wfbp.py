@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mdcs.options import Checked, option
-from mdcs.plan.early import in_order
+from mdcs.plan.gradient_readiness import blocks_by_readiness
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.sizes import MIB
 
 
-def ready_slot(mix: Mix, op: Op) -> int:
+def ready_slot(mix: StrategyAssignment, op: Op) -> int:
     """Return the slot (unrolled) at which WFBP issues an operation."""
     first, last = mix.window(op)
     if not op.kind.is_gather or mix.strategies[op.unit] is Strategy.zero2:
@@ -28,17 +28,17 @@ def ready_slot(mix: Mix, op: Op) -> int:
     return max(first, last - 1)
 
 
-def in_ready_order(mix: Mix) -> list[Op]:
+def in_ready_order(mix: StrategyAssignment) -> list[Op]:
     """Return the operations by issue slot. Within one slot, reductions come first, then gathers by deadline."""
     return sorted(mix.ops, key=lambda op: (ready_slot(mix, op), op.kind.is_gather, mix.window(op)[1]))
 
 
-def as_ready(mix: Mix, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:
+def as_ready(mix: StrategyAssignment, name: str, blocks: tuple[tuple[int, ...], ...]) -> Plan:
     """Return a plan with one message per block, issued at the slots of WFBP."""
     drafts = [
         Message(op.kind, ((op.unit, b),), ready_slot(mix, op), micro=op.micro)
         for op in in_ready_order(mix)
-        for b in in_order(mix.profile, op.unit, blocks[op.unit])
+        for b in blocks_by_readiness(mix.profile, op.unit, blocks[op.unit])
     ]
     return mix.plan(name, blocks, drafts)
 
@@ -49,9 +49,9 @@ class Wfbp:
 
     name: ClassVar[str] = "wfbp"
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the messages when ready, in the order of the computation."""
-        return as_ready(mix, "wfbp", mix.whole())
+        return as_ready(mix, "wfbp", mix.unpartitioned_blocks())
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Blocks(Checked):
 
     block_mib: float | None = option(None, "size of a block, MiB; null: the smallest that saturates the link", above=0)
 
-    def cut(self, mix: Mix) -> tuple[tuple[int, ...], ...]:
+    def partition(self, mix: StrategyAssignment) -> tuple[tuple[int, ...], ...]:
         """Return the blocks of every unit, in elements."""
-        return mix.cut(mix.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB)))
+        return mix.partition(mix.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB)))
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,6 @@ class Partitioning(Blocks):
 
     name: ClassVar[str] = "partitioning"
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         """Return the messages when ready, one per block."""
-        return as_ready(mix, self.name, self.cut(mix))
+        return as_ready(mix, self.name, self.partition(mix))

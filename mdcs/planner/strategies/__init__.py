@@ -1,4 +1,4 @@
-"""Strategy planners without a solver: from a judge to a strategy per unit.
+"""Strategy planners without a solver: from a planning problem to a strategy per unit.
 
-Imports `mdcs.planner.judge` and the layers below it, and no schedulers.
+Imports `mdcs.planner.feasibility` and the layers below it, and no schedulers.
 """

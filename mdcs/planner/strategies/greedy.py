@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mdcs.plan.lifetimes import bytes_beyond_fsdp
+from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.planner.judge import Choice, Judge
+from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 
 _BEYOND_FSDP = Strategy.hsdp, Strategy.sdp, Strategy.hsdp_no_reshard, Strategy.zero2, Strategy.dp
 
@@ -19,21 +19,21 @@ class Greedy:
 
     name: ClassVar[str] = "greedy"
 
-    def choose(self, judge: Judge) -> Choice:
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
         """Return the faster of the mixes from both starts.
 
         A change that costs no bytes comes first. Ties go to the strategy that is listed first. Raises InfeasibleBudget
         for a budget below the floor.
         """
-        return Choice(min([self._from(start, judge) for start in judge.starts()], key=judge.seconds))
+        return StrategyDecision(min([self._from(start, problem) for start in problem.starts()], key=problem.seconds))
 
-    def _from(self, start: Sequence[Strategy], judge: Judge) -> tuple[Strategy, ...]:
-        profile, period, units = judge.profile, judge.job.period, range(len(judge.profile.units))
-        mix = list(judge.mix(start).strategies)  # Mix turns fsdp into sdp where a second gather gains nothing
-        cost = [{k: judge.job.cost.unit_s(u, k, judge.job.micro_steps) for k in choices(profile)} for u in units]
+    def _from(self, start: Sequence[Strategy], problem: PlanningProblem) -> tuple[Strategy, ...]:
+        profile, period, units = problem.profile, problem.job.period, range(len(problem.profile.units))
+        mix = list(problem.mix(start).strategies)  # Mix turns fsdp into sdp where a second gather gains nothing
+        cost = [{k: problem.job.cost.unit_s(u, k, problem.job.micro_steps) for k in choices(profile)} for u in units]
         changes = sorted(
             (
-                (-saved / max(1, bytes_beyond_fsdp(period, u, k)), u, k)
+                (-saved / max(1, extra_bytes_vs_fsdp(period, u, k)), u, k)
                 for u in units
                 for k in _BEYOND_FSDP
                 if k in cost[u] and (saved := cost[u][mix[u]] - cost[u][k]) > 0
@@ -42,17 +42,17 @@ class Greedy:
         )
         # One ranking serves all rounds, because costs are per unit. A unit may later improve on an earlier choice.
         # After changes that fit, twice as many are tried at once; after changes that do not fit, half as many.
-        held, i, many = judge.sequential_needs(mix), 0, 1
+        held, i, many = problem.sequential_needs(mix), 0, 1
         while i < len(changes):
             trial = list(mix)
             for _, u, k in changes[i : i + many]:
                 if cost[u][k] < cost[u][trial[u]]:
                     trial[u] = k
-            if trial == mix or (many == 1 and _is_too_much(judge, held, changes[i][1], mix, changes[i][2])):
+            if trial == mix or (many == 1 and _is_too_much(problem, held, changes[i][1], mix, changes[i][2])):
                 i += many
                 continue
-            needs = judge.sequential_needs(trial)
-            if judge.budget is None or max(needs) <= judge.budget:
+            needs = problem.sequential_needs(trial)
+            if problem.budget is None or max(needs) <= problem.budget:
                 mix, held, i, many = trial, needs, i + many, 2 * many
             elif many == 1:
                 i += 1
@@ -61,18 +61,18 @@ class Greedy:
         return tuple(mix)
 
 
-def _is_too_much(judge: Judge, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy) -> bool:
+def _is_too_much(problem: PlanningProblem, held: Sequence[int], unit: int, mix: Sequence[Strategy], strategy: Strategy) -> bool:
     """Whether a unit of this strategy certainly exceeds the budget, found without making a schedule.
 
     - ``held``: bytes of the mix by slot. Between its forward and its backward the unit holds its extra bytes, and
       nothing else changes.
     """
-    if judge.budget is None:
+    if problem.budget is None:
         return False
-    period, micro = judge.job.period, judge.job.micro_steps - 1
+    period, micro = problem.job.period, problem.job.micro_steps - 1
     backward = period.backward(unit, micro)
     if backward is None:
         return False
-    more = bytes_beyond_fsdp(period, unit, strategy) - bytes_beyond_fsdp(period, unit, mix[unit])
+    more = extra_bytes_vs_fsdp(period, unit, strategy) - extra_bytes_vs_fsdp(period, unit, mix[unit])
     between = range(period.forward(unit, micro)[1] + 1, backward[0])
-    return max([held[q % period.length] for q in between], default=0) + more > judge.budget
+    return max([held[q % period.length] for q in between], default=0) + more > problem.budget

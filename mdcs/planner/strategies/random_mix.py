@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.strategy import choices
-from mdcs.planner.judge import Choice, Judge
+from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,18 @@ class RandomMix(Checked):
 
     seed: int = option(0, "seed of the draw", at_least=0)
 
-    def choose(self, judge: Judge) -> Choice:
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
         """Return a random mix that fits.
 
         While the mix is too large, one more random unit becomes fsdp, or takes its strategy in the leanest mix if all
         fsdp does not fit. Raises InfeasibleBudget.
         """
-        smallest = judge.starts()[-1]
+        smallest = problem.starts()[-1]
         rng = random.Random(self.seed)
-        mix = [rng.choice(choices(judge.profile)) for _ in judge.profile.units]
+        mix = [rng.choice(choices(problem.profile)) for _ in problem.profile.units]
         order = [u for u, s in enumerate(mix) if s is not smallest[u]]
         rng.shuffle(order)
-        while not judge.fits(mix):
+        while not problem.fits(mix):
             unit = order.pop()
             mix[unit] = smallest[unit]
-        return Choice(tuple(mix))
+        return StrategyDecision(tuple(mix))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mdcs.options import Checked, option
 from mdcs.plan.strategy import RENAMED, Strategy
-from mdcs.planner.judge import Choice, Judge
+from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Uniform(Checked):
         """Name of the strategy."""
         return self.each
 
-    def choose(self, judge: Judge) -> Choice:
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
         """Return the mix. Raises InfeasibleBudget, with the bytes that the mix needs, if it does not fit."""
-        mix = (Strategy(self.each),) * len(judge.profile.units)
-        judge.require(mix, f"strategy {self.each}")
-        return Choice(mix)
+        mix = (Strategy(self.each),) * len(problem.profile.units)
+        problem.require(mix, f"strategy {self.each}")
+        return StrategyDecision(mix)

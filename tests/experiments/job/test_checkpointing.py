@@ -12,8 +12,8 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpointing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles
-from mdcs.planner.make import floor_bytes
-from mdcs.profile.contents import Profile
+from mdcs.planner.pipeline import floor_bytes
+from mdcs.profile.schema import Profile
 
 PROFILE = Profile.from_json((Path(__file__).parents[1] / "profile.json").read_text())
 

@@ -8,13 +8,13 @@ import pytest
 
 from experiments.job import record
 from experiments.job.events import doubt
-from mdcs.planner.make import make_plan
+from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from tests.mdcs.profiles import chain
 
 
-def test_a_step_that_is_more_than_half_off_and_a_rehearsal_that_was_are_doubts() -> None:
+def test_a_step_that_is_more_than_half_off_and_a_calibration_run_that_was_are_doubts() -> None:
     plan = make_plan(chain(3), Uniform("dp"), Wfbp())
     assert plan.prediction is not None
     seconds = plan.prediction.step_s
@@ -22,9 +22,11 @@ def test_a_step_that_is_more_than_half_off_and_a_rehearsal_that_was_are_doubts()
     said = doubt(plan, 2.1 * seconds)
     assert said == f"a step was predicted to take {seconds * 1e3:.1f} ms, and took {2.1 * seconds * 1e3:.1f}"
     assert doubt(plan, seconds / 1.6).startswith("a step was predicted")
-    rehearsed = make_plan(dataclasses.replace(chain(3), rehearsed={"dp wfbp": (4.0, 1.0)}), Uniform("dp"), Wfbp())
-    assert doubt(rehearsed, seconds).startswith("predictions are off by more than half in rehearsal (dp wfbp 4000.0 ms")
-    assert "took" in doubt(rehearsed, 3 * seconds) and "rehearsal" in doubt(rehearsed, 3 * seconds)
+    off_in_calibration = make_plan(dataclasses.replace(chain(3), calibration_runs={"dp wfbp": (4.0, 1.0)}), Uniform("dp"), Wfbp())
+    assert doubt(off_in_calibration, seconds).startswith(
+        "predictions are off by more than half in calibration runs (dp wfbp 4000.0 ms"
+    )
+    assert "took" in doubt(off_in_calibration, 3 * seconds) and "calibration run" in doubt(off_in_calibration, 3 * seconds)
 
 
 @pytest.mark.parametrize("said", ["", "a step took 9 times as long as predicted"])

@@ -19,7 +19,7 @@ from launch import preemption
 from launch.claim import claim
 from launch.elastic import Outcome
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
 
 PROFILE = Path(__file__).parents[1] / "profile.json"
 LOST = Outcome(False, "host n1 has not answered for 60 s", 2, 7, lost=True)

@@ -16,7 +16,7 @@ from experiments.config import checks, code
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, cache_folder, emulated, known
-from mdcs.profile.contents import Contention, Profile
+from mdcs.profile.schema import Contention, Profile
 from tests.experiments.one_process import INSTEAD_OF_RANKS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -182,13 +182,13 @@ def test_a_profile_is_shown_with_its_spread():
         profile,
         contention=Contention(0.002, 3e-9, 1.0, 0.004, 5e-9, 0.006),
         spread={f"slot {i}": (0.0, 1.0) for i in range(len(profile.slots))} | {"step beside messages of 65536 bytes": (1.1, 1.5)},
-        rehearsed={"zero2 dear": (1.02, 1.0), "dp wfbp": (0.95, 1.0)},
+        calibration_runs={"zero2 dear": (1.02, 1.0), "dp wfbp": (0.95, 1.0)},
     )
     console = Console(width=120, record=True, file=io.StringIO())
     program.show(profile, console)
     shown = console.export_text()
     assert "(0.0, 1000.0)" in shown
-    assert "predicted against measured in rehearsal: zero2 dear +2.0%, dp wfbp -5.0%" in shown
+    assert "predicted against measured in calibration runs: zero2 dear +2.0%, dp wfbp -5.0%" in shown
     assert "step beside messages of 65536 bytes takes longer by" in shown and "10% to 50%" in shown
     for value in ("2000 µs", "3.00 ms", "100%", "4000 µs", "5.00 ms", "6000 µs"):
         assert value in shown

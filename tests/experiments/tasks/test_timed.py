@@ -16,8 +16,8 @@ from experiments.tasks.stand_in import Use, of_profile
 from experiments.tasks.timed import Timed
 from mdcs.model.hooks import Hooks
 from mdcs.options import OptionError
-from mdcs.profile.contents import Profile, Slot, Unit
 from mdcs.profile.link import Link
+from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.sizes import MIB
 
 CHAIN = ((0, 1, 2), (2, 1, 0))  # forward slots, backward slots: their units

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mdcs.checkpoint import folder, numbers, pieces
-from mdcs.checkpoint.folder import CheckpointError
+from mdcs.checkpoint import aux_state, dcp_shards, directory
+from mdcs.checkpoint.directory import CheckpointError
 from mdcs.checkpoint.plain import read_checkpoint
 
 
 def write(root, state, step=1):
-    partial = folder.begin(root, step)
-    pieces.save(partial, {("model", name): value for name, value in state.items()}, None)
-    numbers.save(partial / numbers.RUN, {"step": step, "param_groups": []}, "the run")
-    return folder.finish(root, step, folder.sums(partial.iterdir()), world=1)
+    partial = directory.begin(root, step)
+    dcp_shards.save(partial, {("model", name): value for name, value in state.items()}, None)
+    aux_state.save(partial / aux_state.RUN, {"step": step, "param_groups": []}, "the run")
+    return directory.finish(root, step, directory.checksums(partial.iterdir()), world=1)
 
 
 def test_the_newest_that_is_whole_is_read(tmp_path):
     for step in (1, 2):
         write(tmp_path, {"w": torch.full((3,), float(step))}, step)
-    (tmp_path / "step-00000002" / numbers.RUN).write_bytes(b"")
+    (tmp_path / "step-00000002" / aux_state.RUN).write_bytes(b"")
     with pytest.warns(UserWarning, match="not read: .*step-00000002: run.pt has 0 bytes"):
         assert read_checkpoint(tmp_path)["model"]["w"].tolist() == [1, 1, 1]
     with pytest.raises(CheckpointError, match="step-00000002: run.pt has 0 bytes"):

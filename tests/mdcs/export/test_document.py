@@ -8,19 +8,19 @@ from dataclasses import replace
 from hypothesis import given
 
 from mdcs.export.document import document
-from mdcs.export.groups import Group, ahead, groups_of
-from mdcs.export.memory import Walk
-from mdcs.export.predicted import as_run, best_steps
+from mdcs.export.groups import Group, groups_of, prefetch_lists
+from mdcs.export.memory import MemoryWalk
+from mdcs.export.step_prediction import best_steps, fsdp2_plan
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.named import Scheduler
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, in_nodes, jobs, link, planned, schedulers, strategies, tied
 
@@ -67,7 +67,7 @@ def test_frozen_and_trained_parameters_of_a_module_are_one_group() -> None:
 
 def fused(plan: Plan, *kinds: Kind) -> Plan:
     """With the messages of these kinds of a and b together."""
-    mix = Mix(plan.job, plan.strategies)
+    mix = StrategyAssignment(plan.job, plan.strategies)
     drafts = []
     for kind in Kind:
         own = [op for op in mix.ops if op.kind is kind]
@@ -75,7 +75,7 @@ def fused(plan: Plan, *kinds: Kind) -> Plan:
             if ops:
                 first, last = max(mix.window(op)[0] for op in ops), min(mix.window(op)[1] for op in ops)
                 drafts.append(Message(kind, tuple((op.unit, 0) for op in ops), last if kind.is_gather else first))
-    return mix.plan("fused", mix.whole(), drafts)
+    return mix.plan("fused", mix.unpartitioned_blocks(), drafts)
 
 
 def test_neighbours_are_one_group_if_every_message_has_both() -> None:
@@ -92,15 +92,15 @@ def test_neighbours_are_one_group_if_every_message_has_both() -> None:
 def test_groups_gather_as_far_ahead_as_the_plan_and_no_further_than_told() -> None:
     plan = planned(chain(4, 4, 4, 4, link=link(1.0)), "sdp", Dear())
     groups = groups_of(plan)
-    assert ahead(plan, groups, Kind.AG_F, 0) == {}
-    assert ahead(plan, groups, Kind.AG_F, 1) == {"a": ("b",), "b": ("c",), "c": ("d",)}
-    farthest = ahead(plan, groups, Kind.AG_F, 9)
+    assert prefetch_lists(plan, groups, Kind.AG_F, 0) == {}
+    assert prefetch_lists(plan, groups, Kind.AG_F, 1) == {"a": ("b",), "b": ("c",), "c": ("d",)}
+    farthest = prefetch_lists(plan, groups, Kind.AG_F, 9)
     assert [name for names in farthest.values() for name in names] == ["b", "c", "d"]
 
 
 def test_backward_gathers_one_ahead_by_itself() -> None:
     plan = planned(chain(4, 4, 4), "fsdp")
-    assert ahead(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
+    assert prefetch_lists(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
 
 
 # ---- bytes, by hand: units of 32 bytes on two ranks, with gloo, whose gathers hold a copy
@@ -109,7 +109,7 @@ def test_backward_gathers_one_ahead_by_itself() -> None:
 def peak_of(strategy: str, *sizes: int) -> dict[str, int]:
     plan = planned(chain(*sizes), strategy)
     groups = groups_of(plan)
-    return Walk(plan.job, groups, {}, ahead(plan, groups, Kind.AG_B, 0), NATIVE).peak
+    return MemoryWalk(plan.job, groups, {}, prefetch_lists(plan, groups, Kind.AG_B, 0), NATIVE).peak
 
 
 def test_a_sharded_unit() -> None:
@@ -164,7 +164,7 @@ def test_the_sequential_plan_of_fsdp_units_loses_nothing_but_early_updates() -> 
 def test_fsdp2_takes_longer_where_the_plan_hides_its_gathers() -> None:
     plan = planned(chain(64, 64, 64, link=link(0.01)), "zero2", Dear())
     predicted = best_steps(plan, groups_of(plan)).prediction
-    run = as_run(plan, groups_of(plan), {}, {})
+    run = fsdp2_plan(plan, groups_of(plan), {}, {})
     assert predicted.step_s > 9.0  # nine seconds of computing
     assert not run.cross_iteration and {m.kind for m in run.messages} == {Kind.RS, Kind.AG_F}
 
@@ -207,20 +207,20 @@ def test_what_shards_within_nodes_do_is_not_lost() -> None:
 
 def test_gathers_within_nodes_are_made_ahead_as_others_are() -> None:
     plan = of_nodes("hsdp_no_reshard", "hsdp_no_reshard", "hsdp_no_reshard", scheduler=Dear())
-    assert ahead(plan, groups_of(plan), Kind.AG_F, 1) == {"a": ("b",), "b": ("c",)}
+    assert prefetch_lists(plan, groups_of(plan), Kind.AG_F, 1) == {"a": ("b",), "b": ("c",)}
     plan = of_nodes("hsdp", "hsdp", "hsdp_no_reshard")
-    assert ahead(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
+    assert prefetch_lists(plan, groups_of(plan), Kind.AG_B, 0) == {"c": ("b",), "b": ("a",)}
 
 
 def test_a_unit_sharded_within_nodes_has_their_part_of_it() -> None:
     plan = of_nodes("hsdp_no_reshard", "sdp")
-    peak = Walk(plan.job, groups_of(plan), {}, {}, NATIVE).peak
+    peak = MemoryWalk(plan.job, groups_of(plan), {}, {}, NATIVE).peak
     assert (peak["parameters"], peak["gradient_shards"]) == (16 + 8, 16 + 8)
 
 
 def test_the_predicted_step_sends_within_nodes() -> None:
     plan = of_nodes("hsdp_no_reshard", "hsdp", "sdp")
-    run = as_run(plan, groups_of(plan), {}, {})
+    run = fsdp2_plan(plan, groups_of(plan), {}, {})
     assert {m.kind for m in run.messages} == {Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N, Kind.RS, Kind.AG_F}
     far = of_nodes("sdp", "fsdp", "sdp")
     assert best_steps(plan, groups_of(plan)).prediction.step_s < best_steps(far, groups_of(far)).prediction.step_s

@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mdcs
-from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.calibrate.slots import measure_profile
 from mdcs.export.document import document
 from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
-from mdcs.measure.memory import ShimMeter
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.profile.link import Link
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
+from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.profiles import in_nodes
 from tests.mdcs.runtime.training import How, Setup, optimizer_for, scheduler_for, setup, strategy_for
 
@@ -34,7 +34,7 @@ def planned(made: Setup, how: How) -> Plan:
     units = mdcs.partition(made.model, made.policy)
     rank, world = dist.get_rank(), dist.get_world_size()
     link = Link.uniform(1.0, 50.0)
-    profile = agree(
+    profile = merge_profiles(
         measure_profile(
             made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), optimizer,
             world=world, link=in_nodes(link, world, how.per_node, 0.1) if how.per_node else link, iterations=2,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.planner.judge import Judge
+from mdcs.planner.feasibility import PlanningProblem
 from tests.mdcs.profiles import chain, planned
 
 
@@ -32,8 +32,8 @@ def test_all_plans_of_a_job_share_its_period_and_costs() -> None:
     plan = planned(chain(8, 8), "fsdp")
     other = replace(plan, budget=10**6)
     assert other.period is plan.period and other.job.cost is plan.job.cost
-    judge = Judge(plan.job, None)
-    assert judge.mix(plan.strategies).period is plan.period
+    problem = PlanningProblem(plan.job, None)
+    assert problem.mix(plan.strategies).period is plan.period
 
 
 def test_what_was_worked_out_does_not_travel() -> None:

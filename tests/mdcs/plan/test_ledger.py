@@ -10,15 +10,15 @@ from hypothesis import given
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.lifetimes import CATEGORIES, staging_bytes
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.worst_case import needs, smallest_budget
-from mdcs.planner.named import Scheduler
+from mdcs.plan.plan import Plan
+from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Profile, Slot
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile, Slot
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import ADAM, FREE, Job, chain, examples, jobs, planned, schedulers, seeds, tied
@@ -82,8 +82,8 @@ def test_bytes_by_category_and_slot(strategy: str, at_rest: dict[str, int], tabl
     moving = [c for c in CATEGORIES if c not in at_rest]
     assert moving == ["full_parameters", "gradients", "gradient_shards", "staging", "update_scratch", "activations"]
     assert by_slot(plan, *moving, "total") == table
-    assert smallest_budget(plan) == max(row[-1] for row in table)
-    assert replay(plan).peak["total"] == smallest_budget(plan)
+    assert min_feasible_budget(plan) == max(row[-1] for row in table)
+    assert replay(plan).peak["total"] == min_feasible_budget(plan)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_the_first_gather_is_the_first_in_time_when_blocks_cross_the_end_of_the_
     head, tail = replace(gathers[0], slot=0), replace(gathers[1], slot=5)
     rest = [m for m in plan.messages if m not in gathers]
     crossing = replace(plan, messages=tuple(sorted([head, *rest, tail], key=lambda m: m.slot)))
-    assert [crossing.unrolled(m) for m in (tail, head)] == [5, 6]
+    assert [crossing.unrolled_slot(m) for m in (tail, head)] == [5, 6]
     effects = dict(zip(crossing.messages, Ledger(crossing).messages, strict=True))
     assert (effects[tail].full, effects[head].full) == (((0, 256),), ())
 
@@ -271,7 +271,7 @@ def test_no_rank_needs_more_than_planning_assumes(job: Job, seed: int, scheduler
     assert worst.rest_bytes == max(r.rest_bytes for r in ranks)
     for i, effect in enumerate(worst.messages):
         assert effect.scratch == max(r.messages[i].scratch for r in ranks)
-    assert smallest_budget(plan) >= max(max(n.bytes for n in needs(plan, r)) for r in ranks) + plan.reserve
+    assert min_feasible_budget(plan) >= max(max(n.bytes for n in worst_case_bytes_by_slot(plan, r)) for r in ranks) + plan.reserve
 
 
 @examples(60)

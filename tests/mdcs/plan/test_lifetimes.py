@@ -11,16 +11,16 @@ from mdcs.plan import ledger, lifetimes
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.lifetimes import CATEGORIES, Row, unit_rows
-from mdcs.plan.mix import Mix
 from mdcs.plan.period import Period
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.worst_case import needs
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.worst_case import worst_case_bytes_by_slot
 from mdcs.planner import candidates
 from mdcs.planner.candidates import Candidates
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp import slot_model
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.strategy_ilp import memory_rows
-from mdcs.planner.judge import Judge
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.simulator import simulate
 from mdcs.simulator.simulate import replay
@@ -48,23 +48,23 @@ def sums(monkeypatch: pytest.MonkeyPatch, change: Change, barrier: bool) -> dict
         patched.setattr(simulate, "CATEGORIES", (*CATEGORIES, NEW))
         profile = chain(64, 32, 96, 48, world=2, optimizer=ADAM, link=link(1e-3, 1e-2, depth=2))
         job = Job(profile, 2, cross_iteration=not barrier)
-        plan = Wfbp().schedule(Mix(job, STRATEGIES))
+        plan = Wfbp().schedule(StrategyAssignment(job, STRATEGIES))
         all_of, own, found = Candidates(job, 10**6), Ledger(plan), replay(plan)
         candidate = all_of.of(plan)
         score = all_of.score(candidate, float("inf"))
         assert score is not None
-        model = SlotModel(Judge(job, 10**6))
+        model = SlotModel(PlanningProblem(job, 10**6))
         return {
             "curve": found.curve,
             "replay": [slot["total"] for slot in found.curve],
-            "worst case": needs(plan),
+            "worst case": worst_case_bytes_by_slot(plan),
             "admission of messages": [(e.held, e.transient, e.freed, e.own_bytes) for e in own.messages],
             "admission of slots": [(s.allocated, s.freed) for s in own.slots],
             "at rest": own.rest_bytes,
             "candidates": ([*map(int, all_of._arrival), *map(int, all_of._running)], score.energy),
-            "joint program": [sorted(terms) for terms, _, _ in model.problem.rows],
-            "strategy program": memory_rows(Judge(job, 10**6)),
-            "greedy": [lifetimes.bytes_beyond_fsdp(job.period, u, k) for u, k in enumerate(STRATEGIES)],
+            "joint program": [sorted(terms) for terms, _, _ in model.program.rows],
+            "strategy program": memory_rows(PlanningProblem(job, 10**6)),
+            "greedy": [lifetimes.extra_bytes_vs_fsdp(job.period, u, k) for u, k in enumerate(STRATEGIES)],
         }
 
 

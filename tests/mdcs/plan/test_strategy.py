@@ -11,21 +11,21 @@ import pytest
 
 from mdcs.plan.cost import CostModel
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.strategy_ilp import Ilp
-from mdcs.planner.judge import Judge
-from mdcs.planner.make import make_plan
-from mdcs.planner.named import strategy_named
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.registry import strategy_named
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import ADAM, Job, chain, in_nodes, link, planned
 
 # Two nodes of two ranks; a byte takes 1/16 s across, a tenth of that within.
@@ -56,12 +56,12 @@ def test_one_buffer_serves_both_collectives_of_a_reduction() -> None:
 def test_planners_choose_among_what_there_is() -> None:
     assert set(choices(PROFILE)) == set(Strategy)
     for planner in (Greedy(), Ilp(seconds=2.0)):  # bytes are dear across, and latency nothing: two reductions of halves win
-        assert planner.choose(Judge(Job(PROFILE), None)).strategies == (Strategy.hsdp_no_reshard,) * 3
+        assert planner.choose(PlanningProblem(Job(PROFILE), None)).strategies == (Strategy.hsdp_no_reshard,) * 3
     assert Strategy.hsdp_no_reshard in make_plan(PROFILE, Joint(seconds=2.0)).strategies
     alone = chain(8, 16, world=4)
     assert not any(k.in_node for k in choices(alone))
     with pytest.raises(PlanError, match="hsdp shards within a node"):
-        Mix(Job(alone), (Strategy.hsdp, Strategy.hsdp))
+        StrategyAssignment(Job(alone), (Strategy.hsdp, Strategy.hsdp))
 
 
 def test_files_know_of_nodes_only_where_there_are_some() -> None:
@@ -72,7 +72,7 @@ def test_files_know_of_nodes_only_where_there_are_some() -> None:
 
 @pytest.mark.parametrize(("strategy", "kept"), [("fsdp", "sdp"), ("sdp", "sdp"), ("hsdp", "hsdp_no_reshard"), ("dp", "dp")])
 def test_a_unit_that_is_not_resharded(strategy: str, kept: str) -> None:
-    assert Strategy(strategy).kept is Strategy(kept)
+    assert Strategy(strategy).without_reshard is Strategy(kept)
 
 
 @pytest.mark.parametrize(("old", "name"), [("zero1", "zero2"), ("hfsdp", "hsdp")])

@@ -9,9 +9,9 @@ import pytest
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
 from mdcs.planner.schedulers.sequential import sequential
 from mdcs.profile.layout import Section
@@ -26,7 +26,7 @@ def plan_of(*strategies: str) -> Plan:
     plain = chain(*[8] * len(strategies), optimizer=ADAM, param_bytes=2, grad_bytes=2, master_bytes=4)
     a, *others = plain.units
     a = replace(a, segments=(5, 3), sections=(Section(5, 2, 2, 4), Section(3, 4, 4)))
-    return sequential(Mix(Job(replace(plain, units=(a, *others))), tuple(map(Strategy, strategies))))
+    return sequential(StrategyAssignment(Job(replace(plain, units=(a, *others))), tuple(map(Strategy, strategies))))
 
 
 def test_a_whole_unit_is_a_message_per_width() -> None:
@@ -35,7 +35,7 @@ def test_a_whole_unit_is_a_message_per_width() -> None:
     assert [(m.kind, m.parts, plan.width(m), plan.payload(m)) for m in plan.messages] == [
         (RS, ((1, 0),), 2, 16), (AR, ((0, 0),), 2, 12), (AR, ((0, 1),), 4, 16), (AG_F, ((1, 0),), 2, 16),
     ]  # fmt: skip
-    assert Mix(plan.job, plan.strategies).cut(64) == ((6, 4), (8,))
+    assert StrategyAssignment(plan.job, plan.strategies).partition(64) == ((6, 4), (8,))
     assert Plan.from_json(plan.to_json()) == plan
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import SlotLimits, check, most_in_flight, needs, smallest_budget
+from mdcs.plan.worst_case import SlotDependencies, check, max_in_flight_bytes, min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
@@ -26,23 +26,23 @@ PROFILE = replace(
 
 
 def test_what_is_issued_and_what_is_done_at_each_slot() -> None:
-    sequential = SlotLimits(planned(PROFILE, "zero2"))  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
-    assert (sequential.issued, sequential.done) == ([0, 1, 3, 4], [0, 1, 3, 4])
-    ahead = SlotLimits(planned(PROFILE, "zero2", Wfbp()))  # RS b, AG_F b, RS a, AG_F a at slots 1, 1, 2, 2
-    assert (ahead.issued, ahead.done) == ([0, 2, 4, 4], [0, 0, 4, 4])
+    sequential = SlotDependencies(planned(PROFILE, "zero2"))  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
+    assert (sequential.issued_through, sequential.required_through) == ([0, 1, 3, 4], [0, 1, 3, 4])
+    ahead = SlotDependencies(planned(PROFILE, "zero2", Wfbp()))  # RS b, AG_F b, RS a, AG_F a at slots 1, 1, 2, 2
+    assert (ahead.issued_through, ahead.required_through) == ([0, 2, 4, 4], [0, 0, 4, 4])
 
 
 def test_a_slot_can_wait_for_messages_of_the_period_before() -> None:
     plan = planned(chain(8, 4, 4), "fsdp", Wfbp())  # B:c B:b B:a F:a F:b F:c
     order = [(str(m.kind), "abc"[m.parts[0][0]], m.slot) for m in plan.messages]
     assert order[:2] == [("AG_B", "b", 0), ("RS", "c", 1)]
-    limits = SlotLimits(plan)
-    assert limits.done[1] == 1  # B:b needs what was issued one slot ahead
+    limits = SlotDependencies(plan)
+    assert limits.required_through[1] == 1  # B:b needs what was issued one slot ahead
     late = [m for m in plan.messages if m.kind is Kind.AG_B and m.parts[0][0] == 1]
     early = [m for m in plan.messages if m not in late]
     ahead = replace(plan, messages=(*early, replace(late[0], slot=5)))  # issued before the period ends
-    assert SlotLimits(ahead).done[1] == 0
-    assert SlotLimits(ahead).done[0] == -1 + 1 - (len(order) - SlotLimits(ahead).done[5])
+    assert SlotDependencies(ahead).required_through[1] == 0
+    assert SlotDependencies(ahead).required_through[0] == -1 + 1 - (len(order) - SlotDependencies(ahead).required_through[5])
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_a_slot_can_wait_for_messages_of_the_period_before() -> None:
     [((), 2, 0), ((5,), 2, 5), ((5, 1, 4), 1, 5), ((5, 1, 4, 3), 2, 7), ((5, 1, 4), 3, 10), ((5, 1, 4), 9, 10)],
 )
 def test_only_neighbours_are_in_flight_together(transient: tuple[int, ...], depth: int, most: int) -> None:
-    assert most_in_flight(transient, depth) == most
+    assert max_in_flight_bytes(transient, depth) == most
 
 
 def test_the_peak_is_the_smallest_budget_of_a_plan() -> None:
     plan = planned(PROFILE, "zero2")
-    assert [n.bytes for n in needs(plan)] == [104 + 16 + 50, 104 + 32 + 45, 104 + 32 + 16 + 16 + 10, 104 + 40]
+    assert [n.bytes for n in worst_case_bytes_by_slot(plan)] == [104 + 16 + 50, 104 + 32 + 45, 104 + 32 + 16 + 16 + 10, 104 + 40]
     check(replace(plan, budget=181))
     check(replace(of_job(plan, reserve=10), budget=191))
     check(replace(plan, budget=None))
@@ -66,8 +66,8 @@ def test_the_peak_is_the_smallest_budget_of_a_plan() -> None:
 
 def test_a_cycle_names_what_was_gathered_ahead() -> None:
     plan = planned(PROFILE, "sdp")  # RS b, RS a, AG_F a, AG_F b at slots 1, 2, 2, 3
-    ahead = replace(plan, messages=(*plan.messages[:3], replace(plan.messages[3], slot=2)), budget=smallest_budget(plan))
-    assert smallest_budget(ahead) == smallest_budget(plan)  # 48 bytes of parameters fit beside F:a
+    ahead = replace(plan, messages=(*plan.messages[:3], replace(plan.messages[3], slot=2)), budget=min_feasible_budget(plan))
+    assert min_feasible_budget(ahead) == min_feasible_budget(plan)  # 48 bytes of parameters fit beside F:a
     tight = replace(
         PROFILE, slots=tuple(replace(s, peak=100) if s.phase == "F" and s.unit == 0 else s for s in PROFILE.slots)
     )
@@ -81,7 +81,7 @@ def test_a_cycle_names_what_was_gathered_ahead() -> None:
 @given(jobs(), seeds)
 def test_the_sequential_peak_is_what_its_replay_reaches(job: Job, seed: int) -> None:
     plan = job.plan(RandomMix(seed), Sequential())
-    assert replay(plan).peak["total"] + plan.reserve == smallest_budget(plan)
+    assert replay(plan).peak["total"] + plan.reserve == min_feasible_budget(plan)
 
 
 @examples(100)
@@ -89,7 +89,7 @@ def test_the_sequential_peak_is_what_its_replay_reaches(job: Job, seed: int) -> 
 def test_the_peak_is_exact(job: Job, seed: int) -> None:
     """With its peak as budget a plan runs to the end; with one byte less it cannot, whatever the timing."""
     plan = job.plan(RandomMix(seed), RandomOrder(seed))
-    smallest = smallest_budget(plan)
+    smallest = min_feasible_budget(plan)
     enough = replace(plan, budget=smallest)
     check(enough)
     assert replay(enough).peak["total"] + plan.reserve <= smallest

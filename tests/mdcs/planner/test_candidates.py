@@ -11,16 +11,16 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import needs, smallest_budget
+from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
+from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidate, Candidates
-from mdcs.planner.fit import fit
-from mdcs.planner.judge import Judge
-from mdcs.planner.moves import MOVES, PLAN_MOVES
-from mdcs.planner.named import SCHEDULERS
-from mdcs.profile.contents import Contention, Unit
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.neighborhood import MOVES, PLAN_MOVES
+from mdcs.planner.registry import SCHEDULERS
+from mdcs.profile.schema import Contention, Unit
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import plans
 from tests.mdcs.planner.test_every_plan import job
@@ -67,25 +67,25 @@ def _early(unit: Unit) -> tuple[tuple[int, float], ...]:
 @pytest.mark.parametrize("tight", [True, False])
 def test_a_candidate_is_worth_what_the_replay_of_its_plan_says(which: int, tight: bool) -> None:
     asked = asked_of(which)
-    rng, judge, seen = random.Random(which), Judge(asked, None), 0
+    rng, problem, seen = random.Random(which), PlanningProblem(asked, None), 0
     for _ in range(2):
-        mix = judge.mix([rng.choice(CHOICES) for _ in asked.profile.units])
+        mix = problem.mix([rng.choice(CHOICES) for _ in asked.profile.units])
         plan = SCHEDULERS[NAMES[which]]().schedule(mix)
         if tight:
-            plan = fit(plan, int(1.1 * judge.peak(mix.strategies)))
+            plan = repair(plan, int(1.1 * problem.peak(mix.strategies)))
         among = Candidates(asked, plan.budget)
         for candidate in walked(among, plan, 60, rng):
             score = among.score(candidate, math.inf)
             try:
                 made = among.plan(candidate, plan)
-                expected = None if tight and smallest_budget(made) > (plan.budget or 0) else replay(made)
+                expected = None if tight and min_feasible_budget(made) > (plan.budget or 0) else replay(made)
             except PlanError:
                 expected = None
             assert (score is None) == (expected is None)
             if score is not None and expected is not None:
                 seen += 1
                 assert score.step_s == pytest.approx(expected.period_s, rel=1e-9)
-                assert not tight or list(zip(among._arrival, among._running, strict=True)) == needs(made)
+                assert not tight or list(zip(among._arrival, among._running, strict=True)) == worst_case_bytes_by_slot(made)
     assert seen > 30
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.planner.curve import Make, Point, best, curve, front, lowest, point, search, shares
-from mdcs.planner.make import floor_bytes, make_plan
-from mdcs.planner.named import Scheduler, StrategyPlanner
+from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.registry import Scheduler, StrategyPlanner
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential

@@ -9,21 +9,21 @@ import pytest
 
 import mdcs
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import check, smallest_budget
-from mdcs.planner.fit import fit
-from mdcs.planner.judge import InfeasibleBudget, Judge
-from mdcs.planner.named import SCHEDULERS, StrategyPlanner
+from mdcs.plan.worst_case import check, min_feasible_budget
+from mdcs.planner.budget_repair import repair
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.registry import SCHEDULERS, StrategyPlanner
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
+from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import few
 
@@ -86,17 +86,17 @@ def test_plans_keep_their_budget_their_share_and_their_word(seed: int, scheduler
                 check(plan)
                 assert plan.prediction.peak_bytes <= (plan.budget or 0) <= budget
             if share is not None and budget is not None:
-                alone = Judge(Job(profile, **options), None).peak(plan.strategies)
+                alone = PlanningProblem(Job(profile, **options), None).peak(plan.strategies)
                 assert plan.prediction.peak_bytes - alone <= share * (budget - floor) + 1
             if scheduler == "sequential":
                 assert plan.prediction.overlap_ratio == 0
-                assert plan.prediction.peak_bytes == smallest_budget(plan)
+                assert plan.prediction.peak_bytes == min_feasible_budget(plan)
             elif scheduler in ("wfbp", "partitioning", "dear", "priority") and budget is None and cross:
                 assert plan.prediction.step_s <= replayed_sequential(plan) * (1 + 1e-9)
 
 
 def replayed_sequential(plan: Plan) -> float:
-    mix = Mix(Job(plan.profile, plan.micro_steps, plan.cross_iteration), plan.strategies)
+    mix = StrategyAssignment(Job(plan.profile, plan.micro_steps, plan.cross_iteration), plan.strategies)
     return replay(Sequential().schedule(mix)).period_s
 
 
@@ -114,13 +114,13 @@ def test_an_infeasible_budget_names_the_smallest_that_works() -> None:
 
 def test_a_plan_that_gathers_all_ahead_is_refused_and_the_slot_named() -> None:
     profile = dataclasses.replace(job(5), world=2)
-    mix = Mix(Job(profile), (Strategy.fsdp,) * len(profile.units))
+    mix = StrategyAssignment(Job(profile), (Strategy.fsdp,) * len(profile.units))
     plan = SCHEDULERS["priority"]().schedule(mix)
-    tight = dataclasses.replace(plan, budget=Judge(Job(profile), None).floor)
-    if smallest_budget(plan) > (tight.budget or 0):
+    tight = dataclasses.replace(plan, budget=PlanningProblem(Job(profile), None).floor)
+    if min_feasible_budget(plan) > (tight.budget or 0):
         with pytest.raises(PlanError, match="cycle: slot .* needs"):
             check(tight)
-    check(fit(plan, tight.budget or 0))
+    check(repair(plan, tight.budget or 0))
 
 
 def two_units() -> Profile:
@@ -137,7 +137,7 @@ def two_units() -> Profile:
 
 def test_two_dp_units_by_hand() -> None:
     """All-reduce sends 2·(1/2) of 400 and 200 bytes: 4 s and 2 s."""
-    mix = Mix(Job(two_units()), (Strategy.dp, Strategy.dp))
+    mix = StrategyAssignment(Job(two_units()), (Strategy.dp, Strategy.dp))
     alone = replay(Sequential().schedule(mix))
     assert alone.period_s == pytest.approx(6 + 6)
     # B_b [0,2], AR_b [2,4] beside B_a [2,4], AR_a [4,8] before F_a [8,9], F_b [9,10].
@@ -154,7 +154,7 @@ def test_two_dp_units_by_hand() -> None:
 
 def test_fsdp_memory_by_hand() -> None:
     """At rest half of 600 bytes; a is gathered (400) twice, b (the last) once and kept."""
-    plan = Sequential().schedule(Mix(Job(two_units()), (Strategy.fsdp, Strategy.fsdp)))
+    plan = Sequential().schedule(StrategyAssignment(Job(two_units()), (Strategy.fsdp, Strategy.fsdp)))
     assert plan.strategies == (Strategy.fsdp, Strategy.sdp)
     result = replay(plan)
     assert result.peak["parameters"] == 300

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mdcs.plan.worst_case import smallest_budget
+from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.explain import ScheduleChoice, binding_slot, choices, schedule_choice
-from mdcs.planner.named import Scheduler
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.simulator.simulate import replay
@@ -41,7 +41,7 @@ def test_an_fsdp_unit_is_compared_with_sdp() -> None:
 def test_the_difference_is_that_of_two_plans(scheduler: Scheduler) -> None:
     plan, other = (planned(PROFILE, [first, "sdp"], scheduler) for first in ("dp", "fsdp"))
     found = choices(replace(plan, budget=10**6), scheduler)[0]
-    dp, fsdp = (smallest_budget(planned(PROFILE, [first, "sdp"])) for first in ("dp", "fsdp"))
+    dp, fsdp = (min_feasible_budget(planned(PROFILE, [first, "sdp"])) for first in ("dp", "fsdp"))
     assert found.costs_bytes == dp - fsdp
     assert found.buys_s == replay(other).period_s - replay(plan).period_s
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mdcs.plan.early import parts_of_slot
+from mdcs.plan.gradient_readiness import block_ready_fractions
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
-from mdcs.planner.named import SCHEDULERS, Scheduler
+from mdcs.planner.registry import SCHEDULERS, Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion, MgWfbp, fuse_neighbours, optimal_merge
 from mdcs.planner.schedulers.priority import Priority, nearest_deadline_first
@@ -27,9 +27,9 @@ from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp, in_ready_order
 from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.profile.contents import Contention, Optimizer, Profile, Unit
 from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind, Link
+from mdcs.profile.schema import Contention, Optimizer, Profile, Unit
 from mdcs.simulator.simulate import replay, steady_state, undelayed
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds, tied
@@ -54,21 +54,21 @@ def step_s(plan: Plan) -> float:
 
 
 def test_a_unit_that_is_needed_again_at_once_is_not_freed() -> None:
-    assert Mix(Job(chain(8, 8, 8)), (fsdp,) * 3).strategies == (fsdp, fsdp, sdp)
-    assert Mix(Job(tied(8, 8, 8)), (fsdp,) * 3).strategies == (sdp, fsdp, fsdp)
+    assert StrategyAssignment(Job(chain(8, 8, 8)), (fsdp,) * 3).strategies == (fsdp, fsdp, sdp)
+    assert StrategyAssignment(Job(tied(8, 8, 8)), (fsdp,) * 3).strategies == (sdp, fsdp, fsdp)
     plain = chain(8, 8, 8)
     forward_only = Unit("a", (8,), False, (0, 0), None)
     without = replace(plain, units=(forward_only, *plain.units[1:]), slots=plain.slots[:-1])
-    assert Mix(Job(without), (fsdp,) * 3).strategies == (sdp, fsdp, sdp)
+    assert StrategyAssignment(Job(without), (fsdp,) * 3).strategies == (sdp, fsdp, sdp)
 
 
 def test_a_mix_has_a_strategy_for_every_unit() -> None:
     with pytest.raises(PlanError, match="2 strategies for 3 units"):
-        Mix(Job(chain(8, 8, 8)), (dp, dp))
+        StrategyAssignment(Job(chain(8, 8, 8)), (dp, dp))
 
 
 def test_operations_of_a_mix() -> None:
-    mix = Mix(Job(chain(8, 8, 8), micro_steps=2), (fsdp, zero2, dp))
+    mix = StrategyAssignment(Job(chain(8, 8, 8), micro_steps=2), (fsdp, zero2, dp))
     assert set(mix.ops) == {
         Op(RS, 0, 0), Op(AG_F, 0, 0), Op(AG_F, 0, 1), Op(AG_B, 0, 0), Op(AG_B, 0, 1),
         Op(RS, 1, 0), Op(AG_F, 1, 0), Op(AR, 2, 0),
@@ -86,37 +86,37 @@ def test_operations_of_a_mix() -> None:
 )
 def test_the_barrier_divides_windows_at_the_turn(op: Op, crossing: tuple[int, int], barrier: tuple[int, int]) -> None:
     profile = chain(8, 8, 8)  # B:c B:b B:a, turn, F:a F:b F:c
-    assert Mix(Job(profile), (sdp,) * 3).window(op) == crossing
-    assert Mix(Job(profile, cross_iteration=False), (sdp,) * 3).window(op) == barrier
+    assert StrategyAssignment(Job(profile), (sdp,) * 3).window(op) == crossing
+    assert StrategyAssignment(Job(profile, cross_iteration=False), (sdp,) * 3).window(op) == barrier
 
 
 def test_payloads_are_padded_and_of_the_type_that_is_sent() -> None:
-    mix = Mix(Job(chain(7, world=2, param_bytes=2, grad_bytes=4)), (zero2,))
+    mix = StrategyAssignment(Job(chain(7, world=2, param_bytes=2, grad_bytes=4)), (zero2,))
     assert (mix.payload(Op(AG_F, 0, 0)), mix.payload(Op(RS, 0, 0))) == (16, 32)
 
 
 def test_units_are_cut_into_equal_blocks_without_a_small_tail() -> None:
-    mix = Mix(Job(chain(1000, 100, 7, world=2)), (dp, dp, dp))
-    assert mix.whole() == ((1000,), (100,), (8,))
-    assert mix.cut(1024) == ((256, 256, 256, 232), (100,), (8,))  # 1,024 bytes are 256 elements
-    assert mix.cut(1) == ((32,) * 30 + (40,), (32, 32, 36), (8,))  # never below 16 elements per rank
+    mix = StrategyAssignment(Job(chain(1000, 100, 7, world=2)), (dp, dp, dp))
+    assert mix.unpartitioned_blocks() == ((1000,), (100,), (8,))
+    assert mix.partition(1024) == ((256, 256, 256, 232), (100,), (8,))  # 1,024 bytes are 256 elements
+    assert mix.partition(1) == ((32,) * 30 + (40,), (32, 32, 36), (8,))  # never below 16 elements per rank
     with pytest.raises(ValueError, match="block must be >= 1 byte, got 0"):
-        mix.cut(0)
+        mix.partition(0)
 
 
 @examples(60)
 @given(jobs(), st.integers(1, 20_000))
 def test_blocks_cover_their_unit(job: Job, block: int) -> None:
-    mix = Mix(Job(job.profile), (dp,) * len(job.profile.units))
+    mix = StrategyAssignment(Job(job.profile), (dp,) * len(job.profile.units))
     world = job.profile.world
-    for layout, whole, cut in zip(job.profile.layouts, mix.whole(), mix.cut(block), strict=True):
+    for layout, whole, cut in zip(job.profile.layouts, mix.unpartitioned_blocks(), mix.partition(block), strict=True):
         assert sum(cut) == sum(whole)
         assert all(size > 0 and size % world == 0 for size in cut)
         of = sections_of(layout, cut)
         for section, total in enumerate(whole):
             sizes = [size for size, s in zip(cut, of, strict=True) if s == section]
             assert sum(sizes) == total
-            if not job.profile.tells_gradients:
+            if not job.profile.has_gradient_times:
                 assert len(set(sizes[:-1])) <= 1
                 assert len(sizes) == 1 or 0.5 * sizes[0] <= sizes[-1] <= 1.5 * sizes[0]
 
@@ -125,16 +125,16 @@ def test_units_are_cut_where_a_parameter_ends_and_what_comes_first_is_sent_first
     """Of 16 multiples per rank; what is beyond the end of a parameter goes with the one before it, which comes later."""
     profile = chain(1000, world=2)
     profile = replace(profile, units=(replace(profile.units[0], gradients=((230, 1.0), (300, 0.5), (470, 0.25))),))
-    mix = Mix(Job(profile), (dp,))
-    assert mix.cut(1024) == ((256, 288, 224, 232),)  # at 256, 512, 768 if all came at once; 530 is near 512
-    assert parts_of_slot(profile, 0, (256, 288, 224, 232)) == (1.0, 0.5, 0.25, 0.25)
+    mix = StrategyAssignment(Job(profile), (dp,))
+    assert mix.partition(1024) == ((256, 288, 224, 232),)  # at 256, 512, 768 if all came at once; 530 is near 512
+    assert block_ready_fractions(profile, 0, (256, 288, 224, 232)) == (1.0, 0.5, 0.25, 0.25)
     assert [m.parts for m in Partitioning(1 / 1024).schedule(mix).messages] == [((0, 2),), ((0, 3),), ((0, 1),), ((0, 0),)]
 
 
 def test_drafts_are_ordered_by_slot_and_reductions_go_first_at_the_barrier() -> None:
-    mix = Mix(Job(chain(8, 8), cross_iteration=False), (zero2, zero2))
+    mix = StrategyAssignment(Job(chain(8, 8), cross_iteration=False), (zero2, zero2))
     drafts = [Message(AG_F, ((1, 0),), 2), Message(AG_F, ((0, 0),), 2), Message(RS, ((0, 0),), 2), Message(RS, ((1, 0),), 1)]
-    plan = mix.plan("mine", mix.whole(), drafts)
+    plan = mix.plan("mine", mix.unpartitioned_blocks(), drafts)
     assert listed(plan) == [("RS b", 1), ("RS a", 2), ("AG_F b", 2), ("AG_F a", 2)]
     assert plan.scheduler == "mine"
 
@@ -193,7 +193,7 @@ def test_a_fused_gather_is_sent_between_the_passes_it_serves() -> None:
 @examples(60)
 @given(jobs(), seeds)
 def test_all_of_a_stream_can_be_fused(job: Job, seed: int) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
+    mix = job.problem.mix(RandomMix(seed).choose(job.problem).strategies)
     windows: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
     for op in mix.ops:
         windows.setdefault((op.kind, op.micro), []).append(mix.window(op))
@@ -217,7 +217,7 @@ def test_small_neighbours_are_fused() -> None:
 @examples(60)
 @given(jobs(), seeds, schedulers, st.integers(1, 5000))
 def test_whatever_is_fused_is_a_plan_that_sends_the_same(job: Job, seed: int, scheduler: Scheduler, most: int) -> None:
-    plan = scheduler.schedule(job.judge.mix(RandomMix(seed).choose(job.judge).strategies))
+    plan = scheduler.schedule(job.problem.mix(RandomMix(seed).choose(job.problem).strategies))
     fused = fuse_neighbours(plan, most)  # a plan is checked when it is made
     assert fused.sent_bytes() == plan.sent_bytes()
     replay(fused)
@@ -244,7 +244,7 @@ def test_dear_gathers_in_the_pass_that_needs_it() -> None:
 @examples(80)
 @given(jobs(), seeds, schedulers)
 def test_what_is_sent_does_not_depend_on_the_schedule(job: Job, seed: int, scheduler: Scheduler) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
+    mix = job.problem.mix(RandomMix(seed).choose(job.problem).strategies)
     plan = scheduler.schedule(mix)
     assert plan.strategies == mix.strategies
     assert plan.sent_bytes() == Sequential().schedule(mix).sent_bytes()
@@ -258,7 +258,7 @@ def test_what_is_sent_does_not_depend_on_the_schedule(job: Job, seed: int, sched
 @examples(60)
 @given(jobs(), seeds, st.sampled_from([100, 600, 2000]))
 def test_partitioning_really_cuts_and_nothing_else_does(job: Job, seed: int, block: int) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
+    mix = job.problem.mix(RandomMix(seed).choose(job.problem).strategies)
     widest = max(s.param_bytes for layout in job.profile.layouts for s in layout.sections)
     largest = max(2 * block, 32 * job.profile.world * widest)  # rounding, and 16 elements per rank
     for scheduler in (Partitioning(block / MIB), Priority(block / MIB)):
@@ -267,13 +267,13 @@ def test_partitioning_really_cuts_and_nothing_else_does(job: Job, seed: int, blo
         sizes = [plan.elements(m) * width for m, width in zip(plan.messages, widths, strict=True)]
         assert max(sizes, default=0) <= largest
     for whole in (Sequential(), Wfbp(), Fusion(block / MIB), MgWfbp(), Dear()):
-        assert whole.schedule(mix).blocks == mix.whole()
+        assert whole.schedule(mix).blocks == mix.unpartitioned_blocks()
 
 
 @examples(60)
 @given(jobs(), seeds)
 def test_fusion_really_merges(job: Job, seed: int) -> None:
-    mix = job.judge.mix(RandomMix(seed).choose(job.judge).strategies)
+    mix = job.problem.mix(RandomMix(seed).choose(job.problem).strategies)
     everything = Fusion(10**9).schedule(mix)
     streams = {(op.kind, op.micro) for op in mix.ops}
     single = Wfbp().schedule(mix)
@@ -329,20 +329,20 @@ def partitions(stream: list[Op]) -> Iterator[list[list[Op]]]:
         yield [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def seconds(mix: Mix, group: list[Op]) -> float:
+def seconds(mix: StrategyAssignment, group: list[Op]) -> float:
     """How long a fused message takes."""
     kind, profile = group[0].kind, mix.profile
     size = sum(profile.wire(kind, mix.payload(op)) for op in group)
     return profile.link.alpha_of(kind) + profile.link.beta_of(kind) * size
 
 
-def clock(mix: Mix, slot: int) -> float:
+def clock(mix: StrategyAssignment, slot: int) -> float:
     """When compute alone reaches a slot (unrolled)."""
     length = mix.period.length
     return sum(mix.profile.slots[mix.period.slots[q % length].place].seconds for q in range(slot))
 
 
-def end_of_reductions(mix: Mix, groups: list[list[Op]]) -> float:
+def end_of_reductions(mix: StrategyAssignment, groups: list[list[Op]]) -> float:
     """When the last message ends, if each starts when all of its gradients are ready."""
     time = -float("inf")
     for group in groups:
@@ -351,7 +351,7 @@ def end_of_reductions(mix: Mix, groups: list[list[Op]]) -> float:
     return time
 
 
-def start_of_gathers(mix: Mix, groups: list[list[Op]]) -> float:
+def start_of_gathers(mix: StrategyAssignment, groups: list[list[Op]]) -> float:
     """When the first message must start at the latest for all to be in time."""
     time = float("inf")
     for group in reversed(groups):
@@ -363,7 +363,7 @@ def start_of_gathers(mix: Mix, groups: list[list[Op]]) -> float:
 @examples(100)
 @given(jobs(), st.sampled_from(["zero2", "dp", "fsdp"]))
 def test_mg_wfbp_merges_optimally(job: Job, strategy: str) -> None:
-    mix = job.judge.mix([Strategy(strategy)] * len(job.profile.units))
+    mix = job.problem.mix([Strategy(strategy)] * len(job.profile.units))
     streams: dict[tuple[Kind, int], list[Op]] = {}
     for op in in_ready_order(mix):
         streams.setdefault((op.kind, op.micro), []).append(op)
@@ -393,7 +393,7 @@ def test_mg_wfbp_merges_more_the_longer_the_latency() -> None:
 
 
 def test_mg_wfbp_of_nothing_is_nothing() -> None:
-    assert optimal_merge(Mix(Job(chain(8)), (dp,)), []) == []
+    assert optimal_merge(StrategyAssignment(Job(chain(8)), (dp,)), []) == []
 
 
 # ---- priority against the nearest deadline
@@ -460,9 +460,9 @@ def test_priority_knows_what_messages_cost_compute(seed: int) -> None:
     """It is no slower than in the order that is best where they cost nothing, and sometimes faster."""
     profile = fluid_job(random.Random(seed), 4)
     slow = replace(profile, contention=Contention(compute_per_byte=profile.link.beta_of(RS)))
-    mix = Mix(Job(slow), (Strategy.zero2,) * 4)
+    mix = StrategyAssignment(Job(slow), (Strategy.zero2,) * 4)
     windows = {op: mix.window(op) for op in mix.ops}
-    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix.period)))
+    blind = mix.plan("blind", mix.partition(128), nearest_deadline_first(mix, mix.partition(128), windows, undelayed(mix.period)))
     assert step_s(Priority(128 / MIB).schedule(mix)) <= step_s(blind)
 
 
@@ -470,9 +470,9 @@ def test_idle_time_that_messages_make_is_used() -> None:
     """Where backward is slowed down by what it sends, gathers for the next forward fit beside it."""
     profile = chain(*[128] * 6, link=link(2.0 / 256, depth=2), forward_s=1.0, backward_s=2.0)
     slow = replace(profile, contention=Contention(compute_per_byte=0.5 / 256))
-    mix = Mix(Job(slow), (Strategy.zero2,) * 6)
+    mix = StrategyAssignment(Job(slow), (Strategy.zero2,) * 6)
     windows = {op: mix.window(op) for op in mix.ops}
-    blind = mix.plan("blind", mix.cut(128), nearest_deadline_first(mix, mix.cut(128), windows, undelayed(mix.period)))
+    blind = mix.plan("blind", mix.partition(128), nearest_deadline_first(mix, mix.partition(128), windows, undelayed(mix.period)))
     assert step_s(Priority(128 / MIB).schedule(mix)) < 0.9 * step_s(blind)
 
 
@@ -491,12 +491,14 @@ def test_nearest_deadline_first_keeps_narrower_windows(seed: int) -> None:
         optimizer=Optimizer("adam", 2, 4, 2, seconds_per_element=rng.choice([0.0, 1e-3, 0.1]), seconds_per_run=0.05),
     )  # fmt: skip
     profile = replace(profile, interference=rng.choice([0.0, 0.5]))
-    mix = Mix(Job(profile, rng.choice([1, 2]), rng.random() < 0.7), tuple(rng.choice(choices(profile)) for _ in range(count)))
+    mix = StrategyAssignment(
+        Job(profile, rng.choice([1, 2]), rng.random() < 0.7), tuple(rng.choice(choices(profile)) for _ in range(count))
+    )
     windows = {}
     for op in mix.ops:
         first, last = mix.window(op)
         windows[op] = (rng.randint(first, last), last) if op.kind.is_gather else (first, rng.randint(first, last))
-    blocks = mix.cut(200)
+    blocks = mix.partition(200)
     times = steady_state(Partitioning(200 / MIB).schedule(mix))
     messages = nearest_deadline_first(mix, blocks, windows, times)
     mix.plan("narrow", blocks, messages)  # every block once, in an order that can be sent

@@ -9,45 +9,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mdcs.plan.cost import CostModel
-from mdcs.plan.lifetimes import bytes_beyond_fsdp
+from mdcs.plan.lifetimes import extra_bytes_vs_fsdp
 from mdcs.plan.strategy import Strategy, choices
-from mdcs.plan.worst_case import smallest_budget
-from mdcs.planner.judge import InfeasibleBudget, Judge
-from mdcs.planner.named import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
+from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.registry import SCHEDULERS, STRATEGIES, scheduler_named, strategy_named
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Optimizer
 from mdcs.profile.link import Link
+from mdcs.profile.schema import Optimizer
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import ADAM, Job, chain, examples, jobs, link, planned, seeds
 
 dp, zero2, sdp, fsdp, *_ = Strategy
 
 
-def step_s(judge: Judge, mix: tuple[Strategy, ...]) -> float:
-    return replay(judge.sequential(mix)).period_s
+def step_s(problem: PlanningProblem, mix: tuple[Strategy, ...]) -> float:
+    return replay(problem.sequential(mix)).period_s
 
 
-# ---- the judge
+# ---- the planning problem
 
 
 def test_the_judge_measures_the_sequential_peak() -> None:
     profile = chain(8, 4, optimizer=ADAM)
-    judge = Judge(Job(profile, reserve=5), None)
-    assert judge.peak([dp, zero2]) == smallest_budget(planned(profile, ["dp", "zero2"])) + 5
-    assert judge.floor == judge.peak([fsdp, fsdp])
-    assert judge.fits([dp, dp])
-    tight = replace(judge, budget=judge.floor)
+    problem = PlanningProblem(Job(profile, reserve=5), None)
+    assert problem.peak([dp, zero2]) == min_feasible_budget(planned(profile, ["dp", "zero2"])) + 5
+    assert problem.floor == problem.peak([fsdp, fsdp])
+    assert problem.fits([dp, dp])
+    tight = replace(problem, budget=problem.floor)
     assert tight.fits([fsdp, fsdp]) and not tight.fits([dp, dp])
-    with pytest.raises(InfeasibleBudget, match=f"both dp does not fit {judge.floor} bytes"):
+    with pytest.raises(InfeasibleBudget, match=f"both dp does not fit {problem.floor} bytes"):
         tight.require([dp, dp], "both dp")
 
 
 def test_the_judge_knows_the_job() -> None:
     profile = chain(8, 4, optimizer=ADAM)
-    plan = Judge(Job(profile, micro_steps=2, cross_iteration=False), None).sequential([zero2, zero2])
+    plan = PlanningProblem(Job(profile, micro_steps=2, cross_iteration=False), None).sequential([zero2, zero2])
     assert (plan.micro_steps, plan.cross_iteration, plan.scheduler) == (2, False, "sequential")
 
 
@@ -57,10 +57,10 @@ def test_the_judge_knows_the_job() -> None:
 @pytest.mark.parametrize("kind", [dp, zero2, sdp, fsdp])
 def test_uniform_is_uniform_where_it_fits(kind: Strategy) -> None:
     profile = chain(8, 4, 4, optimizer=ADAM)
-    need = Judge(Job(profile), None).peak([kind] * 3)
-    assert Uniform(str(kind)).choose(Judge(Job(profile), need)).strategies == (kind,) * 3
+    need = PlanningProblem(Job(profile), None).peak([kind] * 3)
+    assert Uniform(str(kind)).choose(PlanningProblem(Job(profile), need)).strategies == (kind,) * 3
     with pytest.raises(InfeasibleBudget, match=f"strategy {kind} does not fit .* {need} bytes") as caught:
-        Uniform(str(kind)).choose(Judge(Job(profile), need - 1))
+        Uniform(str(kind)).choose(PlanningProblem(Job(profile), need - 1))
     assert (caught.value.budget, caught.value.smallest) == (need - 1, need)
 
 
@@ -75,15 +75,15 @@ def test_uniform_needs_a_strategy_that_exists() -> None:
 @examples(60)
 @given(jobs(), seeds, st.sampled_from([1.0, 1.1, 1.5]))
 def test_random_is_always_within_the_budget(job: Job, seed: int, factor: float) -> None:
-    judge = replace(job.judge, budget=int(job.judge.floor * factor))
-    mix = RandomMix(seed).choose(judge).strategies
-    assert judge.fits(mix)
-    assert mix == RandomMix(seed).choose(judge).strategies
+    problem = replace(job.problem, budget=int(job.problem.floor * factor))
+    mix = RandomMix(seed).choose(problem).strategies
+    assert problem.fits(mix)
+    assert mix == RandomMix(seed).choose(problem).strategies
 
 
 def test_random_tries_everything() -> None:
     profile = chain(*[4] * 8)
-    mixes = {RandomMix(seed).choose(Judge(Job(profile), None)).strategies for seed in range(20)}
+    mixes = {RandomMix(seed).choose(PlanningProblem(Job(profile), None)).strategies for seed in range(20)}
     assert len(mixes) == 20
     assert {k for mix in mixes for k in mix} == {dp, zero2, sdp, fsdp}
 
@@ -120,7 +120,7 @@ def test_a_sequential_step_is_compute_and_the_seconds_of_its_strategies(job: Job
 
 def test_bytes_beyond_fsdp() -> None:
     period = Job(chain(8, 8, world=2, optimizer=ADAM)).period  # 32 bytes, shards of 16, Adam twice that
-    assert [bytes_beyond_fsdp(period, 0, k) for k in (fsdp, sdp, zero2, dp)] == [0, 32, 16, 16 + 32]
+    assert [extra_bytes_vs_fsdp(period, 0, k) for k in (fsdp, sdp, zero2, dp)] == [0, 32, 16, 16 + 32]
 
 
 # ---- greedy
@@ -129,19 +129,19 @@ def test_bytes_beyond_fsdp() -> None:
 @examples(80)
 @given(jobs(), st.sampled_from([None, 1.0, 1.05, 1.3, 2.0]))
 def test_greedy_is_never_slower_than_all_fsdp_and_fits(job: Job, factor: float | None) -> None:
-    budget = None if factor is None else int(job.judge.floor * factor)
-    judge = replace(job.judge, budget=budget)
-    mix = Greedy().choose(judge).strategies
-    assert judge.fits(mix)
-    assert step_s(judge, mix) <= step_s(judge, (fsdp,) * len(mix)) + 1e-9
+    budget = None if factor is None else int(job.problem.floor * factor)
+    problem = replace(job.problem, budget=budget)
+    mix = Greedy().choose(problem).strategies
+    assert problem.fits(mix)
+    assert step_s(problem, mix) <= step_s(problem, (fsdp,) * len(mix)) + 1e-9
 
 
 @examples(40)
 @given(jobs())
 def test_with_unlimited_memory_greedy_is_as_fast_as_can_be(job: Job) -> None:
-    mix = Greedy().choose(job.judge).strategies
+    mix = Greedy().choose(job.problem).strategies
     best = sum(min(job.cost.unit_s(u, k, job.micro_steps) for k in choices(job.profile)) for u in range(len(mix)))
-    chosen = sum(job.cost.unit_s(u, k, job.micro_steps) for u, k in enumerate(job.judge.mix(mix).strategies))
+    chosen = sum(job.cost.unit_s(u, k, job.micro_steps) for u, k in enumerate(job.problem.mix(mix).strategies))
     assert chosen == pytest.approx(best, abs=1e-12)
 
 
@@ -152,9 +152,9 @@ def test_greedy_takes_most_time_per_byte_first() -> None:
     plain = chain(8, 32, 8, 8, link=Link((3.0, 1.0, 1.0, 1.0), (0.0,) * 4, 1, 64))
     slots = [replace(s, peak=10**4) if s.phase == "B" and s.unit == 3 else s for s in plain.slots]
     profile = replace(plain, slots=tuple(slots))
-    floor = Judge(Job(profile), None).floor
+    floor = PlanningProblem(Job(profile), None).floor
     saved = {
-        more: [i for i, k in enumerate(Greedy().choose(Judge(Job(profile), floor + more)).strategies) if k is zero2]
+        more: [i for i, k in enumerate(Greedy().choose(PlanningProblem(Job(profile), floor + more)).strategies) if k is zero2]
         for more in (0, 15, 16, 32, 95, 96)
     }
     assert saved == {0: [3], 15: [3], 16: [0, 3], 32: [0, 2, 3], 95: [0, 2, 3], 96: [0, 1, 2, 3]}
@@ -162,24 +162,24 @@ def test_greedy_takes_most_time_per_byte_first() -> None:
 
 def test_greedy_prefers_dp_when_an_all_reduce_has_less_latency() -> None:
     profile = chain(8, 8, link=Link((1.0, 1.0, 1.0, 1.0), (0.0,) * 4, 1, 64))
-    assert Greedy().choose(Judge(Job(profile), None)).strategies == (dp, dp)
+    assert Greedy().choose(PlanningProblem(Job(profile), None)).strategies == (dp, dp)
 
 
 def test_greedy_shards_less_when_gathers_are_repeated() -> None:
     profile = chain(8, 8, 8, link=Link((3.0, 1.0, 1.0, 1.0), (0.0,) * 4, 1, 64))  # an all-reduce costs 3 s, a gather 1 s
-    once = Greedy().choose(Judge(Job(profile), None)).strategies
+    once = Greedy().choose(PlanningProblem(Job(profile), None)).strategies
     assert [CostModel(profile).unit_s(0, k) for k in choices(profile)] == [3, 2, 2, 3]
     assert dp not in once
-    often = Greedy().choose(Judge(Job(profile, micro_steps=4), None)).strategies
+    often = Greedy().choose(PlanningProblem(Job(profile, micro_steps=4), None)).strategies
     assert set(often) == {zero2}
 
 
 def test_all_fsdp_must_fit() -> None:
     profile = chain(8, 8, optimizer=ADAM)
-    floor = Judge(Job(profile), None).floor
+    floor = PlanningProblem(Job(profile), None).floor
     for planner in (Greedy(), RandomMix()):
         with pytest.raises(InfeasibleBudget, match=f"even all fsdp does not fit .* {floor} bytes"):
-            planner.choose(Judge(Job(profile), floor - 1))
+            planner.choose(PlanningProblem(Job(profile), floor - 1))
 
 
 def test_every_planner_knows_its_name() -> None:

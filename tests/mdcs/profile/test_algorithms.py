@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 from tests.mdcs.profiles import chain, planned
 
 AR, RS, AG_F, AG_B, *_ = Kind

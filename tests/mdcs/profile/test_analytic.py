@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from mdcs.planner.judge import InfeasibleBudget
-from mdcs.planner.make import make_plan
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.analytic import COLLECTIVES, Device, Network, Transformer, analytic_profile
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
 
 SMALL = Transformer(layers=2, width=8, heads=2, sequence=4, vocab=10, batch=3, checkpointing=False)
 DEVICE = Device(peak_flops=1000.0, efficiency=0.5, memory_rate=56.0)

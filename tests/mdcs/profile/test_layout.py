@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mdcs.profile.contents import Profile, Unit
 from mdcs.profile.layout import Layout, Section
+from mdcs.profile.schema import Profile, Unit
 
 NARROW, WIDE = Section(5, 2, 2, 4), Section(3, 4, 4)
 

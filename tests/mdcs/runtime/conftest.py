@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mdcs.measure.memory import preload_env
+from mdcs.telemetry.memory_meter import preload_env
 from tests.mdcs.runtime.ranks import Ranks
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.calibrate.slots import measure_profile
-from mdcs.planner.named import SCHEDULERS
-from mdcs.runtime.executor import CpuExecutor, Executor, between
-from mdcs.runtime.record import StepRecord
+from mdcs.planner.registry import SCHEDULERS
+from mdcs.profiler.model_profile import measure_profile
+from mdcs.runtime.executor import CpuExecutor, Executor, run_on_comm_stream
+from mdcs.runtime.step_trace import StepRecord
 from tests.mdcs.runtime.training import How, Setup, all_fsdp_bytes, scheduler_for, strategy_for
 
 # ---- the executor's contract
@@ -41,18 +41,18 @@ def communication_sees_compute_up_to_the_mark(executor: Executor, device: torch.
     x = torch.zeros(1 << 20, device=device)
     busy(device)
     x += 1
-    mark = executor.mark()
-    with executor.communicating():
-        executor.after(mark)
+    mark = executor.record_event()
+    with executor.on_comm_stream():
+        executor.wait_event(mark)
         y = x.clone()
-        there = executor.mark()
-    executor.after(there)
+        there = executor.record_event()
+    executor.wait_event(there)
     assert bool((y == 1).all())
 
 
 def compute_sees_what_it_waits_for(executor: Executor, device: torch.device) -> None:
     y = torch.zeros(1 << 20, device=device)
-    with between(executor):
+    with run_on_comm_stream(executor):
         busy(device)
         y += 1
     assert float(y.sum()) == float(1 << 20)
@@ -60,35 +60,35 @@ def compute_sees_what_it_waits_for(executor: Executor, device: torch.device) -> 
 
 def the_host_can_wait(executor: Executor, device: torch.device) -> None:
     busy(device)
-    mark = executor.mark()
-    assert executor.wait(mark, 60.0) and executor.has_come(mark)
+    mark = executor.record_event()
+    assert executor.wait(mark, 60.0) and executor.query(mark)
 
 
 def a_pause_takes_its_time(executor: Executor, device: torch.device) -> None:
-    executor.pause(0.001)  # the first may measure something
-    begin = executor.stamp()
-    executor.pause(0.02)
-    end = executor.stamp()
+    executor.sleep(0.001)  # the first may measure something
+    begin = executor.record_timestamp()
+    executor.sleep(0.02)
+    end = executor.record_timestamp()
     assert 0.018 <= executor.seconds(end) - executor.seconds(begin) < 2.0
 
 
 def finish_waits_for_every_work(executor: Executor, device: torch.device) -> None:
     works = [Work(), Work()]
-    executor.finish(works)  # type: ignore[arg-type]
+    executor.wait_works(works)  # type: ignore[arg-type]
     assert [w.waited for w in works] == [1, 1]
 
 
 def stamps_are_on_one_clock(executor: Executor, device: torch.device) -> None:
-    begin = executor.stamp()
+    begin = executor.record_timestamp()
     busy(device)
-    middle = executor.mark()
-    with executor.communicating():
-        executor.after(middle)
+    middle = executor.record_event()
+    with executor.on_comm_stream():
+        executor.wait_event(middle)
         busy(device)
-        sent = executor.stamp()
-        there = executor.mark()
-    executor.after(there)
-    end = executor.stamp()
+        sent = executor.record_timestamp()
+        there = executor.record_event()
+    executor.wait_event(there)
+    end = executor.record_timestamp()
     times = [executor.seconds(s) for s in (begin, sent, end)]
     assert times == sorted(times) and times[-1] - times[0] < 60
 
@@ -98,9 +98,9 @@ def communicating_is_left_again(executor: Executor, device: torch.device) -> Non
         return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     before = stream()
-    with executor.communicating():
+    with executor.on_comm_stream():
         inside = stream()
-        with executor.communicating():
+        with executor.on_comm_stream():
             assert stream() == inside
     assert stream() == before and (device.type == "cpu" or inside != before)
 
@@ -185,9 +185,9 @@ def parallel_run(device: torch.device, how: How, steps: int) -> tuple[list[float
         model, units, lambda: loss_of(model, 0, device), optimizer, world=world, link=mdcs.Link.uniform(10.0, 10.0),
         iterations=1, collectives=how.collectives,
     )  # fmt: skip
-    from mdcs.calibrate.agreement import agree, on_rank_zero
+    from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 
-    profile = agree(profile)
+    profile = merge_profiles(profile)
     plan = on_rank_zero(lambda: mdcs.make_plan(profile, strategy_for(how), scheduler_for(how)))
     losses = []
     with mdcs.parallelize(model, optimizer, plan, units, timeout_s=30) as parallel:

@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from mdcs.calibrate import update_timing
+from mdcs.profiler import update_timing
 
 ROOT = Path(__file__).resolve().parents[3]
 # What a rank imports sooner or later; torch brings its compiler when an optimizer is first used.

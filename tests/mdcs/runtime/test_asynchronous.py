@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.calibrate.slots import measure_profile
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.registry import SCHEDULERS
 from mdcs.profile.algorithms import Collectives
+from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime import engine
 from mdcs.runtime.executor import CudaExecutor
-from mdcs.runtime.groups import Groups
 from mdcs.runtime.message_runner import MessageRunner
+from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.stream_transport import StreamTransport
 from tests.mdcs.runtime.asynchronous import Device
 from tests.mdcs.runtime.devices import emulated_run, equal, loss_of, make, plain_run
@@ -66,7 +66,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch, device:
         patch.setattr(engine, "executor_for", lambda _: executor)
         patch.setattr(engine, "Communicator", device.connect)
-        talk = ((dist, "all_gather_object"), (dist, "broadcast_object_list"), (Groups, "tell"))
+        talk = ((dist, "all_gather_object"), (dist, "broadcast_object_list"), (ProcessGroups, "agree_on_call"))
         for owner, name in talk if dist.is_initialized() else ():
             patch.setattr(owner, name, device.talking(getattr(owner, name)))
         model, optimizer = make(CPU)
@@ -183,7 +183,7 @@ def test_one_rank_with_a_budget_or_a_barrier(how: How):
 def train_two(hows: Sequence[How]) -> list[str]:
     """Both ranks have the same batches, so their average is what one alone would do."""
     torch.set_num_threads(1)
-    from mdcs.calibrate.agreement import on_rank_zero
+    from mdcs.profiler.consensus import on_rank_zero
 
     wanted, found = plain_run(CPU, STEPS), []
     for i, how in enumerate(hows):
@@ -207,13 +207,13 @@ def test_two_ranks_with_every_scheduler(two: Ranks):
 
 
 def _after(which: str) -> Callable[[pytest.MonkeyPatch], None]:
-    after = CudaExecutor.after
+    after = CudaExecutor.wait_event
 
     def only_other(self: CudaExecutor, mark: Any) -> None:
         if self._cuda.current_stream().name != which:
             after(self, mark)
 
-    return lambda patch: patch.setattr(CudaExecutor, "after", only_other)
+    return lambda patch: patch.setattr(CudaExecutor, "wait_event", only_other)
 
 
 def _free_when_enqueued(patch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def _as_when_it_was_issued(patch: pytest.MonkeyPatch) -> None:
     issue = StreamTransport.issue
 
     def issuing(self: StreamTransport, activations: int) -> None:
-        mark = self.executor.mark()
+        mark = self.executor.record_event()
         patch.setattr(StreamTransport, "_mark_compute", lambda self: mark)
         issue(self, activations)
 
@@ -248,16 +248,16 @@ def _as_when_it_was_issued(patch: pytest.MonkeyPatch) -> None:
 
 def _release_at_once(patch: pytest.MonkeyPatch) -> None:
     """Staging of compute's memory, where the stream that uses it does not own it."""
-    from mdcs.runtime.wire import Wire
+    from mdcs.runtime.collective_ops import CollectiveOps
 
-    allocate = Wire.allocate
+    allocate = CollectiveOps.allocate
 
-    def outside(self: Wire, message: Any) -> Any:
+    def outside(self: CollectiveOps, message: Any) -> Any:
         device = torch.utils._python_dispatch._get_current_dispatch_mode()
         with device.stream(device.compute):
             return allocate(self, message)
 
-    patch.setattr(Wire, "allocate", outside)
+    patch.setattr(CollectiveOps, "allocate", outside)
 
 
 @pytest.mark.parametrize(
@@ -357,11 +357,13 @@ class Stuck(Device):
 def test_another_rank_s_error_is_heard_while_the_host_waits_for_the_device(monkeypatch: pytest.MonkeyPatch):
     """Not after the time that a message may take."""
     device, plan, destroyed = Stuck(()), plan_for(How("zero2", "wfbp")), []
-    monkeypatch.setattr(Groups, "destroy", lambda groups, failed=False: destroyed.append(failed))
+    monkeypatch.setattr(ProcessGroups, "destroy", lambda groups, failed=False: destroyed.append(failed))
 
     def stop(parallel: mdcs.Parallel) -> None:
         device.is_stuck = True
-        monkeypatch.setattr(parallel._engine.transport.last_words, "heard", lambda: "rank 1 left the run in step 2: KeyError")
+        monkeypatch.setattr(
+            parallel._engine.transport.failures, "peer_failure", lambda: "rank 1 left the run in step 2: KeyError"
+        )
 
     with pytest.raises(mdcs.RunError, match=r"rank 0, step 3: waited for the device to come .* step 1 \(rank 1 left the run in"):
         train(plan, device, stop)
@@ -385,7 +387,7 @@ class Many(nn.Module):
 def broadcasts() -> tuple[list[tuple[str, int]], int, list[str], list[float]]:
     """Stream and bytes of every broadcast of a step's, how often the host waits for one, what was misused; what came."""
     torch.set_num_threads(1)
-    from mdcs.calibrate.agreement import on_rank_zero
+    from mdcs.profiler.consensus import on_rank_zero
 
     plan = on_rank_zero(lambda: plan_for(How("zero2", "wfbp"), 2))
     device, sent, send, plain = Device(("communication",)), [], dist.broadcast, make

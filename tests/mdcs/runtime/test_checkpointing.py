@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import mdcs
-from mdcs.checkpoint import folder, numbers, pieces
+from mdcs.checkpoint import aux_state, dcp_shards, directory
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said
 from tests.mdcs.runtime.test_optimizer_state import differences, of_ddp
@@ -209,7 +209,7 @@ def write_two(root: str) -> None:
         for step in range(3):
             one_step(made, parallel, step)
             parallel.checkpoint(root, keep=2)
-    assert [path.name for path in folder.found(Path(root))] == ["step-00000003", "step-00000002"]
+    assert [path.name for path in directory.complete_checkpoints(Path(root))] == ["step-00000003", "step-00000002"]
 
 
 def resume_each(root: str, harmed: list[str]) -> list[Any]:
@@ -247,12 +247,15 @@ def test_a_checkpoint_that_is_not_whole_is_named_and_the_one_before_is_used(two:
 def fault(root: str) -> list[Any]:
     """A fault of each rank at each stage: every rank is told which, and what counted before still does."""
     out: list[Any] = []
-    stages = [(pieces.FileSystemWriter, "write_data"), *((folder, name) for name in ("begin", "sums", "finish", "keep_last"))]
+    stages = [
+        (dcp_shards.FileSystemWriter, "write_data"),
+        *((directory, name) for name in ("begin", "checksums", "finish", "keep_last")),
+    ]
     with parallel_for(Job("tied"), how("zero2")) as (made, parallel, _):
         one_step(made, parallel)
         parallel.checkpoint(root, keep=1)
         for where, name in stages:
-            for rank in (0, 1) if name in ("write_data", "sums") else (0,):
+            for rank in (0, 1) if name in ("write_data", "checksums") else (0,):
                 for wait in (True, False):
                     one_step(made, parallel)
                     steps = parallel.steps
@@ -290,7 +293,7 @@ def die(root: str, stage: str) -> str:
         parallel.checkpoint(root)
         one_step(made, parallel)
         if dist.get_rank() == 1:
-            where: Any = {"write_data": pieces.FileSystemWriter, "save": numbers}[stage]
+            where: Any = {"write_data": dcp_shards.FileSystemWriter, "save": aux_state}[stage]
             setattr(where, stage, lambda *_: os._exit(9))
         return said(lambda: parallel.checkpoint(root))
 
@@ -299,8 +302,8 @@ def die(root: str, stage: str) -> str:
 def test_a_rank_that_dies_leaves_the_checkpoint_before(two: Ranks, tmp_path, stage):
     left, gone = two.outcomes(die, str(tmp_path), stage)
     assert gone.exit_code == 9 and (not left.ok or "checkpoint of step 2" in left.value), left
-    assert [path.name for path in folder.found(tmp_path)] == ["step-00000001"]
-    assert folder.problem(tmp_path / "step-00000001") is None
+    assert [path.name for path in directory.complete_checkpoints(tmp_path)] == ["step-00000001"]
+    assert directory.find_problem(tmp_path / "step-00000001") is None
 
 
 def refuse(root: str) -> list[str]:

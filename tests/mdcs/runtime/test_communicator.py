@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mdcs.calibrate import link_timing
-from mdcs.calibrate.link_timing import _shallowest, measure_link
 from mdcs.profile.algorithms import ALGORITHMS, KIND, Collectives
 from mdcs.profile.link import Kind
-from mdcs.runtime.communicator import Communicator, Running
+from mdcs.profiler import link_timing
+from mdcs.profiler.link_timing import _shallowest, measure_link
+from mdcs.runtime.communicator import Communicator, PendingCollective
 from tests.mdcs.runtime.ranks import Ranks
 
 FAMILIES = ALGORITHMS["gloo"]
@@ -27,7 +27,7 @@ def numbers(elements: int, rank: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-1000, 1000, (elements,), generator=torch.Generator().manual_seed(seed * 100 + rank)).to(dtype)
 
 
-def start(communicator: Communicator, kind: Kind, buffer: Tensor) -> tuple[Running, Tensor]:
+def start(communicator: Communicator, kind: Kind, buffer: Tensor) -> tuple[PendingCollective, Tensor]:
     """A running collective, and where its result will be."""
     elements, out = buffer.numel(), torch.empty(buffer.numel() // communicator.world, dtype=buffer.dtype)
     scratch = torch.empty(communicator.scratch(kind, elements), dtype=buffer.dtype)
@@ -39,7 +39,7 @@ def exchange(algorithm: str, seed: int) -> int:
     communicator = Communicator(Collectives(algorithm), None)
     world, rank = communicator.world, dist.get_rank()
     rng = random.Random(seed)
-    in_flight: list[tuple[Running, Tensor, Tensor]] = []
+    in_flight: list[tuple[PendingCollective, Tensor, Tensor]] = []
 
     def finish() -> None:
         running, found, wanted = in_flight.pop(0)
@@ -151,7 +151,7 @@ def trains(depth: int) -> list[dict[int, list[float]]]:
     """Seconds of both families, each kind alone and all in turns; two sizes in two turns."""
     kinds = tuple(KIND.values())
     senders = [(Collectives(name), own) for name in FAMILIES for own in (*((kind,) for kind in kinds), kinds)]
-    return link_timing.Ranks(torch.device("cpu"), None).trains(senders, (1 << 12, 1 << 16), depth, 2)
+    return link_timing.LinkBenchmark(torch.device("cpu"), None).time_trains(senders, (1 << 12, 1 << 16), depth, 2)
 
 
 def test_every_family_sends_trains_and_all_ranks_know_the_same_of_them(two: Ranks) -> None:
@@ -194,7 +194,7 @@ def test_sending_neither_warns_nor_lets_others_warn_again(two: Ranks) -> None:
 
 def measured_as_nccl(depth: int | None) -> tuple[int, set[int]]:
     """The depth of the link, and how many messages trains had in flight: gloo has what is asked of NCCL here, too."""
-    found, train = set(), link_timing.Ranks._train
+    found, train = set(), link_timing.LinkBenchmark._train
 
     def noted(ranks: Any, sender: Any, size: int, in_flight: int) -> float:
         found.add(in_flight)
@@ -202,7 +202,7 @@ def measured_as_nccl(depth: int | None) -> tuple[int, set[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link_timing, "backend_of", lambda group, device: "nccl")
-        patch.setattr(link_timing.Ranks, "_train", noted)
+        patch.setattr(link_timing.LinkBenchmark, "_train", noted)
         return measure_link(torch.device("cpu"), depth=depth).link.depth, found
 
 

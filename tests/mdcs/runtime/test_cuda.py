@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import mdcs
 from mdcs.profile.algorithms import Collectives
-from mdcs.runtime.executor import CudaExecutor, between, executor_for
+from mdcs.runtime.executor import CudaExecutor, executor_for, run_on_comm_stream
 from tests.mdcs.runtime.devices import CONTRACT, HOWS, emulated_run, equal, parallel_run, plain_run
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, optimizer_for, setup
@@ -41,34 +41,34 @@ def test_a_mark_holds_communication_back():
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # about 0.1 s on the compute stream
     flag += 1
-    mark = executor.mark()
-    with executor.communicating():
+    mark = executor.record_event()
+    with executor.on_comm_stream():
         early = flag.clone()
-        executor.after(mark)
+        executor.wait_event(mark)
         late = flag.clone()
-        there = executor.mark()
-    executor.after(there)
+        there = executor.record_event()
+    executor.wait_event(there)
     assert (early.item(), late.item()) == (0, 1)
 
 
 def test_the_host_does_not_wait_for_what_it_has_enqueued():
     executor = CudaExecutor(cuda())
     begin = time.perf_counter()
-    with between(executor):
+    with run_on_comm_stream(executor):
         torch.cuda._sleep(1_000_000_000)  # about 0.5 s
     assert time.perf_counter() - begin < 0.2
-    assert executor.wait(executor.mark(), 10.0)
+    assert executor.wait(executor.record_event(), 10.0)
     assert time.perf_counter() - begin > 0.2
 
 
 def test_compute_does_not_wait_for_messages_behind():
     executor = CudaExecutor(cuda())
-    with executor.communicating():
+    with executor.on_comm_stream():
         torch.cuda._sleep(1_000_000_000)
-        communicated = executor.mark()
+        communicated = executor.record_event()
     torch.ones(8, device=cuda()).sum()
     torch.cuda.current_stream(cuda()).synchronize()
-    assert not executor.has_come(communicated)
+    assert not executor.query(communicated)
     assert executor.wait(communicated, 10.0)
 
 

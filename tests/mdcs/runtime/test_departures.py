@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.calibrate.agreement import agree
-from mdcs.calibrate.slots import measure_profile
-from mdcs.plan.worst_case import smallest_budget
+from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.profiler.consensus import merge_profiles
+from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, plan_for
 
@@ -104,7 +104,7 @@ def with_ddp(paths: Paths, job: Job) -> tuple[list[float], dict[str, Tensor]]:
 def profile_of(optimizer: str) -> mdcs.Profile:
     model, rank = build(), dist.get_rank()
     units = mdcs.partition(model, POLICY)
-    return agree(
+    return merge_profiles(
         measure_profile(
             model, units, lambda: loss_of(model, {}, 0, 0, rank), optimizer_for(optimizer, model),
             world=dist.get_world_size(), link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
@@ -132,7 +132,7 @@ def compare(paths: Paths, job: Job, how: How) -> Counter[str]:
     """Train with the plan and with DDP; return the departures on this rank, by the number of steps that had them."""
     plan = plan_for(job, replace(how, budget=None), profile_of(job.optimizer))
     if how.budget is not None:  # the smallest one
-        plan = replace(plan, budget=smallest_budget(plan))
+        plan = replace(plan, budget=min_feasible_budget(plan))
     losses, state, seen = with_plan(paths, job, plan)
     wanted, weights = with_ddp(paths, job)
     assert (losses, differing(state, weights)) == (wanted, []), (how, seen)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mdcs import emulation
+from mdcs.emulation import Pacer
 from mdcs.profile.link import Kind, Link
-from mdcs.runtime import emulation
-from mdcs.runtime.emulation import Pacer
 
 ALPHA, BETA = 0.002, 1e-6
 LINK = Link((ALPHA,) * 4, (BETA,) * 4, emulated=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mdcs
-from mdcs.runtime import api, engine
+from mdcs.runtime import engine, parallel
 from mdcs.runtime.executor import CudaExecutor, executor_for
 from tests.mdcs.runtime.devices import (
     CONTRACT,
@@ -125,19 +125,19 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_on_cuda_streams_wait_for_each_other_and_the_host_does_not(fake_cuda: SimpleNamespace):
     executor = executor_for(torch.device("cuda", 0))
     assert isinstance(executor, CudaExecutor) and executor.runs_ahead
-    here: Any = executor.mark()
-    with executor.communicating():
-        executor.after(here)
-        there: Any = executor.mark()
-    executor.after(there)
+    here: Any = executor.record_event()
+    with executor.on_comm_stream():
+        executor.wait_event(here)
+        there: Any = executor.record_event()
+    executor.wait_event(there)
     assert (here.waited, there.waited) == (["stream"], ["stream"])
 
 
 def test_on_cuda_the_host_does_not_wait_for_ever(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
     executor = executor_for(torch.device("cuda", 0))
-    assert executor.wait(executor.mark(), 1.0)
+    assert executor.wait(executor.record_event(), 1.0)
     monkeypatch.setattr(FakeEvent, "query", lambda self: False)
-    assert not executor.wait(executor.mark(), 0.01)
+    assert not executor.wait(executor.record_event(), 0.01)
 
 
 def test_on_cuda_times_are_as_fine_after_a_day_as_at_first(fake_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
@@ -145,9 +145,9 @@ def test_on_cuda_times_are_as_fine_after_a_day_as_at_first(fake_cuda: SimpleName
     begin: Any
     for second in range(0, 86_400, 60):
         monkeypatch.setattr(FakeEvent, "now", float(second))
-        begin = executor.stamp()
+        begin = executor.record_timestamp()
         monkeypatch.setattr(FakeEvent, "now", second + 0.010)
-        end = executor.stamp()
+        end = executor.record_timestamp()
         assert executor.seconds(end) - executor.seconds(begin) == pytest.approx(0.010, abs=1e-5)
 
 
@@ -176,8 +176,8 @@ def test_cuda_without_a_number_is_the_current_device(fake_cuda: SimpleNamespace,
     executor = executor_for(torch.device("cuda"))
     executor.limit(1_000_000_000)
     assert isinstance(executor, CudaExecutor) and executor.device == torch.device("cuda", 1)
-    monkeypatch.setattr(api, "Engine", lambda *arguments: arguments)
-    monkeypatch.setattr(api, "Parallel", lambda made, units: made)
+    monkeypatch.setattr(parallel, "Engine", lambda *arguments: arguments)
+    monkeypatch.setattr(parallel, "Parallel", lambda made, units: made)
     *_, options = mdcs.parallelize(None, None, None, [], device="cuda")  # type: ignore[arg-type, misc]
     assert options.device == torch.device("cuda", 1)
 

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.calibrate.slots import measure_profile
+from mdcs.emulation import Pacer
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
+from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime import thread_transport
-from mdcs.runtime.emulation import Pacer
 from tests.mdcs.runtime import devices
 from tests.mdcs.runtime.ranks import Outcome, Ranks
 from tests.mdcs.runtime.training import (
@@ -293,7 +293,7 @@ def test_a_backward_that_raised_cannot_be_ignored(ranks: Ranks):
 
 def until_another_leaves(parallel: mdcs.Parallel) -> None:
     deadline = time.monotonic() + 30
-    while not parallel._engine.last_words.heard() and time.monotonic() < deadline:
+    while not parallel._engine.failures.peer_failure() and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
@@ -307,7 +307,7 @@ def fail_on_rank_one(how: str) -> None:
         made, parallel = stack.enter_context(training(scheduler=scheduler, collectives=collectives))
 
         def fail(gradient: torch.Tensor) -> None:
-            if rank == 1 and parallel._engine.walker.step == 3:
+            if rank == 1 and parallel._engine.sequencer.step == 3:
                 if how.startswith("dies"):
                     os._exit(17)
                 if how.startswith("hangs"):
@@ -320,7 +320,7 @@ def fail_on_rank_one(how: str) -> None:
             land = parallel._engine.wire.land
 
             def failing(transfer: Any) -> None:
-                if parallel._engine.walker.step == 3:
+                if parallel._engine.sequencer.step == 3:
                     raise ArithmeticError("overflow")
                 land(transfer)
 
@@ -329,7 +329,7 @@ def fail_on_rank_one(how: str) -> None:
             launch = parallel._engine.wire.launch
 
             def failing_start(transfer: Any) -> None:
-                if parallel._engine.walker.step == 3 and threading.current_thread().name == "mdcs-starter":
+                if parallel._engine.sequencer.step == 3 and threading.current_thread().name == "mdcs-starter":
                     raise ArithmeticError("overflow")
                 launch(transfer)
 
@@ -448,7 +448,7 @@ def test_a_thread_that_asks_for_last_words_lets_the_others_go_on(monkeypatch: py
             threading.Thread(target=land).start()
             return "" if came.wait(20) else "nobody can have the lock"
 
-        monkeypatch.setattr(parallel._engine.transport.last_words, "heard", heard)
+        monkeypatch.setattr(parallel._engine.transport.failures, "peer_failure", heard)
         with lock:
             parallel._engine.transport.wait(came.is_set, "what comes meanwhile")
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
-from mdcs.calibrate.slots import measure_profile
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.communicator import backend_of
 from tests.mdcs.runtime.ranks import ROOT, Ranks
 from tests.mdcs.runtime.training import (
@@ -336,9 +336,9 @@ def unfreeze(strategy: str) -> list[str]:
 
 
 def _agreed(profile: mdcs.Profile) -> mdcs.Profile:
-    from mdcs.calibrate.agreement import agree
+    from mdcs.profiler.consensus import merge_profiles
 
-    return agree(profile)
+    return merge_profiles(profile)
 
 
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
@@ -541,14 +541,14 @@ def evaluate_unequal_parts(strategy: str, budget: float | None) -> dict[str, Any
         alone = setup("tied").model
         alone.load_state_dict(reference(job).state)
         gathers: list[int] = []
-        gather = parallel._engine.wire.gather_now
-        parallel._engine.wire.gather_now = lambda u: (gathers.append(u), gather(u))[1]  # type: ignore[method-assign]
+        gather = parallel._engine.wire.unshard_now
+        parallel._engine.wire.unshard_now = lambda u: (gathers.append(u), gather(u))[1]  # type: ignore[method-assign]
         batches = [made.batch(50 + i, 0, rank) for i in range(2 + 3 * rank)]
         with torch.no_grad():
             wanted = [made.loss(alone, b).item() for b in batches]
             with parallel.evaluate():
                 losses = [made.loss(made.model, b).item() for b in batches]
-        parallel._engine.wire.gather_now = gather  # type: ignore[method-assign]
+        parallel._engine.wire.unshard_now = gather  # type: ignore[method-assign]
         one_step(made, parallel, 2)
         state = parallel.state_dict()
     same = differing(state, reference(dataclasses.replace(job, steps=3)).state)

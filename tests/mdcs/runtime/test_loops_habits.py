@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.calibrate.agreement import agree
-from mdcs.calibrate.slots import measure_profile
+from mdcs.profiler.consensus import merge_profiles
+from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said
@@ -245,7 +245,7 @@ def one_optimizer_for_two(strategy: str) -> list[str]:
 
     (theirs, _, their_optimizer), (parts, model, optimizer) = built(), built()
     units = mdcs.partition(model, parts[0].policy)
-    profile = agree(
+    profile = merge_profiles(
         measure_profile(
             model, units, lambda: loss(parts, model, 0), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
         )

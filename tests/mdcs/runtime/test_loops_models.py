@@ -18,11 +18,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
-from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.calibrate.slots import measure_profile
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.validation import keeps_order
 from tests.mdcs.profiles import few
 from tests.mdcs.runtime.ranks import Ranks
@@ -494,7 +494,7 @@ def plan_of(case: Case, model: nn.Module, units: list[mdcs.ModelUnit], optimizer
         model, units, lambda: case.loss(model, case.batch(0)), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
     )
     mixed = RandomMix(seed=3) if strategy == "random" else Uniform(strategy)
-    agreed = agree(profile)
+    agreed = merge_profiles(profile)
     return on_rank_zero(lambda: mdcs.make_plan(agreed, mixed, SCHEDULERS["priority"](block_mib=1e-4)))
 
 

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.calibrate.slots import measure_profile
-from mdcs.measure.memory import ShimMeter
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.plan.message import Message
-from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.worst_case import smallest_budget
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
+from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
     How,
@@ -72,7 +72,7 @@ def profiled(job: Job, **shape: Any) -> tuple[Setup, Any, Profile]:
         made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), optimizer,
         world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=2, **job.mixed,
     )  # fmt: skip
-    return made, optimizer, agree(profile)
+    return made, optimizer, merge_profiles(profile)
 
 
 def run(job: Job, made: Setup, parallel: mdcs.Parallel, steps: range, schedule: Any = None) -> None:
@@ -276,7 +276,7 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
     """The first layer is gathered at the turn; the large last one is reduced only after the first is freed again."""
     job = Job("line-16-16-16-256", optimizer="sgd")
     made, optimizer, profile = profiled(job)
-    mix = Mix(mdcs.Job(profile, 1, cross_iteration=True), (Strategy.fsdp, Strategy.dp, Strategy.zero2))
+    mix = StrategyAssignment(mdcs.Job(profile, 1, cross_iteration=True), (Strategy.fsdp, Strategy.dp, Strategy.zero2))
     turn = mix.period.turn
     assert (turn, mix.period.length) == (3, 6)
     drafts = [
@@ -284,8 +284,8 @@ def drain_with_a_gather_ahead() -> dict[str, Any]:
         Message(Kind.RS, ((2, 0),), turn + 1), Message(Kind.AG_F, ((2, 0),), turn + 2),
         Message(Kind.AG_B, ((0, 0),), turn + 2),
     ]  # fmt: skip
-    plan = mix.plan("by hand", mix.whole(), drafts)
-    plan = dataclasses.replace(plan, budget=smallest_budget(plan))
+    plan = mix.plan("by hand", mix.unpartitioned_blocks(), drafts)
+    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
     units = mdcs.partition(made.model, made.policy)
     schedule = job.scheduler(optimizer)
     with mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20) as parallel:
@@ -323,7 +323,7 @@ def storages_between_forward_and_backward() -> dict[str, dict[str, int]]:
         with parallel_for(job, How(strategy, "sequential")) as (made, parallel, _):
             loss = made.loss(made.model, made.batch(0, 0, 0))
             found[strategy] = {
-                storage.name: storage.fulls[0].untyped_storage().nbytes() for storage in parallel._engine.storages
+                storage.name: storage.flat_params[0].untyped_storage().nbytes() for storage in parallel._engine.storages
             }
             loss.backward()
             parallel.step()

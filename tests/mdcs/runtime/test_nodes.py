@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.link_timing import measure_link, ranks_per_node
-from mdcs.measure.memory import preload_env
 from mdcs.plan.lifetimes import CATEGORIES
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
+from mdcs.profiler.link_timing import measure_link, ranks_per_node
+from mdcs.telemetry.memory_meter import preload_env
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_checkpointing import other_start
 from tests.mdcs.runtime.test_loops import one_step

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.calibrate.agreement import agree
-from mdcs.calibrate.slots import measure_profile
+from mdcs.profiler.consensus import merge_profiles
+from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step, said
 from tests.mdcs.runtime.training import Job, differing, optimizer_for, parallel_for, plan_for, profile_of, reference, setup, train
@@ -162,9 +162,9 @@ def test_neighbours_may_have_been_updated_unequally_often(two: Ranks, strategy):
     assert two.run(go_on_apart, strategy) == [[], []]
 
 
-def rehearse_with_state() -> list[Any]:
+def calibrate_with_state() -> list[Any]:
     """A profile of a model in training: its optimizer has the state that it had."""
-    from mdcs.calibrate.contention import measure_contention
+    from mdcs.profiler.contention_fit import measure_contention
 
     made = setup("tied")
     optimizer = optimizer_for("adam", made.model)
@@ -181,8 +181,8 @@ def rehearse_with_state() -> list[Any]:
     return differences(after, before) + differences(optimizer.state_dict(), before)
 
 
-def test_a_rehearsal_leaves_the_state_as_it_is(two: Ranks):
-    assert two.run(rehearse_with_state) == [[], []]
+def test_a_calibration_run_leaves_the_state_as_it_is(two: Ranks):
+    assert two.run(calibrate_with_state) == [[], []]
 
 
 def freeze_later() -> list[Any]:
@@ -198,7 +198,7 @@ def freeze_later() -> list[Any]:
     units = mdcs.partition(made.model, made.policy)
     step = lambda: made.loss(made.model, made.batch(0, 0, 0))  # noqa: E731
     link = mdcs.Link.uniform(1.0, 50.0)
-    profile = agree(measure_profile(made.model, units, step, optimizer, world=2, link=link, iterations=1))
+    profile = merge_profiles(measure_profile(made.model, units, step, optimizer, world=2, link=link, iterations=1))
     with mdcs.parallelize(made.model, optimizer, plan_for(Job("tied"), how("fsdp"), profile), units, timeout_s=20) as parallel:
         one_step(made, parallel)
     after = optimizer.state_dict()["state"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.runtime.scaling import LossScale
+from mdcs.runtime.gradient_scaling import LossScale
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, optimizer_for, plan_for, profile_of, setup
 
@@ -86,8 +86,8 @@ def masters_of(parallel: mdcs.Parallel) -> dict[str, torch.Tensor]:
     """Return the state dict in the precision that is updated."""
     whole = parallel.state_dict()
     for u, storage in enumerate(parallel._engine.storages):
-        parts = {b: storage.at_rest(b) for b in range(len(storage.blocks))}
-        whole |= parallel._engine.gathering.by_parameter(u, parts, "masters")
+        parts = {b: storage.owned_shard(b) for b in range(len(storage.blocks))}
+        whole |= parallel._engine.unsharder.gather_by_parameter(u, parts, "masters")
     return whole
 
 

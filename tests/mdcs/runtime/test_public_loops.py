@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.calibrate.slots import measure_profile
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How, Job, Setup, plan_for, profile_of, setup
 
@@ -163,7 +163,7 @@ def losses_after_an_example(how: str) -> Losses:
         with torch.random.fork_rng() if how == "apart" else contextlib.nullcontext():
             example = next(iter(loader))
         units, link = mdcs.partition(model, mdcs.ByLeaf()), mdcs.Link.uniform(1.0, 50.0)
-        profile = agree(
+        profile = merge_profiles(
             measure_profile(model, units, lambda: model(example).square().mean(), optimizer, world=2, link=link, iterations=1)
         )
         plan = on_rank_zero(lambda: mdcs.make_plan(mdcs.Job(profile), RandomMix(1), Priority()))

@@ -25,13 +25,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mdcs
-from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.plan.worst_case import smallest_budget
+from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.runtime.gathering import Gathering
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.runtime.unshard import Unsharder
 from tests.mdcs.profiles import TIMES
 from tests.mdcs.runtime.ranks import Ranks
 
@@ -253,7 +253,7 @@ class Training:
         return model(x).square().mean() / self.micro_steps
 
     def plan(self, model: nn.Module, units: list[mdcs.ModelUnit], optimizer: torch.optim.Optimizer) -> mdcs.Plan:
-        profile = agree(mdcs.measure_profile(
+        profile = merge_profiles(mdcs.measure_profile(
             model, units, lambda: self.loss(model, 0, 0), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0), iterations=1
         ))  # fmt: skip
         mix = RandomMix(seed=self.seed) if self.strategy == "random" else Uniform(self.strategy)
@@ -263,7 +263,7 @@ class Training:
 
         def make() -> mdcs.Plan:
             plan = mdcs.make_plan(job, planner, None if joint else SCHEDULERS[self.scheduler]())
-            return dataclasses.replace(plan, budget=smallest_budget(plan)) if self.tight else plan
+            return dataclasses.replace(plan, budget=min_feasible_budget(plan)) if self.tight else plan
 
         return on_rank_zero(make)
 
@@ -296,7 +296,7 @@ def with_a_plan(training: Training) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     with pytest.MonkeyPatch.context() as patch, mdcs.parallelize(model, optimizer, plan, units, timeout_s=15) as parallel:
         if training.tight:  # gather unit by unit in evaluations, for which so small a model has room at once
-            patch.setattr(Gathering, "fits", lambda gathering, size: False)
+            patch.setattr(Unsharder, "fits", lambda unsharder, size: False)
         for step in range(STEPS):
             for micro in range(training.micro_steps):
                 loss = training.loss(model, step, micro)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import mdcs
-from mdcs.calibrate.agreement import on_rank_zero
-from mdcs.plan.mix import Mix
 from mdcs.plan.strategy import choices
-from mdcs.plan.worst_case import smallest_budget
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
+from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime import thread_transport
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import (
@@ -50,11 +50,11 @@ BETWEEN = (
 def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
     mix = tuple(rng.choice(choices(profile)) for _ in profile.units)
     order = RandomOrder(rng.randrange(1 << 30), max_blocks=rng.choice([1, 2, 4]), fuse=rng.choice([0.0, 0.3, 0.9]))
-    plan = order.schedule(Mix(mdcs.Job(profile, micro_steps, cross_iteration=rng.random() < 0.7), mix))
+    plan = order.schedule(StrategyAssignment(mdcs.Job(profile, micro_steps, cross_iteration=rng.random() < 0.7), mix))
     blocking = rng.choice([0.0, 0.0, 0.2])
     messages = tuple(dataclasses.replace(m, blocking=rng.random() < blocking) for m in plan.messages)
     plan = dataclasses.replace(plan, messages=messages)
-    return dataclasses.replace(plan, budget=smallest_budget(plan)) if rng.random() < 0.5 else plan
+    return dataclasses.replace(plan, budget=min_feasible_budget(plan)) if rng.random() < 0.5 else plan
 
 
 def train_random_plan(seed: int, double: bool) -> dict[str, Any]:

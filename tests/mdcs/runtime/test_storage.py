@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from mdcs.measure.memory import Meter
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.profile.contents import Profile, Slot, Unit
 from mdcs.profile.link import Link
+from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.runtime.storage import UnitStorage
+from mdcs.telemetry.memory_meter import Meter
 
 FREE = Link((0.0,) * 4, (0.0,) * 4)
 
@@ -23,7 +23,7 @@ FREE = Link((0.0,) * 4, (0.0,) * 4)
 def plan_of(numel: int, strategy: str, world: int = 2, blocks: int = 1) -> Plan:
     unit = Unit("u", (numel,), True, (0, 0), (0, 0))
     profile = Profile((unit,), (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0)), world, FREE)
-    mix = Mix(Job(profile), (Strategy(strategy),))
+    mix = StrategyAssignment(Job(profile), (Strategy(strategy),))
     if blocks == 1:
         return Wfbp().schedule(mix)
     for seed in range(1000):
@@ -38,7 +38,7 @@ def storage_of(rank: int, strategy: str = "sdp", blocks: int = 1) -> tuple[UnitS
     parameters = [nn.Parameter(torch.arange(4.0).view(2, 2)), nn.Parameter(torch.arange(4.0, 7.0))]
     named = [("a", parameters[0]), ("b", parameters[1])]
     storage = UnitStorage(plan_of(7, strategy, blocks=blocks), 0, named, rank, Meter())
-    storage.settle()
+    storage.init_shards()
     return storage, parameters
 
 
@@ -47,7 +47,7 @@ def test_each_rank_keeps_its_part_and_the_whole_is_freed():
     second, _ = storage_of(1)
     assert first.shards[0] is not None and first.shards[0].tolist() == [0, 1, 2, 3]
     assert second.shards[0] is not None and second.shards[0].tolist() == [4, 5, 6, 0]
-    assert not first.is_full and first.fulls[0].untyped_storage().nbytes() == 0
+    assert not first.is_full and first.flat_params[0].untyped_storage().nbytes() == 0
     assert first.full_bytes == 8 * 4
 
 
@@ -57,35 +57,35 @@ def test_a_rank_owns_a_part_of_every_block():
     assert sum(storage.blocks) == 8 and len(storage.blocks) == 3
     owned = []
     for b, size in enumerate(storage.blocks):
-        own = storage.own(b)
+        own = storage.owned_slice(b)
         assert own.stop - own.start == size // 2
         assert own.stop == storage.offsets[b] + size  # the second half
         owned += list(range(own.start, own.stop))
     assert storage.shards[0] is not None
     assert storage.shards[0].tolist() == [i if i < 7 else 0 for i in owned]
-    assert [storage.at_rest(b).tolist() for b in range(3)] == [
-        storage.shards[0][storage.in_shard(b)].tolist() for b in range(3)
+    assert [storage.owned_shard(b).tolist() for b in range(3)] == [
+        storage.shards[0][storage.slice_in_shard(b)].tolist() for b in range(3)
     ]
 
 
 def test_strategies_update_what_they_keep():
     whole, _ = storage_of(1, "dp")
-    assert whole.at_rest(0).tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+    assert whole.owned_shard(0).tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
     resident, _ = storage_of(1, "zero2")
-    assert resident.shards == [None] and resident.at_rest(0).tolist() == [4, 5, 6, 0]
-    resident.at_rest(0).fill_(9)  # a view: the update is in place
-    assert resident.fulls[0].tolist() == [0, 1, 2, 3, 9, 9, 9, 9]
+    assert resident.shards == [None] and resident.owned_shard(0).tolist() == [4, 5, 6, 0]
+    resident.owned_shard(0).fill_(9)  # a view: the update is in place
+    assert resident.flat_params[0].tolist() == [0, 1, 2, 3, 9, 9, 9, 9]
 
 
 def test_views_that_autograd_saved_are_valid_after_a_gather():
     storage, (a, _) = storage_of(0)
     storage.allocate_full()
-    storage.fulls[0].copy_(torch.arange(8.0))
+    storage.flat_params[0].copy_(torch.arange(8.0))
     x = torch.ones(2, requires_grad=True)
     loss = (a @ x).sum()
     storage.free_full()
     storage.allocate_full()
-    storage.fulls[0].copy_(torch.arange(8.0))
+    storage.flat_params[0].copy_(torch.arange(8.0))
     loss.backward()
     assert x.grad is not None and x.grad.tolist() == [2, 4]  # columns of [[0, 1], [2, 3]]
 
@@ -93,12 +93,12 @@ def test_views_that_autograd_saved_are_valid_after_a_gather():
 def test_reshard_and_place_own_are_inverse():
     storage, _ = storage_of(1)
     storage.allocate_full()
-    storage.fulls[0].copy_(torch.arange(10.0, 18.0))
-    storage.reshard(storage.fulls)
+    storage.flat_params[0].copy_(torch.arange(10.0, 18.0))
+    storage.shard_from(storage.flat_params)
     assert storage.shards[0] is not None and storage.shards[0].tolist() == [14, 15, 16, 17]
-    storage.fulls[0].zero_()
-    storage.place_own(0)
-    assert storage.fulls[0].tolist() == [0, 0, 0, 0, 14, 15, 16, 17]
+    storage.flat_params[0].zero_()
+    storage.copy_shard_into_flat(0)
+    assert storage.flat_params[0].tolist() == [0, 0, 0, 0, 14, 15, 16, 17]
 
 
 def test_gradients_are_set_added_and_averaged():
@@ -107,7 +107,7 @@ def test_gradients_are_set_added_and_averaged():
     for micro, last in ((0, False), (1, True)):
         for index, p in enumerate((a, b)):
             p.grad = torch.full(p.shape, 1.0 + micro + 10 * index)
-            storage.take_gradient(index, micro == 0, 0.5 if last else None)
+            storage.accumulate_gradient(index, micro == 0, 0.5 if last else None)
             assert p.grad is None
     # (1 + 2) / 2 and (11 + 12) / 2; padding stays zero, whatever the memory held.
     assert storage.gradients[0].tolist() == [1.5] * 4 + [11.5] * 3 + [0]
@@ -120,7 +120,7 @@ def test_one_micro_step_sets_the_average_at_once():
     storage, (a, _) = storage_of(0)
     storage.allocate_gradient()
     a.grad = torch.full((2, 2), 3.0)
-    storage.take_gradient(0, True, 0.5)
+    storage.accumulate_gradient(0, True, 0.5)
     assert storage.gradients[0][:4].tolist() == [1.5] * 4
 
 
@@ -143,13 +143,15 @@ def test_parameters_begin_at_16_bytes_and_keep_their_strides(aligned: bool):
     storage, parameters = odd(aligned, "dp")
     storage.allocate_gradient()
     for p, place in zip(parameters, storage.places, strict=True):
-        for flats in (storage.fulls, storage.gradients):
+        for flats in (storage.flat_params, storage.gradients):
             assert not aligned or place.view(flats).data_ptr() % 16 == 0
-        assert torch.equal(place.view(storage.fulls), p)
+        assert torch.equal(place.view(storage.flat_params), p)
     assert parameters[1].stride() == (15, 1, 15, 5)
     assert parameters[1].is_contiguous(memory_format=torch.channels_last)
     assert parameters[2].is_contiguous()
-    assert all(place.view(storage.fulls).stride() == p.stride() for p, place in zip(parameters, storage.places, strict=True))
+    assert all(
+        place.view(storage.flat_params).stride() == p.stride() for p, place in zip(parameters, storage.places, strict=True)
+    )
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -161,7 +163,7 @@ def test_padding_between_parameters_is_zero_in_gradients(aligned: bool):
     storage.zero_padding(storage.gradients)
     for i, p in enumerate(parameters):
         p.grad = torch.ones_like(p)
-        storage.take_gradient(i, True, 2.0)
+        storage.accumulate_gradient(i, True, 2.0)
     (flat,) = storage.gradients
     assert flat.sum() == 2 * sum(p.numel() for p in parameters)
     assert all((place.view([flat]) == 2).all() for place in storage.places)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mdcs
-from mdcs.measure.memory import ShimMeter
+from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.optimizers import OPTIMIZERS
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_loops import how, one_step

@@ -25,14 +25,14 @@ from experiments.tasks.bert import Bert
 from experiments.tasks.gpt2 import Gpt2
 from experiments.tasks.model import Model
 from experiments.tasks.resnet import ResNet
-from mdcs.calibrate.agreement import agree, on_rank_zero
-from mdcs.calibrate.slots import measure_profile
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
-from mdcs.planner.judge import Judge
-from mdcs.planner.named import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, StrategyPlanner
+from mdcs.planner.registry import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, StrategyPlanner
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Profile
+from mdcs.profile.schema import Profile
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
 from mdcs.sizes import MIB
 from tests.mdcs.optimizers import OPTIMIZERS
 from tests.mdcs.profiles import in_nodes
@@ -410,7 +410,7 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
     key = (job.model, job.optimizer, job.double, job.half, job.wide_gradients)
     world, rank = dist.get_world_size(), dist.get_rank()
     if key not in _PROFILES:
-        _PROFILES[key] = agree(
+        _PROFILES[key] = merge_profiles(
             measure_profile(
                 made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), model_optimizer,
                 world=world, link=mdcs.Link.uniform(1.0, 50.0), iterations=1, **job.mixed,
@@ -424,7 +424,7 @@ def profile_of(job: Job, how: How, made: Setup, units: list[mdcs.ModelUnit], mod
 
 def all_fsdp_bytes(job: mdcs.Job) -> int:
     """The peak of all fsdp with the sequential schedule: the floor, or a little more."""
-    return Judge(job, None).peak([Strategy.fsdp] * len(job.profile.units))
+    return PlanningProblem(job, None).peak([Strategy.fsdp] * len(job.profile.units))
 
 
 def plan_for(job: Job, how: How, profile: Profile) -> mdcs.Plan:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
-from mdcs.plan.worst_case import SlotLimits
-from mdcs.runtime.queue import MessageQueue, messages_of
+from mdcs.plan.plan import Plan
+from mdcs.plan.worst_case import SlotDependencies
+from mdcs.runtime.message_queue import MessageQueue, queued_messages
 
 
 class DrivenReplay:
@@ -22,11 +22,11 @@ class DrivenReplay:
     """
 
     def __init__(self, plan: Plan, periods: int) -> None:
-        self.plan, self.costs, self.limits, self.ledger = plan, plan.costs, SlotLimits(plan), Ledger(plan)
+        self.plan, self.costs, self.limits, self.ledger = plan, plan.costs, SlotDependencies(plan), Ledger(plan)
         cap = None if plan.budget is None else plan.budget - plan.reserve
         self.execution = plan.profile.execution
         self.queue = MessageQueue(
-            messages_of(plan, self.ledger), self.execution.in_flight(plan.profile.link.depth), cap=cap,
+            queued_messages(plan, self.ledger), self.execution.in_flight(plan.profile.link.depth), cap=cap,
             at_rest=self.ledger.rest_bytes, has_own_updates=self.execution.has_own_updates,
         )  # fmt: skip
         self.now, self.link_end, self.unpacked, self.updated = 0.0, float("-inf"), 0.0, 0.0
@@ -75,7 +75,7 @@ class DrivenReplay:
                 yield from self._issue(p, q, slot.live)
                 if q == turn and p:
                     yield self.now + contention.turn_seconds
-                until = p * queue.n + self.limits.done[q]
+                until = p * queue.n + self.limits.required_through[q]
                 yield self.now  # messages that take no time are done now
                 if queue.done < until:
                     yield lambda until=until: queue.done >= until  # type: ignore[misc]
@@ -92,7 +92,7 @@ class DrivenReplay:
     def _leave_early(self, p: int, q: int, begin: float, seconds: float) -> Iterator[float | Callable[[], bool]]:
         """Issue the messages of the next slot whose gradients come in this one, as far as they fit."""
         queue, peak = self.queue, self.ledger.slots[q].peak
-        while p and queue.issued < p * queue.n + self.limits.issued[q + 1]:
+        while p and queue.issued < p * queue.n + self.limits.issued_through[q + 1]:
             part = self.plan.early[queue.issued % queue.n]
             if part >= 1:
                 return
@@ -104,7 +104,7 @@ class DrivenReplay:
 
     def _issue(self, p: int, q: int, live: int) -> Iterator[float | Callable[[], bool]]:
         queue = self.queue
-        while queue.issued < p * queue.n + self.limits.issued[q]:
+        while queue.issued < p * queue.n + self.limits.issued_through[q]:
             yield lambda: queue.admits_next(live)
             index = queue.issue()
             self._start_messages()

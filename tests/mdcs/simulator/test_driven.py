@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
-from mdcs.plan.worst_case import smallest_budget
-from mdcs.planner.named import Scheduler
+from mdcs.plan.plan import Plan
+from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.strategies.random_mix import RandomMix
-from mdcs.profile.contents import Contention
 from mdcs.profile.execution import UPDATES, ExecutionModel
-from mdcs.simulator.recurrence import run
+from mdcs.profile.schema import Contention
+from mdcs.simulator.engine import run
 from tests.mdcs.profiles import Job, examples, jobs, schedulers, seeds
 from tests.mdcs.simulator.driven import DrivenReplay
 
@@ -37,4 +37,4 @@ def test_times_are_those_of_the_queue(updates: str, is_bound: bool, job: Job, se
     contention = Contention(dispatch_seconds=3e-5, turn_seconds=7e-5) if seed % 2 else Contention()
     job = replace(job, profile=replace(job.profile, interference=0.0, contention=contention, execution=ExecutionModel(updates)))
     plan = job.plan(RandomMix(seed), scheduler)
-    assert_same_times(replace(plan, budget=smallest_budget(plan) if is_bound else None))
+    assert_same_times(replace(plan, budget=min_feasible_budget(plan) if is_bound else None))

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.planner.schedulers.wfbp import Wfbp
-from mdcs.profile.contents import Optimizer, Profile
 from mdcs.profile.execution import ExecutionModel
+from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import chain, link, planned
 

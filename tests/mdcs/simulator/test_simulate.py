@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from mdcs.measure.timeline import Interval, step_times
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
-from mdcs.plan.worst_case import smallest_budget
-from mdcs.planner.make import make_plan
-from mdcs.planner.named import Scheduler
+from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.dear import Dear
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
@@ -29,11 +28,12 @@ from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.contents import Contention, Optimizer, Profile
 from mdcs.profile.link import Kind
+from mdcs.profile.schema import Contention, Optimizer, Profile
 from mdcs.simulator import kernel
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
+from mdcs.telemetry.timeline import Interval, step_times
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, of_job, planned, schedulers, seeds
 
 AR, RS, AG_F, AG_B, *_ = Kind
@@ -136,8 +136,8 @@ def test_nothing_leaves_ahead_of_what_has_to_wait() -> None:
 def test_what_does_not_fit_beside_a_slot_leaves_after_it() -> None:
     peaks = tuple(replace(s, peak=1000 * (i == 2)) for i, s in enumerate(chain(32, 64).slots))
     plan = halves(slots=peaks, collectives=Collectives("ring"))
-    tight = replace(plan, budget=smallest_budget(plan))
-    roomy = replace(plan, budget=smallest_budget(plan) + Ledger(plan).messages[0].transient)
+    tight = replace(plan, budget=min_feasible_budget(plan))
+    roomy = replace(plan, budget=min_feasible_budget(plan) + Ledger(plan).messages[0].transient)
     assert [on_the_link(each)[0] for each in (plan, tight, roomy)] == [(1, 3), (2, 4), (1, 3)]
 
 
@@ -296,10 +296,10 @@ def test_a_slot_waits_for_its_bytes() -> None:
     plan = planned(PROFILE, "zero2", Wfbp())
     assert spans(plan, "compute")["B:a"] == (2, 4)
     # B:a needs a's gradient (32 bytes): with b's (64) and what RS:b receives (32), sums (32) that is too much.
-    tight = replace(plan, budget=smallest_budget(plan))
-    assert smallest_budget(plan) == 96 + 64 + 32 + 32
+    tight = replace(plan, budget=min_feasible_budget(plan))
+    assert min_feasible_budget(plan) == 96 + 64 + 32 + 32
     assert spans(tight, "compute")["B:a"] == (4, 6)
-    roomy = replace(plan, budget=smallest_budget(plan) + 32)
+    roomy = replace(plan, budget=min_feasible_budget(plan) + 32)
     assert spans(roomy, "compute")["B:a"] == (2, 4)
 
 
@@ -313,8 +313,8 @@ def test_a_message_waits_for_its_bytes() -> None:
     # AR:a needs most: a's gradient (64 bytes) and what it receives (32). At F:a it is still in flight, so b's
     # parameters (32) fit only after it.
     assert Ledger(ahead).rest_bytes == 64 + 16 + 32
-    assert smallest_budget(ahead) == 112 + 64 + 32 + 10
-    free, tight = spans(ahead, "message"), spans(replace(ahead, budget=smallest_budget(ahead)), "message")
+    assert min_feasible_budget(ahead) == 112 + 64 + 32 + 10
+    free, tight = spans(ahead, "message"), spans(replace(ahead, budget=min_feasible_budget(ahead)), "message")
     assert free["AG_F:b"][0] == free["AR:a"][0]
     assert tight["AG_F:b"][0] == tight["AR:a"][1]
 
@@ -330,11 +330,11 @@ def test_a_prediction_is_made_of_a_replay_with_memory() -> None:
     plan = planned(PROFILE, "zero2")
     prediction = replay(plan).prediction()
     assert (prediction.step_s, prediction.overlap_ratio) == (12, 0)
-    assert prediction.peak_bytes == prediction.memory["total"] == smallest_budget(plan)
+    assert prediction.peak_bytes == prediction.memory["total"] == min_feasible_budget(plan)
 
 
 def test_a_plan_is_replayed_again_as_it_was_at_first() -> None:
-    plan = replace(planned(PROFILE, "zero2", Wfbp()), budget=smallest_budget(planned(PROFILE, "zero2", Wfbp())))
+    plan = replace(planned(PROFILE, "zero2", Wfbp()), budget=min_feasible_budget(planned(PROFILE, "zero2", Wfbp())))
     first, second, copy = replay(plan), replay(plan), replay(pickle.loads(pickle.dumps(plan)))
     assert first.period_s == second.period_s == copy.period_s
     assert first.intervals == second.intervals == copy.intervals
@@ -362,7 +362,7 @@ def longest_path(plan: Plan, periods: int) -> list[float]:
                 for u, _ in m.parts:
                     last = period.window(Op(m.kind, u, m.micro))[1]
                     used = m.kind.is_gather or m.kind is AR
-                    at = (p_sent - (plan.unrolled(m) >= length)) * length + last
+                    at = (p_sent - (plan.unrolled_slot(m) >= length)) * length + last
                     if used and at == p * length + q and (p_sent, i) in place:
                         yield p_sent, last_reduction if m.kind is AR and not plan.cross_iteration else i
 

@@ -6,21 +6,21 @@ import random
 
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.rounding import _diffused, roundings
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.judge import Judge
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain
 
 
 def model_of(*sizes: int) -> SlotModel:
-    return SlotModel(Judge(Job(chain(*sizes)), None))
+    return SlotModel(PlanningProblem(Job(chain(*sizes)), None))
 
 
 def shares(model: SlotModel, zero2: float) -> list[float]:
-    values = [0.0] * len(model.problem.costs)
-    for z in model.z:
+    values = [0.0] * len(model.program.costs)
+    for z in model.assign:
         first, second = (Strategy.zero2, Strategy.fsdp) if Strategy.fsdp in z else (Strategy.zero2, Strategy.sdp)
         values[z[first]], values[z[second]] = zero2, 1 - zero2
     return values
@@ -45,9 +45,9 @@ def test_the_bytes_of_a_strategy_are_kept_within_a_unit() -> None:
 
 def test_a_whole_solution_is_its_own_rounding() -> None:
     profile = job(2)
-    judge = Judge(Job(profile), int(Judge(Job(profile), None).floor * 1.1))
-    model = SlotModel(judge)
-    values = solve(model.problem).values
+    problem = PlanningProblem(Job(profile), int(PlanningProblem(Job(profile), None).floor * 1.1))
+    model = SlotModel(problem)
+    values = solve(model.program).values
     assert values is not None
     decisions = list(roundings(model, values))
     assert any(d.strategies == model.decide(values).strategies for d in decisions)

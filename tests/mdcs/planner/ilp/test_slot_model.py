@@ -12,18 +12,18 @@ import pytest
 
 from mdcs.plan.job import Job
 from mdcs.plan.ledger import Ledger
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
 from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.validity import PlanError
-from mdcs.planner.fit import fit
+from mdcs.planner.budget_repair import repair
+from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
-from mdcs.planner.judge import Judge
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.schedulers.sequential import Sequential
-from mdcs.profile.contents import Optimizer, Profile
+from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, link
@@ -31,45 +31,45 @@ from tests.mdcs.profiles import chain, link
 FAST = sorted(set(SCHEDULERS) - {"memory_aware"})
 
 
-def plans(seed: int, *, latencies: bool = False) -> Iterator[tuple[Judge, Plan]]:
+def plans(seed: int, *, latencies: bool = False) -> Iterator[tuple[PlanningProblem, Plan]]:
     """Random mixes under every scheduler, within budgets that bind and without one."""
     rng = random.Random(seed)
     profile = dataclasses.replace(job(seed), interference=rng.choice([0.0, 0.3]))
     if not latencies:  # of several messages in flight none is priced
         profile = dataclasses.replace(profile, link=dataclasses.replace(profile.link, depth=2))
-    judge = Judge(Job(profile, rng.choice([1, 1, 2, 3]), rng.random() < 0.6), None)
+    problem = PlanningProblem(Job(profile, rng.choice([1, 1, 2, 3]), rng.random() < 0.6), None)
     for name in FAST:
-        plan = SCHEDULERS[name]().schedule(judge.mix([rng.choice(choices(profile)) for _ in profile.units]))
-        budget = rng.choice([None, int(judge.peak(plan.strategies) * rng.uniform(1.0, 1.2))])
+        plan = SCHEDULERS[name]().schedule(problem.mix([rng.choice(choices(profile)) for _ in profile.units]))
+        budget = rng.choice([None, int(problem.peak(plan.strategies) * rng.uniform(1.0, 1.2))])
         if budget is not None:
             try:
-                plan = fit(plan, budget)
+                plan = repair(plan, budget)
             except PlanError:
                 continue
-        yield dataclasses.replace(judge, budget=budget), plan
+        yield dataclasses.replace(problem, budget=budget), plan
 
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_the_simulator_does_satisfies_the_rows_and_costs_no_less(seed: int, width: int) -> None:
     """So the optimum of the model, and of every coarser one, is a lower bound of the step time of any plan."""
-    for judge, plan in plans(seed):
-        model = SlotModel(judge, fixed=plan.strategies, width=width)
+    for problem, plan in plans(seed):
+        model = SlotModel(problem, fixed=plan.strategies, width=width)
         values = model.values_of(plan)
         assert values is not None, plan.scheduler
-        cost = sum(c * x for c, x in zip(model.problem.costs, values, strict=True))
+        cost = sum(c * x for c, x in zip(model.program.costs, values, strict=True))
         assert model.step_bound(cost) <= replay(plan).period_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     """Of the strategies it chooses and the latencies it prices (of one message at a time), too."""
-    for judge, plan in plans(seed + 100, latencies=True):
-        if judge.budget is None:
+    for problem, plan in plans(seed + 100, latencies=True):
+        if problem.budget is None:
             continue
         for width in (1, 2):
-            model = SlotModel(judge, width=width)
-            answer = solve(model.problem, seconds=20)
+            model = SlotModel(problem, width=width)
+            answer = solve(model.program, seconds=20)
             assert answer.status == "optimal" and answer.bound is not None
             assert model.step_bound(answer.bound) <= replay(plan).period_s * (1 + 1e-6)
         break
@@ -88,7 +88,7 @@ def small_job(seed: int, units: int) -> Profile:
     return dataclasses.replace(profile, slots=tuple(slots), optimizer=Optimizer("sgd", state_tensors=1))
 
 
-def smallest_wait(mix: Mix, windows: dict[Op, tuple[int, int]]) -> float:
+def smallest_wait(mix: StrategyAssignment, windows: dict[Op, tuple[int, int]]) -> float:
     """Seconds that compute waits per period when work is sent in any fractions, earliest deadline first."""
     period, profile = mix.period, mix.profile
     pending: list[list[Any]] = []  # deadline, whether a gather, unit, opening, seconds left
@@ -114,7 +114,7 @@ def smallest_wait(mix: Mix, windows: dict[Op, tuple[int, int]]) -> float:
     return waited
 
 
-def largest_bytes(mix: Mix, rest: int, windows: dict[Op, tuple[int, int]]) -> int:
+def largest_bytes(mix: StrategyAssignment, rest: int, windows: dict[Op, tuple[int, int]]) -> int:
     """The most that any slot holds when buffers live as the windows say."""
     period, length = mix.period, mix.period.length
     held = [rest + mix.profile.slots[s.place].peak for s in period.slots]
@@ -130,9 +130,9 @@ def largest_bytes(mix: Mix, rest: int, windows: dict[Op, tuple[int, int]]) -> in
     return max(held)
 
 
-def exhaustive(judge: Judge, strategies: tuple[Strategy, ...]) -> float:
+def exhaustive(problem: PlanningProblem, strategies: tuple[Strategy, ...]) -> float:
     """The smallest wait over all windows that fit the budget; infinite if none does."""
-    mix = judge.mix(strategies)
+    mix = problem.mix(strategies)
     choices = []
     for op in mix.ops:
         first, last = mix.window(op)
@@ -144,7 +144,7 @@ def exhaustive(judge: Judge, strategies: tuple[Strategy, ...]) -> float:
             choices.append([(first, last)])
     best, rest = float("inf"), Ledger(Sequential().schedule(mix)).rest_bytes
     for windows in map(dict, (zip(mix.ops, choice, strict=True) for choice in itertools.product(*choices))):
-        if largest_bytes(mix, rest, windows) <= (judge.budget or 10**12):
+        if largest_bytes(mix, rest, windows) <= (problem.budget or 10**12):
             best = min(best, smallest_wait(mix, windows))
     return best
 
@@ -156,14 +156,14 @@ CASES = [pytest.param(*case, marks=[pytest.mark.slow] if n else []) for n, case 
 @pytest.mark.parametrize(("seed", "units", "over"), CASES)
 def test_the_solver_equals_exhaustive_search(seed: int, units: int, over: float | None) -> None:
     profile = small_job(seed, units)
-    floor = Judge(Job(profile), None).floor
-    judge = Judge(Job(profile), None if over is None else int(floor * (1 + over)))
-    free = SlotModel(judge)
-    mixes = {judge.mix(mix).strategies for mix in itertools.product(*free.choices)}
-    best = {mix: exhaustive(judge, mix) for mix in mixes}
-    assert solve(free.problem).bound == pytest.approx(min(best.values()), rel=1e-5, abs=1e-9)
+    floor = PlanningProblem(Job(profile), None).floor
+    problem = PlanningProblem(Job(profile), None if over is None else int(floor * (1 + over)))
+    free = SlotModel(problem)
+    mixes = {problem.mix(mix).strategies for mix in itertools.product(*free.choices)}
+    best = {mix: exhaustive(problem, mix) for mix in mixes}
+    assert solve(free.program).bound == pytest.approx(min(best.values()), rel=1e-5, abs=1e-9)
     for mix, wait in random.Random(seed).sample(sorted(best.items()), min(4, len(best))):
-        answer = solve(SlotModel(judge, fixed=mix).problem)
+        answer = solve(SlotModel(problem, fixed=mix).program)
         if wait == float("inf"):
             assert answer.values is None
         else:

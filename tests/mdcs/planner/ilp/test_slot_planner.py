@@ -12,21 +12,21 @@ import pytest
 
 import mdcs
 from mdcs.plan.job import Job
-from mdcs.plan.messages import Plan
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.plan.worst_case import check, smallest_budget
-from mdcs.planner import anneal
+from mdcs.plan.worst_case import check, min_feasible_budget
+from mdcs.planner import annealing
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp import decode, portfolio, refine
 from mdcs.planner.ilp.decode import SearchRequest
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.ilp.memory_aware import MemoryAware
-from mdcs.planner.ilp.slot_model import Decision
-from mdcs.planner.judge import InfeasibleBudget, Judge
-from mdcs.planner.named import SCHEDULERS
+from mdcs.planner.ilp.slot_model import SlotDecision
+from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.contents import Contention, Optimizer
+from mdcs.profile.schema import Contention, Optimizer
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, few, link
@@ -65,7 +65,7 @@ def test_memory_aware_keeps_its_share_and_beats_the_heuristics(share: float | No
     plan = mdcs.make_plan(profile, Greedy(), MemoryAware(seconds=4), budget=budget, schedule_share=share)
     assert plan.prediction is not None and plan.prediction.peak_bytes <= (plan.budget or 0) <= budget
     if share is not None:
-        alone = Judge(Job(profile), None).peak(plan.strategies)
+        alone = PlanningProblem(Job(profile), None).peak(plan.strategies)
         assert plan.prediction.peak_bytes - alone <= share * (budget - mdcs.floor_bytes(profile)) + 1
     for name in ("priority", "dear", "wfbp", "sequential"):
         other = mdcs.make_plan(profile, Greedy(), SCHEDULERS[name](), budget=budget, schedule_share=share)
@@ -136,39 +136,39 @@ def test_of_schedules_as_fast_the_leanest() -> None:
     """Gathers are issued later and reductions earlier as long as the step takes no longer."""
     saved = 0
     for seed in range(4):
-        judge = Judge(Job(job(seed)), None)
-        plan = SCHEDULERS["priority"]().schedule(judge.mix([Strategy.fsdp] * len(judge.profile.units)))
+        problem = PlanningProblem(Job(job(seed)), None)
+        plan = SCHEDULERS["priority"]().schedule(problem.mix([Strategy.fsdp] * len(problem.profile.units)))
         step_s = replay(plan).period_s
-        leaner = refine.minimize_peak(portfolio.EvaluatedPlan(step_s, plan), judge.floor, float("inf"))
+        leaner = refine.minimize_peak(portfolio.EvaluatedPlan(step_s, plan), problem.floor, float("inf"))
         assert replay(leaner).period_s <= step_s * (1 + 1e-6) and leaner.budget is None
-        assert smallest_budget(leaner) <= smallest_budget(plan)
-        saved += smallest_budget(plan) - smallest_budget(leaner)
+        assert min_feasible_budget(leaner) <= min_feasible_budget(plan)
+        saved += min_feasible_budget(plan) - min_feasible_budget(leaner)
     assert saved > 0
 
 
-def started() -> tuple[Judge, list[portfolio.EvaluatedPlan]]:
+def started() -> tuple[PlanningProblem, list[portfolio.EvaluatedPlan]]:
     """A tight job, and heuristics' plans for it."""
     sizes = 40_000, 10_000, 40_000, 20_000, 60_000, 30_000
     profile = chain(*sizes, link=link(8e-6, depth=2, block=1 << 14), live=1000)
-    judge = Judge(Job(profile), int(1.25 * mdcs.floor_bytes(profile)))
-    coarse = itertools.islice(portfolio.heuristics(judge, None), 24)
-    return judge, list(map(portfolio.evaluate, coarse))
+    problem = PlanningProblem(Job(profile), int(1.25 * mdcs.floor_bytes(profile)))
+    coarse = itertools.islice(portfolio.heuristics(problem, None), 24)
+    return problem, list(map(portfolio.evaluate, coarse))
 
 
-def request(judge: Judge, seconds: float, block: int = 1 << 14) -> SearchRequest:
-    return SearchRequest(judge, "joint", None, seconds, block, True, time.monotonic())
+def request(problem: PlanningProblem, seconds: float, block: int = 1 << 14) -> SearchRequest:
+    return SearchRequest(problem, "joint", None, seconds, block, True, time.monotonic())
 
 
 def test_a_race_starts_from_several_plans_and_ends_with_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anneal, "_FEWEST", 300)
-    monkeypatch.setattr(anneal, "_TRIES", 0)  # the number of candidates ends the searches, not the time
-    judge, known = started()
+    monkeypatch.setattr(annealing, "_FEWEST", 300)
+    monkeypatch.setattr(annealing, "_TRIES", 0)  # the number of candidates ends the searches, not the time
+    problem, known = started()
     found = refine.race(known, time.monotonic() + 120, strategies=True)
     racing = refine.most_promising(known, refine.RACING)
     assert len(racing) > 2 and len({(p.strategies, p.scheduler) for _, p in racing}) == len(racing)
     rounds = [found[: len(racing)], found[len(racing) :][: len(racing) // 2]]
     for (before, _), (after, plan) in zip(racing, rounds[0], strict=True):
-        assert after <= before * (1 + 1e-9) and smallest_budget(plan) <= (judge.budget or 0)
+        assert after <= before * (1 + 1e-9) and min_feasible_budget(plan) <= (problem.budget or 0)
     assert min(step_s for step_s, _ in rounds[1]) <= min(step_s for step_s, _ in rounds[0])
     assert min(step_s for step_s, _ in found) < min(step_s for step_s, _ in known)
 
@@ -182,11 +182,11 @@ def test_the_next_relaxation_is_as_fine_as_there_is_time_for(width: int, took: f
 
 
 def test_the_room_for_messages_is_that_of_half_blocks_and_at_most_half_of_the_slack() -> None:
-    judge, _ = started()
-    floor = judge.floor
+    problem, _ = started()
+    floor = problem.floor
 
     def room(budget: int, block: int) -> int:
-        return budget - (request(dataclasses.replace(judge, budget=budget), 1.0, block).realistic().budget or 0)
+        return budget - (request(dataclasses.replace(problem, budget=budget), 1.0, block).realistic().budget or 0)
 
     assert room(floor, 1 << 14) == 0
     assert room(floor + 1000, 1 << 14) == 500
@@ -195,17 +195,17 @@ def test_the_room_for_messages_is_that_of_half_blocks_and_at_most_half_of_the_sl
 
 
 def test_the_decision_of_the_best_plan_is_tried_in_finer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, known = started()
+    problem, known = started()
     (slow_s, slow), *_, (fast_s, fast) = sorted(known, key=lambda timed: -timed[0])
     assert fast_s < slow_s
-    decisions = [Decision(plan.strategies) for plan in (slow, fast, slow)]
+    decisions = [SlotDecision(plan.strategies) for plan in (slow, fast, slow)]
     tried: list[Sequence[int]] = []
 
-    def messages_of(_: SearchRequest, decision: Decision, sizes: Sequence[int]) -> Iterator[Plan]:
+    def messages_of(_: SearchRequest, decision: SlotDecision, sizes: Sequence[int]) -> Iterator[Plan]:
         tried.append(sizes)
         return iter([fast if decision is decisions[1] else slow])
 
     monkeypatch.setattr(decode, "messages_of", messages_of)
-    found = decode.decode(request(judge, 600.0, 1600), decisions)
+    found = decode.decode(request(problem, 600.0, 1600), decisions)
     assert min(found) == (fast_s, fast)
     assert tried == [(12800, 1600, 0)] * 3 + [[800, 400, 200, 100]] and found[-1].plan is fast

@@ -10,11 +10,11 @@ import pytest
 from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.strategy_ilp import Ilp, memory_rows
-from mdcs.planner.judge import InfeasibleBudget, Judge
 from mdcs.planner.strategies.greedy import Greedy
-from mdcs.profile.contents import Optimizer, Profile, Slot, Unit
 from mdcs.profile.link import Link
+from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 
 KINDS = [k for k in Strategy if not k.in_node]
 
@@ -44,52 +44,52 @@ def time(profile: Profile, mix: tuple[Strategy, ...]) -> float:
 def test_the_tightest_memory_row_of_any_mix_is_its_ledger_peak(seed: int) -> None:
     rng = random.Random(seed)
     profile = chain(rng, rng.randint(1, 5), rng.choice([2, 3]))
-    judge = Judge(Job(profile, micro_steps=rng.choice([1, 2])), 10**9)
-    rows = memory_rows(judge)
+    problem = PlanningProblem(Job(profile, micro_steps=rng.choice([1, 2])), 10**9)
+    rows = memory_rows(problem)
     for _ in range(25):
         mix = [rng.choice(KINDS) for _ in profile.units]
         slack = min(left - sum(held[u][k] for u, k in enumerate(mix)) for held, left in rows)
-        assert slack == 10**9 - judge.peak(mix)
+        assert slack == 10**9 - problem.peak(mix)
 
 
 @pytest.mark.parametrize("cross_iteration", [True, False])
 def test_the_mix_is_the_best_of_all_that_fit(cross_iteration: bool) -> None:
     profile = chain(random.Random(11), 4, 2)
-    floor = Judge(Job(profile, cross_iteration=cross_iteration), None).floor
-    judge = Judge(Job(profile, cross_iteration=cross_iteration), int(floor * 1.06))
-    mix, outcome = Ilp().choose(judge)
-    best = min(time(profile, m) for m in itertools.product(KINDS, repeat=4) if judge.fits(m))
-    assert judge.fits(mix)
+    floor = PlanningProblem(Job(profile, cross_iteration=cross_iteration), None).floor
+    problem = PlanningProblem(Job(profile, cross_iteration=cross_iteration), int(floor * 1.06))
+    mix, outcome = Ilp().choose(problem)
+    best = min(time(profile, m) for m in itertools.product(KINDS, repeat=4) if problem.fits(m))
+    assert problem.fits(mix)
     assert time(profile, mix) == pytest.approx(best, rel=1e-9)
     assert outcome == "optimal" or outcome.startswith("greedy: ")
 
 
 def test_it_beats_greedy_where_greedy_is_not_optimal() -> None:
     profile = chain(random.Random(1), 16, 2)
-    judge = Judge(Job(profile), int(Judge(Job(profile), None).floor * 1.1))
-    mix, _ = Ilp().choose(judge)
-    assert time(profile, mix) < time(profile, Greedy().choose(judge).strategies) * 0.999
+    problem = PlanningProblem(Job(profile), int(PlanningProblem(Job(profile), None).floor * 1.1))
+    mix, _ = Ilp().choose(problem)
+    assert time(profile, mix) < time(profile, Greedy().choose(problem).strategies) * 0.999
 
 
 def test_a_budget_below_the_floor_is_refused_with_the_floor() -> None:
     profile = chain(random.Random(3), 3, 2)
-    floor = Judge(Job(profile), None).floor
+    floor = PlanningProblem(Job(profile), None).floor
     with pytest.raises(InfeasibleBudget, match=f"smallest feasible budget is {floor} bytes"):
-        Ilp().choose(Judge(Job(profile), floor - 1))
+        Ilp().choose(PlanningProblem(Job(profile), floor - 1))
 
 
 def test_a_solver_that_fails_is_said_and_greedy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
     profile = chain(random.Random(5), 3, 2)
-    judge = Judge(Job(profile), int(Judge(Job(profile), None).floor * 1.1))
-    mix, outcome = Ilp().choose(judge)
-    assert mix == Greedy().choose(judge).strategies
+    problem = PlanningProblem(Job(profile), int(PlanningProblem(Job(profile), None).floor * 1.1))
+    mix, outcome = Ilp().choose(problem)
+    assert mix == Greedy().choose(problem).strategies
     assert outcome.startswith("greedy: the solver failed")
 
 
 def test_a_solver_that_overruns_is_killed() -> None:
     profile = chain(random.Random(5), 3, 2)
-    judge = Judge(Job(profile), int(Judge(Job(profile), None).floor * 1.1))
-    mix, outcome = Ilp(seconds=0.001).choose(judge)
-    assert mix == Greedy().choose(judge).strategies
+    problem = PlanningProblem(Job(profile), int(PlanningProblem(Job(profile), None).floor * 1.1))
+    mix, outcome = Ilp(seconds=0.001).choose(problem)
+    assert mix == Greedy().choose(problem).strategies
     assert "no answer within" in outcome

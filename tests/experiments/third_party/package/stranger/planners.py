@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from mdcs.options import Checked, option
 from mdcs.plan.message import Message
-from mdcs.plan.messages import Plan
-from mdcs.plan.mix import Mix
+from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.judge import Choice, Judge
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class EveryNth(Checked):
     n: int = option(2, "one unit in so many is whole", at_least=1)
     whole: str = option("zero2", "its strategy", choices=("dp", "zero2"))
 
-    def choose(self, judge: Judge) -> Choice:
-        units = range(len(judge.profile.units))
+    def choose(self, problem: PlanningProblem) -> StrategyDecision:
+        units = range(len(problem.profile.units))
         mix = tuple(Strategy.fsdp if unit % self.n else Strategy(self.whole) for unit in units)
-        judge.require(mix, f"{self.whole} in every {self.n} units")
-        return Choice(mix)
+        problem.require(mix, f"{self.whole} in every {self.n} units")
+        return StrategyDecision(mix)
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Late(Checked):
 
     ahead: int = option(1, "slots by which a gather comes early", at_least=0)
 
-    def schedule(self, mix: Mix) -> Plan:
+    def schedule(self, mix: StrategyAssignment) -> Plan:
         drafts = []
         for op in mix.ops:
             first, last = mix.window(op)
             slot = max(first, last - self.ahead) if op.kind.is_gather else first
             drafts.append(Message(op.kind, mix.parts(op.unit), slot, micro=op.micro))
-        return mix.plan(self.name, mix.whole(), sorted(drafts, key=lambda d: (d.slot, d.kind.is_gather)))
+        return mix.plan(self.name, mix.unpartitioned_blocks(), sorted(drafts, key=lambda d: (d.slot, d.kind.is_gather)))

@@ -1,0 +1,116 @@
+"""Profile a model, plan on rank 0 and hand every rank the same plan: the short way to :func:`mdcs.parallelize`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.model.units import ModelUnit
+from mdcs.plan.job import Job
+from mdcs.plan.plan import Plan
+from mdcs.planner.ilp.solver import Solving
+from mdcs.planner.pipeline import make_plan, unsharded_bytes
+from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.profiler.autoprofile import autoprofile, end_of
+from mdcs.profiler.autotune import candidates, cost_s, fastest
+from mdcs.profiler.consensus import on_all_ranks, on_rank_zero, phase
+from mdcs.sizes import MIB, Share, budget_of
+
+SECONDS = 30.0
+"""Default time budget of a profile and a plan."""
+T = TypeVar("T")
+
+
+def autoplan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: list[ModelUnit],
+    step: Callable[[], Tensor],
+    *,
+    strategy: str | StrategyPlanner | JointPlanner = "greedy",
+    scheduler: str | Scheduler | None = None,
+    budget: int | str | None = None,
+    schedule_share: float | None = None,
+    micro_steps: int = 1,
+    cross_iteration: bool = True,
+    reserve: int = 0,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    trials: int = 1,
+    seconds: float = SECONDS,
+    progress: bool = True,
+) -> Plan:
+    """Return a plan for training ``model`` within ``budget`` per rank. Collective: call it on every rank.
+
+    ``budget`` is in bytes, a size such as ``"40 GiB"``, or a part such as ``"70%"`` of what data parallelism without sharding
+    (DDP) needs; None is no limit.
+    The profile is that of :func:`mdcs.autoprofile`; with one that is at hand :func:`mdcs.make_plan` plans alike.
+    ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` and ``scheduler`` are planners or
+    their names (:mod:`mdcs.planner.registry`); the scheduler is priority unless one is given, and none for a strategy
+    that decides the schedule. ``schedule_share`` is that of :func:`mdcs.make_plan`; ``micro_steps``,
+    ``cross_iteration`` and ``reserve`` (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are
+    for mixed precision, as in :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many
+    plans, the one asked for and the best of heuristics, run for a few steps each, and the fastest is returned
+    (:func:`mdcs.profiler.autotune.fastest`). On CPU, activations are measured in processes that are started with
+    :func:`mdcs.telemetry.memory_meter.preload_env`; elsewhere a budget does not count them, with a warning.
+
+    ``seconds`` is the time budget: half of it is for the profile (:func:`mdcs.autoprofile`), and planners that are named, not
+    given, have what is left, at least a third. A step that takes seconds, and trials, make it longer. With ``progress`` rank 0
+    writes a line to stderr for each phase, with a bar on a terminal. A budget that no plan can keep is refused as soon as that
+    is known.
+
+    Raises ValueError for an unknown name and for ``seconds`` that are not above 0, UnsupportedModel as
+    :func:`mdcs.profiler.model_profile.measure_profile` does, and on every rank what planning raises on rank 0:
+    InfeasibleBudget, with the smallest feasible budget in bytes, where none fits. Where one rank raises
+    alone, or is killed, the others raise RunError with its words.
+    """
+    planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
+    schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
+    if schedule is None and not decides_schedule(planner):
+        schedule = Priority()
+    wanted, until = budget_of(budget), end_of(seconds)
+    with on_all_ranks(tells=progress):
+        profile = autoprofile(
+            model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype,
+            budget=wanted - reserve if isinstance(wanted, int) else budget, seconds=seconds / 2, progress=progress,
+        )  # fmt: skip
+        if wanted is not None and not any(slot.peak for slot in profile.slots):
+            warnings.warn(
+                "activations are not measured in this process, and count as 0 bytes of the budget: start it with "
+                "LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter)",
+                stacklevel=2,
+            )
+        job = Job(profile, micro_steps, cross_iteration, reserve)
+        limit = wanted.of(unsharded_bytes(job)) if isinstance(wanted, Share) else wanted
+        left = max(seconds / 3, until - time.monotonic())
+        both = isinstance(planner, Solving) and isinstance(schedule, Solving)
+        if isinstance(strategy, str):
+            planner = _within(left / (1 + both), planner)
+        if isinstance(scheduler, str):
+            schedule = _within(left / (1 + both), schedule)
+        phase(f"planning{_within_words(budget, limit)}", left)
+        plans = on_rank_zero(
+            lambda: candidates(make_plan(job, planner, schedule, budget=limit, schedule_share=schedule_share), trials)
+        )
+        if len(plans) > 1:
+            phase("trying plans", cost_s(plans))
+        return fastest(plans, model, units, step, optimizer)[0]
+
+
+def _within_words(budget: int | str | None, limit: int | None) -> str:
+    if limit is None:
+        return ""
+    share = f" ({budget} of what DDP needs)" if isinstance(budget_of(budget), Share) else ""
+    return f" within {limit / MIB:.1f} MiB{share}"
+
+
+def _within(seconds: float, planner: T) -> T:
+    """Return the planner with this time limit, if it uses a solver."""
+    return dataclasses.replace(planner, seconds=seconds) if isinstance(planner, Solving) else planner

@@ -1,0 +1,258 @@
+"""One call for a start: the plan is made at the loop's first step, which is also the profile's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.api.autoplan import SECONDS, autoplan
+from mdcs.emulation import Emulation
+from mdcs.model.blocks import in_words
+from mdcs.model.elementwise import state_layout
+from mdcs.model.units import ModelUnit, partition
+from mdcs.plan.plan import Plan
+from mdcs.profiler.first_step import FirstStep
+from mdcs.profiler.model_profile import refuse_meta
+from mdcs.runtime import parallel
+from mdcs.runtime.buffers import broadcast
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.gradient_scaling import LossScale
+from mdcs.runtime.initialization import InitFunction
+from mdcs.runtime.optimizer_calls import OptimizerCalls
+from mdcs.runtime.parallel import Parallel
+from mdcs.runtime.step_trace import StepRecord
+from mdcs.runtime.validation import RunOptions
+from mdcs.sizes import budget_of
+
+if TYPE_CHECKING:
+    from mdcs.runtime.checkpointing import ResumeInfo
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan | None = None,
+    units: list[ModelUnit] | None = None,
+    *,
+    budget: int | str | None = None,
+    seconds: float = SECONDS,
+    progress: bool = True,
+    group: dist.ProcessGroup | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    loss_scale: LossScale | None = None,
+    broadcast_buffers: bool | None = None,
+    timeout_s: float = 300.0,
+    emulate: Emulation | None = None,
+    init: InitFunction | None = None,
+    device: torch.device | str = "cpu",
+) -> Parallel:
+    """Train ``model`` in your own loop, within ``budget`` or as ``plan`` says.
+
+    Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (any
+    elementwise one) keeps its options and learning-rate schedules; its updates run on shards, inside ``backward`` and the
+    next forward. Messages have a process group of their own, so the loop may use ``group`` for its collectives. Then::
+
+        for batch in loader:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
+
+    - ``plan``: its hash is compared. None: the first step runs as with DistributedDataParallel. It is then measured for
+      about ``seconds``, and the plan is made (:func:`mdcs.autoplan`); random numbers, buffers and weights stay as they
+      are. Until then the model is whole on every rank, above the budget if need be.
+    - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
+    - ``budget``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
+    - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
+    - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
+    - ``loss_scale``: dynamic loss scale for float16, also a barrier; it needs a plan. Call
+      ``parallel.scaled(loss).backward()`` then, or let ``parallel.scaler`` take the place of a GradScaler.
+    - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
+      own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
+      BatchNorm's.
+    - ``timeout_s``: bounds every wait (seconds).
+    - ``emulate``: this one process is a rank of the plan's world, on its emulated link (:mod:`mdcs.emulation`).
+    - ``init``: initialises a module's own parameters and buffers if they are on the meta device; None: the module's
+      ``reset_parameters()``.
+    - ``device``: where parameters and buffers from the meta device are made, unit by unit.
+
+    Masters, where the plan's profile has them, start as the model's parameters. docs/loops.md says what a loop may do
+    with model and optimizer during the run. Raises PlanError (it names ranks with another plan), ValueError for a plan
+    that does not fit the model and for a parameter that would not be trained, and RunError, naming rank, step and
+    message, for later failures. The first step raises what :func:`mdcs.autoplan` raises.
+    """
+    limit = budget_of(budget)
+    units = partition(model) if units is None else units
+    if plan is not None:
+        if limit is not None:
+            raise ValueError("the plan has a budget already: give plan= or budget=")
+        return parallel.parallelize(
+            model, optimizer, plan, units, group=group, clip_norm=clip_norm, clip_value=clip_value, loss_scale=loss_scale,
+            broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, emulate=emulate, init=init, device=device,
+        )  # fmt: skip
+    for given, name in ((group, "group"), (loss_scale, "loss_scale"), (emulate, "emulate"), (init, "init")):
+        if given is not None:
+            raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
+    refuse_meta(model)
+    state_layout(optimizer)  # refuses one that cannot run on shards before it has made a step
+    options = RunOptions(clip_norm, clip_value, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s)
+    return PlannedInLoop(model, optimizer, units, options, budget=budget, seconds=seconds, progress=progress)
+
+
+class PlannedInLoop(Parallel):
+    """A model in training, without a plan until the end of the first step: until then it is whole on every rank."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, units: list[ModelUnit], options: RunOptions, **planning: Any
+    ) -> None:
+        self.model, self.optimizer, self.units = model, optimizer, units
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._options, self._planning = options, planning
+        self._first: FirstStep | None = FirstStep(model, optimizer, options.clip_norm, options.clip_value)
+        self._calls = OptimizerCalls(optimizer, self)
+        self._resumed_after = 0
+        if planning["progress"] and self.rank == 0:
+            print(f"mdcs: {in_words([(u.name, u.modules) for u in units])}", file=sys.stderr, flush=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_engine", "plan"):
+            raise RunError(f"rank {self.rank}: there is no plan before the first step, which is measured for it")
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    def _begin(self, first: FirstStep) -> None:
+        """End the first step, then profile it, plan, and shard the model with the optimizer's state."""
+        first.finish()
+        self._calls.end()
+        with torch.enable_grad():
+            plan = autoplan(
+                self.model, self.optimizer, self.units, first.again, micro_steps=first.micro_steps,
+                cross_iteration=not self._options.needs_norm, **self._planning,
+            )  # fmt: skip
+        self._first_norm, self._first = first.norm, None
+        first.forget()
+        resumed_after = self._resumed_after
+        super().__init__(Engine(self.model, self.optimizer, plan, self.units, None, self._options), self.units)
+        self._resumed_after = resumed_after + 1
+
+    # -- in the first step
+
+    def step(self) -> None:
+        """End an iteration."""
+        if self._first is None:
+            super().step()
+        else:
+            self._begin(self._first)
+
+    def drain(self) -> None:
+        """Finish all messages in flight."""
+        if self._first is None:
+            super().drain()
+
+    def abandon(self) -> None:
+        """Give up the current iteration on every rank."""
+        if self._first is None:
+            super().abandon()
+        else:
+            self._first.forget()
+
+    def evaluate(self) -> AbstractContextManager[None]:
+        """Run forward passes without gradients."""
+        return super().evaluate() if self._first is None else torch.no_grad()
+
+    def full_parameters(
+        self, *, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Hold whole parameters in the model, which they are until the plan is made."""
+        if self._first is None:
+            return super().full_parameters(rank0_only=rank0_only, cpu=cpu, writeback=writeback)
+        return self._written_back() if writeback else nullcontext()
+
+    @contextmanager
+    def _written_back(self) -> Iterator[None]:
+        yield
+        with torch.no_grad():
+            for p in self.model.parameters() if dist.is_initialized() else ():
+                broadcast(p.data, None)
+
+    def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
+        """Return the whole model's state dict."""
+        if self._first is None:
+            return super().state_dict(rank0_only=rank0_only, cpu=cpu)
+        if rank0_only and self.rank:
+            return {}
+        return {name: v.to("cpu", copy=True) if cpu else v.clone() for name, v in self.model.state_dict().items()}
+
+    def load_state_dict(self, full: dict[str, Tensor]) -> None:
+        """Load a plain model's state dict."""
+        if self._first is None:
+            super().load_state_dict(full)
+        else:
+            self.model.load_state_dict(full)
+
+    def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
+        """Return the optimizer's state dict."""
+        if self._first is None:
+            return super().optimizer_state_dict(rank0_only=rank0_only, cpu=cpu)
+        return {} if rank0_only and self.rank else type(self.optimizer).state_dict(self.optimizer)
+
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load a plain loop's ``optimizer.state_dict()``."""
+        if self._first is None:
+            super().load_optimizer_state_dict(saved)
+        else:
+            type(self.optimizer).load_state_dict(self.optimizer, dict(saved))
+
+    def records(self, *, flush: bool = False) -> list[StepRecord]:
+        """Return the finished iterations; the first step has no record."""
+        return super().records(flush=flush) if self._first is None else []
+
+    @property
+    def steps(self) -> int:
+        """Iterations done."""
+        return super().steps if self._first is None else self._resumed_after
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last clipped iteration."""
+        if self._first is not None:
+            return None
+        later = super().grad_norm
+        return self._first_norm if later is None else later
+
+    def _reduced_norm(self) -> float | None:
+        return None if self._first is not None else super()._reduced_norm()
+
+    def close(self, *, whole: bool = True) -> None:
+        """End the run."""
+        if self._first is None:
+            super().close(whole=whole)
+        else:
+            self._stop(self._first)
+
+    def tell(self, error: BaseException) -> None:
+        """Send the other ranks an error."""
+        if self._first is None:
+            super().tell(error)
+
+    def _end(self, why: str, *, failed: bool = False) -> None:
+        if self._first is None:
+            super()._end(why, failed=failed)
+        else:
+            self._stop(self._first)
+
+    def _stop(self, first: FirstStep) -> None:
+        first.stop()
+        self._calls.end()
+
+    def _resume(self, path: Path) -> ResumeInfo | None:
+        if self._first is not None:
+            raise RunError(f"rank {self.rank}: resume() before the first step needs a plan: mdcs.parallelize(…, plan)")
+        return super()._resume(path)

@@ -1,0 +1,222 @@
+"""Tensors of which a rank has pieces, written and read by torch.distributed.checkpoint (DCP).
+
+A piece is a run of elements, in the order of the plain tensor, at its true offset and without padding. DCP knows
+only boxes of a tensor's own shape. A run is a few boxes, so any program can read the whole tensor under its plain name.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from mdcs.torch_compat import load_checkpoint, save_checkpoint
+
+Shape = tuple[int, ...]
+
+
+def boxes(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield (offsets, sizes) of the boxes, in order, that cover elements ``start`` to ``stop`` of a row-major tensor.
+    """
+    if not shape:
+        yield (), ()
+        return
+    inside = math.prod(shape[1:])
+    (first, begin), (last, end) = divmod(start, inside), divmod(stop, inside)
+    if begin and (first < last):
+        yield from _row(shape, first, begin, inside)
+        first, begin = first + 1, 0
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if begin < end:
+        yield from _row(shape, last, begin, end)
+
+
+def _row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    return (((row, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start, stop))
+
+
+class TensorShards:
+    """This rank's pieces of a tensor, as views that DCP reads from or writes into.
+
+    ``order``: the tensor's dimensions, from the one with the largest stride in memory to the one with the smallest.
+    Default: row-major.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, order: Shape | None = None) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self._order = tuple(range(len(shape))) if order is None else order
+        self._boxes: list[tuple[ChunkStorageMetadata, Tensor]] = []
+
+    def add(self, start: int, values: Tensor) -> None:
+        """Add the elements from ``start`` on in memory; ``values`` is flat."""
+        at, back = 0, sorted(range(len(self._order)), key=self._order.__getitem__)
+        for offsets, sizes in boxes(tuple(self.shape[dim] for dim in self._order), start, start + values.numel()):
+            n = math.prod(sizes)
+            box = ChunkStorageMetadata(torch.Size(offsets[i] for i in back), torch.Size(sizes[i] for i in back))
+            self._boxes.append((box, values[at : at + n].view(sizes).permute(back)))
+            at += n
+
+    def to(self, device: str, *, copy: bool) -> TensorShards:
+        """Return a copy on this device, as a tensor's ``to``."""
+        made = TensorShards(self.shape, self.dtype, self._order)
+        made._boxes = [(box, values.to(device, copy=copy)) for box, values in self._boxes]
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces together."""
+        return sum(values.nbytes for _, values in self._boxes)
+
+    def size(self) -> torch.Size:
+        """Return the shape of the whole tensor, which DCP compares."""
+        return self.shape
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.shape),
+            )
+            for box, _ in self._boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [box for box, _ in self._boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        # While loading, the index is that of __create_chunk_list__; pieces may overlap then, as a shard and a whole do.
+        if index.index is not None and index.index < len(self._boxes) and self._boxes[index.index][0].offsets == index.offset:
+            return self._boxes[index.index][1]
+        return next(values for box, values in self._boxes if box.offsets == index.offset)
+
+
+Key = tuple[str, ...]
+"""A tensor's place in nested state dicts. Joined by dots it is the name in DCP."""
+FlatState = dict[Key, Any]
+"""Key -> tensor or Pieces."""
+MODEL, STATE = "model", ("optimizer", "state")
+"""Where keys of the model's tensors begin, and keys of the optimizer's: (*STATE, parameter, name of the state)."""
+
+
+def unflatten(leaves: Mapping[Key, Any]) -> dict[str, Any]:
+    """Return the nested state dicts of these leaves."""
+    tree: dict[str, Any] = {}
+    for (*path, last), leaf in leaves.items():
+        at = tree
+        for name in path:
+            at = at.setdefault(name, {})
+        at[last] = leaf
+    return tree
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, TensorShards) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({}, metadata, is_coordinator)  # given the state dict, it would drop Pieces
+        self.state_dict = state_dict
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, TensorShards) else super().lookup_tensor(index)
+
+
+def save(folder: Path, leaves: FlatState, group: dist.ProcessGroup | None) -> None:
+    """Write every rank's leaves. Collective over the group (None: this process alone).
+
+    Raises RanksFailed on all ranks.
+    """
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    with _translate_errors():
+        save_checkpoint(unflatten(leaves), writer, group, _SavePlanner())
+
+
+def load(folder: Path, leaves: FlatState) -> None:
+    """Read into tensors and Pieces, on this rank alone. Raises RanksFailed, naming what is missing."""
+    with _translate_errors():
+        flat = {".".join(key): leaf for key, leaf in leaves.items()}
+        load_checkpoint(flat, _Reader(folder), _LoadPlanner())
+
+
+class RanksFailed(RuntimeError):
+    """Problems by rank, in ``problems``."""
+
+    def __init__(self, problems: dict[int, str]) -> None:
+        super().__init__("; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
+        self.problems = problems
+
+
+@contextmanager
+def _translate_errors() -> Iterator[None]:
+    """Turn DCP's exception into RanksFailed: DCP's is no subclass of Exception, and its text has tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise RanksFailed({rank: f"{type(why).__name__}: {why}" for rank, (why, _) in error.failures.items()}) from error
+
+
+def load_full(folder: Path) -> dict[str, Any]:
+    """Return everything that was saved: nested dictionaries of plain tensors on the host."""
+    leaves: FlatState = {key: torch.empty(t.size, dtype=t.properties.dtype) for key, t in read_shapes(folder).items()}
+    load(folder, leaves)
+    return unflatten(leaves)
+
+
+def read_shapes(folder: Path) -> dict[Key, TensorStorageMetadata]:
+    """Return shape and type of everything that was saved."""
+    metadata = _Reader(folder).read_metadata()
+    tensors = metadata.state_dict_metadata.items()
+    return {metadata.planner_data[name]: t for name, t in tensors if isinstance(t, TensorStorageMetadata)}
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads DCP's metadata, a pickle, and lets it name only DCP's records and torch's types."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        records = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        known = (module in records and "." not in name) or (module, name) in {
+            ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+        }  # fmt: skip
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"a checkpoint's metadata may not name {module}.{name}")

@@ -1,0 +1,118 @@
+"""Early reductions: messages that leave before the end of a slot, because their gradients are ready.
+
+While the last backward slot of a unit runs, its gradients become ready one by one, mostly from the last parameter to
+the first (:attr:`mdcs.profile.schema.Unit.gradients`). The plan issues a reduction when compute arrives at a slot.
+The reduction may leave during the slot before, once the gradients of its blocks are ready, if all messages ahead of it
+have been issued and its bytes fit. DDP's buckets leave in the same way.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from functools import lru_cache
+
+from mdcs.plan.message import Message
+from mdcs.plan.period import Period
+from mdcs.profile.schema import Profile
+
+
+def ready_fractions(
+    period: Period, blocks: Sequence[tuple[int, ...]], messages: Sequence[Message], windows: Sequence[tuple[int, int]]
+) -> tuple[float, ...]:
+    """Return for each message the fraction of the preceding slot after which it may leave.
+
+    1: it leaves at its own slot.
+
+    A message leaves early only if it is a reduction, does not block, is issued at the first slot of its window, and all
+    messages ahead of it in the slot leave early.
+    """
+    if not period.profile.has_gradient_times:
+        return (1.0,) * len(messages)
+    out, slot, so_far = [], -1, 0.0
+    for message, (first, _) in zip(messages, windows, strict=True):
+        if message.slot != slot:
+            slot, so_far = message.slot, 0.0
+        if so_far < 1:
+            leaves = slot == first and not message.kind.is_gather and not message.blocking
+            so_far = max(so_far, ready_fraction(period, blocks, message, first)) if leaves else 1.0
+        out.append(so_far)
+    return tuple(out)
+
+
+def ready_fraction(period: Period, blocks: Sequence[tuple[int, ...]], message: Message, first: int) -> float:
+    """Return the fraction of the slot before ``first`` after which all gradients of a reduction are ready.
+
+    - ``first``: the first slot at which the reduction can be issued.
+    """
+    return max(
+        block_ready_fractions(period.profile, u, blocks[u])[b]
+        for u, b in message.parts
+        if period.windows[message.kind, u, message.micro][0] == first
+    )
+
+
+def block_ready_fractions(profile: Profile, unit: int, blocks: tuple[int, ...]) -> tuple[float, ...]:
+    """Return for each block the fraction of the unit's last backward slot after which all its gradients are ready."""
+    gradients = profile.units[unit].gradients
+    if not gradients:
+        return (1.0,) * len(blocks)
+    return _parts_of(gradient_ends(profile, unit), tuple(part for _, part in gradients), blocks)
+
+
+def blocks_by_readiness(profile: Profile, unit: int, blocks: tuple[int, ...]) -> list[int]:
+    """Return the blocks of a unit in the order in which their gradients become ready."""
+    return sorted(range(len(blocks)), key=block_ready_fractions(profile, unit, blocks).__getitem__)
+
+
+def gradient_ends(profile: Profile, unit: int) -> tuple[int, ...]:
+    """Return where each parameter ends in the unit's flat buffer (elements, padding included).
+
+    Empty if the profile does not say when gradients become ready.
+    """
+    return profile.layouts[unit].segment_ends([n for n, _ in profile.units[unit].gradients])
+
+
+def ready_fraction_in_slot(profile: Profile, unit: int) -> float:
+    """Return the fraction of a unit's gradient bytes that are ready before its last backward slot ends."""
+    layout, gradients = profile.layouts[unit], profile.units[unit].gradients
+    begin, within = 0, 0
+    for (_, part), end in zip(gradients, gradient_ends(profile, unit), strict=True):
+        if part < 1:
+            within += (end - begin) * layout.sections[layout.index(begin)].grad_bytes
+        begin = end
+    return within / layout.grad_bytes
+
+
+def parameters_in_block(profile: Profile, unit: int, blocks: tuple[int, ...], block: int) -> range:
+    """Return the parameters that have elements in a block, as indices in flat order."""
+    begin = sum(blocks[:block])
+    return _overlapped(gradient_ends(profile, unit), begin, begin + blocks[block])
+
+
+def snap_to_parameter_boundary(profile: Profile, unit: int, element: int, step: int, apart: int, begin: int = 0) -> int:
+    """Return where to cut a unit near ``element``, as a flat element offset. Prefers the end of a parameter.
+
+    If a parameter ends within ``apart // 3`` elements, the result is that end, rounded up to a multiple of ``step``
+    counted from ``begin``. Otherwise the result is ``element``. ``apart``: distance to the other cuts. Rounding up
+    moves the first elements of the next parameter into the block before the cut. This delays nothing: their gradient is
+    ready earlier.
+    """
+    if not profile.units[unit].gradients or apart < 4 * step:
+        return element
+    near = min(gradient_ends(profile, unit), key=lambda end: abs(end - element))
+    return begin - (begin - near) // step * step if abs(near - element) <= apart // 3 else element
+
+
+def _overlapped(ends: Sequence[int], begin: int, end: int) -> range:
+    return range(bisect.bisect_right(ends, begin), min(bisect.bisect_left(ends, end) + 1, len(ends)))
+
+
+@lru_cache(maxsize=4096)
+def _parts_of(ends: tuple[int, ...], parts: tuple[float, ...], blocks: tuple[int, ...]) -> tuple[float, ...]:
+    out, begin = [], 0
+    for size in blocks:
+        own = _overlapped(ends, begin, begin + size)
+        out.append(max(parts[own.start : own.stop]))
+        begin += size
+    return tuple(out)

@@ -1,0 +1,247 @@
+"""The plan: a strategy per unit and the ordered messages of one period.
+
+Immutable, stored as JSON, identified by a hash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mdcs.plan.cost import Cost
+from mdcs.plan.gradient_readiness import ready_fractions
+from mdcs.plan.job import Job
+from mdcs.plan.message import Message, windows
+from mdcs.plan.period import Op, Period
+from mdcs.plan.strategy import RENAMED_IN_FILES, Strategy
+from mdcs.plan.times import Prediction
+from mdcs.plan.validity import PlanError, validate
+from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile, with_tuples
+
+SCHEMA = 2
+"""Schema of plan.json. Schema 1 has the strategies' old names."""
+
+_NOT_EXECUTED = ("prediction", "strategy", "scheduler", "outcome", "bound_s")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy per unit, and the messages of one period.
+
+    - ``job``: the profile and its settings.
+    - ``strategies``: one strategy per unit.
+    - ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world`` and lies in one
+      section.
+    - ``messages``: messages in wire order.
+    - ``budget``: bytes that admission enforces, of which the job's reserve stays free. None: unlimited.
+    - ``strategy``, ``scheduler``: names of the planners.
+    - ``outcome``: status of the solver. Empty if no solver was used.
+    - ``bound_s``: proven lower bound (seconds) on the step time of any plan within the budget. None: nothing was proven.
+    - ``prediction``: result of the replay.
+
+    Raises PlanError for a plan that cannot run (:func:`mdcs.plan.validity.validate`).
+    """
+
+    job: Job
+    strategies: tuple[Strategy, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    messages: tuple[Message, ...]
+    budget: int | None = None
+    strategy: str = "?"
+    scheduler: str = "?"
+    outcome: str = dataclasses.field(default="", hash=False, compare=False)
+    bound_s: float | None = dataclasses.field(default=None, hash=False, compare=False)
+    prediction: Prediction | None = dataclasses.field(default=None, hash=False, compare=False)
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        validate(self.job, self.strategies, self.blocks, self.messages, self.budget)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # without cached properties
+
+    @property
+    def profile(self) -> Profile:
+        """The profile that the plan was made for."""
+        return self.job.profile
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.job.profile.world
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of one iteration."""
+        return self.job.micro_steps
+
+    @property
+    def cross_iteration(self) -> bool:
+        """Whether messages may cross from one iteration to the next.
+
+        False: a barrier lies between backward and the updates.
+        """
+        return self.job.cross_iteration
+
+    @property
+    def reserve(self) -> int:
+        """Bytes of the budget that stay free."""
+        return self.job.reserve
+
+    @property
+    def period(self) -> Period:
+        """The circle of slots of one iteration."""
+        return self.job.period
+
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Start of each block in its unit's flat buffer (elements)."""
+        return tuple(tuple(itertools.accumulate(sizes[:-1], initial=0)) for sizes in self.blocks)
+
+    def elements(self, message: Message) -> int:
+        """Return the elements of all blocks of the message, padding included."""
+        return sum([self.blocks[u][b] for u, b in message.parts])
+
+    def payload(self, message: Message) -> int:
+        """Return the bytes of the full (unsharded) payload."""
+        return self.elements(message) * self.width(message)
+
+    def width(self, message: Message) -> int:
+        """Return the bytes of an element of the message. All its elements have one width."""
+        if self.profile.is_mixed:
+            return self.profile.width(self.blocks, message.kind, message.parts[0])
+        return self.profile.param_bytes if message.kind.is_gather else self.profile.grad_bytes
+
+    def wire(self, message: Message) -> int:
+        """Return the bytes that one rank sends."""
+        return self.profile.wire(message.kind, self.payload(message))
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """For each message the first slot at which it can be issued, and the slot that needs it (both unrolled)."""
+        return windows(self.period, self.messages)
+
+    def needed_by(self, message: Message) -> int | None:
+        """Return the slot (unrolled) that cannot start before the message is done. None for a reduce-scatter."""
+        if message.kind.plain is Kind.RS:
+            return None  # no slot needs it: its AG_F follows and is needed instead
+        return min(self.period.window(Op(message.kind, u, message.micro))[1] for u, _ in message.parts)
+
+    def unrolled_slot(self, message: Message) -> int:
+        """Return the issue slot on the scale of the message's window.
+
+        An AG_B may be issued at the head of the next period.
+        """
+        kind, micro, window = message.kind, message.micro, self.period.window
+        first = max([window(Op(kind, u, micro))[0] for u, _ in message.parts])
+        return message.slot if message.slot >= first else message.slot + self.period.length
+
+    @cached_property
+    def waits_for(self) -> tuple[int, ...]:
+        """For each message, the index of an earlier message of the period whose update must be done first, or -1.
+
+        A gather of updated parameters waits for the reduction of its blocks. In barrier mode it waits for the last
+        reduction.
+        """
+        reduced: dict[tuple[int, int], int] = {}
+        for i, m in enumerate(self.messages):
+            if not m.kind.is_gather:
+                for part in m.parts:
+                    reduced[part] = i
+        last = max(reduced.values(), default=-1)
+        out = []
+        for m in self.messages:
+            own = -1
+            if m.kind.plain is Kind.AG_F and m.micro == 0:
+                own = max([reduced.get(part, -1) for part in m.parts])
+            out.append(own if own < 0 or self.cross_iteration else last)
+        return tuple(out)
+
+    @cached_property
+    def early(self) -> tuple[float, ...]:
+        """For each message, the fraction of the slot before its own after which it may leave
+        (:mod:`mdcs.plan.gradient_readiness`).
+        """
+        return ready_fractions(self.period, self.blocks, self.messages, self.windows)
+
+    @cached_property
+    def costs(self) -> tuple[Cost, ...]:
+        """Seconds of each message. In barrier mode the last reduction takes the update time of all reductions."""
+        cost = self.job.cost
+        out = [cost.message(m.kind, self.elements(m), len(m.parts), m.blocking, self.width(m)) for m in self.messages]
+        if self.cross_iteration:
+            return tuple(out)
+        total = sum(each.update for each in out)
+        last = max((i for i, m in enumerate(self.messages) if not m.kind.is_gather), default=-1)
+        for i, (m, each) in enumerate(zip(self.messages, out, strict=True)):
+            update = total if i == last else 0.0
+            out[i] = each._replace(update=update, lost=cost.lost_s(self.wire(m), each.copy + update))
+        return tuple(out)
+
+    def in_prologue(self, message: Message) -> bool:
+        """Whether the message is sent before the first iteration, which starts at the first forward slot.
+
+        The prologue sends the gathers for forward that the plan issues in backward slots. It reduces nothing.
+        """
+        return message.kind.plain is Kind.AG_F or (message.kind.plain is Kind.AG_B and message.slot >= self.period.turn)
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of the part of the plan that is executed. Predictions and names are not included."""
+        return _hash(self._flat())
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Return the wire bytes that one rank sends in one iteration, by kind."""
+        out: dict[str, int] = {}
+        for m in self.messages:
+            out[str(m.kind)] = out.get(str(m.kind), 0) + self.wire(m)
+        return out
+
+    def _flat(self) -> dict[str, Any]:
+        """Return all fields as plain containers, with the fields of the job at the same level."""
+        data = dataclasses.asdict(self)
+        return data | data.pop("job") | {"profile": self.profile.to_dict()}
+
+    def to_json(self) -> str:
+        """Return the text of plan.json, with the plan's hash."""
+        return json.dumps(self._flat() | {"hash": self.hash})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan of :meth:`to_json`.
+
+        Plans of schema 1 are translated. Raises PlanError if the text is no plan of these schemas, or if its executed
+        part does not match the hash.
+        """
+        try:
+            d: dict[str, Any] = json.loads(text)
+            if d["schema"] not in (1, SCHEMA):
+                raise PlanError(f"plan schema {d['schema']} is not the supported {SCHEMA}")
+            names = RENAMED_IN_FILES if d["schema"] == 1 else {}
+            plan = cls(
+                job=Job(Profile.from_dict(d["profile"]), d["micro_steps"], d["cross_iteration"], d["reserve"]),
+                strategies=tuple(Strategy(names.get(s, s)) for s in d["strategies"]),
+                blocks=with_tuples(d["blocks"]),
+                messages=tuple(Message(**m | {"kind": Kind(m["kind"])}) for m in with_tuples(d["messages"])),
+                prediction=None if d["prediction"] is None else Prediction.from_dict(d["prediction"]),
+                strategy=names.get(d["strategy"], d["strategy"]),
+                **{k: d[k] for k in ("budget", "scheduler", "outcome", "bound_s")},
+            )
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError) as e:
+            raise PlanError(f"not a plan: {e!r}") from e
+        if d.get("hash") != _hash(d):
+            raise PlanError(f"plan says hash {d.get('hash')} but its content has {_hash(d)}")
+        return plan
+
+
+def _hash(plan: dict[str, Any]) -> str:
+    executed = {key: value for key, value in plan.items() if key not in ("hash", *_NOT_EXECUTED)}
+    return hashlib.sha256(json.dumps(executed, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,135 @@
+"""A strategy mix: the input of every scheduler. It turns messages into a plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mdcs.plan.gradient_readiness import snap_to_parameter_boundary
+from mdcs.plan.job import Job
+from mdcs.plan.message import Message
+from mdcs.plan.period import Op, Period
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError, require_nodes
+from mdcs.profile.link import Kind
+from mdcs.profile.schema import Profile
+
+
+@dataclass(frozen=True)
+class StrategyAssignment:
+    """A strategy per unit for one job.
+
+    An fsdp unit becomes sdp (hsdp: hsdp_no_reshard) if freeing it between forward and backward gains nothing: it has no
+    backward, or its backward follows directly after its last forward use. ``budget`` (bytes, None: unlimited) is for schedulers
+    that plan with a budget. Plans of the other schedulers are made to fit afterwards.
+
+    Raises PlanError if the number of strategies differs from the number of units, and for a strategy within nodes
+    without nodes.
+    """
+
+    job: Job
+    strategies: tuple[Strategy, ...]
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.strategies) != len(self.profile.units):
+            raise PlanError(f"{len(self.strategies)} strategies for {len(self.profile.units)} units")
+        require_nodes(self.profile, self.strategies)
+        object.__setattr__(self, "strategies", tuple(map(self._effective, range(len(self.strategies)))))
+
+    def _effective(self, unit: int) -> Strategy:
+        strategy = self.strategies[unit]
+        if not strategy.regathers:
+            return strategy
+        span = self.period.backward(unit, 0)
+        kept = span is None or self.period.forward(unit, 0)[1] + 1 == span[0]
+        return strategy.without_reshard if kept else strategy
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of the job."""
+        return self.job.profile
+
+    @property
+    def period(self) -> Period:
+        """The period of the job."""
+        return self.job.period
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """All operations of one period."""
+        out = []
+        for u, (unit, strategy) in enumerate(zip(self.profile.units, self.strategies, strict=True)):
+            for kind in strategy.kinds(unit.trainable, unit.backward is not None):
+                many = kind.is_gather and strategy.sharded
+                out += [Op(kind, u, m) for m in range(self.job.micro_steps if many else 1)]
+        return tuple(out)
+
+    def window(self, op: Op) -> tuple[int, int]:
+        """Return :meth:`Period.window`, narrowed by the barrier if ``cross_iteration`` is off."""
+        first, last = self.period.window(op)
+        if not self.job.cross_iteration and self.profile.units[op.unit].trainable and op.micro == 0:
+            if not op.kind.is_gather:
+                last = self.period.turn
+            elif op.kind.plain is Kind.AG_F:
+                first = max(first, self.period.turn)
+        return first, last
+
+    def payload(self, op: Op) -> int:
+        """Return the bytes of a whole unit, padding included: parameters for a gather, gradients for a reduction."""
+        layout = self.profile.layouts[op.unit]
+        return layout.param_bytes if op.kind.is_gather else layout.grad_bytes
+
+    def unpartitioned_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Return one block per section of each unit, with all its elements, padding included."""
+        return tuple(layout.sizes for layout in self.profile.layouts)
+
+    def parts(self, unit: int) -> tuple[tuple[int, int], ...]:
+        """Return the (unit, block) pairs of a whole unit, for the blocks of :meth:`unpartitioned_blocks`."""
+        return tuple((unit, b) for b in range(len(self.profile.layouts[unit].sections)))
+
+    def partition(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
+        """Return blocks (elements) of about ``block_bytes`` of payload for each unit.
+
+        Cuts are at multiples of 16 elements per rank. If the profile says when gradients become ready, a cut moves to
+        the end of a nearby parameter. Raises ValueError for less than one byte.
+        """
+        if block_bytes < 1:
+            raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
+        world = self.profile.world
+        out = []
+        for u, layout in enumerate(self.profile.layouts):
+            sizes: list[int] = []
+            for section, total in zip(layout.sections, layout.sizes, strict=True):
+                step = max(1, round(block_bytes / section.param_bytes / world / 16)) * 16 * world
+                count = max(1, round(total / step))  # avoids a small last block: every message pays α
+                begin = sum(sizes)
+                even = (step * b for b in range(1, count))
+                inner = [
+                    snap_to_parameter_boundary(self.profile, u, begin + e, 16 * world, min(step, total - e), begin) for e in even
+                ]
+                sizes += [b - a for a, b in itertools.pairwise([begin, *inner, begin + total])]
+            out.append(tuple(sizes))
+        return tuple(out)
+
+    def plan(self, name: str, blocks: Sequence[tuple[int, ...]], messages: Iterable[Message]) -> Plan:
+        """Return the plan of these blocks (elements) and messages, whose slots may be unrolled, in any order of slots.
+
+        Messages of one slot keep their order, but at the barrier reductions come first. A message with parts of several
+        widths becomes one per width. Raises PlanError if the messages make no valid plan.
+        """
+        length, turn, barrier = self.period.length, self.period.turn, not self.job.cross_iteration
+
+        def key(m: Message) -> tuple[int, bool]:
+            slot = m.slot % length
+            return slot, barrier and slot == turn and m.kind.is_gather
+
+        ordered = tuple(
+            Message(m.kind, parts, m.slot % length, m.blocking, m.micro)
+            for m in sorted(messages, key=key)
+            for parts in self.profile.by_width(blocks, m.kind, m.parts)
+        )
+        return Plan(self.job, self.strategies, tuple(blocks), ordered, scheduler=name)

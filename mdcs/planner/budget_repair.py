@@ -1,0 +1,191 @@
+"""Fit a schedule to a byte budget: gathers as late as the bytes ask for, and if that is not enough, tighter messages.
+
+The planner makes these changes, so that admission at run time never changes the order on the wire and no plan can
+deadlock (:func:`mdcs.plan.worst_case.check`). The tightest messages with the latest gathers hold what the sequential schedule
+of the mix holds, and that is the smallest peak of the mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from mdcs.plan.ledger import Ledger
+from mdcs.plan.message import Message
+from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
+from mdcs.plan.validity import PlanError
+from mdcs.plan.worst_case import worst_case_bytes_by_slot
+from mdcs.planner.neighborhood import with_block_sizes
+from mdcs.simulator.simulate import replay
+
+_AHEAD = (4, 2, 1)  # slots
+
+
+def repair(plan: Plan, budget: int) -> Plan:
+    """Return the plan with ``budget`` (bytes, reserve included) and issue slots that fit it.
+
+    Raises PlanError when even the latest gathers and the earliest reductions do not fit.
+    """
+    cap = budget - plan.reserve
+    over = _over(plan, Ledger(plan), cap)
+    if not over:
+        return dataclasses.replace(plan, budget=budget)
+    for tighter in _tightened(plan):
+        latest = delay_gathers(tighter, 0)
+        over = _over(latest, Ledger(latest), cap)
+        if not over:
+            return dataclasses.replace(_delayed(tighter, cap) or latest, budget=budget)
+    q, excess = over[0]
+    raise PlanError(
+        f"slot {q} ({plan.period.name(q)}) needs {budget + excess} bytes of {budget}, "
+        f"with every gather as late and every reduction as early as can be"
+    )
+
+
+def fastest_repair(plan: Plan, budget: int) -> Plan:
+    """Return the plan within ``budget`` (bytes, reserve included).
+
+    If it must change, return the fastest of several variants by replay: :func:`repair`, with gathers at most a few slots
+    before they are needed, with reductions as early as possible, and with fused messages split. A schedule made without a
+    budget gathers as early as it can, far earlier than hiding the gathers needs. Bytes gathered that early are missing
+    for gradients, whose reductions then wait for each other.
+
+    Raises PlanError as :func:`repair` does.
+    """
+    found = [repair(plan, budget)]
+    if found[0].messages == plan.messages:
+        return found[0]
+    apart = at_once = reduce_when_ready(plan)
+    while (split := _split(apart)) is not None:
+        apart = split
+    starts = [plan]
+    starts += [each for each in (at_once, reduce_when_ready(apart)) if each not in starts]
+    for each in starts:
+        for other in (each, *(delay_gathers(each, ahead) for ahead in _AHEAD)):
+            if other is not plan:
+                with contextlib.suppress(PlanError):
+                    found.append(repair(other, budget))
+    return min(found, key=lambda each: replay(each).period_s)
+
+
+def delay_gathers(plan: Plan, ahead: int) -> Plan:
+    """Return the plan with every gather at most ``ahead`` slots before it is needed."""
+    needed = [plan.needed_by(m) if m.kind.is_gather else None for m in plan.messages]
+    before = map(plan.unrolled_slot, plan.messages)
+    return _moved(plan, [slot if last is None else max(slot, last - ahead) for slot, last in zip(before, needed, strict=True)])
+
+
+def reduce_when_ready(plan: Plan) -> Plan:
+    """Return the plan with every reduction at the slot at which it is ready.
+
+    In a slot reductions come before gathers, and those of one unit follow each other: the last frees the gradient.
+    """
+    slots = [
+        plan.unrolled_slot(m) if m.kind.is_gather else first for m, (first, _) in zip(plan.messages, plan.windows, strict=True)
+    ]
+    moved = _moved(plan, slots).messages
+    place: dict[tuple[int, int], int] = {}  # (slot, unit) -> its first message
+    for i, m in enumerate(moved):
+        place.setdefault((m.slot, m.parts[0][0]), i)
+    messages = sorted(moved, key=lambda m: (m.slot, m.kind.is_gather, 0 if m.kind.is_gather else place[m.slot, m.parts[0][0]]))
+    return dataclasses.replace(plan, messages=tuple(messages))
+
+
+def _tightened(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan, then with reductions at once, then with one fused message more split, then one unit more whole, and
+    last with the blocks of a unit in the sequential schedule's order.
+
+    A message that is split needs less staging. A unit that is whole needs less optimizer state: each block has its own,
+    with a few bytes of overhead. The last block of a unit is reduced beside the shards of the others.
+    """
+    yield plan
+    plan = reduce_when_ready(plan)
+    yield plan
+    while (split := _split(plan)) is not None:
+        plan = reduce_when_ready(split)
+        yield plan
+    whole = [layout.sizes for layout in plan.profile.layouts]
+    for u in sorted(range(len(whole)), key=lambda u: len(whole[u]) - len(plan.blocks[u])):
+        if len(plan.blocks[u]) > len(whole[u]):
+            plan = reduce_when_ready(with_block_sizes(plan, u, whole[u]))
+            yield plan
+    messages: list[Message] = []
+    for _, group in itertools.groupby(plan.messages, key=lambda m: (m.slot, m.kind, m.parts[0][0])):
+        messages += sorted(group, key=lambda m: m.parts)
+    yield dataclasses.replace(plan, messages=tuple(messages))
+
+
+def _split(plan: Plan) -> Plan | None:
+    """Return the plan with its largest fused message split by unit, or by block if it has one unit. None without any."""
+    fused = [m for m in plan.messages if len(m.parts) > 1]
+    if not fused:
+        return None
+    largest = max(fused, key=plan.payload)
+    units = dict.fromkeys(u for u, _ in largest.parts)
+    pieces = [tuple([part for part in largest.parts if part[0] == u]) for u in units]
+    if len(units) == 1:
+        pieces = [(part,) for part in largest.parts]
+    at = plan.messages.index(largest)
+    split = (dataclasses.replace(largest, parts=piece) for piece in pieces)
+    return dataclasses.replace(plan, messages=(*plan.messages[:at], *split, *plan.messages[at + 1 :]))
+
+
+def _over(plan: Plan, ledger: Ledger, cap: int) -> list[tuple[int, int]]:
+    """Return (slot, excess bytes) of the slots that need more than ``cap`` bytes."""
+    return [(q, need.bytes - cap) for q, need in enumerate(worst_case_bytes_by_slot(plan, ledger)) if need.bytes > cap]
+
+
+def _delayed(plan: Plan, cap: int) -> Plan | None:
+    """Return the plan with gathers as late as ``cap`` bytes ask for. None if later gathers are not enough."""
+    length = plan.period.length
+    while over := _over(plan, ledger := Ledger(plan), cap):
+        gathers: list[tuple[int, int, int, Op]] = []  # slot, need, bytes, operation
+        for message, effect in zip(plan.messages, ledger.messages, strict=True):
+            for unit, size in effect.full:
+                op = Op(message.kind, unit, message.micro)
+                gathers.append(
+                    (plan.unrolled_slot(message), min(plan.period.window(op)[1], plan.needed_by(message) or 0), size, op)
+                )
+        late: dict[Op, int] = {}
+        for q, excess in over:  # gathers that are issued before the slot and needed only after it move behind it
+            ahead: list[tuple[int, int, Op, int]] = []  # need, bytes, operation, new slot
+            for slot, last, size, op in gathers:
+                for at in (q, q + length):
+                    later = min(at + 1, last)  # a gather that slot q needs can still move behind the reductions of q
+                    if at <= last and slot < later:
+                        if late.get(op, slot) < later:
+                            ahead.append((last, size, op, later))
+                        else:  # already moved, for an earlier slot
+                            excess -= size
+            if excess > 0 and not ahead:
+                break
+            for _, size, op, later in sorted(ahead, reverse=True):  # what is needed last moves first
+                if excess <= 0:
+                    break
+                late[op] = later
+                excess -= size
+        if not late:
+            return None
+        slots = []
+        for m in plan.messages:
+            slot = max([plan.unrolled_slot(m), *(late.get(Op(m.kind, unit, m.micro), 0) for unit, _ in m.parts)])
+            slots.append(min(slot, plan.needed_by(m) or slot) if m.kind.is_gather else plan.unrolled_slot(m))
+        plan = _moved(plan, slots)
+    return plan
+
+
+def _moved(plan: Plan, slots: list[int]) -> Plan:
+    """Return the plan with new unrolled slots, in order of slot. Moved messages go behind the others of their slot."""
+    length, turn = plan.period.length, plan.period.turn
+
+    def key(item: tuple[Message, int]) -> tuple[int, bool, bool]:
+        message, slot = item
+        at_barrier = not plan.cross_iteration and slot % length == turn
+        return slot % length, at_barrier and message.kind.is_gather, slot != plan.unrolled_slot(message)
+
+    ordered = sorted(zip(plan.messages, slots, strict=True), key=key)
+    messages = tuple(m if m.slot == s % length else dataclasses.replace(m, slot=s % length) for m, s in ordered)
+    return dataclasses.replace(plan, messages=messages)

@@ -1,0 +1,66 @@
+"""The floor of a job: the mix whose sequential schedule has the smallest peak.
+
+All fsdp holds least at rest. But a slot that uses an fsdp unit holds the whole unit in addition to its shard, whereas
+zero2 and dp hold only the whole unit. If one large unit makes the peak, that unit is better whole. The peak of a mix is
+not a sum over units, so the mix is found by a search. The search starts from uniform mixes and changes the units at
+work in the slot of the peak.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+from mdcs.plan.job import Job
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.plan.worst_case import worst_case_bytes_by_slot
+from mdcs.planner.schedulers.sequential import sequential
+
+_MOST = 400  # sequential schedules tried
+
+
+@lru_cache(maxsize=64)
+def min_peak_strategies(job: Job) -> tuple[Strategy, ...]:
+    """Return the strategies with the smallest sequential peak found: all fsdp unless other mixes need fewer bytes.
+
+    No uniform mix needs fewer bytes. On random jobs of up to four units the result is the minimum over all mixes
+    (tests). With many units it is the result of a search of some hundred schedules at most, the same in every process.
+    """
+
+    @cache
+    def judged(mix: tuple[Strategy, ...]) -> tuple[int, int, Plan]:
+        """Return the peak, its first slot, and the sequential schedule."""
+        plan = sequential(StrategyAssignment(job, mix))
+        by_slot = [need.bytes for need in worst_case_bytes_by_slot(plan)]
+        return max(by_slot), by_slot.index(max(by_slot)), plan
+
+    def peak(mix: tuple[Strategy, ...]) -> int:
+        return judged(mix)[0]
+
+    def descended(mix: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Return the mix after changes of one unit at a time, as long as they lower its peak."""
+        while judged.cache_info().currsize < _MOST:
+            _, slot, plan = judged(mix)
+            changes = [(u, k) for u in _at_work(plan, slot) for k in choices(job.profile) if k is not mix[u]]
+            best = min(((*mix[:u], k, *mix[u + 1 :]) for u, k in changes), key=peak, default=mix)
+            if peak(best) >= peak(mix):
+                break
+            mix = best
+        return mix
+
+    alike = [(strategy,) * len(job.profile.units) for strategy in (Strategy.fsdp, *choices(job.profile))]
+    starts = alike[0], min(alike, key=peak)
+    return min(map(descended, starts), key=peak)  # ties: all fsdp, the first start
+
+
+def _at_work(plan: Plan, slot: int) -> list[int]:
+    """Return the units that a slot uses, or that messages of the slot carry."""
+    period = plan.period
+    found = {u for m in plan.messages if m.slot == slot for u, _ in m.parts}
+    for u in range(len(plan.profile.units)):
+        for micro in range(period.micro_steps):
+            for span in (period.forward(u, micro), period.backward(u, micro)):
+                if span is not None and any(q % period.length == slot for q in range(span[0], span[1] + 1)):
+                    found.add(u)
+    return sorted(found)

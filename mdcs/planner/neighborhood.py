@@ -1,0 +1,275 @@
+"""Small changes to a plan, for a search by replays (:mod:`mdcs.planner.annealing`).
+
+A move returns another candidate, or None if it finds nothing to change. Some moves change a plan, and raise PlanError
+if the result cannot run. Moves do not check whether bytes fit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from mdcs.plan.gradient_readiness import block_ready_fractions, blocks_by_readiness, snap_to_parameter_boundary
+from mdcs.plan.message import Message
+from mdcs.plan.period import Op
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy import choices
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.candidates import Candidate, Candidates, Score
+from mdcs.profile.layout import sections_of
+from mdcs.profile.link import Kind
+
+Move = Callable[[Candidates, Candidate, Score, random.Random], Candidate | None]
+"""A change to a candidate. The score shows where the candidate stalls."""
+PlanMove = Callable[[Plan, random.Random], Plan | None]
+
+_NEAR = (1, 1, 1, 2, 2, 3, 4, 6, 9, 14)  # distances that messages move, in places: mostly short ones
+_MOST_PARTS = 8  # most blocks of a unit
+
+
+# ---- moves of candidates
+
+
+def advance_blocking(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
+    """Move the message that compute waits for to an earlier place. Long waits are chosen most often."""
+    waited = np.cumsum(np.where(score.needed > 0, score.waits, 0.0))
+    if waited[-1] <= 0:
+        return None
+    q = int(np.searchsorted(waited, rng.random() * waited[-1], "right"))
+    i = int(score.needed[q]) - 1
+    place = max(0, i - rng.choice(_NEAR))
+    return _moved(among, now, i, place, now.slots[place])
+
+
+def shift(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
+    """Move a message a few places or slots earlier or later."""
+    n = len(now.messages)
+    i = rng.randrange(n)
+    far = rng.choice(_NEAR) * rng.choice((-1, 1))
+    if rng.random() < 0.5:
+        return _moved(among, now, i, min(n, max(0, i + far)), rng.choice((0, among.length)))
+    slot = among.slot_near(now, i, far)
+    ends = bisect.bisect_left(now.slots, slot), bisect.bisect_right(now.slots, slot)
+    return _moved(among, now, i, rng.choice((*ends, rng.randint(*ends))), slot)
+
+
+def swap(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
+    """Exchange two messages that are near each other."""
+    i = rng.randrange(len(now.messages))
+    j = i + rng.choice(_NEAR)
+    if j >= len(now.messages):
+        return None
+    messages = list(now.messages)
+    messages[i], messages[j] = messages[j], messages[i]
+    return now._replace(messages=messages)
+
+
+def shift_run(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
+    """Move several neighbours, all or those of one kind, a slot or two earlier or later."""
+    n = len(now.messages)
+    begin, far, what = rng.randrange(n), rng.choice((-2, -1, 1, 2)), rng.choice((None, True, False))
+    slots, changed = list(now.slots), False
+    for i in range(begin, min(n, begin + rng.choice((2, 3, 4, 6, 8)))):
+        if what is None or among.all[now.messages[i]].kind.is_gather is what:
+            slots[i], changed = among.slot_near(now, i, far), True
+    if not changed:
+        return None
+    places = sorted(range(n), key=slots.__getitem__)
+    return now._replace(messages=[now.messages[i] for i in places], slots=[slots[i] for i in places])
+
+
+def change_strategy(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
+    """Change the strategy of one unit, or of two.
+
+    Often the second takes the first one's, which keeps the bytes about the same.
+
+    Operations that both strategies have keep their place, all blocks at once: gathers where the first block was,
+    reductions where the last was. A new reduction is sent when it is ready, a new gather shortly before it is needed.
+    """
+    units, profile = range(len(now.strategies)), among.job.profile
+    u = rng.choice(units)
+    changes = {u: rng.choice([k for k in choices(profile) if k is not now.strategies[u]])}
+    if len(units) > 1 and rng.random() < 0.6:
+        v = u + rng.choice((-4, -3, -2, -1, 1, 2, 3, 4)) if rng.random() < 0.5 else rng.choice(units)
+        if v in units and v != u:
+            changes[v] = now.strategies[u] if rng.random() < 0.7 else rng.choice(choices(profile))
+    mix = StrategyAssignment(among.job, tuple(changes.get(u, k) for u, k in enumerate(now.strategies)))
+    if mix.strategies == now.strategies:
+        return None
+    ops = dict.fromkeys(op for op in mix.ops if op.unit in changes)
+    at: dict[Op, int] = {}  # place of an operation that stays, all blocks together
+    for place, m in enumerate(map(among.all.__getitem__, now.messages)):
+        for op in (Op(m.kind, v, m.micro) for v, _ in m.parts if v in changes):
+            if op in ops and not (op.kind.is_gather and op in at):
+                at[op] = place
+    messages: list[int] = []
+    slots: list[int] = []
+
+    def send(parts: Iterable[tuple[tuple[int, int], ...]], like: Message, slot: int, place: int) -> None:
+        found = [among.number(dataclasses.replace(like, parts=each), mix.strategies, now.blocks) for each in parts]
+        messages[place:place] = found
+        slots[place:place] = [slot] * len(found)
+
+    for place, (number, slot) in enumerate(zip(now.messages, now.slots, strict=True)):
+        m = among.all[number]
+        kept = tuple([part for part in m.parts if part[0] not in changes])
+        if len(kept) == len(m.parts):
+            messages.append(number)
+            slots.append(slot)
+            continue
+        here = [v for v in dict.fromkeys(v for v, _ in m.parts) if at.get(Op(m.kind, v, m.micro)) == place]
+        parts = kept + tuple((v, b) for v in here for b in blocks_by_readiness(profile, v, now.blocks[v]))
+        if len(m.parts) > 1 and parts:  # stays fused, in one message per width
+            send(profile.by_width(now.blocks, m.kind, parts), m, slot, len(messages))
+        else:
+            send([(part,) for part in parts], m, slot, len(messages))
+    for op in ops:
+        if op not in at:
+            first, last = mix.window(op)
+            slot = max(first, last - rng.choice((1, 2, 3, 4, 6, 8))) if op.kind.is_gather else first
+            slot %= among.length
+            place = rng.randint(bisect.bisect_left(slots, slot), bisect.bisect_right(slots, slot))
+            blocks = blocks_by_readiness(profile, op.unit, now.blocks[op.unit])
+            send([((op.unit, b),) for b in blocks], Message(op.kind, (), slot, micro=op.micro), slot, place)
+    return Candidate(messages, slots, mix.strategies, now.blocks)
+
+
+def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> Candidate | None:
+    """Move the message at place ``i`` before the message at ``place``.
+
+    Its slot is ``slot``, or the nearest slot that its neighbours and its window allow. Return None if nothing changes
+    or no slot is possible.
+    """
+    messages, slots, length = list(now.messages), list(now.slots), among.length
+    number, before = messages.pop(i), slots.pop(i)
+    place -= place > i
+    low = slots[place - 1] if place else 0
+    high = slots[place] if place < len(slots) else length - 1
+    slot = min(high, max(low, slot))
+    first, last = among.windows[number]
+    if not (first <= slot <= last or first <= slot + length <= last):
+        inside = [q for q in range(low, high + 1) if first <= q <= last or first <= q + length <= last]
+        if not inside:
+            return None
+        slot = min(inside, key=lambda q: abs(q - slot))
+    if place == i and slot == before:
+        return None
+    messages.insert(place, number)
+    slots.insert(place, slot)
+    return now._replace(messages=messages, slots=slots)
+
+
+# ---- moves of plans
+
+
+def repartition(plan: Plan, rng: random.Random) -> Plan | None:
+    """Send a unit in twice as many blocks, or half as many."""
+    u = rng.randrange(len(plan.blocks))
+    now = len(plan.blocks[u])
+    count = rng.choice((now * 2, now // 2, now // 2))
+    total, step = plan.profile.layouts[u].elements, 16 * plan.world  # blocks are multiples of ``step``
+    if not 1 <= count <= _MOST_PARTS or total < step * count:
+        return None
+    cuts = [total * b // count // step * step for b in range(1, count)]
+    inner = [snap_to_parameter_boundary(plan.profile, u, cut, step, total // count) for cut in cuts]
+    sizes = tuple(b - a for a, b in itertools.pairwise([0, *inner, total]))
+    return with_block_sizes(plan, u, sizes)
+
+
+def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
+    """Fuse a message with the next of its kind, or split a fused message in two."""
+    i = rng.randrange(len(plan.messages))
+    a, messages = plan.messages[i], list(plan.messages)
+    if len(a.parts) > 1:
+        cut = rng.randrange(1, len(a.parts))
+        messages[i : i + 1] = [dataclasses.replace(a, parts=a.parts[:cut]), dataclasses.replace(a, parts=a.parts[cut:])]
+        return dataclasses.replace(plan, messages=tuple(messages))
+    near = range(i + 1, min(len(messages), i + 6))
+    j = next((j for j in near if (messages[j].kind, messages[j].micro) == (a.kind, a.micro)), None)
+    if j is None:
+        return None
+    b = messages[j]
+    if a.kind.is_gather:  # at the earlier place, so that no unit is gathered too late
+        messages[i] = dataclasses.replace(a, parts=a.parts + b.parts)
+        del messages[j]
+    else:
+        messages[j] = dataclasses.replace(b, parts=a.parts + b.parts)
+        del messages[i]
+    return dataclasses.replace(plan, messages=tuple(messages))
+
+
+MOVES: dict[Move, float] = {advance_blocking: 1, shift: 5, swap: 3, shift_run: 2, change_strategy: 3}
+"""Moves of candidates, and the relative frequency of each."""
+
+PLAN_MOVES: dict[PlanMove, float] = {repartition: 0.2, fuse_or_split: 0.2}
+"""Moves of plans, and the relative frequency of each. One takes as long as a dozen moves of candidates."""
+
+
+def merge_adjacent_blocks(plan: Plan, unit: int, *, apart: bool) -> Plan | None:
+    """Return the plan with pairs of a unit's blocks merged, or None without any pair.
+
+    Two blocks are merged if they follow each other in every kind of message. Unless ``apart``, their gradients must
+    also become ready together. A merged block is reduced where its last block was, and gathered where its first was.
+    """
+    sent: dict[int, dict[tuple[Kind, int], int]] = {b: {} for b in range(len(plan.blocks[unit]))}
+    for i, m in enumerate(plan.messages):
+        for u, b in m.parts:
+            if u == unit:
+                stays = len(m.parts) > 1 or m.blocking
+                sent[b][m.kind, m.micro] = -2 * i - 2 if stays else i  # negative and even: never next to another number
+    parts = block_ready_fractions(plan.profile, unit, plan.blocks[unit])
+    sections = sections_of(plan.profile.layouts[unit], plan.blocks[unit])
+    first, b = set[int](), 0  # first block of each pair
+    while b + 1 < len(parts):
+        neighbours = bool(sent[b]) and all(abs(i - sent[b + 1][op]) == 1 for op, i in sent[b].items())
+        if neighbours and sections[b] == sections[b + 1] and (apart or parts[b] == parts[b + 1]):
+            first.add(b)
+            b += 1
+        b += 1
+    if not first:
+        return None
+    number = list(itertools.accumulate([b - 1 not in first for b in range(len(parts))]))  # block -> new block, from 1
+    messages = []
+    for i, m in enumerate(plan.messages):
+        (u, b), *more = m.parts
+        if u == unit and not more and (b in first or b - 1 in first):
+            other = sent[b + 1 if b in first else b - 1][m.kind, m.micro]
+            if (i < other) is not m.kind.is_gather:
+                continue
+        messages.append(dataclasses.replace(m, parts=tuple([(v, number[c] - 1 if v == unit else c) for v, c in m.parts])))
+    sizes = [0] * number[-1]
+    for b, size in enumerate(plan.blocks[unit]):
+        sizes[number[b] - 1] += size
+    blocks = (*plan.blocks[:unit], tuple(sizes), *plan.blocks[unit + 1 :])
+    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))
+
+
+def with_block_sizes(plan: Plan, unit: int, sizes: tuple[int, ...]) -> Plan:
+    """Return the plan with blocks of these sizes (elements) for ``unit``.
+
+    Its gathers are sent where the first old block was, its reductions where the last was.
+    """
+    blocks = (*plan.blocks[:unit], sizes, *plan.blocks[unit + 1 :])
+    at: dict[Op, Message] = {}
+    for m in plan.messages:
+        op = Op(m.kind, unit, m.micro)
+        if any(u == unit for u, _ in m.parts) and not (op.kind.is_gather and op in at):
+            at[op] = m
+    messages: list[Message] = []
+    for m in plan.messages:
+        if not any(u == unit for u, _ in m.parts):
+            messages.append(m)
+            continue
+        kept = tuple([p for p in m.parts if p[0] != unit])
+        here = at[Op(m.kind, unit, m.micro)] is m
+        parts = kept + tuple([(unit, b) for b in blocks_by_readiness(plan.profile, unit, sizes) if here])
+        if len(m.parts) > 1 and parts:  # stays fused
+            messages.append(dataclasses.replace(m, parts=parts))
+        else:
+            messages += [dataclasses.replace(m, parts=(part,)) for part in parts]
+    return dataclasses.replace(plan, blocks=blocks, messages=tuple(messages))

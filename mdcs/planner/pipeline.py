@@ -1,0 +1,116 @@
+"""From a job and a byte budget to a plan: choose a mix, schedule it, fit it to the budget, replay it."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import cast
+
+from mdcs.plan.job import Job
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.worst_case import check
+from mdcs.planner.budget_repair import fastest_repair
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
+from mdcs.profile.schema import Profile
+from mdcs.simulator.kernel import MAX_PERIODS
+from mdcs.simulator.simulate import replay
+
+
+def floor_bytes(job: Job | Profile) -> int:
+    """Return the smallest feasible peak in bytes, reserve included.
+
+    It is the sequential peak of the :func:`mdcs.planner.memory_floor.min_peak_strategies` mix. A profile counts as a
+    job with default settings.
+    """
+    return PlanningProblem(Job.of(job), None).floor
+
+
+def unsharded_bytes(job: Job | Profile) -> int:
+    """Return the peak of data parallelism without sharding in bytes, reserve included: every unit dp."""
+    job = Job.of(job)
+    return PlanningProblem(job, None).peak((Strategy.dp,) * len(job.profile.units))
+
+
+def make_plan(
+    job: Job | Profile,
+    strategy: StrategyPlanner | JointPlanner,
+    scheduler: Scheduler | None = None,
+    *,
+    budget: int | None = None,
+    schedule_share: float | None = None,
+) -> Plan:
+    """Return a plan within ``budget`` bytes per rank (None: unlimited), with the prediction of its replay.
+
+    - ``job``: a job, or a profile, which counts as a job with default settings.
+    - ``strategy``: a strategy planner, or a joint planner. A joint planner takes no scheduler and no share.
+    - ``schedule_share``: part s in [0, 1] of the slack above the floor that is for the schedule. The strategies may use
+      floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
+      sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule the
+      rest.
+
+    Raises InfeasibleBudget, with the smallest feasible budget in bytes, and ValueError for arguments that contradict
+    each other.
+    """
+    if schedule_share is not None and not 0 <= schedule_share <= 1:
+        raise ValueError(f"schedule_share must be in [0, 1], got {schedule_share}")
+    if schedule_share is not None and budget is None:
+        raise ValueError("schedule_share divides a budget: set one")
+    problem = PlanningProblem(Job.of(job), budget)
+    if decides_schedule(strategy):
+        if scheduler is not None or schedule_share is not None:
+            raise ValueError(f"strategy {strategy.name} decides the schedule and divides the budget itself")
+        plan = strategy.plan(problem)
+        check(plan)
+        return _predicted(plan, strategy.name)
+    strategy = cast(StrategyPlanner, strategy)
+    if scheduler is None:
+        raise ValueError(f"strategy {strategy.name} needs a scheduler")
+    if budget is None or schedule_share is None:
+        choice, cap = strategy.choose(problem), budget
+    else:
+        choice, cap = _shared(strategy, problem, budget, schedule_share)
+    plan = scheduler.schedule(dataclasses.replace(problem.mix(choice.strategies), budget=cap))
+    said = [f"strategies {choice.outcome}"] if choice.outcome else []
+    said += [f"schedule {plan.outcome}"] if plan.outcome else []
+    # The scheduler's bound holds for one mix and one share only, so it is dropped.
+    plan = dataclasses.replace(plan, budget=None, outcome="; ".join(said), bound_s=None)
+    if cap is not None:
+        plan = fastest_repair(plan, cap)
+        check(plan)
+    return _predicted(plan, strategy.name)
+
+
+def _shared(strategy: StrategyPlanner, problem: PlanningProblem, budget: int, share: float) -> tuple[StrategyDecision, int]:
+    """Return the mix, and the cap of the schedule in bytes, each with its share of the slack."""
+    floor = problem.floor
+
+    def for_strategy(budget: int) -> int:
+        return budget - int(share * max(0, budget - floor))
+
+    try:
+        choice = strategy.choose(dataclasses.replace(problem, budget=for_strategy(budget)))
+    except InfeasibleBudget as e:
+        if e.smallest is None or (share == 1 and e.smallest > floor):
+            raise InfeasibleBudget(budget, None, f"{e.what} beside schedule_share {share:g}") from e
+        high = max(floor, e.smallest)
+        while for_strategy(high) < e.smallest:
+            high = floor + 2 * (high - floor)
+        smallest = bisect.bisect_left(range(high), e.smallest, lo=floor, key=for_strategy)
+        raise InfeasibleBudget(budget, smallest, e.what) from e
+    if budget < floor:
+        problem.starts()
+    return choice, problem.peak(choice.strategies) + budget - for_strategy(budget)
+
+
+def _predicted(plan: Plan, strategy: str) -> Plan:
+    """Return the plan with its strategy's name and the prediction of its replay.
+
+    Planners' own estimates are never reported.
+    """
+    found = replay(plan)
+    outcome = plan.outcome
+    if not found.settled:
+        outcome = "; ".join([outcome] * bool(outcome) + [f"periods differ after {MAX_PERIODS}: predicted is the last"])
+    return dataclasses.replace(plan, strategy=strategy, prediction=found.prediction(), outcome=outcome)

@@ -1,0 +1,388 @@
+"""The profile of a job: its units, slots, optimizer and link.
+
+A :class:`Profile` is measured (``mdcs.profiler.model_profile``) or written by hand (for tests, and for clusters that one does
+not have). Planners and the simulator read nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.execution import ExecutionModel
+from mdcs.profile.layout import Layout, Section, sections_of
+from mdcs.profile.link import Kind, Link
+from mdcs.sizes import MIB
+
+SCHEMA = 6
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest group of parameters that is sharded, gathered, reduced and updated together.
+
+    - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one type and one optimizer
+      parameter group. The lengths sum to ``numel``. Each parameter counts with the padding behind it
+      (:func:`mdcs.sizes.aligned`); in profiles of older versions parameters are not padded.
+    - ``sections``: consecutive parts of one type. Empty: all elements have the profile's widths.
+    - ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
+    - ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no gradient
+      flows through the unit.
+    - ``gradients``: (elements, fraction) of each parameter in flat order. The gradient is ready when this fraction of the
+      last backward slot is over. Empty: all gradients are ready at the end of the slot.
+    - ``aliased``: forward reads the unit's memory outside of its modules, through a tensor that shares the memory.
+
+    Raises ValueError for an empty segment, for sections that are not made of whole segments, for a trainable unit
+    without ``backward``, and for ``gradients`` with other elements or with a fraction outside 0..1.
+    """
+
+    name: str
+    segments: tuple[int, ...]
+    trainable: bool
+    forward: tuple[int, int]
+    backward: tuple[int, int] | None
+    sections: tuple[Section, ...] = ()
+    gradients: tuple[tuple[int, float], ...] = ()
+    aliased: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.segments or min(self.segments) < 1:
+            raise ValueError(f"unit {self.name}: segments must be positive, got {self.segments}")
+        ends = set(itertools.accumulate(self.segments))
+        sections = list(itertools.accumulate(s.numel for s in self.sections)) or [self.numel]
+        if not ends.issuperset(sections) or sections[-1] != self.numel:
+            raise ValueError(f"unit {self.name}: segments {self.segments} do not make sections that end at {sections}")
+        if self.trainable and self.backward is None:
+            raise ValueError(f"unit {self.name}: is trainable but has no backward slot")
+        if self.gradients and (
+            sum(n for n, _ in self.gradients) != self.numel or not all(n > 0 and 0 <= part <= 1 for n, part in self.gradients)
+        ):
+            raise ValueError(f"unit {self.name}: gradients {self.gradients} are not of {self.numel} elements, each within a slot")
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters, as ``segments`` count them."""
+        return sum(self.segments)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One compute interval: forward (``F``) or backward (``B``) of one use of ``unit``.
+
+    - ``unit``: index of the unit.
+    - ``seconds``: compute time.
+    - ``live``: bytes at the start of the slot. They count activations, workspace and everything else that is not a
+      registered buffer.
+    - ``peak``: the most such bytes during the slot. They include the bytes that the next slot begins with.
+
+    Raises ValueError for another phase, and for a negative number.
+    """
+
+    unit: int
+    phase: str
+    seconds: float
+    live: int
+    peak: int
+
+    def __post_init__(self) -> None:
+        if self.phase not in ("F", "B"):
+            raise ValueError(f"slot phase must be 'F' or 'B', got {self.phase!r}")
+        if self.seconds < 0 or self.live < 0 or self.peak < 0:
+            raise ValueError("slot seconds and bytes must be >= 0")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes and time of an update.
+
+    A *run* is a contiguous piece of a shard with one parameter group. The optimizer sees a run as one tensor.
+
+    - ``state_tensors``: optimizer state, in copies of the run. A fraction: several ranks share the state.
+    - ``state_fixed``: further bytes of state per run (Adam: its step counter).
+    - ``scratch_tensors``: temporary memory of an update, in copies of the largest run (non-fused Adam: 2).
+    - ``seconds_per_element``, ``seconds_per_run``: update time.
+    - ``scratch_fixed``: further bytes of temporary memory.
+    - ``scratch_fixed_of``: (width, bytes) pairs that replace ``scratch_fixed`` for elements of that width in bytes.
+    """
+
+    name: str = "sgd"
+    state_tensors: float = 0
+    state_fixed: int = 0
+    scratch_tensors: int = 0
+    seconds_per_element: float = 0.0
+    seconds_per_run: float = 0.0
+    scratch_fixed: int = 0
+    scratch_fixed_of: tuple[tuple[int, int], ...] = ()
+
+    def scratch(self, elements: int, width: int) -> int:
+        """Return the temporary bytes that the update of a run needs, in addition to the state."""
+        return self.scratch_tensors * width * elements + dict(self.scratch_fixed_of).get(width, self.scratch_fixed)
+
+
+_LARGEST_BLOCK = 16 * MIB
+
+
+@dataclass(frozen=True)
+class Contention:
+    """The cost of communication where compute, copies and the runtime share the same cores: of the CPU backend only.
+
+    All values are 0 on a GPU. :func:`mdcs.profiler.contention_fit.fit_contention` fits them.
+
+    - ``compute_per_message`` (s): compute time lost per message that completes while computing.
+    - ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.
+    - ``compute_per_work`` (fraction): compute time lost per second of copying, summing and updating that the message
+      causes.
+    - ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
+      gap and β are measured while nothing computes. The longer of the two counts, never their sum.
+    - ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
+    - ``turn_seconds`` (s): time of the training loop between backward and the next forward.
+
+    Raises ValueError for a negative number.
+    """
+
+    compute_per_message: float = 0.0
+    compute_per_byte: float = 0.0
+    compute_per_work: float = 0.0
+    message_seconds: float = 0.0
+    seconds_per_byte: float = 0.0
+    dispatch_seconds: float = 0.0
+    turn_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 0:
+                raise ValueError(f"contention {name} must be >= 0, got {value}")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, float]) -> Contention:
+        """Return the contention of ``dataclasses.asdict``. Values that older profiles had in addition are dropped."""
+        return cls(**{name: value for name, value in data.items() if name not in ("compute_per_wait", "all_reduce")})
+
+
+def with_tuples(value: Any) -> Any:
+    """Return plain containers as read from JSON, with tuples instead of lists: dataclasses can be made of them."""
+    if isinstance(value, dict):
+        return {key: with_tuples(each) for key, each in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
+
+
+def is_far_off(predicted_s: float, measured_s: float) -> bool:
+    """Whether a prediction differs from the measurement by more than half of the measurement."""
+    return abs(predicted_s - measured_s) > measured_s / 2
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measurements of one (model, batch, device, world).
+
+    - ``slots``: slots of one micro-step in executed order: all forward slots, then all backward slots.
+    - ``collectives``: the algorithms that carry the messages. The link was measured with them.
+    - ``param_bytes``, ``grad_bytes``: bytes of an element in compute and on the wire. Units with ``sections`` have their
+      own widths.
+    - ``master_bytes``: bytes of an element of the copy that the optimizer updates in mixed precision. 0: the optimizer
+      updates the parameters themselves.
+    - ``interference``: slowdown of compute while a message is in flight (0.2 = 20 %).
+    - ``contention``: cost of messages by their number and bytes.
+    - ``execution``: how the backend executes messages.
+    - ``copy_seconds_per_byte``: cost of packing a fused message.
+    - ``about``: free text for people and for file names: model, device, versions.
+    - ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
+    - ``calibration_runs``: (predicted, measured) seconds per step of the plans that the profile was fitted to, by name.
+      ``unreliable_runs`` selects the plans whose two numbers are far apart.
+
+    Raises ValueError for another schema, a number out of range, slots in another order, and an index of a unit or slot
+    that does not exist.
+    """
+
+    units: tuple[Unit, ...]
+    slots: tuple[Slot, ...]
+    world: int
+    link: Link
+    optimizer: Optimizer = Optimizer()
+    param_bytes: int = 4
+    grad_bytes: int = 4
+    master_bytes: int = 0
+    collectives: Collectives = Collectives()
+    interference: float = 0.0
+    contention: Contention = Contention()
+    execution: ExecutionModel = ExecutionModel()
+    copy_seconds_per_byte: float = 0.0
+    about: dict[str, str] = field(default_factory=dict, hash=False)
+    spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    calibration_runs: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        _check_schema(self.schema)
+        if self.world < 1:
+            raise ValueError(f"world must be >= 1, got {self.world}")
+        if self.per_node and (not 1 < self.per_node < self.world or self.world % self.per_node):
+            raise ValueError(f"link per_node must be 0, or more than 1 and divide world={self.world}, got {self.per_node}")
+        if self.interference < 0:
+            raise ValueError(f"interference must be >= 0, got {self.interference}")
+        phases = "".join(s.phase for s in self.slots)
+        if not self.slots or phases.lstrip("F").strip("B") or not phases.startswith("F") or "B" not in phases:
+            raise ValueError("slots must be all forward slots followed by all backward slots, at least one of each")
+        for u, unit in enumerate(self.units):
+            for span, count in ((unit.forward, self.forward_slots), (unit.backward, self.backward_slots)):
+                if span is not None and not 0 <= span[0] <= span[1] < count:
+                    raise ValueError(f"unit {u} ({unit.name}): span {span} is outside its {count} slots")
+        for s, slot in enumerate(self.slots):
+            if not 0 <= slot.unit < len(self.units):
+                raise ValueError(f"slot {s}: no unit {slot.unit}")
+
+    @cached_property
+    def forward_slots(self) -> int:
+        """Number of forward slots in a micro-step."""
+        return sum(s.phase == "F" for s in self.slots)
+
+    @cached_property
+    def backward_slots(self) -> int:
+        """Number of backward slots in a micro-step."""
+        return len(self.slots) - self.forward_slots
+
+    @cached_property
+    def unreliable_runs(self) -> dict[str, tuple[float, float]]:
+        """Entries of ``calibration_runs`` whose prediction is off by more than half. They put all predictions in doubt."""
+        return {name: seconds for name, seconds in self.calibration_runs.items() if is_far_off(*seconds)}
+
+    @property
+    def reliability_warning(self) -> str:
+        """The ``unreliable_runs`` plans with both numbers, in words; empty if there are none."""
+        each = (f"{name} {told * 1e3:.1f} ms, measured {seen * 1e3:.1f}" for name, (told, seen) in self.unreliable_runs.items())
+        return f"predictions are off by more than half in calibration runs ({'; '.join(each)})" if self.unreliable_runs else ""
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether some units have their own element widths."""
+        return any(unit.sections for unit in self.units)
+
+    @cached_property
+    def has_gradient_times(self) -> bool:
+        """Whether some unit says when its gradients are ready."""
+        return any(unit.gradients for unit in self.units)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layout of each unit's flat buffer: sections and their widths. Frozen units have no masters."""
+        out = []
+        for unit in self.units:
+            sections = unit.sections or (Section(unit.numel, self.param_bytes, self.grad_bytes, self.master_bytes),)
+            if not unit.trainable:
+                sections = tuple(dataclasses.replace(s, master_bytes=0) for s in sections)
+            out.append(Layout(sections, self.world))
+        return tuple(out)
+
+    @cached_property
+    def block(self) -> int:
+        """Default partition size of units, in payload bytes.
+
+        The size saturates the link. It also keeps the fixed cost of a message while computing to at most a tenth of its
+        total, up to a limit of 16 MiB.
+        """
+        each = max(self.contention.message_seconds, self.contention.compute_per_message)
+        per_byte = max(self.link.beta) * (self.world - 1) / self.world
+        return max(self.link.block, int(min(9 * each / per_byte, _LARGEST_BLOCK)) if per_byte else 0)
+
+    def wire(self, kind: Kind, size: int) -> int:
+        """Return the bytes that one rank sends. ``size``: bytes of the message's whole payload."""
+        return self.collectives.sent(kind, size, self.world, self.per_node)
+
+    def buffer(self, kind: Kind, size: int) -> int:
+        """Return the bytes of the algorithm's own buffer on every rank, in addition to the message.
+
+        The result is in elements if ``size`` is in elements.
+        """
+        return self.collectives.buffer(kind, size, self.world, self.per_node)
+
+    def width(self, blocks: Sequence[tuple[int, ...]], kind: Kind, part: tuple[int, int]) -> int:
+        """Return the bytes of an element of a (unit, block) pair on the wire, in a message of this kind."""
+        layout, block = self.layouts[part[0]], part[1]
+        return layout.sections[sections_of(layout, blocks[part[0]])[block]].width(kind.is_gather)
+
+    def by_width(
+        self, blocks: Sequence[tuple[int, ...]], kind: Kind, parts: tuple[tuple[int, int], ...]
+    ) -> list[tuple[tuple[int, int], ...]]:
+        """Return the parts grouped by element width: a message carries elements of one width."""
+        if not self.is_mixed:
+            return [parts]
+        found: dict[int, list[tuple[int, int]]] = {}
+        for part in parts:
+            found.setdefault(self.width(blocks, kind, part), []).append(part)
+        return [tuple(alike) for alike in found.values()]
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of a node. 0 unless there are several nodes of several ranks."""
+        return self.link.per_node
+
+    def group(self, kind: Kind) -> int:
+        """Return the number of ranks that share a message of this kind: the world, or the ranks of a node."""
+        return self.per_node if kind.in_node else self.world
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as plain containers. Empty ``per_node``, ``gradients`` and ``aliased`` are left out,
+        and the ``execution`` of CPUs.
+        """
+        data = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        if self.execution == ExecutionModel():
+            del data["execution"]
+        if not self.per_node:
+            del data["link"]["per_node"]
+        for unit in data["units"]:
+            if not unit["gradients"]:
+                del unit["gradients"]
+            if not unit["aliased"]:
+                del unit["aliased"]
+        return data
+
+    def to_json(self) -> str:
+        """Return the text of profile.json: every field, with the schema."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Profile:
+        """Return the profile of :meth:`to_dict`. Raises ValueError for an unknown schema or a missing field."""
+        try:
+            _check_schema(data["schema"])  # first: another schema may lack fields that are read below
+            d = with_tuples(data)
+            return cls(
+                units=tuple(Unit(**u | {"sections": tuple(Section(**s) for s in u.get("sections", ()))}) for u in d["units"]),
+                slots=tuple(Slot(**s) for s in d["slots"]),
+                link=Link(**d["link"]),
+                optimizer=Optimizer(**d["optimizer"]),
+                collectives=Collectives.from_dict(d["collectives"]),
+                contention=Contention.from_dict(d["contention"]),
+                execution=ExecutionModel(**d.get("execution", {})),
+                # Strategies of profiles may have old names.
+                calibration_runs={name.replace("zero1", "zero2"): seconds for name, seconds in d["rehearsed"].items()},
+                **{
+                    k: d[k]
+                    for k in (
+                        "world", "param_bytes", "grad_bytes", "master_bytes", "interference",
+                        "copy_seconds_per_byte", "about", "spread", "schema",
+                    )
+                },
+            )  # fmt: skip
+        except (KeyError, TypeError, IndexError) as e:
+            raise ValueError(f"not a profile: {e}") from e
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Return the profile of :meth:`to_json`. Raises ValueError for text that is not a profile of this schema."""
+        return cls.from_dict(json.loads(text))
+
+
+_KEYS = {"calibration_runs": "rehearsed"}
+"""Keys of profile.json that are not the names of their fields."""
+
+
+def _check_schema(schema: int) -> None:
+    if schema != SCHEMA:
+        raise ValueError(f"profile schema {schema} is not the supported {SCHEMA}")

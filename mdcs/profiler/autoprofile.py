@@ -1,0 +1,118 @@
+"""Measure all that planning reads, on all ranks at once: the one way to a profile, of the library and of its programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.emulation import Emulation
+from mdcs.model.units import ModelUnit
+from mdcs.planner.pipeline import unsharded_bytes
+from mdcs.profile.schema import Profile
+from mdcs.profiler.consensus import barrier, merge_profiles, on_all_ranks, phase
+from mdcs.profiler.contention_fit import STEPS, measure_contention
+from mdcs.profiler.interference import measure_interference
+from mdcs.profiler.link_timing import MeasuredLink, measure_link
+from mdcs.profiler.memory_bounds import profiling_bytes, require_floor, require_model_fits, warn_profiling_memory
+from mdcs.profiler.model_profile import measure_profile, refuse_meta
+from mdcs.sizes import Share, budget_of
+
+SECONDS = 16.0
+"""Default time budget of a profile."""
+_LINK, _MODEL = 0.2, 0.25  # of the time budget; the rest is for the contention
+
+
+def end_of(seconds: float) -> float:
+    """Return the time of :func:`time.monotonic` at which a budget of ``seconds`` ends. Raises ValueError for none."""
+    if not seconds > 0:
+        raise ValueError(f"seconds must be > 0, got {seconds!r}")
+    return time.monotonic() + seconds
+
+
+def autoprofile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: list[ModelUnit],
+    step: Callable[[], Tensor],
+    *,
+    link: MeasuredLink | None = None,
+    depth: int | None = 2,
+    algorithm: str | None = None,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    iterations: int = 3,
+    about: dict[str, str] | None = None,
+    emulate: Emulation | None = None,
+    computes: bool = True,
+    budget: int | str | None = None,
+    seconds: float = SECONDS,
+    progress: bool = True,
+) -> Profile:
+    """Return the profile of this job, the same on all ranks. Collective: call it on every rank.
+
+    1. The link is measured, or taken from ``link``.
+    2. Slots and updates are measured in some steps of the model alone.
+    3. On a GPU, steps beside messages give the interference. On a CPU, a few plans run for some steps each, to which the
+       contention is fitted; :attr:`mdcs.Profile.calibration_runs` says how well the profile predicts them.
+
+    Model and optimizer are not changed.
+
+    - ``step``: runs one forward pass on a typical batch and returns the loss.
+    - ``depth``: messages in flight. None: as many as are best. On NCCL it is one.
+    - ``algorithm``: name of a family of collective algorithms. None: the fastest.
+    - ``master_dtype``, ``grad_dtype``, ``about``: those of :func:`mdcs.measure_profile`.
+    - ``iterations``: the most steps of the second phase.
+    - ``emulate``: that of :func:`mdcs.parallelize`.
+    - ``computes``: False where computing only waits, so that messages take none of its time.
+    - ``budget``: bytes per rank, or a text such as "40 GiB" or "70%" (:func:`mdcs.sizes.budget_of`). The plans of the
+      third phase keep it, and a budget that no plan can keep is refused as soon as that is known. The model itself is
+      measured whole: a warning says how much that holds, if it is more.
+    - ``seconds``: time budget of the phases. They measure more often while it lasts, and each thing once in any case.
+    - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
+
+    What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
+    Raises ValueError for a family that the backend does not have and for ``seconds`` that are not above 0, and what
+    :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
+    Raises InfeasibleBudget, see above.
+    """
+    wanted, until = budget_of(budget), end_of(seconds)
+    limit = None if isinstance(wanted, Share) else wanted
+    refuse_meta(model)  # before the link, whose backend has no such device
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
+    with on_all_ranks(tells=progress):
+        known = profiling_bytes(units)
+        if limit is not None:
+            require_model_fits(units, optimizer, limit, world, master_dtype)
+            if is_first:
+                warn_profiling_memory(known, limit)
+        if link is None:
+            phase("measuring the link", _LINK * seconds)
+            link = measure_link(units[0].parameters[0][1].device, depth=depth, algorithm=algorithm)
+        if processes > 1:
+            barrier()  # so that all compute side by side, as in training
+        phase("measuring the model", _MODEL * seconds)
+        profile = measure_profile(
+            model, units, step, optimizer, world=world, link=link.link,
+            collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype, grad_dtype=grad_dtype,
+            seconds=_MODEL * seconds,
+        )  # fmt: skip
+        profile = merge_profiles(dataclasses.replace(profile, spread=profile.spread | link.spread))
+        if isinstance(wanted, Share):
+            limit = wanted.of(unsharded_bytes(profile))
+        if limit is not None:
+            require_floor(profile, limit)
+            if is_first and known <= limit:
+                warn_profiling_memory(profiling_bytes(units, profile), limit)
+        left = max(0.0, until - time.monotonic())
+        least = STEPS * sum(slot.seconds for slot in profile.slots)
+        phase("running a few plans to see what compute and messages cost each other", max(left, least))
+        profile = measure_interference(profile, model, step, emulate=emulate)
+        return measure_contention(
+            profile, model, units, step, optimizer, seconds=left, shares_cores=computes, emulate=emulate, budget=limit
+        )

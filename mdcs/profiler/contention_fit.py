@@ -1,0 +1,264 @@
+"""Fit the contention model of a CPU: what compute, messages and the training loop cost each other on shared cores.
+
+A few plans run with the real model in the real runtime, in turns with compute alone. On a CPU a message that ends wakes
+threads on every rank, and takes processor time, caches and memory bandwidth from compute. All of it depends on how many
+ranks share the cores, so it is seen only with all of them.
+
+:func:`fit_contention` is the one place where :class:`mdcs.profile.schema.Contention` is fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.emulation import Emulation
+from mdcs.model.units import ModelUnit
+from mdcs.plan.plan import Plan
+from mdcs.plan.times import StepTimes
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.registry import Scheduler
+from mdcs.planner.schedulers.dear import Dear
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.schema import Contention, Profile
+from mdcs.profiler.autotune import run_periods
+from mdcs.profiler.consensus import all_gather_object
+from mdcs.profiler.model_profile import time_compute_alone
+from mdcs.profiler.regression import nonneg_line_fit
+from mdcs.profiler.timing import machine_id
+from mdcs.simulator.simulate import replay
+
+_PERIODS, _MOST_ROUNDS = 2, 3
+_STABLE = 0.03  # relative change of the mean step from round to round below which no further round is run
+_SWEEPS = 8
+_TRUST = 0.05  # relative error of a step that weighs as much as one unit of distance from the first guess
+# The first overlaps nothing; of the next two one has few large messages, the other many. The last has all-reduces.
+CALIBRATION_PLANS: tuple[tuple[str, Scheduler], ...] = (
+    ("zero2", Sequential()),
+    ("zero2", Dear()),
+    ("fsdp", Wfbp()),
+    ("dp", Wfbp()),
+)
+
+
+STEPS = 3 + len(CALIBRATION_PLANS) * (2 + _PERIODS)
+"""Steps of one round: compute alone, then each plan with a warm-up and a last period that is cut short."""
+
+
+class StepBreakdown(NamedTuple):
+    """Seconds per iteration: compute runs, compute waits, messages are in flight, and processor time of the process."""
+
+    computing: float
+    waiting: float
+    communicating: float
+    processor: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Seconds of the iteration."""
+        return self.computing + self.waiting
+
+    @classmethod
+    def of(cls, times: StepTimes, processor: float = 0.0) -> StepBreakdown:
+        """Return the same seconds from the times of a step."""
+        assert times.compute_s is not None and times.stalled_s is not None and times.communication_s is not None
+        return cls(times.compute_s, times.stalled_s, times.communication_s, processor)
+
+
+def measure_contention(
+    profile: Profile,
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    seconds: float = 12.0,
+    shares_cores: bool = True,
+    emulate: Emulation | None = None,
+    budget: int | None = None,
+) -> Profile:
+    """Return the profile with slots and contention fitted to a few plans, on a CPU. Collective, with equal profiles.
+
+    Plans and compute alone take turns: a shared machine is faster in one minute than in the next. Rounds end when the
+    steps are stable or ``seconds`` are over; one round runs in any case. The model is not changed.
+
+    - ``step``, ``optimizer``: those of :func:`mdcs.profiler.model_profile.measure_profile`.
+    - ``shares_cores``: False where compute only waits, so that messages take nothing from it.
+    - ``emulate``: that of :func:`mdcs.parallelize`.
+    - ``budget``: bytes per rank that the plans keep. A strategy that does not fit is replaced by a mix that does.
+
+    Rank 0 warns of predictions that are more than half off all the same. Raises InfeasibleBudget where no plan fits.
+    """
+    if profile.world == 1 or units[0].parameters[0][1].device.type != "cpu":
+        return profile
+    until = time.monotonic() + seconds
+    plans = [_calibration_plan(profile, strategy, scheduler, budget) for strategy, scheduler in CALIBRATION_PLANS]
+    alone: list[StepBreakdown] = []
+    rounds: list[list[StepBreakdown]] = []
+    while len(rounds) < _MOST_ROUNDS and not _is_enough(rounds, until):
+        alone.append(
+            _mean(
+                [
+                    StepBreakdown(computing, 0.0, 0.0, used)
+                    for computing, used in all_gather_object(time_compute_alone(model, units, step))
+                ]
+            )
+        )
+        rounds.append([_run(plan, model, units, step, optimizer, emulate) for plan in plans])
+    lost = _busy_cores() if shares_cores else 0.0
+    found = fit_contention(profile, plans, [_typical(runs, alone) for runs in zip(*rounds, strict=True)], _median(alone), lost)
+    if found.unreliable_runs and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(f"{found.reliability_warning}: is the machine busy? measure again", stacklevel=3)
+    return found
+
+
+def fit_contention(
+    profile: Profile, plans: Sequence[Plan], seen: Sequence[StepBreakdown], alone: StepBreakdown, lost: float = 1.0
+) -> Profile:
+    """Return the profile with the contention whose replays of ``plans`` come nearest to ``seen``.
+
+    1. Slots are scaled to the compute seconds ``alone``.
+    2. Lines over the bytes of a message give its processor time and its time in flight beside compute.
+    3. Compute loses ``lost`` (0 to 1) of the processor time, of copies and of updates. This fraction, a factor of the
+       time in flight, the delay after a wait and the time between backward and forward are varied until the replayed
+       steps fit. Far guesses need clear evidence (ridge regression).
+
+    ``calibration_runs`` of the result says how well the profile predicts the plans.
+    """
+    slots = sum(slot.seconds for slot in profile.slots)
+    scale = alone.computing / slots if slots else 1.0
+    profile = dataclasses.replace(
+        profile, slots=tuple(dataclasses.replace(slot, seconds=slot.seconds * scale) for slot in profile.slots)
+    )
+    sizes = [sum(map(plan.wire, plan.messages)) for plan in plans]
+    counts = [max(1, len(plan.messages)) for plan in plans]
+    used = [max(0.0, s.processor - alone.processor - _work(plan)) for plan, s in zip(plans, seen, strict=True)]
+    of_message, of_byte = nonneg_line_fit([(b / n, u / n) for b, n, u in zip(sizes, counts, used, strict=True)], relative=True)
+    flights = [(b / n, s.communicating / n) for b, n, s in zip(sizes, counts, seen, strict=True)]
+    in_flight, in_flight_per_byte = nonneg_line_fit(flights[1:], relative=True)  # the first plan's messages run beside no compute
+
+    def contention(values: Sequence[float]) -> Contention:
+        share, stretch, dispatch_s, turn_s = values
+        return Contention(
+            share * of_message, share * of_byte, share, stretch * in_flight, stretch * in_flight_per_byte, dispatch_s, turn_s
+        )
+
+    turn = max(0.0, seen[0].waiting - _replay(plans[0], profile, Contention()).waiting)
+    guess = [lost, 1.0, 0.0, turn / 2]
+    scales = [0.5 * lost, 0.5, 1e-3, max(turn / 2, 1e-3)]
+    values = _nearest(guess, scales, lambda v: _error(profile, plans, seen, contention(v)))
+    profile = dataclasses.replace(profile, contention=contention(values))
+    steps = ((_replay(plan, profile, profile.contention).step, s.step) for plan, s in zip(plans, seen, strict=True))
+    return dataclasses.replace(profile, calibration_runs=dict(zip(map(_name, plans, CALIBRATION_PLANS), steps, strict=True)))
+
+
+def _nearest(guess: Sequence[float], scales: Sequence[float], error: Callable[[Sequence[float]], float]) -> list[float]:
+    """Return values >= 0 near ``guess`` with the least error, by coordinate search with shrinking steps.
+
+    A value's distance from its guess adds to the error: its square in units of its scale, times ``_TRUST`` squared.
+    """
+
+    def total(values: Sequence[float]) -> float:
+        off = (((v - g) / s) ** 2 for v, g, s in zip(values, guess, scales, strict=True) if s)
+        return error(values) + _TRUST**2 * sum(off)
+
+    values, steps = list(guess), [s / 2 for s in scales]
+    best = total(values)
+    for _ in range(_SWEEPS):
+        for i, step in enumerate(steps):
+            tried = [[*values[:i], max(0.0, values[i] + sign * step), *values[i + 1 :]] for sign in (1, -1)]
+            found, nearer = min((total(each), each) for each in tried)
+            if found < best:
+                best, values = found, nearer
+            else:
+                steps[i] /= 2
+    return values
+
+
+def _error(profile: Profile, plans: Sequence[Plan], seen: Sequence[StepBreakdown], contention: Contention) -> float:
+    """Return the sum of squared errors relative to the steps: of the steps, and with less weight of their parts."""
+    out = 0.0
+    for plan, s in zip(plans, seen, strict=True):
+        told = _replay(plan, profile, contention)
+        parts = (told.computing - s.computing, 0.5), (told.communicating - s.communicating, 0.3)
+        out += ((told.step - s.step) / s.step) ** 2 + sum((weight * off / s.step) ** 2 for off, weight in parts)
+    return out
+
+
+def _replay(plan: Plan, profile: Profile, contention: Contention) -> StepBreakdown:
+    profile = dataclasses.replace(profile, contention=contention)
+    return StepBreakdown.of(replay(dataclasses.replace(plan, job=dataclasses.replace(plan.job, profile=profile))).times)
+
+
+def _work(plan: Plan) -> float:
+    """Return the seconds of copies, sums and updates of an iteration."""
+    return sum(cost.copy + cost.update for cost in plan.costs)
+
+
+def _calibration_plan(profile: Profile, strategy: str, scheduler: Scheduler, budget: int | None) -> Plan:
+    try:
+        return make_plan(profile, Uniform(strategy), scheduler, budget=budget)
+    except InfeasibleBudget:
+        return make_plan(profile, Greedy(), scheduler, budget=budget)
+
+
+def _name(plan: Plan, wanted: tuple[str, Scheduler]) -> str:
+    name = f"{wanted[0]} {wanted[1].name}"
+    return f"greedy for {name}" if plan.strategy == Greedy.name else name
+
+
+def _run(
+    plan: Plan,
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    emulate: Emulation | None,
+) -> StepBreakdown:
+    """Return medians over the periods, averaged over the ranks."""
+    times, processor = run_periods(plan, model, units, step, optimizer, _PERIODS, emulate=emulate)
+    return _mean(all_gather_object(_median([StepBreakdown.of(each, processor) for each in times])))
+
+
+def _is_enough(rounds: Sequence[Sequence[StepBreakdown]], until: float) -> bool:
+    """Whether the steps are stable or time is over, on any rank."""
+    if not rounds:
+        return False
+    steps = [statistics.mean(seen.step for seen in of_round) for of_round in rounds]
+    stable = len(steps) > 1 and abs(steps[-1] - steps[-2]) < _STABLE * steps[-2]
+    return stable or any(all_gather_object(time.monotonic() > until))
+
+
+def _typical(rounds: Sequence[StepBreakdown], alone: Sequence[StepBreakdown]) -> StepBreakdown:
+    """Return medians over the rounds. Compute is relative to what it took ``alone`` in the same round."""
+    relative = statistics.median(seen.computing / each.computing for seen, each in zip(rounds, alone, strict=True))
+    return _median(rounds)._replace(computing=_median(alone).computing * relative)
+
+
+def _median(seen: Sequence[StepBreakdown]) -> StepBreakdown:
+    return StepBreakdown(*(statistics.median(values) for values in zip(*seen, strict=True)))
+
+
+def _mean(seen: Sequence[StepBreakdown]) -> StepBreakdown:
+    return StepBreakdown(*(statistics.mean(values) for values in zip(*seen, strict=True)))
+
+
+def _busy_cores() -> float:
+    """Return the fraction of the processor time of messages for which this machine has no spare core (0 to 1)."""
+    beside = Counter(all_gather_object(machine_id()))[machine_id()]
+    spare = len(os.sched_getaffinity(0)) - beside * torch.get_num_threads()
+    return min(1.0, max(0.0, 1 - spare / beside))

@@ -1,0 +1,200 @@
+"""The first step of a loop: run as DistributedDataParallel runs it, and kept so that it can be measured again.
+
+The loop's loss is not known here. Kept are the calls of the model with their arguments, the gradients of its outputs, and
+the bytes that the loss took: enough to run the same forward and backward passes through the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.model.hooks import ModuleHook, _tensors
+from mdcs.runtime.buffers import broadcast
+from mdcs.runtime.errors import RunError
+from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
+from mdcs.torch_compat import at_end_of_backward, mark_stepped, version_of
+
+_ONE_CALL = "the first step's loss must come from the outputs of model(…)"
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the model, and the gradients of its outputs, in the order of the outputs."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+
+class FirstStep:
+    """Listens to the model until :meth:`finish`. Parameters and buffers are rank 0's from the start. Collective.
+
+    - ``micro_steps``: forward passes, each with a backward pass, so far.
+    - ``norm``: the gradients' norm before clipping, once finished; None without ``clip_norm``.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, clip_value: float | None = None
+    ) -> None:
+        self._model, self._optimizer, self._clip_norm, self._clip_value = model, optimizer, clip_norm, clip_value
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._device = self._trained[0].device
+        self._meter = current_meter(self._device)
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.norm: float | None = None
+        self.forget()
+        if self._world > 1:
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    broadcast(tensor.data, None)
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True, prepend=True),
+            model.register_forward_hook(ModuleHook(self._returned)),
+            *(p.register_post_accumulate_grad_hook(self._accumulated) for p in self._trained),
+        ]
+
+    def forget(self) -> None:
+        """Give up the passes so far, and their gradients."""
+        self._calls: list[Call] = []
+        self.micro_steps = 0
+        self._in_forward, self._ends_backward, self._loss_bytes = False, False, 0
+        self._before_loss: Reading | None = None
+        self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        for p in self._trained:
+            p.grad = None
+
+    # -- what the loop does
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if not self._in_forward:
+            self._in_forward = True
+            self.micro_steps += 1
+        if self.micro_steps == 1:
+            self._calls.append(Call(tuple(map(_leaf, args)), {k: _leaf(v) for k, v in kwargs.items()}, _autocast(self._device)))
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or not self._in_forward:
+            return
+        call = self._calls[-1] if self.micro_steps == 1 else Call((), {}, _autocast(self._device))
+        outputs = [t for t in _tensors(output) if t.requires_grad]
+        call.gradients = [None] * len(outputs)
+        for i, tensor in enumerate(outputs):
+            tensor.register_hook(self._gradient_of(call, i))
+        self._meter.window()
+        self._before_loss = self._meter.live()
+
+    def _gradient_of(self, call: Call, index: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if not self._ends_backward:
+                self._ends_backward = True
+                self._loss_bytes = max(self._loss_bytes, _untagged(self._meter.window()) - _untagged(self._before_loss))
+                at_end_of_backward(self._backward_ended)
+            if call in self._calls:
+                with self._meter.tag("parameters"):  # no part of a step: must not count as activations
+                    known = call.gradients[index]
+                    call.gradients[index] = gradient.detach().clone() if known is None else known + gradient.detach()
+
+        return hook
+
+    def _backward_ended(self) -> None:
+        self._in_forward = self._ends_backward = False
+
+    def _accumulated(self, p: Any) -> None:
+        self._versions[p] = id(p.grad), version_of(p.grad)
+
+    # -- the end of the step
+
+    def finish(self) -> None:
+        """Average the gradients over the ranks, clip them, and update all parameters. Collective."""
+        if self._in_forward or not self._calls or not any(g is not None for call in self._calls for g in call.gradients):
+            raise RunError(f"rank {self._rank}, step 1: step() needs a forward and a backward pass before it: {_ONE_CALL}")
+        for name, p in self._model.named_parameters():
+            if p in self._versions and (p.grad is None or self._versions[p] != (id(p.grad), version_of(p.grad))):
+                raise RunError(
+                    f"rank {self._rank}, step 1: the gradient of {name} was changed by the loop: clip with "
+                    "parallelize(…, clip_norm=…), and zero gradients only after step()"
+                )
+        for handle in self._handles:
+            handle.remove()
+        self._average()
+        if self._clip_norm is not None:
+            self.norm = float(nn.utils.clip_grad_norm_(self._trained, self._clip_norm))
+        if self._clip_value is not None:
+            nn.utils.clip_grad_value_(self._trained, self._clip_value)
+        type(self._optimizer).step(self._optimizer)
+        mark_stepped(self._optimizer)
+        for p in self._trained:
+            p.grad = None
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self._world == 1:
+            return
+        used = torch.tensor([p.grad is not None for p in self._trained], dtype=torch.int32, device=self._device)
+        dist.all_reduce(used)
+        for p, count in zip(self._trained, used.tolist(), strict=True):
+            if count:  # as DDP with find_unused_parameters: a rank without a gradient has zeros
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad / self._world
+                dist.all_reduce(gradient)
+                p.grad = gradient
+
+    # -- again
+
+    def again(self) -> Tensor:
+        """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs."""
+        outputs: list[Tensor] = []
+        for call in self._calls:
+            with call.autocast():
+                outputs += [t for t in _tensors(self._model(*call.args, **call.kwargs)) if t.requires_grad]
+        gradients = [g for call in self._calls for g in call.gradients]
+        pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
+        loss: Tensor = _Loss.apply([g for _, g in pairs], max(0, self._loss_bytes), *(t for t, _ in pairs))
+        return loss
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Loss(torch.autograd.Function):
+    """A loss with known gradients, which takes as many bytes for a moment as the loop's did."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], scratch: int, *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        torch.empty(scratch, dtype=torch.uint8, device=outputs[0].device)
+        return outputs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, None, *(g.clone() for g in ctx.gradients)
+
+
+def _leaf(value: Any) -> Any:
+    """Return an argument without the graph it came from, which has been freed."""
+    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a function that makes the present autocast context."""
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=enabled)
+
+
+def _untagged(reading: Reading | None) -> int:
+    found = (reading or {}).get(UNTAGGED) or (reading or {}).get(TOTAL)
+    return found or 0
+
+

@@ -1,0 +1,71 @@
+"""Bytes that are known before a plan is made: those that every plan needs, and those that measuring the model holds."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from mdcs.model.elementwise import state_layout
+from mdcs.model.units import ModelUnit
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.pipeline import floor_bytes
+from mdcs.profile.schema import Profile
+from mdcs.sizes import MIB
+
+
+def min_peak_bytes(
+    units: Sequence[ModelUnit], optimizer: torch.optim.Optimizer, world: int, master_dtype: torch.dtype | None = None
+) -> int:
+    """Return a lower bound of any plan's peak on some of ``world`` ranks, without activations.
+
+    Every unit and its optimizer state in shards of 1/world, and the largest unit whole, as it is while it computes.
+    """
+    layout = state_layout(optimizer)
+    rest = largest = 0.0
+    for unit in units:
+        whole = 0
+        for _, p in unit.parameters:
+            own = p.element_size() if master_dtype is None else max(p.element_size(), master_dtype.itemsize)
+            kept = own * (1 + layout.tensors(own)) if unit.trainable else p.element_size()
+            rest += p.numel() * kept / world
+            whole += p.numel() * p.element_size()
+        largest = max(largest, whole * (1 - 1 / world))
+    return math.floor(rest + largest)
+
+
+def profiling_bytes(units: Sequence[ModelUnit], profile: Profile | None = None) -> int:
+    """Return what measuring a model holds at least: parameters whole, the largest gradient, and activations once known."""
+    parameters = [(p.numel() * p.element_size(), unit.trainable) for unit in units for _, p in unit.parameters]
+    gradient = max((size for size, trainable in parameters if trainable), default=0)
+    activations = max((slot.peak for slot in profile.slots), default=0) if profile is not None else 0
+    return sum(size for size, _ in parameters) + gradient + activations
+
+
+def require_model_fits(
+    units: Sequence[ModelUnit], optimizer: torch.optim.Optimizer, budget: int, world: int, master_dtype: torch.dtype | None
+) -> None:
+    """Raise InfeasibleBudget for a budget that no plan can keep, whatever the activations are."""
+    least = min_peak_bytes(units, optimizer, world, master_dtype)
+    if budget <= least:
+        raise InfeasibleBudget(budget, least, "the model (parameters and optimizer state alone)", is_bound=True)
+
+
+def require_floor(profile: Profile, budget: int) -> None:
+    """Raise InfeasibleBudget for a budget below the floor of the profile: the rest of it is not worth measuring."""
+    floor = floor_bytes(profile)
+    if budget < floor:
+        raise InfeasibleBudget(budget, floor, "the model")
+
+
+def warn_profiling_memory(size: int, budget: int) -> None:
+    """Warn that measuring holds ``size`` bytes, if they are above the budget."""
+    if size > budget:
+        warnings.warn(
+            f"measuring the model holds it whole: {size / MIB:.1f} MiB per rank or more, above the budget of "
+            f"{budget / MIB:.1f} MiB, which the plan will keep. Where there is no room, plan with a profile from a larger "
+            f"machine (mdcs.make_plan)",
+            stacklevel=4,
+        )

@@ -1,0 +1,252 @@
+"""Measure a profile by running the real model on the real device: slots, spans and activation bytes.
+
+The model runs alone, without communication. Gradients are taken away as the runtime takes them, so that activations and
+workspace remain. All ranks of a machine should measure at the same time, because they compute at the same time in
+training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.model.aliases import attributes_over_parameters, still_held
+from mdcs.model.guard import GRADIENT, Guard
+from mdcs.model.hooks import Hooks
+from mdcs.model.inputs import INPUTS, BatchSizes, in_words
+from mdcs.model.optimizers import Segment, parameter_groups
+from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
+from mdcs.profile.algorithms import Collectives
+from mdcs.profile.layout import Section
+from mdcs.profile.link import Link
+from mdcs.profile.schema import Optimizer, Profile
+from mdcs.profiler.alias_tracker import AliasTracker
+from mdcs.profiler.model_snapshot import preserve_model
+from mdcs.profiler.regression import p10_p90
+from mdcs.profiler.slot_recorder import Measures, SlotRecorder
+from mdcs.profiler.update_timing import copy_seconds_per_byte, optimizer_costs
+from mdcs.runtime.executor import execution_on
+from mdcs.telemetry.memory_meter import Meter, current_meter
+
+_STABLE = 0.02
+"""Relative difference of two passes below which no more are measured."""
+
+
+def measure_profile(
+    model: nn.Module,
+    units: Sequence[ModelUnit],
+    step: Callable[[], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    world: int,
+    link: Link,
+    iterations: int = 3,
+    warmup: int = 1,
+    collectives: Collectives | None = None,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    about: dict[str, str] | None = None,
+    seconds: float = math.inf,
+) -> Profile:
+    """Return this rank's profile: slots (median seconds, most bytes), updates, copies.
+
+    Measures at most ``iterations`` steps after ``warmup``: fewer when two in a row take the same time within 2 %, or when
+    ``seconds`` are over. One step is measured in any case.
+
+    - ``step``: runs a forward pass and returns the loss; backward is called here.
+    - ``world``, ``link``, ``collectives``: the job's, stored as given.
+    - ``about``: stored, with the sizes of the batch.
+    - ``master_dtype``: in mixed precision, type of the copy that the optimizer updates; None: the parameters' type.
+    - ``grad_dtype``: type in which gradients are summed; None: the parameters' type.
+
+    Parameters as wide as these types keep their own. Weights are not changed; buffers such as BatchNorm's statistics
+    and the random state are restored.
+
+    Raises ValueError for a type that is neither the parameters' nor a wider float. Raises UnsupportedModel for a
+    parameter on the meta device, or used outside its module's forward; for units that run in
+    another order from step to step; for a tensor over a parameter's memory that is kept from step to step; and for an
+    optimizer that cannot run on shards.
+    """
+    device = units[0].parameters[0][1].device
+    meter = current_meter(device)
+    weight = min((p for unit in units for _, p in unit.parameters), key=lambda p: p.element_size())
+    for name, dtype in (("master_dtype", master_dtype), ("grad_dtype", grad_dtype)):
+        own = weight.dtype
+        if dtype not in (None, own) and (dtype not in (torch.float32, torch.float64) or dtype.itemsize <= own.itemsize):
+            raise ValueError(f"{name} must be {own}, or wider and float32 or float64, got {dtype}")
+    refuse_meta(model)
+    for unit in units:
+        for _, p in unit.parameters:
+            meter.retag(p.data, "parameters")
+    state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+    for value in state:  # state of training so far: not activations
+        with contextlib.suppress(ValueError):  # memory that no meter counts, such as a mapped file
+            meter.retag(value, "optimizer")
+    batch = BatchSizes(module for unit in units for module in unit.modules)
+    try:
+        recorder = _recorded(model, units, step, iterations, warmup, state, watch=True, limit_s=seconds)
+    finally:
+        batch.remove()
+    groups = parameter_groups(optimizer)
+    updated = weight.dtype if master_dtype is None else master_dtype
+    wider = {p.dtype for unit in units for _, p in unit.parameters if p.element_size() > updated.itemsize}
+    widths = _Widths(
+        weight.element_size(),
+        (grad_dtype or weight.dtype).itemsize,
+        0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
+    )
+    return Profile(
+        units=recorder.units(groups, widths.sections),
+        slots=recorder.slots(),
+        world=world,
+        link=link,
+        optimizer=_optimizer_costs(optimizer, weight.new_empty(0, dtype=master_dtype), wider, meter),
+        param_bytes=widths.param_bytes,
+        grad_bytes=widths.grad_bytes,
+        master_bytes=widths.master_bytes,
+        collectives=collectives or Collectives(),
+        execution=execution_on(weight.device),
+        copy_seconds_per_byte=copy_seconds_per_byte(weight),
+        about=(about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}),
+        spread={f"slot {i}": p10_p90(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
+    )
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise UnsupportedModel for a parameter or buffer without memory."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise UnsupportedModel(f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize")
+
+
+class _Widths(NamedTuple):
+    """Bytes per element of the narrowest parameters: in compute, of gradients, of masters (0: none)."""
+
+    param_bytes: int
+    grad_bytes: int
+    master_bytes: int
+
+    def sections(self, segments: Sequence[Segment]) -> tuple[Section, ...]:
+        """Return a unit's sections; () if all of it has the narrowest width.
+
+        Gradients are at least as wide as their parameters. There are masters only where they are wider.
+        """
+        sections = []
+        for dtype, members in itertools.groupby(segments, key=lambda s: s.dtype):
+            width = dtype.itemsize
+            master = self.master_bytes if self.master_bytes > width else 0
+            sections.append(Section(sum(s.numel for s in members), width, max(self.grad_bytes, width), master))
+        return () if [s.param_bytes for s in sections] == [self.param_bytes] else tuple(sections)
+
+
+def _optimizer_costs(
+    optimizer: torch.optim.Optimizer, like: Tensor, others: Iterable[torch.dtype], meter: Meter
+) -> Optimizer:
+    """Return the costs of updates in the type of ``like``, and the fixed scratch of ``others``."""
+    costs = optimizer_costs(optimizer, like, meter)
+    fixed = [(dtype.itemsize, optimizer_costs(optimizer, like.to(dtype), meter).scratch_fixed) for dtype in others]
+    return replace(costs, scratch_fixed_of=tuple(sorted(fixed)))
+
+
+def time_compute_alone(model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor]) -> tuple[float, float]:
+    """Return the seconds of all slots of an iteration, and its processor seconds; raises as :func:`measure_profile`."""
+    recorder = _recorded(model, units, step, iterations=2, warmup=1)
+    return sum(slot.seconds for slot in recorder.slots()), statistics.median(recorder.processor)
+
+
+def _recorded(
+    model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int,
+    state: Sequence[Tensor] = (), watch: bool = False, limit_s: float = math.inf,
+) -> SlotRecorder:
+    until = time.monotonic() + limit_s
+    device = units[0].parameters[0][1].device
+    meter = current_meter(device)
+    with preserve_model(model, meter):
+        known = [*(p for unit in units for _, p in unit.parameters), *model.buffers(), *state]  # buffers: their copies
+        guards = [Guard(unit.parameters, _used_outside) for unit in units]
+        recorder = SlotRecorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
+        held = attributes_over_parameters(model)
+        hooks, before = Hooks(units, recorder), _weights(units)
+        loss: Tensor | None = None
+        try:
+            for kept in _passes(meter, iterations, warmup):
+                recorder.begin(kept)
+                try:
+                    loss = step()  # alive until the next step returns, as in a loop
+                    loss.backward()
+                except RuntimeError as e:
+                    if not recorder.marks or _CHANGED not in str(e):
+                        raise
+                    recorder.marks = False
+                    recorder.begin(kept)
+                    loss = step()
+                    loss.backward()
+                if _is_enough(recorder.seconds, until):
+                    break
+            loss = None
+            alias = still_held(model, held)  # tensors that forward makes anew in every step are gone
+            if alias is not None:
+                raise alias_refused(alias)
+            if watch:
+                _watch(recorder, model, step)
+        finally:
+            hooks.remove()
+            for guard in recorder.guards:
+                guard.open()
+        changed = [name for name, weight in _weights(units).items() if weight != before[name]]
+        if changed:
+            raise UnsupportedModel(
+                f"{changed[0]}: is changed by forward (max_norm, clamping, .data), which would be lost where it is sharded: "
+                "change weights between steps, in full_parameters(writeback=True)"
+            )
+    return recorder
+
+
+def _watch(recorder: SlotRecorder, model: nn.Module, step: Callable[[], Tensor]) -> None:
+    """Run one more step, unmeasured, that records where the memory of parameters is used, through any tensor."""
+    with AliasTracker(recorder.model_units, recorder.used) as watch:
+        recorder.begin(Measures(False, False))
+        step().backward()
+        watch.check(model)
+    recorder.check_order()
+
+
+def _passes(meter: Meter, iterations: int, warmup: int) -> list[Measures]:
+    """Return the passes: warm-up, then measured ones. Where reading bytes takes time, one pass reads only bytes."""
+    first = [Measures(False, False)] * warmup
+    if meter.disturbs:
+        return [*first, Measures(False, True), *[Measures(True, False)] * iterations]
+    return [*first, *[Measures(True, True)] * iterations]
+
+
+def _is_enough(seconds: Sequence[Sequence[float]], until: float) -> bool:
+    """Whether time is over, or the two last passes took nearly the same seconds."""
+    passes = [sum(slots) for slots in seconds]
+    stable = len(passes) > 1 and abs(passes[-1] - passes[-2]) < _STABLE * passes[-2]
+    return stable or bool(passes) and time.monotonic() > until
+
+
+_CHANGED = "has been modified by an inplace operation"
+"""Autograd's error when backward needs an overwritten value."""
+
+
+def _weights(units: Sequence[ModelUnit]) -> dict[str, tuple[int, str]]:
+    """Return address and norm of every parameter."""
+    return {n: (p.data_ptr(), str(torch.linalg.vector_norm(p.detach()).item())) for u in units for n, p in u.parameters}
+
+
+def _used_outside(name: str, what: str) -> UnsupportedModel | None:
+    if what == GRADIENT:
+        return None
+    return UnsupportedModel(
+        f"{name}: is used without a call of its module's forward ({what}), when it may be in pieces; wrap the module that uses it"
+    )

@@ -1,0 +1,258 @@
+"""Listens to the hooks of a model that runs alone, and keeps times, spans and activation bytes per slot."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mdcs.model.guard import Guard
+from mdcs.model.optimizers import Segment, in_flat_order
+from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.profile.layout import Section
+from mdcs.profile.schema import Slot, Unit
+from mdcs.profiler.timing import DeviceTimestamp
+from mdcs.sizes import aligned
+from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter, Reading
+
+
+class Measures(NamedTuple):
+    """Which measurements of a pass are kept: seconds, bytes."""
+
+    seconds: bool
+    bytes: bool
+
+
+@dataclass
+class SlotRecorder:
+    """Listens to one micro-step after the other and keeps times and bytes per slot."""
+
+    model_units: Sequence[ModelUnit]
+    meter: Meter
+    device: torch.device
+    guards: Sequence[Guard]  # by unit: parameters are open in their module's forward, and in backward
+    known: int  # bytes held all the time that are not activations
+    order: list[tuple[int, str]] = field(default_factory=list)
+    spans: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    seconds: list[list[float]] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    peak: list[int] = field(default_factory=list)
+    marks: bool = True  # bump weights' versions at their gradients; off if backward objects
+    uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # slots in which the memory of parameters is used
+    aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
+    late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
+    processor: list[float] = field(default_factory=list)  # seconds of the process, by pass whose seconds are kept
+    came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradient: (slot, seconds into it)
+
+    def begin(self, kept: Measures) -> None:
+        """Begin a pass over the model."""
+        self._kept = kept
+        for unit in self.model_units:
+            for _, p in unit.parameters:
+                p.grad = None
+        self._now: list[tuple[int, str]] = []
+        self._times: list[DeviceTimestamp] = []
+        self._lives: list[int] = []
+        self._peaks: list[int] = []
+        self._highest = 0  # most bytes of activations in this slot so far
+        self._gradients: list[Tensor] = []
+        self._arrived: dict[tuple[int, int], tuple[int, DeviceTimestamp]] = {}  # (unit, parameter) -> (slot, time)
+        self._spans: dict[tuple[int, str], list[int]] = {}
+        self._inside = [0] * len(self.guards)
+        self._ended = False
+        self._used = time.process_time()
+        for guard in self.guards:
+            guard.close()
+
+    def _boundary(self) -> None:
+        if self._kept.bytes:
+            self._look()
+            self._peaks.append(self._highest)
+            self._highest = 0
+            self._lives.append(self._untagged(self.meter.live()))
+        self._times.append(DeviceTimestamp(self.device))
+
+    def _look(self) -> None:
+        """Note the most activation bytes since the last look: no gradient has been added to those held since then."""
+        self._highest = max(self._highest, self._untagged(self.meter.window()))
+
+    def _untagged(self, reading: Reading | None) -> int:
+        """Return the activation bytes. Where only a total is measured: the total without known bytes and gradients."""
+        reading = reading or {}
+        untagged, total = reading.get(UNTAGGED), reading.get(TOTAL)
+        if untagged is not None:
+            return untagged
+        if total is None:
+            return 0
+        return max(0, total - self.known - sum(g.numel() * g.element_size() for g in self._gradients))
+
+    def _slot(self, unit: int, phase: str) -> None:
+        self._boundary()
+        index = sum(p == phase for _, p in self._now)
+        self._now.append((unit, phase))
+        self._spans.setdefault((unit, phase), [index, index])[1] = index
+
+    def forward_begin(self, unit: int) -> None:
+        """Begin a slot."""
+        self._inside[unit] += 1
+        self.guards[unit].open()
+        self._slot(unit, "F")
+
+    def forward_end(self, unit: int) -> None:
+        """Extend the unit's span to the present slot."""
+        self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
+        self._inside[unit] -= 1
+        if not self._inside[unit]:
+            self.guards[unit].close()
+
+    def backward_begin(self, unit: int) -> None:
+        """Begin a slot."""
+        for guard in self.guards:
+            guard.open()
+        self._slot(unit, "B")
+
+    def recomputed(self, unit: int) -> None:
+        """Extend the unit's backward span: checkpointing runs its forward again."""
+        # Its parameters are needed now, before the gradient of its output is ready.
+        self.guards[unit].open()
+        self._extend_backward(
+            unit, "is computed again before any unit's backward has begun (reentrant checkpointing, or the loss inside of "
+            "the checkpointed function): not supported"
+        )  # fmt: skip
+
+    def _extend_backward(self, unit: int, otherwise: str) -> None:
+        """Extend the unit's backward span to the present slot. ``otherwise``: the problem if backward has no slot yet."""
+        slot = sum(p == "B" for _, p in self._now) - 1
+        if slot < 0:
+            raise UnsupportedModel(f"{self.model_units[unit].name}: {otherwise}")
+        self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
+
+    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
+        """Note when a gradient is ready, and take it away."""
+        assert parameter.grad is not None
+        if self._kept.bytes:
+            self._look()
+        with self.meter.tag("gradients"):
+            kept = torch.empty_like(parameter.grad)
+        kept.copy_(parameter.grad)
+        self._gradients.append(kept)
+        parameter.grad = None
+        self._arrived[unit, index] = len(self._now) - 1, DeviceTimestamp(self.device)
+        if self.marks:
+            torch.autograd.graph.increment_version(parameter)
+        self._extend_backward(
+            unit, "its gradients come before one reaches the output of any unit: return tensors from its forward, in tuples, "
+            "lists, dictionaries or dataclasses"
+        )  # fmt: skip
+
+    def used(self, unit: int, index: int) -> None:
+        """Note that the memory of the unit's parameter ``index`` is used now."""
+        if not self._now:
+            return
+        phase = self._now[-1][1]
+        slot = sum(p == phase for _, p in self._now) - 1
+        span = self.uses.setdefault((unit, phase), [slot, slot])
+        span[:] = min(span[0], slot), max(span[1], slot)
+        if phase == "F" and not self._inside[unit]:
+            self.aliased.add(unit)
+        if (unit, index) in self._arrived:
+            self.late.add(unit)
+
+    def backward_end(self) -> None:
+        """End the last slot, and keep the measurements of the pass."""
+        if self._ended:
+            raise UnsupportedModel("a step runs backward, or torch.autograd.grad, twice: not supported")
+        self._ended = True
+        self._boundary()
+        self._gradients.clear()
+        if not any(self._kept):
+            return
+        if not self.order:
+            self.order, self.spans = self._now, self._spans
+            self.live, self.peak = [0] * len(self._now), [0] * len(self._now)
+        self.check_order()
+        if self._kept.seconds:
+            self.processor.append(time.process_time() - self._used)
+            self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
+            for key, (slot, mark) in self._arrived.items():
+                self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
+        if self._kept.bytes:
+            self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
+            self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
+
+    def check_order(self) -> None:
+        """Raise UnsupportedModel if the slots of this pass came in another order than before."""
+        if self._now != self.order:
+            raise UnsupportedModel("the model's units run in another order from step to step: not supported")
+
+    @property
+    def idle(self) -> tuple[list[int], list[int]]:
+        """Units that the step did not come to, in forward and in backward: they get a slot of no time at the end of each."""
+        forward = [u for u in range(len(self.model_units)) if (u, "F") not in self.spans]
+        backward = [u for u, unit in enumerate(self.model_units) if unit.trainable and (u, "B") not in self.spans]
+        return forward, backward[::-1]
+
+    def units(
+        self, groups: dict[nn.Parameter, int], sections_of: Callable[[Sequence[Segment]], tuple[Section, ...]]
+    ) -> tuple[Unit, ...]:
+        """Return the profile's units. ``sections_of`` gives the sections of a unit's segments."""
+        inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
+        idle = {
+            (u, phase): (slot, slot)
+            for phase, own in zip("FB", self.idle, strict=True)
+            for slot, u in enumerate(own, sum(p == phase for _, p in self.order))
+        }
+        out = []
+        for u, unit in enumerate(self.model_units):
+            forward, backward = self._span(u, "F") or idle[u, "F"], self._span(u, "B") or idle.get((u, "B"))
+            if backward is not None and not unit.trainable:
+                # A frozen unit has no gradient that marks its end: it may be in use until its inner units end.
+                nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
+                ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
+                backward = backward[0], max([backward[1], *ends])
+            ordered, segments = in_flat_order(unit, groups)
+            lengths, sections = tuple(s.numel for s in segments), sections_of(segments)
+            gradients = self._gradients_of(u, [p for _, p in ordered]) if unit.trainable else ()
+            aliased = u in self.aliased
+            out.append(Unit(unit.name, lengths, unit.trainable, forward, backward, sections, gradients, aliased))
+        return tuple(out)
+
+    def _span(self, unit: int, phase: str) -> tuple[int, int] | None:
+        """Return first and last slot in which the unit computes, or its memory is used."""
+        slots = [*self.spans.get((unit, phase), ()), *self.uses.get((unit, phase), ())]
+        return (min(slots), max(slots)) if slots else None
+
+    def _gradients_of(self, unit: int, ordered: list[nn.Parameter]) -> tuple[tuple[int, float], ...]:
+        """Return (elements, fraction of the last backward slot at which they are ready) in flat order.
+
+        Empty where the weights are used after their gradients.
+        """
+        last = max((slot for i in range(len(ordered)) for slot, _ in self.came.get((unit, i), ())), default=0)
+        span = self._span(unit, "B")
+        forward_slots = sum(phase == "F" for _, phase in self.order)
+        if not self.marks or unit in self.late or span is None or forward_slots + span[1] > last:
+            return ()
+        took = statistics.median(seconds[last] for seconds in self.seconds)
+        index = {p: i for i, (_, p) in enumerate(self.model_units[unit].parameters)}
+        out = []
+        for p in ordered:
+            # A gradient that did not come is known to be missing when the slot is over.
+            samples = [seconds if slot == last else 0.0 for slot, seconds in self.came.get((unit, index[p]), [(last, took)])]
+            out.append((aligned(p.numel()), round(min(1.0, statistics.median(samples) / took), 3) if took > 0 else 1.0))
+        return tuple(out)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Return the profile's slots: median seconds, most bytes."""
+        medians = [statistics.median(s) for s in zip(*self.seconds, strict=True)]
+        slots = [Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)]
+        turn = sum(phase == "F" for _, phase in self.order)
+        forward, backward = self.idle
+        between, after = self.live[turn], self.live[0]  # bytes of activations between the passes, and outside of them
+        idle_forward = [Slot(u, "F", 0.0, between, between) for u in forward]
+        idle_backward = [Slot(u, "B", 0.0, after, after) for u in backward]
+        return (*slots[:turn], *idle_forward, *slots[turn:], *idle_backward)

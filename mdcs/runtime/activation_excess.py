@@ -1,0 +1,113 @@
+"""Activations beyond the profiled ones: of a larger batch, or kept by the loop and not by the profiled step.
+
+Registered buffers are booked to the byte; activations are the profile's. Where the allocator is read slot by slot, its
+excess counts in admission: messages in flight end before compute takes these bytes. If nothing is in flight the slot
+runs all the same, because its own bytes cannot be delayed. Such a step is counted, and the first one is warned about.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+
+from mdcs.model.inputs import INPUTS, BatchSizes, from_words, in_words
+from mdcs.plan.ledger import SlotBytes
+from mdcs.plan.plan import Plan
+from mdcs.sizes import MIB
+from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter
+
+_FADING = 8  # a slot's excess decays by 1/8 per period, so that one large batch does not count for ever
+_FIRST = 3  # first steps whose peak is read, where slots are not read
+_LEAST = 256  # excess below budget / _LEAST is ignored, unless the slot was above the budget
+
+
+class ActivationExcess:
+    """Excess seen so far, slot by slot, and the bytes that admission adds. All 0 where the plan has no budget."""
+
+    def __init__(self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes) -> None:
+        self.budget, self._reserve, self._slots, self._rank, self._batch = plan.budget, plan.reserve, slots, rank, batch
+        self._names = [plan.period.name(q) for q in range(plan.period.length)]
+        self._profiled = from_words(plan.profile.about.get(INPUTS, ""))
+        self._seen = [0] * len(slots)
+        self._over: set[int] = set()  # slots that have been above the budget
+        self._live = 0
+        self._above: list[tuple[int, int, int]] = []  # this step's (bytes above budget, slot, its activations); -1: unknown
+        self._has_warned = False
+        self.skips = False  # skip the next reading: it includes an evaluation or a state dict
+
+    def arrived(self, slot: int, live: Mapping[str, int | None] | None) -> int:
+        """Return the bytes to add to the profile's when compute arrives at a slot; ``live`` is the allocator's reading.
+        """
+        activations = (live or {}).get(UNTAGGED)
+        self._live = 0 if activations is None else self._beyond(activations, self._slots[slot].live)
+        return self._counted(slot, self._live)
+
+    def entered(self, slot: int) -> int:
+        """Return the bytes to add to the profile's peak of a slot."""
+        return self._counted(slot, max(self._live, self._seen[slot]))
+
+    def ended(self, slot: int, peaks: Mapping[str, int]) -> None:
+        """Record the measured peaks of a slot."""
+        if self.budget is None or self.skips or not peaks:
+            self.skips = False
+            return
+        activations, above = peaks.get(UNTAGGED), peaks[TOTAL] - self.budget
+        if activations is not None:
+            faded = self._seen[slot] - self._seen[slot] // _FADING
+            self._seen[slot] = max(self._beyond(activations, self._slots[slot].peak), faded)
+        if above > 0:
+            self._over.add(slot)
+            self._above.append((above, slot, -1 if activations is None else activations))
+
+    def read(self, step: int, meter: Meter) -> None:
+        """Record the peak of a step whose slots are not read: one of the first steps, or one with a larger batch.
+
+        Call at the end of the step.
+        """
+        if self.budget is None or not (step <= _FIRST or self.is_larger):
+            return
+        peak = (meter.window() or {}).get(TOTAL)
+        if peak is not None and peak > self.budget and step > 1 and not self.skips:  # the first window began before training
+            self._above.append((peak - self.budget, -1, -1))
+        self.skips = False
+
+    @property
+    def is_larger(self) -> bool:
+        """Whether the batch of this step is known to be larger than the profiled one."""
+        sizes, profiled = self._batch.sizes, self._profiled
+        return sizes is not None and profiled is not None and math.prod(sizes) > math.prod(profiled)
+
+    def end_step(self, step: int) -> tuple[int, int]:
+        """Return (slots of the step above the budget, most bytes above it). Warns once."""
+        above = self._above
+        self._above = []
+        if above and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(self._said(step, *max(above)), stacklevel=3)
+        self._batch.restart()
+        return len(above), max((size for size, *_ in above), default=0)
+
+    def _said(self, step: int, above: int, slot: int, activations: int) -> str:
+        assert self.budget is not None
+        sizes = None if self._batch.sizes is None else in_words(self._batch.sizes)
+        said = f"rank {self._rank}, step {step}: {above / MIB:.2f} MiB above the budget of {self.budget / MIB:.2f} MiB"
+        if slot >= 0:
+            said += f" in slot {self._names[slot]}"
+        if activations >= 0:
+            said += f", where activations take {activations / MIB:.2f} MiB; profiled: {self._slots[slot].peak / MIB:.2f} MiB"
+        if self.is_larger and self._profiled is not None:
+            said += f". The batch is {sizes}, the profiled one was {in_words(self._profiled)}: profile the largest batch"
+        else:
+            said += (
+                f" ({'the batch' if sizes is None else f'a batch of {sizes}'}). The loop keeps what the profiled step does not, "
+                "such as outputs that a variable holds until the next step: delete it before backward()"
+            )
+        more = f"or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"
+        return f"{said}, {more}. This is said once; parallel.records() have every step"
+
+    def _beyond(self, found: int, profiled: int) -> int:
+        return max(0, found - profiled - self._reserve)
+
+    def _counted(self, slot: int, size: int) -> int:
+        return 0 if self.budget is None or size <= self.budget // _LEAST and slot not in self._over else size

@@ -1,0 +1,126 @@
+"""The reason why a rank has left, published to the other ranks, which would otherwise only wait for it or lose it.
+
+Published through the store of the process group, because the rank's own connections end when it leaves. A killed rank
+publishes nothing: where a collective fails without a reason, the ranks are called, and ranks that do not answer are
+gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from mdcs.runtime.errors import ErrorContext
+from mdcs.torch_compat import default_store, own_connection
+
+_CHARACTERS = 400
+_KEY, _ROLL, _HERE = "left", "roll", "here"
+_LISTEN_S = 0.25  # seconds between a rank's checks whether it is called
+_ANSWER_S = 2.0  # seconds to wait for answers: the answering threads may have to wait for a core
+_OF_A_PEER = re.compile("gloo|nccl|connection|socket|broken pipe|timed? ?out", re.IGNORECASE)
+"""Words in a backend's error when another rank does not take part."""
+
+
+class FailureChannel:
+    """The failure channel of one run of ``ranks``; a thread answers calls until :meth:`end`.
+
+    - ``run``: a name that only these ranks have; None where there is no other rank.
+    - ``doing``: says what a rank leaves; None: the run, in its step.
+    - ``store``: the store of these ranks, or None.
+    - ``duties``: called by the thread at every turn, with its own connection to the store.
+    """
+
+    def __init__(self, place: ErrorContext, run: str | None, ranks: int, doing: Callable[[], str] | None = None) -> None:
+        self.place, self._ranks = place, ranks
+        self._doing = doing or (lambda: f"the run in step {place.step}")
+        self.store = None if run is None else dist.PrefixStore(f"mdcs/{run}", default_store())
+        self.duties: list[Callable[[dist.Store], None]] = []
+        self._has_published = False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self.store is not None:
+            arguments = own_connection(self.store), self._here(place.rank), self._ended, self.duties
+            self._thread = threading.Thread(target=_answer, args=arguments, name="mdcs-presence", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._ended.set)  # end() is not called if the run could not begin
+
+    def publish(self, error: BaseException) -> None:
+        """Publish that this rank has left with an error, once; not if another rank left first, which caused this error.
+        """
+        if self.store is not None and not self._has_published and not self.peer_failure():
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:_CHARACTERS]
+            self._has_published = True
+            with contextlib.suppress(RuntimeError):  # the process of the store is gone
+                self.store.set(_KEY, f"rank {self.place.rank} left {self._doing()}: {words}")
+
+    def publish_uncaught(self) -> None:
+        """Publish the uncaught exception that is about to end this process, if there is one."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.publish(error)
+
+    def peer_failure(self) -> str:
+        """Return another rank's published reason; "" if there is none, or the store is gone."""
+        if self.store is None or self._has_published:
+            return ""
+        try:
+            return self.store.get(_KEY).decode() if self.store.check([_KEY]) else ""
+        except RuntimeError:
+            return ""
+
+    def annotate(self, message: str) -> str:
+        """Return the message of an error here, with the other rank's reason if it has to do with it."""
+        heard = self.peer_failure()
+        if not heard and not self._has_published and _OF_A_PEER.search(message):
+            heard = self._roll_call()
+        return f"{message} ({heard})" if heard and heard not in message else message
+
+    def end(self) -> None:
+        """End this rank's part: it stops answering, and does not count as gone."""
+        self._ended.set()
+        if self._thread is not None and self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(self._here(self.place.rank), "")
+            self._thread.join(1.0)
+            self._thread = None
+
+    def _roll_call(self) -> str:
+        """Call all ranks; return which do not answer, published to all; "" if all answer."""
+        if self.store is None:
+            return ""
+        try:
+            self.store.set(_ROLL, "")
+            silent = [rank for rank in range(self._ranks) if rank != self.place.rank]
+            deadline = time.monotonic() + _ANSWER_S
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.05)
+                silent = [rank for rank in silent if not self.store.check([self._here(rank)])]
+            if silent and not self.store.check([_KEY]):
+                which = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+                self.store.set(_KEY, f"{which} {'are' if len(silent) > 1 else 'is'} gone without a word: killed, or cut off")
+        except RuntimeError:
+            return "so is the process that has the process group's store"
+        return self.peer_failure()
+
+    @staticmethod
+    def _here(rank: int) -> str:
+        return f"{_HERE}/{rank}"
+
+
+def _answer(store: dist.Store, here: str, ended: threading.Event, duties: list[Callable[[dist.Store], None]]) -> None:
+    """Wait for the call of the ranks, and answer it once; meanwhile do the ``duties``."""
+    has_answered = False
+    with contextlib.suppress(RuntimeError):  # the process of the store is gone
+        while not ended.wait(_LISTEN_S):
+            if not has_answered and store.check([_ROLL]):
+                store.set(here, "")
+                has_answered = True
+            for duty in duties:
+                duty(store)

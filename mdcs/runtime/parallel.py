@@ -1,0 +1,359 @@
+"""``parallelize``: takes a model, its optimizer and a plan; returns the interface of the training loop."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.emulation import Emulation
+from mdcs.model.optimizers import parameter_groups
+from mdcs.model.units import ModelUnit
+from mdcs.plan.plan import Plan
+from mdcs.runtime import optimizer_state, state_dict
+from mdcs.runtime.engine import Engine
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.evaluation import Evaluation
+from mdcs.runtime.executor import with_index
+from mdcs.runtime.gradient_scaling import LossScale
+from mdcs.runtime.gradients import Gradients
+from mdcs.runtime.initialization import InitFunction
+from mdcs.runtime.optimizer_calls import OptimizerCalls
+from mdcs.runtime.step_trace import StepRecord
+from mdcs.runtime.validation import RunOptions
+from mdcs.telemetry.timeline import Interval
+
+if TYPE_CHECKING:
+    from mdcs.runtime.checkpointing import Checkpoints, ResumeInfo, SaveHandle
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    units: list[ModelUnit],
+    *,
+    group: dist.ProcessGroup | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    loss_scale: LossScale | None = None,
+    broadcast_buffers: bool | None = None,
+    timeout_s: float = 300.0,
+    emulate: Emulation | None = None,
+    init: InitFunction | None = None,
+    device: torch.device | str = "cpu",
+) -> Parallel:
+    """Train ``model`` as ``plan`` says, in your own loop.
+
+    Call it on every rank after ``init_process_group``, with the same plan (its hash is checked) and the ``units`` that
+    the plan was made for. Parameters are broadcast from rank 0. ``optimizer`` (any elementwise one) keeps its options
+    and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. Messages have a
+    process group of their own, so the loop may use ``group`` for its collectives. Then::
+
+        for batch in loader:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
+
+    - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
+    - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
+    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call ``parallel.scaled(loss).backward()`` then, or
+      let ``parallel.scaler`` take the place of a GradScaler.
+    - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
+      own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
+      BatchNorm's.
+    - ``timeout_s``: bounds every wait (seconds).
+    - ``emulate``: this one process is a rank of the plan's world, on its emulated link (:mod:`mdcs.emulation`).
+    - ``init``: initialises a module's own parameters and buffers if they are on the meta device; None: the module's
+      ``reset_parameters()``.
+    - ``device``: where parameters and buffers from the meta device are made, unit by unit.
+
+    Masters, where the plan's profile has them, start as the model's parameters. docs/loops.md says what a loop may do
+    with model and optimizer during the run. Raises PlanError (it names ranks with another plan), ValueError for a plan
+    that does not fit the model and for a parameter that would not be trained, and RunError, naming rank, step and
+    message, for later failures.
+    """
+    options = RunOptions(clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device))
+    return Parallel(Engine(model, optimizer, plan, units, group, options), units)
+
+
+def resume(parallel: Parallel, path: str | Path) -> ResumeInfo | None:
+    """Resume from a checkpoint of :meth:`Parallel.checkpoint`, on any number of ranks and with any plan. Collective.
+
+    ``path`` is the root passed to ``checkpoint``, or the folder of a step. From a root the newest usable checkpoint is
+    read, with a warning for every newer one. Returns the step and the loop's extra; None where there is no checkpoint
+    yet. With the same number of ranks and the same plan training continues bit for bit. Raises CheckpointError, by
+    name, if no checkpoint is usable or if it belongs to another model or optimizer.
+    """
+    return parallel._resume(Path(path))
+
+
+class Parallel(Gradients):
+    """A model in training. ``plan`` is the running plan; :meth:`close` (or leaving a ``with`` block) ends the run.
+
+    ``optimizer`` is the loop's own. Its ``step()`` is :meth:`step`, its ``state_dict()`` :meth:`optimizer_state_dict`, and its
+    ``load_state_dict()`` :meth:`load_optimizer_state_dict`, so trainers and schedules of the learning rate use it as ever;
+    after ``step()`` there is nothing for ``zero_grad()`` to do.
+    """
+
+    def __init__(self, engine: Engine, units: list[ModelUnit]) -> None:
+        super().__init__(engine)
+        self.units = units
+        self.model, self.optimizer, self.plan, self.rank = engine.model, engine.optimizer, engine.plan, engine.rank
+        self._evaluation = Evaluation(units, engine.storages, engine.ledger, engine.unsharder, engine.groups, engine.place)
+        self._checkpoints: Checkpoints | None = None
+        self._resumed_after = 0
+        self._calls = OptimizerCalls(engine.optimizer, self)
+
+    def __enter__(self) -> Parallel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:  # the state of the other ranks is unknown
+            self.tell(error)
+            self._end(f"rank {self.rank} left the run with {type(error).__name__}", failed=True)
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """End an iteration. Updates may still be in flight: each is done before its unit is used again.
+
+        After fewer than ``plan.micro_steps`` passes the gradients of these passes are used, on every rank. Raises
+        RunError if there was no pass, and for changes by the loop that the updates did not see.
+        """
+        self._engine.end_step()
+
+    def drain(self) -> None:
+        """Finish all messages in flight and every update: before evaluation, state dicts and exit.
+
+        Parameters of dp units can then be read, and changed alike on all ranks, until the next forward pass.
+        """
+        self._engine.drain("drain()")
+
+    def abandon(self) -> None:
+        """Give up the current iteration on every rank, as if its batches did not exist: the response to an exception.
+
+        The ranks may be at different places of a forward pass. Raises RunError if updates of the iteration have begun;
+        without ``plan.cross_iteration`` none begins before backward has ended.
+        """
+        self._engine.abandon()
+
+    def evaluate(self) -> AbstractContextManager[None]:
+        """Run forward passes without gradients (``torch.no_grad()``), any number per rank; :meth:`drain` included.
+
+        Units that are sharded at rest are gathered once if the budget has room for all of them, else for every forward.
+        In the second case a rank waits at the end for the ranks that have more batches.
+        """
+        return self._engine.export_params("evaluate()", self._evaluate)
+
+    @contextmanager
+    def _evaluate(self) -> Iterator[None]:
+        with torch.no_grad(), self._evaluation.run():
+            yield
+        self._engine.buffers.register()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def full_parameters(
+        self, *, rank0_only: bool = False, cpu: bool = False, writeback: bool = False
+    ) -> AbstractContextManager[None]:
+        """Hold copies of whole parameters in the model, on every rank or on rank 0, on its device or on the ``cpu``;
+        drains first.
+
+        With ``writeback`` rank 0's changes reach every rank; without it, and if the block raises, changes are lost.
+        Unless on the ``cpu``, the device holds the whole model, and one more unit at first, besides the shards.
+        Collective.
+        """
+        engine, keep = self._engine, not rank0_only or self.rank == 0
+        group = engine.groups.message_group
+        hold = functools.partial(
+            state_dict.full_parameters, engine.storages, engine.unsharder, keep=keep, cpu=cpu, writeback=writeback, group=group
+        )
+        return engine.export_params(f"full_parameters({'writeback=True' if writeback else ''})", hold, needs_ranks=True)
+
+    @torch.inference_mode(False)
+    def state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Tensor]:
+        """Return the whole model's state dict for the plain model, on every rank or on rank 0 (else empty); drains
+        first.
+
+        Units are gathered one by one. With ``cpu``, and where the budget has no room for the result, the result is on
+        the CPU and the device holds no more than one whole unit. Collective.
+        """
+        engine = self._engine
+        engine.drain("state_dict()", needs_ranks=True)
+        sizes = [storage.full_bytes for storage in engine.storages]
+        cpu = cpu or not engine.unsharder.fits(sum(sizes) + max(sizes))
+        return state_dict.full_state_dict(
+            self.model, engine.storages, engine.unsharder, keep=not rank0_only or self.rank == 0, cpu=cpu
+        )
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, full: dict[str, Tensor]) -> None:
+        """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
+        self._engine.drain("load_state_dict()")
+        state_dict.load_full_state_dict(self.model, self._engine.storages, full)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
+        """Return the ``optimizer.state_dict()`` of a plain loop, on every rank or on rank 0 (else empty); drains first.
+
+        Units are gathered one by one, and kept on the CPU with ``cpu``. State of masters has their precision.
+        Collective.
+        """
+        self._engine.drain("optimizer_state_dict()", needs_ranks=True)
+        keep = not rank0_only or self.rank == 0
+        found = self._engine.optimizer_state.full(keep=keep, cpu=cpu)
+        return optimizer_state.to_state_dict(self.optimizer, found) if keep else {}
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load a plain loop's ``optimizer.state_dict()``, or :meth:`optimizer_state_dict` (the same on every rank).
+
+        Options, such as the learning rate, are loaded too. Raises ValueError for the state of another optimizer.
+        """
+        engine = self._engine
+        engine.drain("load_optimizer_state_dict()")
+        found = optimizer_state.from_state_dict(self.optimizer, saved)
+        named = [list(zip(s.names, s.parameters, strict=True)) for s in engine.storages]
+        optimizer_state.histories(named, parameter_groups(self.optimizer), found, engine.optimizer_state.layout)
+        optimizer_state.load_options(self.optimizer, saved)
+        engine.optimizer_state.load(found)
+
+    @property
+    def steps(self) -> int:
+        """Iterations done, including those before a resumed checkpoint."""
+        return self._resumed_after + self._engine.sequencer.step - 1
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def checkpoint(self, root: str | Path, *, extra: Any = None, keep: int | None = None, wait: bool = True) -> SaveHandle:
+        """Write ``root/step-N`` for :func:`mdcs.resume` into a folder that all ranks see. Collective; drains first.
+
+        - ``extra``: numbers, texts, containers and tensors that ``resume`` returns (a schedule's state, the place in
+          the data).
+        - ``keep``: delete all but the last ``keep`` checkpoints once this one is complete; None keeps all.
+        - ``wait``: False copies this rank's part to the host and writes it while training goes on, one checkpoint at a
+          time. If the budget has no room for the copy on a CPU, the part is written before this returns.
+
+        Raises RunError on every rank, naming the rank that could not write; without ``wait`` in the next call or in
+        :meth:`close` at the latest. Earlier checkpoints stay as they are.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self._engine.drain("checkpoint()", needs_ranks=True)
+        return self._checkpointing().save(Path(root), self.steps, extra, keep=keep, wait=wait)
+
+    def _checkpointing(self) -> Checkpoints:
+        if self._checkpoints is None:
+            from mdcs.runtime.checkpointing import Checkpoints  # late: importing DCP takes most of a second
+
+            self._checkpoints = Checkpoints(self._engine)
+        return self._checkpoints
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _resume(self, path: Path) -> ResumeInfo | None:
+        self._engine.drain("resume()", needs_ranks=True)
+        resumed = self._checkpointing().resume(path)
+        if resumed is not None:
+            self._resumed_after = resumed.step - (self._engine.sequencer.step - 1)
+        return resumed
+
+    # -- what happened ------------------------------------------------------------------------------------------
+
+    def records(self, *, flush: bool = False) -> list[StepRecord]:
+        """Return the finished iterations not returned before; the last one only with ``flush``, after :meth:`drain`."""
+        return self._engine.recorder.finished(self._engine.sequencer.step - (1 if flush else 2), flush)
+
+    def last_period(self) -> tuple[float, float, list[Interval]]:
+        """Return (begin, end, intervals) of the last whole period, from first backward slot to first backward slot.
+
+        Seconds on the machine's monotonic clock: ranks of one machine can be compared.
+        """
+        return self._engine.recorder.last_period()
+
+    def memory(self) -> dict[str, Any]:
+        """Return peak bytes by category since the start or :meth:`reset_memory`.
+
+        - ``predicted``: the ledger's, kept during the run.
+        - ``measured``: the allocator's; None where nothing is measured.
+        - ``retries``: how often the allocator had to free cached memory to serve a request (None on CPU). Each stops
+          the device.
+        """
+        engine = self._engine
+        with engine.account.lock:
+            predicted = dict(engine.account.peak)
+        return {"predicted": predicted, "measured": engine.meter.peaks(), "retries": engine.executor.retries()}
+
+    def memory_by_slot(self) -> list[Any]:
+        """Return the last :class:`mdcs.telemetry.timeline.SlotMemory` of every slot of a period."""
+        return [m for _, m in sorted(self._engine.sequencer.memory.items())]
+
+    def watch_memory(self) -> None:
+        """Measure every slot from now on, for :meth:`memory_by_slot`. Off by default on CUDA: a reading takes time."""
+        self._engine.sequencer.watches_memory = True
+
+    def reset_memory(self) -> None:
+        """Restart the peaks of :meth:`memory`."""
+        self._engine.reset_memory()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self, *, whole: bool = True) -> None:
+        """End the run, on every rank: each rank then has the whole plain model, for any loop or another plan.
+
+        The current iteration is given up. The optimizer gets the whole state of a plain loop. Without ``whole``, the
+        optimizer's state is lost and parameters that are not whole on this rank raise when they are used. The same
+        happens if gathering fails: after an error, when a rank does not take part within ``timeout_s``, or when updates
+        of an iteration have begun. Waits for a checkpoint that is being written; if it fails, raises RunError after
+        closing.
+        """
+        if self._engine.is_closed:
+            return
+        self._engine.refuse_if_exported("close()")
+        unwritten: RunError | None = None
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.finish()
+        except RunError as e:  # close all the same: the model is not affected
+            unwritten = e
+        why = "it was closed without gathering them" if not whole else "they are made up: no rank has sent anything"
+        failed = False
+        if whole and self._engine.options.emulate is None:
+            why = self._engine.make_plain()
+            failed = bool(why)
+            if why:
+                warnings.warn(f"rank {self.rank}: closed without the optimizer's state: {why}", stacklevel=2)
+        self._end(why, failed=failed)
+        if unwritten is not None:
+            raise unwritten
+
+    def _end(self, why: str, *, failed: bool = False) -> None:
+        if self._checkpoints is not None and not self._engine.is_closed:
+            self._checkpoints.leave()
+        if not self._engine.is_closed:
+            self._calls.end()
+        self._engine.end(why, failed=failed)
+
+    def tell(self, error: BaseException) -> None:
+        """Send the other ranks an error that ends this rank's part, as leaving a ``with`` block does."""
+        self._engine.failures.publish(error)
+
+    def undo(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
+        """Close, and restore the tensors that the model had before ``parallelize``: the training leaves no trace."""
+        self._end("")
+        for storage in self._engine.storages:
+            storage.guard.open()
+        for p, tensor in weights.items():
+            p.data, p.grad = tensor, None

@@ -1,0 +1,154 @@
+"""The process groups of a run: messages must not mix with other communication of the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mdcs.runtime.communicator import backend_of
+from mdcs.torch_compat import abort, nccl_keeps_buffers
+
+CALLS = (
+    "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()", "full_parameters()",
+    "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
+    "optimizer_state_dict()", "resume()", "state_dict()", "the broadcast of buffers",
+)  # fmt: skip
+"""The collective calls of the training threads that :meth:`Groups.tell` can compare."""
+
+_WORDS = 4
+_STEPS_AHEAD = timedelta(seconds=60)
+"""Extra timeout: more than the host runs ahead of its device."""
+_ABORT_SECONDS = 3.0
+"""Seconds for which the end of a failed run waits for the abort of an NCCL group."""
+
+
+class ProcessGroups:
+    """New process groups of the ranks of ``group``; all None where there is one process.
+
+    - ``message_group``: the plan's messages.
+    - ``norm_group``: the finisher thread's collectives, if ``needs_control``. On NCCL it is ``message_group``: the collectives
+      are on the device, between messages.
+    - ``host_group``: the training thread's collectives, on gloo.
+    - ``node_group``, ``replica_group``: with ``per_node`` ranks per node, this rank's node, and the ranks with its place in all
+      nodes.
+
+    Collectives time out after ``timeout_s``.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, needs_control: bool, per_node: int = 0
+    ) -> None:
+        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
+        self._own: list[dist.ProcessGroup] = []
+        self._group, self._timeout = group, timedelta(seconds=timeout_s)
+        self.message_group = self.norm_group = self.host_group = self.node_group = self.replica_group = None
+        if self.world == 1:
+            return
+        timeout = timedelta(seconds=timeout_s)
+        backend = backend_of(group, device)
+        # NCCL's watchdog counts from the enqueue, some steps ahead of the device, and kills the process. With more time
+        # for it, our own error, which names the step, comes first.
+        of_messages = timeout + _STEPS_AHEAD if backend == "nccl" else timeout
+        if backend == "nccl" and nccl_keeps_buffers():
+            os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # read when a group is made
+        self.message_group = self._new(group, of_messages, backend)
+        if needs_control:
+            self.norm_group = self.message_group if backend == "nccl" else self._new(group, timeout)
+        self.host_group = self._new(group, timeout)
+        if per_node:
+            nodes = [list(range(first, first + per_node)) for first in range(0, self.world, per_node)]
+            self.node_group = self._one_of(nodes, of_messages, backend)
+            self.replica_group = self._one_of([list(ranks) for ranks in zip(*nodes, strict=True)], of_messages, backend)
+        # Connect now: otherwise the first messages would, on NCCL for seconds, inside of a forward pass.
+        for made in (self.message_group, self.node_group, self.replica_group):
+            if made is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=made)
+
+    def _one_of(self, parts: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup | None:
+        """Make a group of each part of the ranks; return the group of the part that has this rank."""
+        ranks = dist.get_process_group_ranks(self._group)
+        mine, own = dist.get_rank(self._group), None
+        everyone = self.world == dist.get_world_size()  # see _new
+        for part in parts:
+            if mine in part or everyone:
+                group = dist.new_group(
+                    [ranks[r] for r in part], timeout=timeout, backend=backend, use_local_synchronization=not everyone
+                )
+                own = group if mine in part else own
+        if everyone and own is not None:
+            self._own.append(own)
+        return own
+
+    def _new(self, group: dist.ProcessGroup | None, timeout: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
+        if self.world == dist.get_world_size():
+            new = dist.new_group(timeout=timeout, backend=backend)
+            self._own.append(new)
+        else:
+            # Other ranks do not take part. torch names such a group after its ranks: if it were destroyed, the next one
+            # would find its old addresses in the store and connect to nobody. So it is never destroyed.
+            ranks = dist.get_process_group_ranks(group)
+            new = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        return new
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """Return one more group, for a thread of its own. Collective."""
+        return None if self.world == 1 else self._new(self._group, self._timeout)
+
+    @torch.inference_mode(False)
+    def agree_on_call(self, call: str, *numbers: int) -> list[tuple[int, ...]]:
+        """Return every rank's (at most three) numbers for the same call, by rank. Collective.
+
+        Every collective of the training threads begins with it, with the same number of bytes. Ranks that make
+        different calls therefore get an error; mismatched collectives would end the process. Raises RuntimeError then,
+        and when a rank is gone or does not call in time.
+        """
+        if self.world == 1:
+            return [numbers]
+        words = torch.zeros(self.world, _WORDS, dtype=torch.int64, device="cpu")
+        own = [CALLS.index(call), *numbers, *[0] * (_WORDS - 1 - len(numbers))]
+        words[dist.get_rank(self.host_group)] = torch.tensor(own, device="cpu")
+        try:
+            dist.all_reduce(words, group=self.host_group)  # a gather would allocate in the backend's threads
+        except RuntimeError as e:
+            raise RuntimeError(f"call it on every rank: one did not, or is gone ({e})") from e
+        told = [tuple(map(int, w)) for w in words.tolist()]
+        for rank, (other, *_) in enumerate(told):
+            if CALLS[other] != call:
+                raise RuntimeError(f"rank {rank} is in {CALLS[other]}: call the same on every rank")
+        return [w[1 : 1 + len(numbers)] for w in told]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank. Collective, after :meth:`agree_on_call`. Raises RuntimeError as it does."""
+        answers: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(answers, value, group=self.host_group)
+        return answers
+
+    def destroy(self, *, failed: bool = False) -> None:
+        """Close the groups made here, unless the loop has closed them. ``failed``: do not wait for other ranks."""
+        while self._own:
+            group = self._own.pop()
+            if not dist.is_initialized():
+                continue
+            if failed and dist.get_backend(group) == "nccl":
+                _abort(group)
+            else:
+                dist.destroy_process_group(group)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """Abort an NCCL group with messages in flight; destroying it would wait for missing ranks."""
+
+    def end() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the run has failed already
+            abort(group)
+
+    thread = threading.Thread(target=end, name="mdcs-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_SECONDS)

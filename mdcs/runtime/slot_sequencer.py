@@ -1,0 +1,400 @@
+"""Follows the slots of the plan with the training thread: the work at every slot boundary.
+
+Arriving at a slot ends the one before it (its gathered buffers are freed) and issues the messages of the slot. Entering
+it waits for the messages that it needs and for its bytes. Between backward and the next forward (the turn) compute has
+arrived at the first forward slot but not entered it. Reductions at the head of a slot's messages are issued earlier,
+inside of the slot before, once their gradients are ready (:mod:`mdcs.plan.gradient_readiness`).
+
+Compute may depart from the plan. Slots of units that do not come are passed over: their messages go, and gradients that
+do not come are left out. In forward every slot can be passed over. In backward a slot after which a gradient is reduced
+is passed over once autograd will not come to that gradient any more; until then units are used out of their turn, and
+later messages wait. What ends a pass passes over the rest, so each rank sends all messages, whatever the others do.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mdcs.plan.ledger import Ledger
+from mdcs.plan.plan import Plan
+from mdcs.plan.worst_case import SlotDependencies
+from mdcs.runtime.activation_excess import ActivationExcess
+from mdcs.runtime.byte_account import ByteAccount
+from mdcs.runtime.departures import Departures
+from mdcs.runtime.errors import RunError
+from mdcs.runtime.executor import Executor
+from mdcs.runtime.pass_gradients import PassGradients
+from mdcs.runtime.sharded_optimizer import ShardedOptimizer
+from mdcs.runtime.slot_tables import SlotTables
+from mdcs.runtime.step_trace import StepRecorder
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.stream_transport import StreamTransport
+from mdcs.runtime.thread_transport import ThreadTransport
+from mdcs.telemetry.memory_meter import Meter
+from mdcs.telemetry.timeline import SlotMemory
+
+
+class SlotSequencer:
+    """The hooks' listener (:class:`mdcs.model.hooks.Listener`)."""
+
+    def __init__(
+        self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport,
+        updates: ShardedOptimizer, account: ByteAccount, executor: Executor, recorder: StepRecorder, meter: Meter,
+        excess: ActivationExcess,
+        departures: Departures,
+    ) -> None:  # fmt: skip
+        self.plan, self.ledger, self.storages = plan, ledger, storages
+        self.transport, self.queue, self.updates, self.account = transport, transport.queue, updates, account
+        self.executor, self.recorder, self.meter, self.excess = executor, recorder, meter, excess
+        self.departures = departures
+        self.period = plan.period
+        self.limits = SlotDependencies(plan)
+        self.step = 1
+        self.periods = 0  # periods begun; the first is the prologue
+        self.step_pending = False  # the last micro-step's backward has begun, and step() has not ended the iteration
+        self.watches_memory = not executor.runs_ahead  # a reading of CUDA's allocator takes longer than enqueuing a layer
+        self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
+        self.next_slot = self.period.turn  # the slot to enter next
+        self.arrived = False
+        self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
+        self._entered: Any = None  # stamp of the slot under way
+        self._in_backward = False
+        self.gradients, self._tables = PassGradients(plan, storages), SlotTables(plan, storages)
+
+    @property
+    def at_turn(self) -> bool:
+        """Whether compute is between a backward and the next forward pass."""
+        return self.next_slot == self.period.turn and self._entered is None
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+
+    def forward_begin(self, unit: int) -> None:
+        """Enter a forward slot, unless it is a frozen unit's in an evaluation."""
+        if self.exported_to is None or torch.is_grad_enabled():
+            self._slot(unit, "F")
+            self.departures.inside[unit] += 1
+
+    def forward_end(self, unit: int) -> None:
+        """Note that a module has returned; buffers are freed at the end of the slot."""
+        if self.exported_to is None or torch.is_grad_enabled():
+            self.departures.inside[unit] -= 1
+
+    def backward_begin(self, unit: int) -> None:
+        """Enter a backward slot."""
+        self._slot(unit, "B")
+
+    def recomputed(self, unit: int) -> None:
+        """Make sure that a unit is whole which activation checkpointing computes again."""
+        if self.exported_to is None:
+            self._in_backward = True
+            self._use_again(unit)
+
+    def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
+        """Take a parameter's gradient, which is complete for this micro-step."""
+        storage, slot = self.storages[unit], self.period.slots[self.next_slot - 1]
+        if self._entered is None:
+            raise self._error(self._second_backward(storage.names[index]))
+        self._in_backward = True
+        if index in self.gradients.come[unit] or self._has_left(unit):
+            raise self._error(f"{storage.names[index]} got two gradients in one backward pass")
+        if not storage.gradients:
+            self._allocate_gradient(unit)
+        self.gradients.take(unit, index, slot.micro)
+        if slot.micro == self.plan.micro_steps - 1 and self.next_slot in self._tables.early:
+            self._send_early()
+
+    def backward_end(self) -> None:
+        """Pass over the rest of the micro-step's slots."""
+        if not any(self.gradients.come):
+            raise self._error("backward brought no gradient to any parameter, as torch.autograd.grad: call backward() instead")
+        with self.departures.timed() if self.next_slot != (end := self._end_of_pass) else nullcontext():
+            while self.next_slot != end:
+                self._pass_over(ended=True)
+        self._complete(ended=True)
+        self.departures.note_pass(lambda unit: bool(self.gradients.come[unit]))
+        self.gradients.end_pass()
+        self._in_backward = False
+        self._arrive()
+        self.departures.end_pass()  # after what the last slot frees
+
+    # -- slots --------------------------------------------------------------------------------------------------
+
+    def _slot(self, unit: int, phase: str) -> None:
+        self.transport.check()
+        if self.exported_to is not None:
+            raise self._error(f"a pass with gradients inside {self.exported_to}")
+        expected = self.period.slots[self.next_slot]
+        if (expected.unit, expected.phase) == (unit, phase) and self._can_enter(phase):
+            self._in_backward = phase == "B"
+            if not self.arrived:
+                self._arrive()
+            self._enter()
+        else:
+            with self.departures.timed():
+                self._depart(unit, phase)
+
+    def _can_enter(self, phase: str) -> bool:
+        return (phase == "B" or not self._in_backward) and (self.arrived or self._complete())
+
+    def _depart(self, unit: int, phase: str) -> None:
+        """Let compute use a unit where the plan has another slot."""
+        if phase == "B" and self._entered is None:
+            raise self._error(self._second_backward(self.storages[unit].name))
+        if phase == "F" and self._in_backward:
+            raise self._error(
+                f"forward of {self.storages[unit].name} ran after a backward pass that raised: call parallel.abandon() on "
+                "every rank"
+            )
+        self._in_backward = phase == "B"
+        target = self._ahead(unit, phase)
+        while target is not None and self.next_slot != target:
+            if not self._pass_over():
+                target = None
+        if target is None or not (self.arrived or self._complete()):
+            self._use_again(unit)
+            return
+        if not self.arrived:
+            self._arrive()
+        self._enter()
+
+    def _second_backward(self, name: str) -> str:
+        return (
+            f"a second backward pass of one forward pass, through {name}: add the losses up and call backward() once for each "
+            f"of the {self.plan.micro_steps} passes of a step"
+        )
+
+    def _ahead(self, unit: int, phase: str) -> int | None:
+        """Return the next slot of a unit in this pass; None if there is none."""
+        slots, length = self.period.slots, self.period.length
+        left = (self._end_of_pass - self.next_slot) % length or (0 if self._entered is not None else length)
+        for q in (q % length for q in range(self.next_slot, self.next_slot + left)):
+            if phase == "F" and slots[q].phase == "B":
+                break
+            if (slots[q].unit, slots[q].phase) == (unit, phase):
+                return q
+        return None
+
+    @property
+    def _end_of_pass(self) -> int:
+        """The slot behind the last one of the micro-step that compute is in, or comes to."""
+        return self.period.end(self.period.slots[self.next_slot - (self._entered is not None)].micro)
+
+    def _pass_over(self, ended: bool = False) -> bool:
+        """Go through a slot without compute; return False, staying before it, while autograd may bring its gradients.
+
+        This waits for the messages of the slot: what they gather is freed at its end.
+        """
+        if not self.arrived:
+            if not self._complete(ended):
+                return False
+            self._arrive()
+        slot = self.period.slots[self.next_slot]
+        if self.plan.profile.slots[slot.place].seconds:  # 0: the profiled step left it out, too
+            (self.departures.passed if slot.phase == "F" else self.departures.unreached).add(slot.unit)
+        self._enter()
+        return True
+
+    def _complete(self, ended: bool = False) -> bool:
+        """Complete the gradients whose last slot compute is about to leave; return False if autograd will bring more.
+
+        ``ended``: the backward pass is over.
+        """
+        last = self._tables.last[self.next_slot - 1]
+        if not last or self._entered is None:
+            return True
+        return self.gradients.complete(last, self.period.slots[self.next_slot - 1].micro, ended)
+
+    def _has_left(self, unit: int) -> bool:
+        """Return whether compute has left the unit's last backward slot of this pass."""
+        slot = self.period.slots[self.next_slot - 1]
+        return slot.phase == "B" and self.period.last_use(unit, slot.micro) % self.period.length < self.next_slot - 1
+
+    def _use_again(self, unit: int) -> None:
+        """Make sure that a unit is whole which is used outside of its planned slots."""
+        storage, departures = self.storages[unit], self.departures
+        if self._in_backward and storage.trainable and self._has_left(unit):
+            raise self._error(f"{storage.name} was used again in backward, after all of its gradients had come")
+        if not self._in_backward:
+            departures.note(unit, "ran {} in another order" if unit in departures.passed else "ran {} once more")
+            departures.passed.discard(unit)
+        if not storage.guard.is_open:
+            slot = self.period.slots[self.next_slot - 1]
+            departures.make_whole(unit, None if self._has_left(unit) else slot, self.periods)
+
+    def _arrive(self) -> None:
+        """Arrive at the boundary before ``next_slot``: end the slot before it, issue messages."""
+        q, lock = self.next_slot, self.account.lock
+        stamp = self.executor.record_timestamp()
+        if self._entered is not None:
+            self.recorder.compute((q - 1) % self.period.length, self._entered, stamp)
+            self._entered = None
+        if q == 0:
+            if self.step_pending:
+                raise self._error(
+                    f"a second backward pass without step() between: the plan takes {self.plan.micro_steps} per step"
+                )
+            self.periods += 1
+            self.step_pending = True
+            self.recorder.period(stamp)
+            self.updates.freeze_options()
+        previous, slot = self.ledger.slots[q - 1], self.ledger.slots[q]
+        has_run = self.periods > self.queue.first_period or q > self.period.turn
+        phase, departures = self.period.slots[q - 1].phase, self.departures
+        for storage in self._tables.closes[q - 1] if has_run else ():
+            if not departures.stays(storage.unit, phase):
+                storage.guard.close()
+        if previous.released and has_run:
+            with lock:
+                for u, size in previous.released:
+                    if departures.stays(u, phase):
+                        departures.keep(u)
+                        continue
+                    self.storages[u].free_full()
+                    self.account.record("full_parameters", -size)
+                self.queue.reserve(-previous.freed)
+        with lock:
+            self._window((q - 1) % self.period.length, has_run)
+            self.account.set_activations(slot.live)
+            beyond = self.excess.arrived(q, self.meter.live() if self._counts_excess else None)
+            self.queue.excess = beyond + departures.bytes if departures.outside else beyond
+        while self.queue.issued < self.periods * self.queue.n + self.limits.issued_through[q]:
+            self.transport.issue(slot.live)
+        self.arrived = True
+
+    def _send_early(self) -> None:
+        """Issue the messages that may leave before the slot ends, have all their gradients, and fit."""
+        live = self.ledger.slots[self.next_slot - 1].peak
+        for carried in self._tables.early[self.next_slot][self._sent_early :]:
+            if not all(self.gradients.come[u].issuperset(own) for u, own in carried.items()):
+                return
+            if not self.transport.has_room(live):
+                return
+            for storage, own in ((self.storages[u], own) for u, own in carried.items()):
+                for i in own if not storage.strategy.sharded else ():
+                    # The update is in place: a new version lets autograd raise if it still needs the old values.
+                    torch.autograd.graph.increment_version(storage.parameters[i])
+            self.transport.issue(live)
+
+    @property
+    def _sent_early(self) -> int:
+        """Number of the next slot's messages issued before compute arrives there."""
+        if self.arrived or self._entered is None or self.next_slot not in self._tables.early:
+            return 0
+        return self.queue.issued - self.periods * self.queue.n - self.limits.issued_through[self.next_slot - 1]
+
+    @property
+    def _counts_excess(self) -> bool:
+        return self.watches_memory and self.queue.cap is not None
+
+    def _window(self, ended: int, has_run: bool) -> None:
+        """Keep the peaks of the slot that ended; those of the last ``length`` slots are one period."""
+        name, predicted = self.period.name(ended), self.account.take_window_peak()
+        reading = self.meter.window() if self.watches_memory else None
+        measured = {k: v for k, v in (reading or {}).items() if v is not None}
+        self.memory[ended] = SlotMemory(name, predicted, measured or None)
+        if has_run:
+            self.excess.ended(ended, measured)
+
+    def _enter(self) -> None:
+        """Wait for the messages and bytes that the slot at ``next_slot`` needs, then let compute go on."""
+        q, lock, slot = self.next_slot, self.account.lock, self.ledger.slots[self.next_slot]
+        name = self.period.name(q)
+        with lock:
+            self.transport.wait_for(self.periods * self.queue.n + self.limits.required_through[q], f"what slot {name} needs")
+            beyond = self.excess.entered(q)
+            self.queue.excess = beyond + self.departures.bytes if self.departures.outside else beyond
+            self.transport.admit(slot.allocated + slot.peak, f"slot {name}")
+            for u, _ in slot.gradients:
+                if not self.storages[u].gradients:  # else one came before this slot
+                    self._allocate_gradient(u)
+            self.queue.reserve(slot.allocated)
+            self.account.set_activations(slot.peak)
+        for storage in self._tables.opens[q]:
+            if storage.guard.is_open:  # open between its slots: the loop could have changed it
+                detached = storage.find_rebound_param()
+                if detached is not None:
+                    raise self._error(
+                        f"{detached} was given other memory (.data, model.to()): change values in place, or close() first"
+                    )
+            storage.guard.open()
+        self._entered = self.executor.record_timestamp()
+        self.arrived = False
+        self.next_slot = (q + 1) % self.period.length
+
+    def _allocate_gradient(self, unit: int) -> None:
+        with self.account.lock:
+            self.storages[unit].allocate_gradient()
+            self.account.record("gradients", self.storages[unit].layout.grad_bytes)
+
+    # -- out of the ordinary ------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> int:
+        """Number of arrivals at slots and entries of slots in the current iteration."""
+        q, turn, length = self.next_slot, self.period.turn, self.period.length
+        return 2 * (length if self.step_pending and q == turn else (q - turn) % length) + self.arrived
+
+    @property
+    def committed(self) -> int:
+        """The :attr:`progress` that every rank must reach: messages of a slot that one rank has issued, all send."""
+        return self.progress + (self._sent_early > 0)
+
+    @property
+    def updates_begun(self) -> bool:
+        """Whether updates of the current iteration may have begun."""
+        issued = range(self.queue.issued - self.periods * self.queue.n)
+        reductions = [i for i, m in enumerate(self.plan.messages) if not m.kind.is_gather]
+        begins = reductions[:1] if self.plan.cross_iteration else reductions[-1:]  # with a barrier the last one updates
+        return self.step_pending and any(i in issued for i in begins)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass of the current iteration has begun."""
+        return self.step_pending or (self.next_slot - self.period.turn) % self.period.length > self.plan.profile.forward_slots
+
+    @property
+    def after_micro_step(self) -> bool:
+        """Whether a micro-step of the iteration has ended, and the next has not begun."""
+        starts = {self.period.forward_start(micro) for micro in range(1, self.period.micro_steps)}
+        return self._entered is None and self.next_slot in starts
+
+    def advance_to(self, progress: int) -> None:
+        """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are."""
+        while self.progress < progress:
+            if self.arrived:
+                self._enter()
+            else:
+                self._complete(ended=True)
+                self._arrive()
+
+    def leave_forward(self) -> None:
+        """Go on to the end of the forward pass that compute has left: another rank may be in it and wait for messages."""
+        slots = self.period.slots
+        while self._entered is not None and slots[self.next_slot - 1].phase == slots[self.next_slot].phase == "F":
+            self.advance_to(self.progress + 2)
+
+    def end_short(self) -> None:
+        """End the accumulation of gradients before its last micro-step."""
+        self.advance_to(2 * self.period.length + 1)
+
+    def restart(self) -> None:
+        """Give up the current iteration: back to the turn, as before step 1. No messages may be in flight.
+
+        Updates already made stay.
+        """
+        with self.account.lock:
+            for storage in self.storages:
+                storage.reset_iteration()
+            self.account.restart()
+        self.departures.restart()
+        self._in_backward = False
+        self.gradients.restart()
+        self.periods = self.transport.restart()
+        self.next_slot, self.arrived, self.step_pending, self._entered = self.period.turn, False, False, None
+
+    def _error(self, what: str) -> RunError:
+        return RunError(f"rank {self.storages[0].rank}, step {self.step}: {what}")

@@ -1,0 +1,129 @@
+"""State dicts and parameters of a sharded model, as the plain model has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.runtime.buffers import broadcast, write
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.unshard import Unsharder
+
+
+class Fragment(NamedTuple):
+    """Neighbouring elements of a parameter that this rank holds: ``values`` [flat] begin at element ``start`` in memory.
+
+    ``order``: the parameter's dimensions in memory (:class:`mdcs.runtime.storage.ParameterPlace`).
+    """
+
+    parameter: nn.Parameter
+    start: int
+    values: Tensor
+    order: tuple[int, ...]
+
+    def load(self, whole: Tensor) -> None:
+        """Set the values from a whole tensor of the parameter's shape."""
+        flat = whole.permute(self.order).reshape(-1)
+        self.values.copy_(flat[self.start : self.start + self.values.numel()])
+
+
+def fragments(storage: UnitStorage, section: int, start: int, values: Tensor, within: slice | None = None) -> Iterator[Fragment]:
+    """Yield the fragments in ``values`` [flat], which begin at element ``start`` of the section's flat buffer.
+
+    Padding is left out, and so is everything outside of ``within``, a slice of that buffer.
+    """
+    stop = start + values.numel()
+    first, last = (start, stop) if within is None else (max(start, within.start), min(stop, within.stop))
+    for p, place in zip(storage.parameters, storage.places, strict=True):
+        a, b = max(first, place.offset), min(last, place.offset + place.numel)
+        if place.section == section and a < b:
+            yield Fragment(p, a - place.offset, values[a - start : b - start], place.order)
+
+
+def fragments_in_memory(storage: UnitStorage) -> Iterator[Fragment]:
+    """Yield all that a load must set: fragments of the shards, and whole parameters where the unit is whole."""
+    for b, section in enumerate(storage.sections):
+        shard = storage.shard(b)
+        if shard is not None:
+            yield from fragments(storage, section, storage.owned_slice(b).start, shard)
+    if storage.is_full:  # includes units that the plan has gathered for the next forward
+        for section, full in enumerate(storage.flat_params):
+            yield from fragments(storage, section, 0, full)
+
+
+def full_state_dict(
+    model: nn.Module, storages: Sequence[UnitStorage], unsharder: Unsharder, *, keep: bool, cpu: bool
+) -> dict[str, Tensor]:
+    """Return the whole state dict on ranks that ``keep`` it, else {}. Gathers one unit at a time."""
+    values: dict[nn.Parameter, Tensor] = {}
+    for storage in unsharder.one_by_one():
+        if keep:
+            values |= {p: _copy(p, cpu) for p in storage.parameters}
+    named = model.state_dict(keep_vars=True) if keep else {}
+    return {name: values[v] if v in values else _copy(v, cpu) for name, v in named.items()}
+
+
+def _copy(tensor: Tensor, cpu: bool) -> Tensor:
+    return tensor.detach().to("cpu", copy=True) if cpu else tensor.detach().clone()
+
+
+@contextmanager
+def full_parameters(
+    storages: Sequence[UnitStorage], unsharder: Unsharder, *, keep: bool, cpu: bool, writeback: bool,
+    group: dist.ProcessGroup | None,
+) -> Iterator[None]:  # fmt: skip
+    """Hold whole parameters on the ranks that ``keep`` them.
+
+    With ``writeback`` rank 0's changes are broadcast over ``group`` at the end; otherwise changes are lost.
+    """
+    target = torch.device("cpu") if cpu else storages[0].device
+    moved: set[int] = set()  # units whose parameters are copies
+    try:
+        for u, storage in enumerate(unsharder.one_by_one()):
+            if keep:
+                storage.move(target)
+                moved.add(u)
+        for storage in storages:
+            storage.guard.open() if keep else storage.guard.close()
+        yield
+        for u, storage in enumerate(storages) if writeback else ():
+            unsharder.allocate(u)
+            if keep:
+                storage.move_back(keep_changes=True)
+                moved.remove(u)
+            with torch.no_grad(), torch.inference_mode(False), unsharder.place.during(f"broadcast of {storage.name}"):
+                for flat in storage.flat_params if group is not None else ():
+                    broadcast(flat, group)
+                storage.update_shards_from_flat()
+            unsharder.reshard(u)
+    finally:
+        for u in moved:
+            unsharder.allocate(u)  # a view of freed memory cannot be made
+            storages[u].move_back(keep_changes=False)
+            unsharder.reshard(u)
+        for storage in storages:
+            storage.guard.open() if storage.params_are_authoritative else storage.guard.close()
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, storages: Sequence[UnitStorage], full: dict[str, Tensor]) -> None:
+    """Load a plain model's state dict. Raises KeyError for a missing name, ValueError for a shape that differs."""
+    named = model.state_dict(keep_vars=True)
+    for name, v in named.items():
+        if name not in full:
+            raise KeyError(f"state dict has no {name}")
+        if v.shape != full[name].shape:
+            raise ValueError(f"{name} is {tuple(v.shape)}, the state dict has {tuple(full[name].shape)}")
+    held = {p for storage in storages for p in storage.parameters}
+    for name, v in named.items():
+        if v not in held:  # buffers, and parameters without elements, are in no unit
+            write(v, full[name])
+    wholes = {v: full[name] for name, v in named.items() if v in held}
+    for storage in storages:
+        for fragment in fragments_in_memory(storage):
+            fragment.load(wholes[fragment.parameter])

@@ -1,0 +1,186 @@
+"""Records of a run: intervals of compute, messages and updates on one clock, and a record per step."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mdcs.plan.plan import Plan
+from mdcs.plan.times import StepTimes
+from mdcs.runtime.executor import Executor
+from mdcs.telemetry.timeline import Interval, step_times
+
+_UNREAD = 128  # iterations kept for :meth:`Recorder.finished`: bounds the memory of a loop that never reads
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One iteration, from one ``step()`` to the next.
+
+    - ``times``: seconds.
+    - ``bytes``, ``messages``: wire bytes and number of messages, by kind, of the period that begins with its backward.
+      :meth:`Parallel.drain` cuts the last period short: its gathers for the next forward are not included.
+    - ``over_budget``: most bytes by which a slot's measured peak exceeded the budget; 0 if none did, or nothing is
+      measured.
+    - ``slots_over_budget``: number of slots that exceeded it.
+    - ``departures``: what the step did otherwise than the plan, in words ("left out layers.3"), and how often;
+      ``departed_s``: the seconds that this took.
+    """
+
+    step: int
+    times: StepTimes
+    bytes: dict[str, int]
+    messages: dict[str, int]
+    peak: dict[str, int] | None = None
+    over_budget: int = 0
+    slots_over_budget: int = 0
+    departures: dict[str, int] = field(default_factory=dict)
+    departed_s: float = 0.0
+
+
+@dataclass
+class StepRecorder:
+    """Collects stamps from the threads; converts them to seconds and :class:`StepRecord` when read."""
+
+    plan: Plan
+    executor: Executor
+    _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
+    _intervals: list[Interval] = field(default_factory=list)
+    _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # the end of each iteration, and the begin of the first
+    _sent: dict[int, Counter[str]] = field(default_factory=dict)
+    _count: dict[int, Counter[str]] = field(default_factory=dict)
+    _over: dict[int, tuple[int, int]] = field(default_factory=dict)  # by step: slots, bytes
+    _departed: dict[int, tuple[dict[str, int], float]] = field(default_factory=dict)  # by step: counts, seconds
+    _periods: list[tuple[int, Any]] = field(default_factory=list)  # (iteration in which it began, stamp)
+    _under_way: int = 0  # number of the current iteration
+
+    # Threads append to a deque without a lock: only indices and stamps. Names are looked up when somebody reads.
+
+    def compute(self, slot: int, begin: Any, end: Any) -> None:
+        """Record that compute was in a slot of the period from ``begin`` to ``end`` (stamps)."""
+        self._raw.append((self._under_way, "compute", slot, begin, end, 0))
+
+    def message(self, index: int, period: int, begin: Any, end: Any) -> None:
+        """Record that message ``index`` of the plan was on the wire, in period number ``period`` (0: the prologue)."""
+        self._raw.append((self._under_way, "message", index, begin, end, period))
+
+    def update(self, index: int, begin: Any, end: Any) -> None:
+        """Record that the updates completed by a message ran from ``begin`` to ``end``."""
+        self._raw.append((self._under_way, "update", index, begin, end, 0))
+
+    @cached_property
+    def _messages(self) -> list[tuple[str, str, int]]:
+        """(kind, units, wire bytes) of the plan's messages."""
+        names = [unit.name for unit in self.plan.profile.units]
+        return [
+            (str(m.kind), "+".join(dict.fromkeys(names[u] for u, _ in m.parts)), self.plan.wire(m)) for m in self.plan.messages
+        ]
+
+    def _interval(self, lane: str, index: int, begin: Any, end: Any) -> Interval:
+        a, b = self.executor.seconds(begin), self.executor.seconds(end)
+        b = max(a, b)
+        if lane == "compute":
+            s = self.plan.period.slots[index]
+            unit = self.plan.profile.units[s.unit].name
+            return Interval("compute", self.plan.period.name(index), s.phase, unit, a, b, 0)
+        kind, units, wire = self._messages[index]
+        if lane == "message":
+            return Interval("message", f"{kind}:{units}", kind, units, a, b, wire)
+        return Interval("update", f"update:{units}", "update", units, a, b, 0)
+
+    def step(self, step: int, stamp: Any) -> None:
+        """Record the end of the iteration ``step``."""
+        self._steps.append((step, stamp))
+        self._under_way = step + 1
+        if len(self._steps) > _UNREAD:
+            self._forget()
+
+    def over_budget(self, step: int, slots: int, size: int) -> None:
+        """Record that ``slots`` slots of the iteration exceeded the budget, by at most ``size`` bytes."""
+        if slots:
+            self._over[step] = slots, size
+
+    def departures(self, step: int, seen: dict[str, int], seconds: float) -> None:
+        """Record what the iteration did otherwise than the plan."""
+        if seen:
+            self._departed[step] = seen, seconds
+
+    def period(self, stamp: Any) -> None:
+        """Record the begin of a period of the plan."""
+        self._periods.append((self._under_way, stamp))
+        del self._periods[:-3]
+
+    def _forget(self) -> None:
+        """Drop the oldest unread iteration. Its stamps are not converted, so that no step() stalls."""
+        _, stamp = self._steps.popleft()
+        self._over.pop(self._steps[0][0], None)
+        self._departed.pop(self._steps[0][0], None)
+        self.executor.seconds(stamp)  # moves the reference of CUDA's event times, which are exact only near it
+        # On CUDA a message ends up to an iteration after the one that enqueued it.
+        needed = self._steps[0][0] - 1
+        while self._raw and self._raw[0][0] < needed:
+            self._raw.popleft()
+
+    def _trim(self) -> None:
+        """Drop intervals that neither an unread iteration nor the last period needs."""
+        if len(self._periods) == 3:
+            (_, begun), (oldest, ended) = self._periods[0], self._steps[0]
+            keep_from = min(self.executor.seconds(begun), self.executor.seconds(ended))
+            self._intervals = [i for i in self._intervals if i.end > keep_from]
+            for old in [k for k in self._sent if k <= oldest]:  # of iterations that were never read
+                del self._sent[old], self._count[old]
+
+    def _resolve(self, upto: int | None = None) -> None:
+        """Convert stamps to intervals; leave those of iterations after ``upto`` that the device may not have reached.
+        """
+        later = []
+        for _ in range(len(self._raw)):
+            raw = iteration, lane, index, begin, end, period = self._raw.popleft()
+            if upto is not None and iteration > upto and (lane == "compute" or self.executor.runs_ahead):
+                later.append(raw)
+                continue
+            if lane == "message":
+                kind, _, wire = self._messages[index]
+                self._sent.setdefault(period, Counter())[kind] += wire
+                self._count.setdefault(period, Counter())[kind] += 1
+            self._intervals.append(self._interval(lane, index, begin, end))
+        self._raw.extendleft(reversed(later))
+
+    def finished(self, upto: int, is_last: bool = False) -> list[StepRecord]:
+        """Return records of the iterations up to step ``upto``; each is returned once.
+
+        Where the host runs ahead, iterations whose end the device has not reached are returned later.
+        """
+        if self.executor.runs_ahead and not is_last:
+            under_way = [iteration for iteration, *_, end, _ in self._raw if not self.executor.query(end)]
+            upto = min(upto, min(under_way, default=upto + 1) - 1)
+        self._resolve(upto)
+        out = []
+        while len(self._steps) >= 2 and self._steps[1][0] <= upto:
+            (_, first), (step, last) = self._steps[0], self._steps[1]
+            begin, end = self.executor.seconds(first), self.executor.seconds(last)
+            inside = [i for i in self._intervals if i.end > begin and i.start < end]
+            sent, count = self._sent.pop(step, Counter()), self._count.pop(step, Counter())
+            slots, size = self._over.pop(step, (0, 0))
+            departures, departed_s = self._departed.pop(step, ({}, 0.0))
+            times = step_times(inside, begin, end)
+            out.append(StepRecord(step, times, dict(sent), dict(count), None, size, slots, departures, departed_s))
+            self._steps.popleft()
+        self._trim()
+        return out
+
+    def last_period(self) -> tuple[float, float, list[Interval]]:
+        """Return (begin, end, intervals) of the last whole period, on the rank's clock; zeros before there is one."""
+        if len(self._periods) < 2:
+            return 0.0, 0.0, []
+        (iteration, first), (_, last) = self._periods[-2:]
+        begin, end = self.executor.seconds(first), self.executor.seconds(last)
+        # Convert only recent stamps: a loop that calls only this would never drop the other intervals.
+        recent = [self._interval(raw[1], *raw[2:5]) for raw in self._raw.copy() if raw[0] >= iteration - 1]
+        return begin, end, [
+            Interval(i.lane, i.name, i.kind, i.unit, max(i.start, begin), min(i.end, end), i.bytes)
+            for i in (*self._intervals, *recent)
+            if i.end > begin and i.start < end
+        ]

@@ -1,0 +1,110 @@
+"""Whole units outside of the plan's messages: for evaluation, state dicts and readers of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mdcs.runtime.byte_account import ByteAccount
+from mdcs.runtime.collective_ops import CollectiveOps
+from mdcs.runtime.errors import ErrorContext
+from mdcs.runtime.executor import Executor, run_on_comm_stream
+from mdcs.runtime.message_queue import MessageQueue
+from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.trace_ranges import named_range
+
+
+class Unsharder:
+    """Gathers and frees units. No message of the plan may be in flight; every rank must gather the same units."""
+
+    def __init__(
+        self, storages: Sequence[UnitStorage], wire: CollectiveOps, account: ByteAccount, queue: MessageQueue, executor: Executor,
+        place: ErrorContext,
+    ) -> None:  # fmt: skip
+        self._storages, self._wire, self._account, self._queue, self._executor = storages, wire, account, queue, executor
+        self.place = place
+        self._kept: set[int] = set()
+
+    def _begin(self) -> None:
+        """Keep the units that the plan has gathered by now: the next forward relies on them."""
+        self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
+
+    def one_by_one(self) -> Iterator[UnitStorage]:
+        """Gather each unit in turn, and free it before the next one."""
+        self._begin()
+        for u, storage in enumerate(self._storages):
+            self.unshard(u)
+            yield storage
+            self.reshard(u)
+
+    @contextmanager
+    def unsharded(self, units: Iterable[int]) -> Iterator[None]:
+        """Gather these units, and free them at the end, after an error too."""
+        self._begin()
+        taken = []
+        try:
+            for u in units:
+                taken.append(u)
+                self.unshard(u)
+            yield
+        finally:
+            for u in taken:
+                self.reshard(u)
+
+    def unshard(self, unit: int) -> None:
+        """Make the unit whole and up to date, and open its parameters."""
+        storage = self._storages[unit]
+        if storage.strategy.value != "dp":
+            with torch.inference_mode(False), torch.no_grad():
+                self.allocate(unit)
+                with run_on_comm_stream(self._executor), self._during(f"gather of {storage.name}"):
+                    self._executor.wait_works(self._wire.unshard_now(unit))
+        storage.guard.open()
+
+    def allocate(self, unit: int) -> None:
+        """Allocate the full parameters of the unit, if they have no memory."""
+        storage = self._storages[unit]
+        if not storage.is_full:
+            with self._account.lock:
+                storage.allocate_full()
+                self._account.record("full_parameters", storage.full_bytes)
+
+    def reshard(self, unit: int) -> None:
+        """Free the memory that :meth:`unshard` took; close the parameters unless they are all there is of the unit."""
+        storage = self._storages[unit]
+        if storage.strategy.sharded and unit not in self._kept:
+            with self._account.lock:
+                storage.free_full()
+                self._account.record("full_parameters", -storage.full_bytes)
+        if not storage.params_are_authoritative:
+            storage.guard.close()
+
+    def gather_by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
+        """Return whole tensors by parameter name, gathered from this rank's part of each block.
+
+        ``blocks``: block -> this rank's part, flat [elements of the block / parts].
+        """
+        storage = self._storages[unit]
+        dtypes = {storage.sections[b]: part.dtype for b, part in blocks.items()}
+        wholes = [torch.zeros(n, dtype=dtypes[s], device=storage.device) for s, n in enumerate(storage.layout.sizes)]
+        for b, part in blocks.items():
+            wholes[storage.sections[b]][storage.owned_slice(b)] = part
+        if storage.strategy.value != "dp":
+            with run_on_comm_stream(self._executor), self._during(f"gather of {storage.name}'s {what}"):
+                self._executor.wait_works(self._wire.unshard_flat(unit, wholes))
+        places = zip(storage.names, storage.places, strict=True)
+        return {name: place.view(wholes).clone() for name, place in places}
+
+    @contextmanager
+    def _during(self, what: str) -> Iterator[None]:
+        """Name what the body does, in errors and in traces."""
+        with self.place.during(what), named_range(what):
+            yield
+
+    def fits(self, size: int) -> bool:
+        """Return whether ``size`` bytes fit beside the reserved bytes."""
+        with self._account.lock:
+            return self._queue.fits(size)

@@ -1,0 +1,324 @@
+"""Tensor bytes of this process by category: live, at their peaks, and per window (a slot, for example).
+
+On CPU a small C library (`shim.c`), preloaded into the process, counts the bytes requested from torch's allocator.
+The count is exact, covers all threads, and includes storages resized in place. A process can be measured only if it
+was started with the shim: start it with `preload_env(os.environ)`, then call `current_meter` in it.
+
+Known buffers are labelled by category, at allocation (`Meter.tag`) or afterwards (`Meter.retag`). All other bytes
+count as "activations": activations, workspace, the batch.
+
+`python -m mdcs.telemetry.memory_meter` prints the library's path, for LD_PRELOAD.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
+
+from mdcs.plan.lifetimes import CATEGORIES
+
+if TYPE_CHECKING:
+    from ctypes import _NamedFuncPointer as _Function
+
+    import torch  # a launcher that only preloads the shim must not wait for this import
+
+UNTAGGED = "activations"
+TOTAL = "total"
+
+Reading = Mapping[str, int | None]
+"""Bytes by category and in "total"; None for a number that this kind of meter cannot know."""
+
+_SOURCE = Path(__file__).with_name("shim.c")
+_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+_LIBRARIES = ("-ldl",)  # part of libc since glibc 2.34, a library of its own before
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_SHIM_TAGS = 16
+_BACKEND_THREADS = b"pt_gloo_runloop"  # gloo's native collectives allocate their copies in these threads
+_TAGGED = [name for name in CATEGORIES if name != UNTAGGED]
+_TAGS = {UNTAGGED: 0} | {name: tag for tag, name in enumerate(_TAGGED, start=1)}
+assert len(_TAGS) <= _SHIM_TAGS, "the shim counts 16 tags"
+
+
+class Meter:
+    """Counts the tensor bytes of this process. This base measures nothing: readings are None.
+
+    ``disturbs``: whether a reading takes long enough to show in the time of a slot.
+    """
+
+    disturbs = False
+
+    def tag(self, category: str) -> AbstractContextManager[object]:
+        """Label the allocations of this thread inside the `with` block; nests. Raises KeyError for an unknown category.
+        """
+        return _NOTHING
+
+    def retag(self, tensor: torch.Tensor, category: str) -> int:
+        """Move the tensor's whole storage to another category; return its bytes (0 if nothing is measured).
+
+        Raises ValueError for a storage that did not come from the measured allocator.
+        """
+        return 0
+
+    def live(self) -> Reading | None:
+        """Return the bytes allocated now."""
+        return None
+
+    def peaks(self) -> Reading | None:
+        """Return the highest bytes since `reset`: each category at its own peak, and the total at its own."""
+        return None
+
+    def at_peak(self) -> Reading | None:
+        """Return the bytes of each category at the instant of the total's peak: they add up to the total."""
+        return None
+
+    def window(self) -> Reading | None:
+        """Return the peaks (as `peaks`) since the previous call of `window`; independent of `reset`."""
+        return None
+
+    def reset(self) -> None:
+        """Restart the peaks of `peaks` at the bytes that are live now."""
+
+
+class ShimMeter(Meter):
+    """Read the preloaded shim: byte-exact for CPU tensors, in every thread.
+
+    All instances in a process read the same counters. Raises RuntimeError if the shim is not preloaded.
+    """
+
+    def __init__(self) -> None:
+        if not preloaded():
+            raise RuntimeError("the memory shim is not preloaded: start the process with preload_env(os.environ)")
+        # PyDLL keeps the GIL during a call: a call takes nanoseconds, and releasing the GIL would cost more.
+        shim = ctypes.PyDLL(None)
+        self._set_tag = _function(shim, "mdcs_set_tag", ctypes.c_int, ctypes.c_int)
+        self._retag = _function(shim, "mdcs_retag", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+        self._live = _function(shim, "mdcs_live", ctypes.c_int64, ctypes.c_int)
+        self._peak = _function(shim, "mdcs_peak", ctypes.c_int64, ctypes.c_int)
+        self._total_live = _function(shim, "mdcs_total_live", ctypes.c_int64)
+        self._total_peak = _function(shim, "mdcs_total_peak", ctypes.c_int64)
+        self._snapshot = _function(shim, "mdcs_snapshot", None, ctypes.POINTER(ctypes.c_int64))
+        self._window = _function(shim, "mdcs_window", None, ctypes.POINTER(ctypes.c_int64))
+        self._reset_peaks = _function(shim, "mdcs_reset_peaks", None)
+        tag_threads = _function(shim, "mdcs_tag_threads", ctypes.c_bool, ctypes.c_char_p, ctypes.c_int)
+        tag_threads(_BACKEND_THREADS, _TAGS["staging"])
+
+    def tag(self, category: str) -> AbstractContextManager[object]:
+        """Label allocations, as :meth:`Meter.tag`."""
+        return _Tagged(self._set_tag, _TAGS[category])
+
+    def retag(self, tensor: torch.Tensor, category: str) -> int:
+        """Move a storage, as :meth:`Meter.retag`; return 0 for an empty one. Raises KeyError for an unknown category."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return 0
+        moved: int = self._retag(storage.data_ptr(), _TAGS[category])
+        if moved < 0:
+            raise ValueError(
+                f"cannot count a storage of {storage.nbytes()} bytes as {category}: it did not come from torch's CPU allocator"
+            )
+        return moved
+
+    def live(self) -> dict[str, int]:
+        """Return the bytes allocated now, by category and in total."""
+        return {name: self._live(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_live()}
+
+    def peaks(self) -> dict[str, int]:
+        """Return the highest bytes since `reset`: each category at its own peak, and the total at its own."""
+        return {name: self._peak(_TAGS[name]) for name in CATEGORIES} | {TOTAL: self._total_peak()}
+
+    def at_peak(self) -> dict[str, int]:
+        """Return the bytes of each category at the instant of the total's peak; they add up to the total."""
+        out = (ctypes.c_int64 * _SHIM_TAGS)()
+        self._snapshot(out)
+        return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: sum(out)}
+
+    def window(self) -> dict[str, int]:
+        """Return the peaks (as `peaks`) since the previous call of `window`; independent of `reset`."""
+        out = (ctypes.c_int64 * (_SHIM_TAGS + 1))()
+        self._window(out)
+        return {name: out[_TAGS[name]] for name in CATEGORIES} | {TOTAL: out[_SHIM_TAGS]}
+
+    def reset(self) -> None:
+        """Restart the peaks of `peaks` at the bytes that are live now."""
+        self._reset_peaks()
+
+
+class CudaMeter(Meter):
+    """Read the bytes requested from the caching allocator of one CUDA device: totals only, no categories.
+
+    torch keeps one peak per device, and a reading restarts it. All meters of the device therefore share each reading:
+    every meter folds the peak into its own.
+    """
+
+    disturbs = True  # torch builds, sorts and returns some 200 numbers
+    _meters: ClassVar[WeakSet[CudaMeter]] = WeakSet()
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._cuda = torch.cuda
+        self._collect()
+        self._peak = self._window_peak = 0
+        self._meters.add(self)
+
+    def live(self) -> Reading:
+        """Return the total requested now (bytes)."""
+        return _only_total(self._requested("current"))
+
+    def peaks(self) -> Reading:
+        """Return the highest total since `reset` (bytes)."""
+        self._collect()
+        return _only_total(self._peak)
+
+    def at_peak(self) -> Reading:
+        """Return the same reading as `peaks`: only the total is known."""
+        return self.peaks()
+
+    def window(self) -> Reading:
+        """Return the highest total since the previous call of `window` (bytes)."""
+        self._collect()
+        highest, self._window_peak = self._window_peak, 0
+        return _only_total(highest)
+
+    def reset(self) -> None:
+        """Restart the peak of `peaks` at the bytes that are live now; `window` keeps its own peak."""
+        self._collect()
+        self._peak = 0
+
+    def _collect(self) -> None:
+        # torch keeps one peak per device. Fold it into the run's peak and the window's peak of every meter, then
+        # restart it. torch restarts its peak at the live bytes, so after a fold both peaks are at least the live bytes.
+        highest = self._requested("peak")
+        for meter in self._meters:
+            if meter._device == self._device:
+                meter._peak = max(meter._peak, highest)
+                meter._window_peak = max(meter._window_peak, highest)
+        self._cuda.reset_peak_memory_stats(self._device)
+
+    def _requested(self, which: str) -> int:
+        return int(self._cuda.memory_stats(self._device).get(f"requested_bytes.all.{which}", 0))
+
+
+def current_meter(device: torch.device | str) -> Meter:
+    """Return the meter for `device`: CUDA's own, the shim's if it is preloaded, else one that measures nothing."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return CudaMeter(device)
+    return ShimMeter() if preloaded() else Meter()
+
+
+def preloaded() -> bool:
+    """Return whether this process was started with the shim."""
+    return hasattr(ctypes.CDLL(None), "mdcs_set_tag")
+
+
+def preload_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of `env` in which a started process is measured: LD_PRELOAD is extended by the shim.
+
+    Raises RuntimeError as `build` does, and for a cache path that LD_PRELOAD cannot express.
+    """
+    shim = str(build())
+    if " " in shim or ":" in shim:
+        raise RuntimeError(f"LD_PRELOAD cannot name {shim!r}: set XDG_CACHE_HOME to a path without space or colon")
+    others = [path for path in env.get("LD_PRELOAD", "").replace(":", " ").split() if path != shim]
+    return {**env, "LD_PRELOAD": ":".join([shim, *others])}
+
+
+def build() -> Path:
+    """Compile the shim with $CC, cc, gcc or clang, once per source and machine; return the path of the shared library.
+
+    A library that another user could have written is compiled again. Several processes may build at the same time.
+    Raises RuntimeError off Linux, without a compiler, when compilation fails, or when another user owns the cache
+    folder.
+    """
+    if sys.platform != "linux":
+        raise RuntimeError("memory on CPU is measured on Linux only: set the memory measurement off")
+    source = _SOURCE.read_bytes()
+    # The C library is part of the machine: a home directory may be shared by nodes of different releases.
+    machine = f"{platform.machine()}-{'-'.join(platform.libc_ver())}"
+    identity = b"\0".join([source, machine.encode(), *(flag.encode() for flag in _FLAGS)])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdcs"
+    library = cache / f"memory-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    cache.mkdir(parents=True, exist_ok=True)
+    about = cache.stat()
+    if not _ours(about):
+        raise RuntimeError(f"{cache} is another user's, and what is in it would be loaded: set XDG_CACHE_HOME to one of yours")
+    if about.st_mode & _OTHERS_WRITE:
+        cache.chmod(about.st_mode & ~_OTHERS_WRITE)
+    elif library.exists() and _ours(found := library.stat()) and not found.st_mode & _OTHERS_WRITE:
+        return library
+    compiler = _compiler()
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        unfinished = Path(folder) / library.name
+        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(unfinished), *_LIBRARIES]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{result.stderr.strip()}")
+        unfinished.chmod(0o700)
+        os.replace(unfinished, library)
+    return library
+
+
+def _ours(found: os.stat_result) -> bool:
+    return found.st_uid in (0, os.geteuid())
+
+
+def _compiler() -> list[str]:
+    candidates = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    for candidate in candidates:
+        if candidate and shutil.which(candidate[0]):
+            return candidate
+    raise RuntimeError(
+        "measuring memory on CPU needs a C compiler: "
+        "install gcc or clang (Debian: apt install gcc libc6-dev), or set CC"
+    )
+
+
+class _Tagged:
+    """`with` block of one tag; a new one per use, so that it nests and is safe in any thread."""
+
+    __slots__ = ("_previous", "_set_tag", "_tag")
+
+    def __init__(self, set_tag: _Function, tag: int) -> None:
+        self._set_tag = set_tag
+        self._tag = tag
+
+    def __enter__(self) -> None:
+        self._previous: int = self._set_tag(self._tag)
+
+    def __exit__(self, *error: object) -> None:
+        self._set_tag(self._previous)
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def _function(shim: ctypes.PyDLL, name: str, result: type | None, *arguments: type) -> _Function:
+    function: _Function = getattr(shim, name)
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+def _only_total(total: int) -> Reading:
+    return dict.fromkeys(CATEGORIES, None) | {TOTAL: total}
+
+
+if __name__ == "__main__":
+    print(build())

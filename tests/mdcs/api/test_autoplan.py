@@ -1,0 +1,76 @@
+"""`autoplan` and `autoprofile` between real ranks: one way to a profile, and plans that know what a message costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mdcs
+from mdcs.profile.schema import Contention
+from mdcs.profiler.link_timing import MeasuredLink
+
+from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
+
+LINK = mdcs.Link.uniform(1, 50, emulated=True)  # without gaps, whose blocks are of 256 KiB
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, list[mdcs.ModelUnit], Any]:
+    """Three layers of 4 MB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+    batch = torch.randn(4, 1024)
+    optimizer = torch.optim.Adam(model.parameters())
+    return model, optimizer, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(batch).square().mean()
+
+
+@pytest.mark.parametrize("call", [mdcs.autoplan, mdcs.autoprofile])
+def test_no_time_is_refused_before_anything_is_measured(call: Any) -> None:
+    model, optimizer, units, _ = made()
+    with pytest.raises(ValueError, match="seconds must be > 0, got -1"):
+        call(model, optimizer, units, lambda: pytest.fail("a step ran"), seconds=-1)
+
+
+def profiled() -> tuple[mdcs.Profile, bool]:
+    model, optimizer, units, step = made()
+    before = [p.clone() for p in model.parameters()]
+    link = MeasuredLink(LINK, mdcs.Collectives("ring"), {})
+    profile = mdcs.autoprofile(model, optimizer, units, step, link=link, about={"model": "layers"}, iterations=1)
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return profile, same and not optimizer.state
+
+
+@pytest.mark.slow
+def test_a_profile_of_the_library_is_calibrated_and_the_same_on_all_ranks(two) -> None:  # noqa: F811
+    (profile, untouched), (other, also_untouched) = two.run(profiled, timeout_s=200.0)
+    assert profile == other and untouched and also_untouched
+    assert profile.about == {"model": "layers", "inputs": "4 x 1024"} and profile.world == 2 and profile.link == LINK
+    assert len(profile.calibration_runs) == 4 and all(min(seconds) > 0 for seconds in profile.calibration_runs.values())
+    assert profile.contention != Contention()
+
+
+def planned() -> dict[str, int]:
+    model, optimizer, units, step = made()
+    plan = mdcs.autoplan(model, optimizer, units, step, strategy="fsdp", seconds=6)
+    floor = mdcs.floor_bytes(mdcs.Job(plan.profile))
+    tight = mdcs.make_plan(plan.profile, *planners("greedy"), budget=int(1.1 * floor))
+    joint = mdcs.autoplan(model, optimizer, units, step, strategy="joint", budget=int(1.3 * floor), seconds=6)
+    assert joint.strategy == "joint"
+    dist.barrier()
+    return {"unlimited": len(plan.messages), "tight": len(tight.messages), "joint": len(joint.messages)}
+
+
+def planners(strategy: str) -> tuple[Any, Any]:
+    from mdcs.planner.registry import scheduler_named, strategy_named
+
+    return strategy_named(strategy), scheduler_named("priority")
+
+
+@pytest.mark.slow
+def test_plans_under_tight_budgets_have_few_messages_and_joint_needs_no_scheduler(two) -> None:  # noqa: F811
+    first, second = two.run(planned, timeout_s=300.0)
+    assert first["unlimited"] == second["unlimited"]
+    assert max(first.values()) <= 60, first  # of three units; in blocks of 256 KiB it would be 144

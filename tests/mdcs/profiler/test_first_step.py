@@ -1,0 +1,182 @@
+"""The loop's first step: kept so that the model's passes can be run again without knowing the loop's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mdcs
+from mdcs.profiler.first_step import FirstStep
+from mdcs.runtime.errors import RunError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, *, add: float = 0.0) -> dict[str, Tensor]:
+        hidden = self.first(x).tanh() + add
+        return {"hidden": 1.0 * hidden, "logits": self.last(hidden)}
+
+
+def batch(seed: int) -> Tensor:
+    return torch.rand(5, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def one_output(net: Net) -> None:
+    net(batch(0), add=0.5)["logits"].square().mean().backward()
+
+
+def two_outputs(net: Net) -> None:
+    output = net(batch(0))
+    (output["logits"].square().mean() + output["hidden"].sum()).backward()
+
+
+def two_calls(net: Net) -> None:
+    (net(batch(0))["logits"] * net(batch(1))["logits"]).sum().backward()
+
+
+def two_losses(net: Net) -> None:
+    output = net(batch(0))
+    output["logits"].mean().backward(retain_graph=True)
+    output["hidden"].square().mean().backward()
+
+
+def in_bfloat16(net: Net) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(batch(0))["logits"].float().square().mean()
+    loss.backward()
+
+
+def begun(clip_norm: float | None = None) -> tuple[Net, torch.optim.Optimizer, FirstStep]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return net, optimizer, FirstStep(net, optimizer, clip_norm)
+
+
+@pytest.mark.parametrize("passes", [one_output, two_outputs, two_calls, two_losses, in_bfloat16])
+def test_the_passes_of_a_step_are_run_again_with_the_same_gradients(passes: Callable[[Net], None]) -> None:
+    net, _, first = begun()
+    passes(net)
+    wanted = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    for p in net.parameters():
+        p.grad = None
+    first.stop()
+    first.again().backward()
+    assert first.micro_steps == 1
+    for ours, theirs in zip((p.grad for p in net.parameters()), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_micro_steps_are_counted_and_passes_without_gradients_are_none() -> None:
+    net, _, first = begun()
+    with torch.no_grad():
+        net(batch(7))
+    for seed in range(3):
+        net(batch(seed))["logits"].mean().backward()
+    assert first.micro_steps == 3
+
+
+def test_it_ends_as_a_plain_step() -> None:
+    (net, _, first), (twin, theirs, _) = begun(clip_norm=0.1), begun()
+    for model in (net, twin):
+        two_outputs(model)
+    first.finish()
+    wanted = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+    theirs.step()
+    assert first.norm == float(wanted) and all(p.grad is None for p in net.parameters())
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+    assert not net._forward_hooks and not net._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("habit", "told"),
+    [
+        (lambda net: None, "step() needs a forward and a backward pass before it"),
+        (lambda net: net.first(batch(0)).sum().backward(), "loss must come from the outputs of model(…)"),
+        (lambda net: net(batch(0))["logits"].mean(), "step() needs a forward and a backward pass"),
+    ],
+)
+def test_a_step_without_passes_of_the_model_is_refused(habit: Callable[[Net], Any], told: str) -> None:
+    net, _, first = begun()
+    habit(net)
+    with pytest.raises(RunError, match="rank 0, step 1: ") as refused:
+        first.finish()
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [
+        lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+        lambda net: net.zero_grad(),
+        lambda net: net.first.weight.grad.mul_(2),
+    ],
+)
+def test_gradients_that_the_loop_changes_are_refused_as_in_later_steps(habit: Callable[[Net], Any]) -> None:
+    net, _, first = begun()
+    one_output(net)
+    habit(net)
+    with pytest.raises(RunError, match=r"gradient of first.weight was changed by the loop: clip with .*clip_norm="):
+        first.finish()
+
+
+def test_an_iteration_is_given_up() -> None:
+    net, _, first = begun()
+    one_output(net)
+    first.forget()
+    assert first.micro_steps == 0 and net.first.weight.grad is None
+    two_outputs(net)
+    first.finish()
+
+
+# ---- without a plan
+
+
+def test_what_needs_a_plan_says_so() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="loss_scale= needs a plan, made before the loop: mdcs.autoplan"):
+        mdcs.parallelize(net, optimizer, loss_scale=mdcs.LossScale())
+    with pytest.raises(ValueError, match="budget must be bytes, such as .*; got '40 lbs'"):
+        mdcs.parallelize(net, optimizer, budget="40 lbs")
+    with pytest.raises(ValueError, match="the plan has a budget already"):
+        mdcs.parallelize(net, optimizer, SimpleNamespace(), budget=1)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        large = Net()
+    with pytest.raises(mdcs.UnsupportedModel, match="first.weight: is on the meta device"):
+        mdcs.parallelize(large, torch.optim.SGD(large.parameters(), lr=0.1))
+
+
+def test_until_the_first_step_the_model_is_plain_and_the_choice_of_units_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    with mdcs.parallelize(net, optimizer) as parallel:
+        assert capsys.readouterr().err == "mdcs: 2 units: first, last\n"
+        with parallel.evaluate():
+            assert not net(batch(0))["logits"].requires_grad
+        parallel.load_state_dict(parallel.state_dict(cpu=True))
+        optimizer.load_state_dict(optimizer.state_dict())
+        with parallel.full_parameters(writeback=True):
+            nn.init.zeros_(net.first.weight)
+        assert parallel.steps == 0 and parallel.records() == [] and parallel.grad_norm is None
+        with pytest.raises(RunError, match="there is no plan before the first step, which is measured for it"):
+            parallel.memory()
+    assert not net._forward_hooks and not vars(optimizer).keys() & {"step", "state_dict"}
+
+
+def test_one_process_plans_in_its_loop_too() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(net.parameters())
+    with mdcs.parallelize(net, optimizer, seconds=0.2, progress=False) as parallel:
+        for _ in range(3):
+            net(batch(0)).square().mean().backward()
+            optimizer.step()
+    assert parallel.steps == 3 and optimizer.state[net[0].weight]["step"] == 3

@@ -1,0 +1,91 @@
+"""What is known of bytes before anything is measured: a budget that nothing fits is refused, and what measuring holds is said."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import mdcs
+from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.planner.registry import scheduler_named, strategy_named
+from mdcs.profiler import contention_fit, memory_bounds
+from mdcs.profiler.link_timing import MeasuredLink
+
+LINK = MeasuredLink(mdcs.Link.uniform(1, 50, emulated=True), mdcs.Collectives(), {})
+
+
+def made(frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, list[mdcs.ModelUnit]]:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 32, bias=False))
+    model[0].requires_grad_(not frozen)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    return model, optimizer, mdcs.partition(model, mdcs.ByLeaf())
+
+
+def test_every_plan_holds_shards_and_the_largest_unit_whole() -> None:
+    _, optimizer, units = made()
+    rest = (256 + 512) * 4 * 3  # parameters and two moments
+    assert memory_bounds.min_peak_bytes(units, optimizer, 1) == rest
+    assert memory_bounds.min_peak_bytes(units, optimizer, 4) == rest / 4 + 512 * 4 * 3 / 4
+    _, optimizer, units = made(frozen=True)
+    assert memory_bounds.min_peak_bytes(units, optimizer, 1) == 256 * 4 + 512 * 4 * 3
+
+
+@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_no_plan_needs_less(world: int, frozen: bool) -> None:
+    model, optimizer, units = made(frozen)
+    profile = mdcs.measure_profile(model, units, lambda: model(torch.ones(2, 16)).sum(), optimizer, world=world, link=LINK.link)
+    least = memory_bounds.min_peak_bytes(units, optimizer, world)
+    assert least < mdcs.floor_bytes(profile)
+    for strategy in ("dp", "zero2", "sdp", "fsdp"):
+        plan = mdcs.make_plan(profile, strategy_named(strategy), scheduler_named("sequential"))
+        assert least < min_feasible_budget(plan)
+
+
+def test_a_budget_that_nothing_fits_is_refused_before_anything_is_measured() -> None:
+    model, optimizer, units = made()
+
+    def step() -> torch.Tensor:
+        raise AssertionError("the model has been run")
+
+    with pytest.raises(mdcs.InfeasibleBudget, match="every plan needs more than 9216 bytes"):
+        mdcs.autoprofile(model, optimizer, units, step, link=LINK, budget=9216)
+
+
+def test_a_budget_below_the_floor_is_refused_when_the_model_has_been_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, units = made()
+    monkeypatch.setattr("mdcs.profiler.autoprofile.measure_interference", None)  # comes after it
+    with pytest.raises(mdcs.InfeasibleBudget, match="the smallest feasible budget is") as refused:
+        mdcs.autoprofile(model, optimizer, units, lambda: model(torch.ones(2, 16)).sum(), link=LINK, budget=9300)
+    assert refused.value.smallest is not None and refused.value.smallest > 9300
+
+
+def test_measuring_above_the_budget_is_said_once_with_its_bytes() -> None:
+    model, optimizer, units = made()
+    assert memory_bounds.profiling_bytes(units) == (256 + 512 + 512) * 4
+    with pytest.warns(UserWarning, match=r"holds it whole: 2\.0 MiB per rank or more, above the budget of 1\.0 MiB"):
+        memory_bounds.warn_profiling_memory(2 << 20, 1 << 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory_bounds.warn_profiling_memory(1 << 20, 1 << 20)
+
+
+def test_plans_in_calibration_runs_keep_a_budget() -> None:
+    model, optimizer, units = made()
+    profile = mdcs.measure_profile(model, units, lambda: model(torch.ones(2, 16)).sum(), optimizer, world=2, link=LINK.link)
+    floor = mdcs.floor_bytes(profile)
+    dp = mdcs.make_plan(profile, strategy_named("dp"), scheduler_named("wfbp"))
+    assert floor < min_feasible_budget(dp)
+    for budget in (floor, min_feasible_budget(dp)):
+        plans = [
+            contention_fit._calibration_plan(profile, strategy, scheduler, budget)
+            for strategy, scheduler in contention_fit.CALIBRATION_PLANS
+        ]
+        assert all(min_feasible_budget(plan) <= budget == plan.budget for plan in plans)
+        assert (plans[-1].strategies == dp.strategies) is (budget > floor)
+        seen = [contention_fit._replay(plan, profile, profile.contention) for plan in plans]
+        fitted = contention_fit.fit_contention(profile, plans, seen, alone=seen[0])
+        assert ("dp wfbp" in fitted.calibration_runs) is (budget > floor) and len(fitted.calibration_runs) == 4

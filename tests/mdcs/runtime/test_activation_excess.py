@@ -1,0 +1,239 @@
+"""Batches larger than the profiled one, and what a loop keeps beside its step.
+
+Where messages can wait the budget is kept; where they cannot this is said once, and counted in records.
+
+The ranks run with the memory shim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mdcs
+from mdcs.model.inputs import INPUTS, BatchSizes, from_words, in_words
+from mdcs.plan.ledger import SlotBytes
+from mdcs.plan.worst_case import min_feasible_budget
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
+from mdcs.runtime.activation_excess import ActivationExcess
+from mdcs.sizes import MIB
+from tests.mdcs.profiles import chain, of_job, planned
+from tests.mdcs.runtime.ranks import Ranks
+
+WIDTH, BLOCKS, CLASSES, SAMPLES = 128, 6, 512, 16
+BLOCK = WIDTH * (WIDTH + 1) * 4
+"""Bytes of a block's gradients."""
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, CLASSES))
+
+
+def batch_of(samples: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(samples, WIDTH, generator=generator), torch.randint(CLASSES, (samples,), generator=generator)
+
+
+def loss_of(model: nn.Module, samples: int, step: int = 0) -> Tensor:
+    x, y = batch_of(samples, step)
+    return F.cross_entropy(model(x), y)
+
+
+def run(samples: list[int], strategy: str = "fsdp", keeps: int = 0, room: int = 0) -> dict[str, Any]:
+    """Steps of these batches, of which a variable ``keeps`` so many bytes until the next has its own; the profiled step does not.
+
+    The budget is what the schedule needs, and ``room``.
+    """
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = mdcs.partition(model, mdcs.ByClass("Linear"))
+    link = mdcs.Link.uniform(0.05, 100.0, 2, True)  # messages are in flight for longer than slots
+    profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
+    # The same plan in every run: activations are the measured ones, times are not.
+    profile = dataclasses.replace(profile, slots=tuple(dataclasses.replace(slot, seconds=1e-3) for slot in profile.slots))
+    plan = on_rank_zero(lambda: mdcs.make_plan(profile, Uniform(strategy), Wfbp()))
+    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan) + room)
+    losses, kept = [], None
+    with warnings.catch_warnings(record=True) as said, mdcs.parallelize(model, optimizer, plan, units, timeout_s=20) as parallel:
+        warnings.simplefilter("always")
+        for step, size in enumerate(samples):
+            loss = loss_of(model, size, step)
+            kept = torch.zeros(keeps // 4)
+            loss.backward()
+            parallel.step()
+            losses.append(loss.item())
+        parallel.drain()
+        records = parallel.records(flush=True)
+        peak = parallel.memory()["measured"]["total"]
+    del kept
+    return {
+        "said": [str(w.message) for w in said if "above the budget" in str(w.message)],
+        "over": [r.over_budget for r in records],
+        "slots": [r.slots_over_budget for r in records],
+        "peak": peak,
+        "budget": plan.budget,
+        "losses": losses,
+        "inputs": profile.about[INPUTS],
+    }
+
+
+def test_nothing_is_said_of_a_loop_that_is_as_profiled(measured: Ranks):
+    for found in measured.run(run, [SAMPLES] * 6):
+        assert found["inputs"] == f"{SAMPLES} x {WIDTH}"
+        assert found["said"] == [] and set(found["over"]) == {0} == set(found["slots"])
+        assert found["peak"] <= found["budget"]
+
+
+def test_a_longer_batch_is_said_once_with_sizes_and_bytes_and_counted(measured: Ranks):
+    larger = 16 * SAMPLES
+    for found in measured.run(run, [SAMPLES, SAMPLES, larger, larger, SAMPLES, larger]):
+        [said] = found["said"]
+        above = found["over"][2] / MIB
+        assert f"step 3: {above:.2f} MiB above the budget of {found['budget'] / MIB:.2f} MiB in slot " in said
+        assert f"The batch is {larger} x {WIDTH}, the profiled one was {SAMPLES} x {WIDTH}: profile the largest batch" in said
+        assert [size > 0 for size in found["over"]] == [False, False, True, True, False, True]
+        assert [slots > 0 for slots in found["slots"]] == [False, False, True, True, False, True]
+        assert found["peak"] == found["budget"] + max(found["over"])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_messages_make_room_for_what_the_loop_keeps(measured: Ranks, strategy: str):
+    """The schedule would run ahead of its reductions as far as the budget goes, and what the loop keeps would come on top."""
+    keeps = 2 * BLOCK
+    for found in measured.run(run, [SAMPLES] * 6, strategy, keeps, keeps + BLOCK):
+        assert found["said"] == [] and set(found["over"]) == {0}
+        assert found["peak"] <= found["budget"]
+
+
+def test_what_the_loop_keeps_and_nothing_makes_room_for_is_said(measured: Ranks):
+    keeps = 2 * BLOCK
+    for found in measured.run(run, [SAMPLES] * 6, "zero2", keeps):
+        [said] = found["said"]
+        assert "step 1: 0.13 MiB above the budget" in said and f"(a batch of {SAMPLES} x {WIDTH})" in said
+        assert "The loop keeps what the profiled step does not" in said and "delete it before backward(), or plan with" in said
+        assert found["over"] == [keeps] * 6 and found["peak"] == found["budget"] + keeps
+
+
+def evaluating() -> tuple[list[str], int]:
+    """Whole parameters, a state dict and an evaluation between steps: they hold more than the budget, and are no training."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = mdcs.partition(model, mdcs.ByClass("Linear"))
+    link = mdcs.Link.uniform(1.0, 50.0)
+    profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
+    plan = on_rank_zero(lambda: mdcs.make_plan(profile, Uniform("fsdp"), Wfbp()))
+    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
+    with warnings.catch_warnings(record=True) as said, mdcs.parallelize(model, optimizer, plan, units, timeout_s=20) as parallel:
+        warnings.simplefilter("always")
+        for step in range(4):
+            loss_of(model, SAMPLES, step).backward()
+            parallel.step()
+            with parallel.full_parameters():
+                copies = [p.detach().flatten().repeat(4) for p in model.parameters()]
+            with parallel.evaluate(), torch.no_grad():
+                loss_of(model, 64 * SAMPLES)
+            del copies
+        records = parallel.records(flush=True)
+    return [str(w.message) for w in said], sum(r.slots_over_budget for r in records)
+
+
+def test_evaluations_and_whole_parameters_between_steps_are_not_counted(measured: Ranks):
+    assert measured.run(evaluating) == [([], 0)] * 2
+
+
+# ---- one process
+
+
+def slots(*peaks: int) -> list[SlotBytes]:
+    return [SlotBytes((), (), peak // 2, peak) for peak in peaks]
+
+
+def excess(budget: int | None = 1000, reserve: int = 0) -> ActivationExcess:
+    plan = dataclasses.replace(of_job(planned(chain(8, 8), "dp"), reserve=reserve), budget=budget)
+    return ActivationExcess(plan, slots(100, 100, 100, 100), 0, BatchSizes([]))
+
+
+def test_less_than_a_256th_of_the_budget_is_no_reason_to_wait_but_where_it_mattered():
+    seen = excess()
+    assert seen.arrived(0, {"activations": 53}) == 0 == seen.entered(0)
+    assert seen.arrived(0, {"activations": 54}) == 4 == seen.entered(0)
+    seen.ended(1, {"activations": 101, "total": 1001})
+    assert seen.arrived(1, {"activations": 51}) == 1
+
+
+def test_the_reserve_is_for_larger_activations():
+    seen = excess(reserve=30)
+    assert seen.arrived(0, {"activations": 80}) == 0 and seen.arrived(0, {"activations": 90}) == 10
+
+
+def test_what_one_large_batch_took_fades():
+    seen = excess()
+    seen.ended(2, {"activations": 900, "total": 900})
+    first = seen.entered(2)
+    for _ in range(40):
+        seen.ended(2, {"activations": 100, "total": 100})
+    assert first == 800 and seen.entered(2) < 8
+
+
+def test_without_a_budget_or_a_reading_nothing_counts():
+    seen = excess(budget=None)
+    seen.ended(0, {"activations": 900, "total": 9000})
+    assert seen.arrived(0, {"activations": 900}) == 0 == seen.entered(0) and seen.end_step(1) == (0, 0)
+    seen = excess()
+    seen.ended(0, {})
+    assert seen.arrived(0, None) == 0 and seen.end_step(1) == (0, 0)
+
+
+class Totals:
+    """A meter of totals, as CUDA's is."""
+
+    def __init__(self, *totals: int) -> None:
+        self.totals = list(totals)
+
+    def window(self) -> dict[str, int]:
+        return {"total": self.totals.pop(0)}
+
+
+def test_where_reading_takes_long_the_first_steps_and_larger_batches_are_read():
+    first, seen = nn.Linear(4, 4), excess()
+    seen._batch, seen._profiled = BatchSizes([first]), (2, 4)
+    meter: Any = Totals(5000, 900, 900, 5000, 1300)
+    counts = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(1, 8):
+            first(torch.zeros(2 if step < 5 else 3, 4))
+            seen.skips = step == 5  # an evaluation was before
+            seen.read(step, meter)
+            counts.append(seen.end_step(step))
+            if step == 6:
+                break
+    assert counts == [(0, 0)] * 5 + [(1, 300)] and meter.totals == []
+    [warning] = map(str, (each.message for each in said))
+    assert "step 6: 0.00 MiB above the budget" in warning and "The batch is 3 x 4, the profiled one was 2 x 4" in warning
+
+
+def test_sizes_are_those_of_the_first_module_s_largest_tensor():
+    first, second = nn.Linear(4, 2), nn.Linear(2, 2)
+    sizes = BatchSizes([first, second])
+    second(first(torch.zeros(3, 4)))
+    first(torch.zeros(5, 4))
+    first(input=torch.zeros(2, 2, 4))
+    assert sizes.sizes == (5, 4) and in_words((5, 4)) == "5 x 4" and from_words("5 x 4") == (5, 4) and from_words("") is None
+    sizes.restart()
+    second(torch.zeros(1, 2))
+    assert sizes.sizes == (1, 2)
+    sizes.remove()
+    second(torch.zeros(7, 2))
+    assert sizes.sizes == (1, 2)

@@ -1,0 +1,108 @@
+"""One message at a time between real ranks: what arrives where, for every kind, fused or not, on each algorithm."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mdcs.plan.job import Job
+from mdcs.plan.message import Message
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.profile.algorithms import ALGORITHMS, Collectives
+from mdcs.profile.link import Kind, Link
+from mdcs.profile.schema import Profile, Slot, Unit
+from mdcs.runtime.collective_ops import CollectiveOps, Transfer
+from mdcs.runtime.communicator import Communicator
+from mdcs.runtime.storage import UnitStorage
+from mdcs.telemetry.memory_meter import Meter
+from tests.mdcs.runtime.ranks import Ranks
+
+SIZES = (13, 6, 20)
+
+
+def exchange(strategy: str, kind: str, fused: bool, algorithm: str, depth: int) -> dict[str, Any]:
+    """Send every block of three units: gradients that are rank + 1 times 0, 1, 2 …, parameters that each rank has a
+    part of; ``depth`` messages in flight.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    units = tuple(Unit(f"u{i}", (n,), True, (i, i), (2 - i, 2 - i)) for i, n in enumerate(SIZES))
+    slots = tuple(Slot(i, "F", 1.0, 0, 0) for i in range(3)) + tuple(Slot(2 - i, "B", 1.0, 0, 0) for i in range(3))
+    collectives = Collectives(algorithm)
+    profile = Profile(units, slots, world, Link((0.0,) * 4, (0.0,) * 4), collectives=collectives)
+    plan = RandomOrder(seed=5, max_blocks=3, fuse=0.0).schedule(StrategyAssignment(Job(profile), (Strategy(strategy),) * 3))
+    storages = [
+        UnitStorage(plan, u, [("p", nn.Parameter(torch.arange(float(n)) + 100 * u))], rank, Meter())
+        for u, n in enumerate(SIZES)
+    ]
+    for storage in storages:
+        storage.init_shards()
+    wire = CollectiveOps(plan, storages, lambda collectives, _: Communicator(collectives, None), Meter())
+    parts = [(u, b) for u in range(3) for b in range(len(plan.blocks[u]))]
+    wrong = []
+    reduced = {}
+    for storage in storages:
+        if not storage.is_full:
+            storage.allocate_full()
+        mine = [storage.flat_param(b)[storage.owned_slice(b)].clone() for b in range(len(storage.blocks))]
+        storage.flat_params[0].fill_(-1)
+        if storage.shards[0] is None:
+            for b, part in enumerate(mine):
+                storage.flat_param(b)[storage.owned_slice(b)].copy_(part)
+        storage.allocate_gradient()
+        storage.gradients[0].copy_(torch.arange(float(storage.flat_params[0].numel())) * (rank + 1))
+    in_flight: deque[Transfer] = deque()
+    for group in [parts] if fused else [[p] for p in parts]:
+        in_flight.append(wire.allocate(Message(Kind(kind), tuple(group), 0)))
+        wire.launch(in_flight[-1])
+        if len(in_flight) == depth:
+            reduced |= finish(wire, in_flight.popleft())
+    while in_flight:
+        reduced |= finish(wire, in_flight.popleft())
+    factor = sum(r + 1 for r in range(world))
+    for u, storage in enumerate(storages):
+        summed = torch.arange(float(storage.flat_params[0].numel())) * factor
+        whole = torch.zeros(storage.flat_params[0].numel())
+        whole[: SIZES[u]] = torch.arange(float(SIZES[u])) + 100 * u
+        for b in range(len(storage.blocks)):
+            if kind == "AR":
+                found, wanted = storage.gradient(b)[storage.block_slice(b)], summed[storage.block_slice(b)]
+            elif kind == "RS":
+                found, wanted = reduced[u, b], summed[storage.owned_slice(b)]
+            else:
+                found, wanted = storage.flat_param(b)[storage.block_slice(b)], whole[storage.block_slice(b)]
+            if not torch.equal(found, wanted):
+                wrong.append((u, b, found.tolist(), wanted.tolist()))
+    return {"wrong": wrong, "blocks": len(parts)}
+
+
+def finish(wire: CollectiveOps, transfer: Transfer) -> dict[tuple[int, int], torch.Tensor]:
+    for work in transfer.works:
+        work.wait()
+    wire.land(transfer)
+    transfer.free_staging()
+    return transfer.shards
+
+
+@pytest.mark.parametrize(("fused", "depth"), [(False, 1), (False, 3), (True, 1)], ids=["alone", "in flight", "fused"])
+@pytest.mark.parametrize(
+    ("strategy", "kind", "algorithm"),
+    [
+        *(("dp", "AR", name) for name in ALGORITHMS["gloo"]),
+        *(("zero2", "RS", name) for name in ALGORITHMS["gloo"]),
+        *(("zero2", "AG_F", name) for name in ALGORITHMS["gloo"]),
+        ("fsdp", "AG_F", "native"),
+        ("fsdp", "AG_B", "ring"),
+    ],
+)
+def test_a_message_arrives(two: Ranks, three: Ranks, strategy, kind, algorithm, fused, depth):
+    """13, 6 and 20 numbers: padding for two ranks and for three."""
+    for ranks in (two, three):
+        for found in ranks.run(exchange, strategy, kind, fused, algorithm, depth):
+            assert found["wrong"] == [] and found["blocks"] > 3

@@ -1,0 +1,306 @@
+"""Models that are on the meta device when a run begins: what they start with, what that takes, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mdcs
+from mdcs.plan.lifetimes import at_rest, unit_rows
+from mdcs.plan.strategy import Strategy, choices
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
+from mdcs.runtime.initialization import Initializer
+from mdcs.telemetry.memory_meter import ShimMeter
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import TINY, differing, optimizer_for
+
+STEPS = 4
+WIDTH = 64
+HOWS = ("dp", "zero2", "sdp", "fsdp", "mixed")  # strategies
+
+
+class Scale(nn.Module):
+    """Divides by a buffer that no checkpoint has, and that only it knows how to fill."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.ones(width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.by.fill_(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.by
+
+
+class Words(nn.Module):
+    """An embedding; torch's own takes seconds to be made on the meta device, once in a process."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(words, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+class Model(nn.Module):
+    """Tied and frozen weights, a unit inside another, statistics and a buffer of its own."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.words = Words(11, width)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(3)))
+        self.scale = Scale(width)
+        self.head = nn.Linear(width, 11)
+        self.head.weight = self.words.weight
+        frozen: Any = self.blocks[1]
+        frozen[0].bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: Tensor = self.head(self.scale(hidden))
+        return logits
+
+
+def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    tokens = torch.randint(0, 11, (8,), generator=torch.Generator().manual_seed(10 * step + rank))
+    return nn.functional.cross_entropy(model(tokens), tokens)
+
+
+def meta(half: bool = False) -> tuple[nn.Module, list[mdcs.ModelUnit]]:
+    with torch.device("meta"):
+        model = Model()
+    if half:
+        model.bfloat16()
+    return model, mdcs.partition(model, mdcs.ByClass(("Sequential",)))
+
+
+def planned(strategy: str, half: bool = False, rank: int = 0, optimizer: str = "adam") -> tuple[nn.Module, mdcs.Plan]:
+    """A plan for the model, profiled on a twin that is whole: the twin, before any step, too."""
+    model, units = meta(half)
+    torch.manual_seed(0)
+    mdcs.materialize(model, units)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    profile = merge_profiles(
+        measure_profile(
+            model, units, lambda: loss(model, 0, rank), optimizer_for(optimizer, model), world=dist.get_world_size(),
+            link=mdcs.Link.uniform(1.0, 50.0), iterations=1, master_dtype=torch.float32 if half else None,
+        )
+    )  # fmt: skip
+    model.load_state_dict(kept)
+    names = choices(profile)
+    mix = [names[u % 4] if strategy == "mixed" else Strategy(strategy) for u in range(len(units))]
+    return model, on_rank_zero(lambda: as_ready(profile, mix))
+
+
+def as_ready(profile: mdcs.Profile, strategies: list[Strategy]) -> mdcs.Plan:
+    return Wfbp().schedule(StrategyAssignment(mdcs.Job(profile), tuple(strategies)))
+
+
+def beside_ddp(strategy: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    plain, plan = planned(strategy, rank=rank)
+    model, units = meta()
+    optimizer = optimizer_for("adam", model)  # of parameters that have no memory yet
+    torch.manual_seed(100 * rank)  # rank 0 draws what the plain model was made of, the other something else
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=20) as parallel:
+        losses = []
+        for step in range(STEPS):
+            value = loss(model, step, rank)
+            value.backward()
+            parallel.step()
+            losses.append(value.item())
+        state = parallel.state_dict()
+    group = dist.new_group()
+    ddp = nn.parallel.DistributedDataParallel(plain, process_group=group)
+    wanted, optimizer = [], optimizer_for("adam", plain)
+    for step in range(STEPS):
+        value = loss(ddp, step, rank)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(value.item())
+    names = [name for name, _ in plain.named_parameters()]
+    final = {name: value for name, value in plain.state_dict().items() if name in names}
+    dist.destroy_process_group(group)
+    tie = model.get_parameter("head.weight") is model.get_parameter("words.weight")
+    return {"losses": losses == wanted, "apart": differing({n: state[n] for n in names}, final), "tie": tie}
+
+
+@pytest.mark.parametrize("strategy", HOWS)
+def test_a_model_from_the_meta_device_trains_like_one_that_was_whole(two: Ranks, strategy: str) -> None:
+    assert two.run(beside_ddp, strategy) == [{"losses": True, "apart": [], "tie": True}] * 2
+
+
+def settle(meter: ShimMeter) -> None:
+    """Wait while memory changes: the backend's threads let go of a message when they come to it."""
+    unchanged = 0
+    for _ in range(100):
+        before = meter.live()
+        time.sleep(0.1)
+        unchanged = unchanged + 1 if meter.live() == before else 0
+        if unchanged == 3:
+            return
+
+
+def start_bytes(plan: mdcs.Plan, together: list[list[int]]) -> int:
+    """The peak of parameters and masters: what is at rest of earlier units, and whole those that are made together."""
+    held = most = 0
+    profile = plan.profile
+    for members in together:
+        held += sum(profile.layouts[u].param_bytes for u in members)
+        for u in members:
+            strategy, layout = plan.strategies[u], profile.layouts[u]
+            held -= 0 if strategy.sharded else layout.param_bytes
+            held += at_rest(unit_rows(plan.period, u, strategy))["parameters"]
+            sections = zip(layout.sections, layout.sizes, strict=True)
+            held += sum(size // strategy.parts(profile) * section.master_bytes for section, size in sections)
+            most = max(most, held)
+            held -= layout.param_bytes if strategy.sharded else 0
+    return most
+
+
+def bytes_of_start(strategy: str, half: bool) -> tuple[int, int, int, int]:
+    """What the allocator gave at most from the call of parallelize to its return, what was predicted, buffers, and the whole
+    model.
+    """
+    _, plan = planned(strategy, half, dist.get_rank(), "plain sgd")  # state would hide what is whole at first
+    model, units = meta(half)
+    together = Initializer(model, units, None, torch.device("cpu")).together
+    optimizer, meter = optimizer_for("plain sgd", model), ShimMeter()
+    gc.collect()  # of the twin
+    settle(meter)
+    meter.window()
+    before = meter.live()["total"]
+    parallel = mdcs.parallelize(model, optimizer, plan, units, timeout_s=20)
+    measured = meter.window()["total"]
+    parallel.close(whole=False)
+    assert before is not None and measured is not None
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    whole = sum(layout.param_bytes for layout in plan.profile.layouts)
+    return measured - before, start_bytes(plan, together), buffers, whole
+
+
+@pytest.mark.parametrize(("strategy", "half"), [*((s, False) for s in HOWS), ("zero2", True), ("fsdp", True)])
+def test_no_more_than_a_unit_is_whole_beside_the_shards(measured: Ranks, strategy: str, half: bool) -> None:
+    for found, predicted, buffers, whole in measured.run(bytes_of_start, strategy, half):
+        assert predicted <= found <= predicted + buffers + 16  # and a number or two
+        if strategy in ("sdp", "fsdp") and not half:
+            assert predicted < 0.85 * whole
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Forgetful(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class Meddling(nn.Linear):
+    other: Any = None  # no module of its own
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.other is not None:
+            nn.init.ones_(self.other[0].weight)
+
+
+def start(kind: str) -> Any:
+    """What starting such a model raises, on a rank that is alone."""
+    with torch.device("meta"):
+        second = {"bare": Bare, "forgetful": Forgetful, "meddling": Meddling}[kind]()
+        model = nn.Sequential(nn.Linear(3, 3), second)
+    units = mdcs.partition(model, mdcs.ByLeaf())
+    twin = nn.Sequential(nn.Linear(3, 3), Bare() if kind == "bare" else nn.Linear(3, 3))
+    whole = mdcs.partition(twin, mdcs.ByLeaf())
+    profile = measure_profile(
+        twin, whole, lambda: twin(torch.ones(1, 3)).sum(), optimizer_for("adam", twin), world=1,
+        link=mdcs.Link.uniform(1.0, 50.0), iterations=1,
+    )  # fmt: skip
+    plan = as_ready(profile, [Strategy.sdp, Strategy.dp])
+    if kind == "meddling":
+        second.other = [model[0]]
+    try:
+        mdcs.parallelize(model, optimizer_for("adam", model), plan, units)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("bare", "1.weight: is on the meta device, and Bare has no reset_parameters(): pass init="),
+        ("forgetful", "1.bias: was on the meta device, and the initialisation of Forgetful has left it without values"),
+        ("meddling", "the initialisation of a module used 0.weight (fill_), which is of another unit"),
+    ],
+)
+def test_what_is_not_initialised_is_refused_by_name(single: Ranks, kind: str, message: str) -> None:
+    assert message in single.run(start, kind)[0]
+
+
+def test_a_model_without_memory_cannot_be_profiled() -> None:
+    model, units = meta()
+    with pytest.raises(mdcs.UnsupportedModel, match=r"words.weight: is on the meta device, where nothing can be measured"):
+        mdcs.autoplan(model, optimizer_for("adam", model), units, lambda: loss(model, 0, 0))
+
+
+def plan_without_memory(what: str) -> str:
+    model, units = meta()
+    if what == "a buffer":
+        mdcs.materialize(model, units)
+        model.register_buffer("table", torch.ones(2, device="meta"))
+    try:
+        mdcs.autoplan(model, optimizer_for("adam", model), units, lambda: loss(model, 0, 0))
+    except mdcs.UnsupportedModel as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize(("what", "name"), [("all", "words.weight"), ("a buffer", "table")])
+def test_every_rank_says_that_a_model_has_no_memory(two: Ranks, what: str, name: str) -> None:
+    for message in two.run(plan_without_memory, what):
+        assert message == f"{name}: is on the meta device, where nothing can be measured: see mdcs.materialize"
+
+
+@pytest.mark.slow
+def test_init_may_be_that_of_a_library() -> None:
+    """transformers' models say how a module of theirs begins; modules are given to it that have something of their own."""
+    with torch.device("meta"):
+        task = TINY["gpt2"].build()
+    units = mdcs.partition(task.model, mdcs.ByClass(task.block_classes))
+    with pytest.raises(mdcs.UnsupportedModel, match=r"c_attn\.weight: is on the meta device, and Conv1D has no reset_parameters"):
+        mdcs.materialize(task.model, units)
+    mdcs.materialize(task.model, units, init=task.model._init_weights)
+    assert all(p.isfinite().all() for p in task.model.parameters())
+    assert task.model.lm_head.weight is task.model.transformer.wte.weight

@@ -1,0 +1,276 @@
+"""The queue by itself: by hand, and a thousand random schedules of random messages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mdcs.plan.worst_case import max_in_flight_bytes
+from mdcs.runtime.message_queue import MessageQueue, QueuedMessage, _Window
+
+
+def reduction(freed: int = 0, transient: int = 0) -> QueuedMessage:
+    return QueuedMessage(-1, False, 0, freed, transient)
+
+
+def gather(held: int = 0, transient: int = 0, waits_for: int = -1) -> QueuedMessage:
+    return QueuedMessage(waits_for, True, held, 0, transient)
+
+
+def send_all(queue: MessageQueue) -> None:
+    while queue.next_start() is not None:
+        queue.start()
+    while queue.done < queue.started:
+        queue.finish()
+
+
+# ---- by hand
+
+
+def test_at_most_depth_messages_are_in_flight() -> None:
+    queue = MessageQueue([gather()] * 4, depth=2)
+    for _ in range(4):
+        queue.issue()
+    started = []
+    while (index := queue.next_start()) is not None:
+        started.append(index)
+        queue.start()
+    assert started == [0, 1]
+    queue.finish()
+    assert queue.next_start() == 2
+
+
+def test_a_gather_waits_for_the_update_of_its_parameters() -> None:
+    queue = MessageQueue([reduction(), gather(waits_for=0)], depth=8)
+    queue.issue(), queue.issue()
+    send_all(queue)  # the prologue, which has no updates
+    queue.issue(), queue.issue()
+    queue.start()
+    queue.land()
+    assert queue.next_start() is None and queue.starts_after(3) == 2
+    queue.finish()
+    assert queue.next_start() == 3
+
+
+def test_with_updates_beside_the_link_the_next_message_starts_when_one_has_landed() -> None:
+    queue = MessageQueue([reduction()] * 3, depth=2, has_own_updates=True)
+    for _ in range(6):
+        queue.issue()
+    queue.start()
+    assert queue.next_start() is None
+    queue.land()
+    assert queue.next_start() == 4
+    queue.start()
+    queue.land()
+    assert queue.next_start() is None  # two updates are not done
+    queue.finish()
+    assert queue.next_start() == 5
+
+
+def test_the_prologue_passes_over_reductions() -> None:
+    queue = MessageQueue([gather(7), reduction(9), gather(5)], depth=1, at_rest=100)
+    assert [queue.issue() for _ in range(3)] == [0, None, 2]
+    queue.start()
+    assert (queue.started, queue.next_start()) == (2, None)  # past the reduction, but one message is in flight
+    queue.finish()
+    assert (queue.done, queue.next_start()) == (2, 2)
+    send_all(queue)
+    assert (queue.done, queue.reserved) == (3, 112)
+
+
+def test_a_message_sent_ahead_is_passed_over_in_its_turn() -> None:
+    queue = MessageQueue([reduction(30), gather()], depth=1)
+    queue.issue(), queue.issue()
+    send_all(queue)
+    queue.reserve(30)
+    queue.send_ahead(2)
+    assert queue.reserved == 0 and queue.is_skipped(2)
+    assert [queue.issue(), queue.issue()] == [None, 3]
+    send_all(queue)
+    assert queue.done == 4 and queue.reserved == 0
+
+
+def test_the_bytes_of_the_next_message_fit_or_not() -> None:
+    queue = MessageQueue([gather(30, transient=10)] * 2, depth=2, cap=200, at_rest=100)
+    assert queue.admits_next(60) and not queue.admits_next(61)
+    queue.issue()
+    assert queue.admits(60) and not queue.admits(61)  # 10 of 70 for the message in flight
+    assert not queue.admits_next(60) and queue.has_room(20) and not queue.has_room(21)
+    queue.reserve(20)
+    assert not queue.has_room(1)
+    assert MessageQueue([gather(30)], depth=1).admits(1 << 60)  # no cap
+
+
+def test_excess_counts_as_far_as_waiting_makes_room_for_it() -> None:
+    queue = MessageQueue([gather(transient=10), gather()], depth=1, cap=100, at_rest=40)
+    queue.issue()
+    assert queue.admits(50) and not queue.admits(51)
+    queue.excess = 20
+    assert queue.admits(30)  # all fits
+    assert not queue.admits(40)  # the message's 10 bytes come back: it waits for them
+    assert queue.admits(50)  # nothing that ends makes room: it goes on as the plan does
+    assert not queue.admits(51)  # but never beyond the plan
+
+
+def test_a_restart_forgets_what_was_sent_ahead_and_reserved() -> None:
+    queue = MessageQueue([gather(30), reduction()], depth=1, at_rest=100)
+    queue.issue(), queue.issue()
+    send_all(queue)
+    queue.send_ahead(3)
+    assert queue.restart() == 2
+    assert (queue.issued, queue.done, queue.reserved) == (4, 4, 100) and not queue.is_skipped(7)
+    assert [queue.issue(), queue.issue()] == [4, None]
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
+def test_bytes_in_flight_are_those_of_the_ledger(depth: int, events: list[tuple[bool, int]]) -> None:
+    """Messages are issued (True) and end, in any order of the two."""
+    window, waiting = _Window(depth), list[int]()
+    for issued, size in events:
+        if issued:
+            window.add(size)
+            waiting.append(size)
+        elif waiting:
+            window.remove()
+            del waiting[0]
+        assert window.most() == max_in_flight_bytes(waiting, depth)
+        assert window.most(size) == max_in_flight_bytes([*waiting, size], depth)
+
+
+# ---- random schedules
+
+
+class Case:
+    """Random messages of a period: each unit's gradient is reduced, then its parameters are gathered and used.
+
+    Compute's actions of a period: ("hold", bytes), ("issue", activations), ("use", message).
+    """
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.rng, units = rng, rng.randint(1, 4)
+        self.messages: list[QueuedMessage] = []
+        self.backward: list[tuple[str, int]] = []
+        self.forward: list[tuple[str, int]] = []
+        for _ in range(units):
+            gradient = rng.randint(0, 9)
+            self.messages.append(reduction(gradient, rng.randint(0, 9)))
+            self.backward += [("hold", gradient), ("issue", rng.randint(0, 5))]
+        for unit in range(units):
+            self.messages.append(gather(rng.randint(0, 9), rng.randint(0, 9), rng.choice([-1, unit])))
+            where = self.backward if rng.random() < 0.5 and not self.forward else self.forward
+            where.append(("issue", rng.randint(0, 5)))
+            self.forward.append(("use", units + unit))
+        self.depth, self.has_own_updates = rng.randint(1, 4), rng.random() < 0.3
+        self.cap = self._smallest_cap()
+
+    def queue(self, cap: int | None) -> MessageQueue:
+        return MessageQueue(self.messages, self.depth, cap=cap, at_rest=10, has_own_updates=self.has_own_updates)
+
+    def actions(self, periods: int) -> Iterator[tuple[str, int]]:
+        """The prologue passes over the reductions, but comes to them."""
+        yield from [a for a in self.backward if a[0] == "issue"]
+        for period in range(periods):
+            yield from self.forward
+            if period < periods - 1:
+                yield from self.backward
+
+    def _smallest_cap(self) -> int:
+        """The bytes of the worst action when all earlier messages are done, as :func:`mdcs.plan.worst_case.check` has them."""
+        queue, most = self.queue(None), 0
+        for action, value in self.actions(3):
+            if action == "hold":
+                queue.reserve(value)
+            elif action == "issue":
+                m = self.messages[queue.issued % queue.n]
+                if queue.issue() is not None:
+                    most = max(most, queue.reserved + m.transient + value)
+                send_all(queue)
+            else:
+                queue.reserve(-self.messages[value].held)
+            most = max(most, queue.reserved)
+        return most
+
+
+class Schedule:
+    """One random interleaving of compute and link, with all that must hold at every event."""
+
+    def __init__(self, case: Case, periods: int = 3) -> None:
+        self.case, self.queue = case, case.queue(case.cap)
+        self.live = self.queue.at_rest
+        self.passed = [False] * (periods * self.queue.n)
+        self.todo, self.uses = list(reversed(list(case.actions(periods)))), 0
+        moves = [self._compute, self._start, self._land, self._finish]
+        while self.todo or self.queue.done < self.queue.issued:
+            case.rng.shuffle(moves)
+            assert any(move() for move in moves), f"deadlock before {self.todo[-1]}"
+            self._check()
+
+    def _compute(self) -> bool:
+        queue = self.queue
+        if not self.todo:
+            return False
+        action, value = self.todo[-1]
+        if action == "hold":
+            if not queue.admits(value):
+                return False
+            queue.reserve(value)
+            self.live += value
+        elif action == "issue":
+            if not queue.admits_next(value):
+                return False
+            index = queue.issued
+            self.passed[index] = queue.issue() is None
+        else:
+            if queue.done <= self.uses // (queue.n // 2) * queue.n + value:
+                return False
+            self.uses += 1
+            queue.reserve(-self.case.messages[value].held)
+            self.live -= self.case.messages[value].held
+        self.todo.pop()
+        return True
+
+    def _start(self) -> bool:
+        index = self.queue.next_start()
+        if index is None:
+            return False
+        assert not self.passed[index] and index == self.queue.started  # in order
+        m = self.case.messages[index % self.queue.n]
+        waits_for = index - index % self.queue.n + m.waits_for
+        assert m.waits_for < 0 or index < self.queue.n or self.queue.done > waits_for
+        self.live += m.held + m.transient
+        self.queue.start()
+        return True
+
+    def _land(self) -> bool:
+        if self.queue.landed == self.queue.started:
+            return False
+        assert not self.passed[self.queue.landed]
+        self.queue.land()
+        return True
+
+    def _finish(self) -> bool:
+        if self.queue.done == self.queue.landed:
+            return False
+        assert not self.passed[self.queue.done]
+        m = self.case.messages[self.queue.done % self.queue.n]
+        self.live -= m.transient + m.freed
+        self.queue.finish()
+        return True
+
+    def _check(self) -> None:
+        queue = self.queue
+        assert queue.done <= queue.landed <= queue.started <= queue.issued
+        in_flight = [i for i in range(queue.done, queue.started) if not self.passed[i]]
+        assert len(in_flight) <= queue.depth
+        assert not queue.has_own_updates or queue.started - queue.landed <= 1
+        assert self.live <= self.case.cap
+
+
+def test_a_thousand_random_schedules() -> None:
+    """Messages go in order, at most ``depth`` of them, within the smallest cap, and none waits for ever."""
+    for seed in range(1000):
+        Schedule(Case(seed))

@@ -1,0 +1,183 @@
+"""Updates block by block are those of one optimizer, to the bit, however the blocks are cut."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mdcs.model.elementwise import same_options, state_layout
+from mdcs.plan.job import Job
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.schedulers.random_order import RandomOrder
+from mdcs.profile.link import Link
+from mdcs.profile.schema import Profile, Slot, Unit
+from mdcs.runtime.sharded_optimizer import ShardedOptimizer, later_step
+from mdcs.runtime.storage import UnitStorage
+from mdcs.telemetry.memory_meter import Meter
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "dampened": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5),
+    "fused sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=True),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1),
+    "foreach": lambda groups: torch.optim.Adam(groups, lr=0.1, foreach=True),
+    "fused": lambda groups: torch.optim.Adam(groups, lr=0.1, fused=True),
+    "fused adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True, maximize=True, fused=True),
+    "fused, lr in a tensor": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.1), amsgrad=True, fused=True),
+}
+SIZES = (5, 3, 6)
+
+
+def job(
+    optimizer: str, strategy: str, rank: int, seed: int
+) -> tuple[ShardedOptimizer, UnitStorage, Any, list[nn.Parameter], Any]:
+    """One unit of 14 numbers in two groups (5 + 3 with weight decay, 6 without), and the same parameters alone."""
+    torch.manual_seed(0)
+    alone = [nn.Parameter(torch.randn(n)) for n in SIZES]
+    ours = [nn.Parameter(p.detach().clone()) for p in alone]
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return OPTIMIZERS[optimizer](
+            [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0, "lr": 0.02}]
+        )
+
+    unit = Unit("u", (8, 6), True, (0, 0), (0, 0))
+    profile = Profile(
+        (unit,), (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0)), 2, Link((0.0,) * 4, (0.0,) * 4)
+    )
+    plan = RandomOrder(seed, max_blocks=4, fuse=0.0).schedule(StrategyAssignment(Job(profile), (Strategy(strategy),)))
+    mine = make(ours)
+    storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, Meter())
+    storage.init_shards()
+    updates = ShardedOptimizer(plan, [storage], mine, state_layout(mine), [[0, 1]], rank, Meter())
+    updates.make_state()
+    return updates, storage, mine, alone, make(alone)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("strategy", ["dp", "zero2", "sdp"])
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if "fused" not in name])
+def test_blocks_add_up_to_one_optimizer(optimizer: str, strategy: str, rank: int):
+    for seed in range(4):
+        updates, storage, mine, alone, theirs = job(optimizer, strategy, rank, seed)
+        for step in range(3):
+            flat = torch.randn(14)
+            for p, g in zip(alone, flat.split(SIZES), strict=True):
+                p.grad = g.clone()
+            theirs.step()
+            updates.freeze_options()
+            for b in range(len(storage.blocks)):
+                where = storage.block_slice(b) if strategy == "dp" else storage.owned_slice(b)
+                updates.step({(0, b): flat[where].clone()})
+            for optimizer_ in (mine, theirs):
+                for group in optimizer_.param_groups:
+                    group["lr"] *= 0.5
+            whole = torch.cat([p.detach() for p in alone])
+            for b in range(len(storage.blocks)):
+                where = storage.block_slice(b) if strategy == "dp" else storage.owned_slice(b)
+                assert torch.equal(storage.owned_shard(b), whole[where]), (seed, step, b)
+
+
+def by_run(updates: ShardedOptimizer) -> dict[tuple[int, int], list[tuple[slice, torch.optim.Optimizer]]]:
+    """An optimizer of torch of its own for a copy of every run."""
+    groups = updates.optimizer.param_groups
+    return {
+        part: [(run.place, same_options(updates.optimizer, groups[run.group], run.parameter.clone())) for run in runs]
+        for part, runs in updates.runs.items()
+    }
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_message_is_updated_as_by_the_optimizer_itself(optimizer: str):
+    """Fused kernels round differently where tensors are cut elsewhere, so the cuts are the same here."""
+    for seed, strategy in itertools.product(range(4), ("dp", "zero2", "sdp")):
+        updates, storage, mine, _, _ = job(optimizer, strategy, 0, seed)
+        plainly = by_run(updates)
+        for step in range(3):
+            gradients = {(0, b): torch.randn_like(storage.owned_shard(b)) for b in range(len(storage.blocks))}
+            gradients[0, 0][0] = -0.0
+            updates.freeze_options()
+            updates.step({part: gradient.clone() for part, gradient in gradients.items()}, 0.5)
+            for (_, b), runs in plainly.items():
+                for place, theirs in runs:
+                    (p,) = theirs.param_groups[0]["params"]
+                    p.grad = gradients[0, b][place] * 0.5
+                    theirs.step()
+                    theirs.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] * 0.5
+                    assert torch.equal(storage.owned_shard(b)[place], p), (seed, strategy, step, b)
+            for (_, b), runs in updates.runs.items():
+                for run, (_, theirs) in zip(runs, plainly[0, b], strict=True):
+                    for key, value in next(iter(theirs.state.values()), {}).items():
+                        assert value is None or torch.equal(run.saved[key].view(torch.int32), value.view(torch.int32)), key
+            for group in mine.param_groups:
+                group["lr"] = group["lr"] * 0.5
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_is_made_at_the_start_and_saved_after_an_update(optimizer: str):
+    updates, storage, *_ = job(optimizer, "zero2", 0, 0)
+    runs = [run for runs in updates.runs.values() for run in runs]
+    made = [run.state.copy() for run in runs]
+    assert not any(run.saved for run in runs)
+    updates.step({(0, b): torch.ones_like(storage.owned_shard(b)) for b in range(len(storage.blocks))})
+    for run, before in zip(runs, made, strict=True):
+        assert run.saved.keys() == before.keys()
+        assert all(run.state[key] is value for key, value in before.items())  # no memory is taken by an update
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_that_is_timed_is_one(optimizer: str):
+    ours, theirs = (torch.randn(14, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    mine, its_own = (OPTIMIZERS[optimizer]([{"params": [p], "weight_decay": 0.1}]) for p in (ours, theirs))
+    again = later_step(mine)
+    for step in range(3):
+        ours.grad = torch.randn(14)
+        theirs.grad = ours.grad.clone()
+        again()
+        its_own.step()
+        assert torch.equal(ours, theirs), step
+
+
+def test_a_schedule_acts_from_the_next_snapshot_on():
+    """What is updated in the next forward still belongs to the iteration before."""
+    updates, storage, mine, _, _ = job("sgd", "dp", 0, 0)
+    before = storage.flat_params[0].clone()
+    updates.freeze_options()
+    for group in mine.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    for b in range(len(storage.blocks)):
+        updates.step({(0, b): torch.ones(storage.blocks[b])})
+    assert (storage.flat_params[0] != before).all()
+    before = storage.flat_params[0].clone()
+    updates.freeze_options()
+    for b in range(len(storage.blocks)):
+        updates.step({(0, b): torch.ones(storage.blocks[b])})
+    assert torch.equal(storage.flat_params[0], before)
+
+
+def test_an_update_waits_for_a_compilation():
+    """While torch compiles in one thread, Adam rounds otherwise in all."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    updates, storage, *_ = job("adam", "dp", 0, 0)
+    done = threading.Event()
+
+    def update() -> None:
+        updates.step({(0, 0): torch.ones(storage.blocks[0])})
+        done.set()
+
+    with compile_lock:
+        thread = threading.Thread(target=update)
+        thread.start()
+        assert not done.wait(0.1)
+    thread.join(10)
+    assert done.is_set()

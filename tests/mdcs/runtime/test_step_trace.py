@@ -1,0 +1,146 @@
+"""Records made of stamps: a stamp here is the second itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from mdcs.plan.job import Job
+from mdcs.plan.plan import Plan
+from mdcs.plan.strategy import Strategy
+from mdcs.plan.strategy_assignment import StrategyAssignment
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.profile.link import Link
+from mdcs.profile.schema import Profile, Slot, Unit
+from mdcs.runtime.executor import CpuExecutor
+from mdcs.runtime.step_trace import StepRecorder
+from mdcs.telemetry.timeline import Interval
+
+
+def plan() -> Plan:
+    unit = Unit("u", (8,), True, (0, 0), (0, 0))
+    slots = (Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 1.0, 0, 0))
+    link = Link((0.0,) * 4, (0.0,) * 4)
+    return Wfbp().schedule(StrategyAssignment(Job(Profile((unit,), slots, 2, link)), (Strategy.zero2,)))
+
+
+def recorder() -> StepRecorder:
+    """Its period: slot 0 is backward, slot 1 forward. Messages: RS and AG_F of 8 numbers, 16 bytes on the wire."""
+    return StepRecorder(plan(), CpuExecutor())
+
+
+def iteration(r: StepRecorder, step: int, begin: float) -> None:
+    """Forward 0 … 1 s, backward 1 … 3 s, reduce-scatter 2.5 … 3.5, update until 3.6, gather 3.6 … 4; 4 s in all."""
+    r.compute(1, begin, begin + 1)
+    r.period(begin + 1)
+    r.compute(0, begin + 1, begin + 3)
+    r.message(0, step, begin + 2.5, begin + 3.5)
+    r.update(0, begin + 3.5, begin + 3.6)
+    r.message(1, step, begin + 3.6, begin + 4)
+    r.step(step, begin + 4)
+
+
+def test_a_step_adds_up():
+    r = recorder()
+    r.step(0, 100.0)
+    iteration(r, 1, 100.0)
+    [record] = r.finished(1)
+    assert (record.step, record.messages, record.bytes) == (1, {"RS": 1, "AG_F": 1}, {"RS": 16, "AG_F": 16})
+    times = record.times
+    assert times.step_s == pytest.approx(4) and times.compute_s == pytest.approx(3)
+    assert times.communication_s == pytest.approx(1.4) and times.overlap_s == pytest.approx(0.5)
+    assert times.overlap_ratio == pytest.approx(0.5 / 1.4) and times.stalled_s == pytest.approx(1)
+
+
+def test_each_record_is_given_once_and_when_it_is_asked_for():
+    r = recorder()
+    r.step(0, 0.0)
+    for step in (1, 2, 3):
+        iteration(r, step, 4.0 * (step - 1))
+    assert [x.step for x in r.finished(2)] == [1, 2]
+    assert [x.step for x in r.finished(2)] == []
+    assert [x.step for x in r.finished(3)] == [3]
+
+
+def test_the_last_period_begins_at_its_first_backward_slot():
+    r = recorder()
+    assert r.last_period() == (0.0, 0.0, [])
+    r.step(0, 0.0)
+    iteration(r, 1, 0.0)
+    iteration(r, 2, 4.0)
+    begin, end, intervals = r.last_period()
+    assert (begin, end) == (1.0, 5.0)
+    assert sum(i.duration_s for i in intervals if i.lane == "compute") == pytest.approx(3)
+
+
+class Impatient(CpuExecutor):
+    """Fails when it is asked for a stamp that has not come, as a CUDA event would block."""
+
+    now = 0.0
+
+    def seconds(self, stamp: float) -> float:
+        assert stamp <= self.now, "this would have waited for the device"
+        return stamp
+
+
+def test_records_do_not_wait_for_compute_that_is_under_way():
+    executor = Impatient()
+    r = StepRecorder(plan(), executor)
+    r.step(0, 0.0)
+    iteration(r, 1, 0.0)
+    iteration(r, 2, 4.0)
+    r.compute(1, 8.0, 9.0)  # queued, not run
+    executor.now = 8.0
+    assert [x.step for x in r.finished(1)] == [1]
+
+
+class Counting(StepRecorder):
+    """Counts the intervals that it makes."""
+
+    made = 0
+
+    def _interval(self, lane: str, index: int, begin: float, end: float) -> Interval:
+        self.made += 1
+        return super()._interval(lane, index, begin, end)
+
+
+def counting() -> Counting:
+    return Counting(plan(), CpuExecutor())
+
+
+def test_a_loop_that_never_asks_neither_fills_memory_nor_makes_intervals():
+    r = counting()
+    r.step(0, 0.0)
+    for step in range(1, 1001):
+        iteration(r, step, 4.0 * (step - 1))
+    assert len(r._steps) < 200 and len(r._raw) + len(r._intervals) < 1500 and len(r._sent) < 200
+    assert r.made == 0, "a step() would have stalled for them"
+    records = r.finished(1000)
+    assert len(records) > 100 and records[-1].step == 1000 and records[-1].times.compute_s == pytest.approx(3)
+
+
+def test_records_asked_for_late_are_those_asked_for_at_once():
+    often, late = recorder(), recorder()
+    records = []
+    for r in (often, late):
+        r.step(0, 0.0)
+    for step in range(1, 301):
+        for r in (often, late):
+            iteration(r, step, 4.0 * (step - 1))
+        records += often.finished(step)
+    asked_late = late.finished(300)
+    assert len(asked_late) > 100 and asked_late == records[-len(asked_late) :]
+    assert late.last_period() == often.last_period()
+
+
+def test_a_loop_that_asks_only_for_the_last_period_gets_it_without_older_intervals():
+    r, often = counting(), recorder()
+    for each in (r, often):
+        each.step(0, 0.0)
+    for step in range(1, 401):
+        for each in (r, often):
+            iteration(each, step, 4.0 * (step - 1))
+        often.finished(step)
+        made = r.made
+        found = r.last_period()
+        assert found == often.last_period() and r.made - made <= 15
+    assert len(r._raw) + len(r._intervals) < 1500

@@ -1,0 +1,510 @@
+"""The memory meter counts exactly what torch requests.
+
+The shim counts only in a process it was preloaded into, so the stories below run one after the other in one
+child process (this file, run as a program), and each becomes one test here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mdcs.plan.lifetimes import CATEGORIES
+from mdcs.telemetry import memory_meter
+from mdcs.telemetry.memory_meter import CudaMeter, Meter, ShimMeter, current_meter
+
+MIB = 2**20
+Story = Callable[["Change"], None]
+STORIES: dict[str, Story] = {}
+
+
+class Change:
+    """What the meter reads, less what was live when the story began."""
+
+    def __init__(self) -> None:
+        self.meter = ShimMeter()
+        self.meter.window()
+        self.meter.reset()
+        self.before = self.meter.live()
+
+    def less_before(self, reading: dict[str, int]) -> dict[str, int]:
+        """Only the categories that changed."""
+        changes = {name: value - self.before[name] for name, value in reading.items()}
+        return {name: change for name, change in changes.items() if change}
+
+    def live(self) -> dict[str, int]:
+        return self.less_before(self.meter.live())
+
+    def peaks(self) -> dict[str, int]:
+        return self.less_before(self.meter.peaks())
+
+    def at_peak(self) -> dict[str, int]:
+        return self.less_before(self.meter.at_peak())
+
+    def window(self) -> dict[str, int]:
+        return self.less_before(self.meter.window())
+
+
+def story(function: Story) -> Story:
+    STORIES[function.__name__] = function
+    return function
+
+
+def tensor_of(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+# ---- stories, told in the preloaded process -------------------------------------------------------------
+
+
+@story
+def a_tensor_counts_its_bytes_until_it_is_freed(change: Change) -> None:
+    tensor = tensor_of(12_345)
+    assert change.live() == {"activations": 12_345, "total": 12_345}
+    del tensor
+    assert change.live() == {}
+    assert change.peaks() == {"activations": 12_345, "total": 12_345}
+
+
+@story
+def a_view_counts_nothing(change: Change) -> None:
+    tensor = tensor_of(MIB)
+    view = tensor[17:].view(-1)
+    assert change.live()["total"] == MIB
+    del tensor
+    assert change.live()["total"] == MIB, "the view keeps the storage alive"
+    del view
+    assert change.live() == {}
+
+
+@story
+def every_category_is_counted_apart(change: Change) -> None:
+    tensors = []
+    for size, category in enumerate(CATEGORIES, start=1000):
+        with change.meter.tag(category):
+            tensors.append(tensor_of(size))
+    sizes = {category: size for size, category in enumerate(CATEGORIES, start=1000)}
+    assert change.live() == sizes | {"total": sum(sizes.values())}
+
+
+@story
+def tags_nest_and_end_with_their_block(change: Change) -> None:
+    with change.meter.tag("optimizer"):
+        with change.meter.tag("staging"):
+            inner = tensor_of(1)
+        outer = tensor_of(10)
+        try:
+            with change.meter.tag("gradients"):
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            after_error = tensor_of(100)
+    outside = tensor_of(1000)
+    assert change.live() == {"staging": 1, "optimizer": 110, "activations": 1000, "total": 1111}
+    del inner, outer, after_error, outside
+
+
+@story
+def an_unknown_category_is_an_error(change: Change) -> None:
+    with pytest.raises(KeyError, match="weights"):
+        change.meter.tag("weights")
+
+
+@story
+def a_released_storage_is_freed_and_regathered_under_the_current_tag(change: Change) -> None:
+    with change.meter.tag("parameters"):
+        tensor = tensor_of(7 * MIB)
+    storage = tensor.untyped_storage()
+    storage.resize_(0)
+    assert change.live() == {}
+    with change.meter.tag("full_parameters"):
+        storage.resize_(7 * MIB)
+    assert change.live() == {"full_parameters": 7 * MIB, "total": 7 * MIB}
+
+
+@story
+def another_thread_allocates_under_its_own_tag(change: Change) -> None:
+    with change.meter.tag("parameters"), ThreadPoolExecutor(1) as other:
+        untagged = other.submit(tensor_of, 5000).result()
+
+        def gather() -> torch.Tensor:
+            with change.meter.tag("staging"):
+                return tensor_of(300)
+
+        staged = other.submit(gather).result()
+        mine = tensor_of(20)
+    assert change.live() == {"activations": 5000, "staging": 300, "parameters": 20, "total": 5320}
+    del untagged, staged, mine
+
+
+@story
+def what_gloos_threads_allocate_is_staging(change: Change) -> None:
+    def copy_in_a_collective() -> torch.Tensor:
+        set_name = 15
+        ctypes.CDLL(None).prctl(set_name, b"pt_gloo_runloop", 0, 0, 0)
+        return tensor_of(700)
+
+    with change.meter.tag("parameters"), ThreadPoolExecutor(1) as gloo:
+        copied = gloo.submit(copy_in_a_collective).result()
+        mine = tensor_of(20)
+    assert change.live() == {"staging": 700, "parameters": 20, "total": 720}
+    del copied, mine
+
+
+@story
+def another_thread_may_free(change: Change) -> None:
+    with change.meter.tag("gradients"):
+        handed_over = [tensor_of(4096)]
+    thread = threading.Thread(target=handed_over.clear)
+    thread.start()
+    thread.join()
+    assert change.live() == {}
+
+
+@story
+def retag_moves_the_bytes_and_leaves_the_total(change: Change) -> None:
+    tensor = tensor_of(800)
+    assert change.meter.retag(tensor[100:], "optimizer") == 800
+    assert change.live() == {"optimizer": 800, "total": 800}
+    assert change.peaks() == {"activations": 800, "optimizer": 800, "total": 800}
+    assert change.at_peak() == {"optimizer": 800, "total": 800}, "labelled while the total is at its peak"
+    del tensor
+    assert change.live() == {}, "freed from the category it was moved to"
+
+
+@story
+def retag_refuses_a_buffer_it_never_counted(change: Change) -> None:
+    foreign = torch.frombuffer(bytearray(4096), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="4096 bytes as optimizer"):
+        change.meter.retag(foreign, "optimizer")
+    assert change.meter.retag(torch.empty(0), "optimizer") == 0
+
+
+@story
+def the_snapshot_is_taken_at_the_peak_of_the_total(change: Change) -> None:
+    with change.meter.tag("gradients"):
+        gradients = tensor_of(60)
+    with change.meter.tag("staging"):
+        staging = tensor_of(50)  # the total's peak: 110
+    del gradients
+    with change.meter.tag("staging"):
+        more = tensor_of(40)  # staging's own peak, 90, at a total of 90
+    assert change.peaks() == {"gradients": 60, "staging": 90, "total": 110}
+    assert change.at_peak() == {"gradients": 60, "staging": 50, "total": 110}
+    del staging, more
+
+
+@story
+def reset_starts_peaks_from_what_is_live(change: Change) -> None:
+    kept, gone = tensor_of(300), tensor_of(9000)
+    del gone
+    change.meter.reset()
+    assert change.peaks() == change.at_peak() == {"activations": 300, "total": 300}
+    assert change.window() == {"activations": 9300, "total": 9300}, "windows do not care"
+    del kept
+
+
+@story
+def each_window_has_its_own_peaks(change: Change) -> None:
+    first = tensor_of(100)
+    tensor_of(50)  # dies at once
+    assert change.window() == {"activations": 150, "total": 150}
+    assert change.window() == {"activations": 100, "total": 100}, "a quiet window peaks at what it inherits"
+    del first
+    assert change.window() == {"activations": 100, "total": 100}, "it was live when this window began"
+    assert change.window() == {}
+    assert change.peaks() == {"activations": 150, "total": 150}, "the run's peak does not care about windows"
+
+
+@story
+def a_linear_layer_peaks_where_arithmetic_says(change: Change) -> None:
+    batch, inputs, outputs, w = 32, 96, 160, 4  # w: bytes of a float32
+    with change.meter.tag("parameters"):
+        layer = torch.nn.Linear(inputs, outputs)
+    data, gradient = torch.ones(batch, inputs), torch.ones(batch, outputs)
+    parameters = (inputs * outputs + outputs) * w
+    held = (batch * inputs + batch * outputs) * w
+    assert change.live() == {"parameters": parameters, "activations": held, "total": parameters + held}
+
+    change.meter.window()
+    output = layer(data)
+    assert change.window()["activations"] == held + batch * outputs * w
+    output.backward(gradient)
+    # backward makes the two parameters' gradients, while the output is still referenced here
+    assert change.window()["activations"] == held + batch * outputs * w + parameters
+    assert change.peaks()["total"] == parameters + held + batch * outputs * w + parameters
+    del output
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert change.meter.retag(parameter.grad, "gradients") == parameter.numel() * w
+    assert change.live() == {
+        "parameters": parameters,
+        "gradients": parameters,
+        "activations": held,
+        "total": 2 * parameters + held,
+    }
+
+
+@story
+def threads_hammering_leave_nothing(change: Change) -> None:
+    """Each thread frees what its neighbour allocated; thousands live at once, so the table also grows."""
+    threads, rounds = 8, 40
+    boxes: list[queue.SimpleQueue[list[torch.Tensor]]] = [queue.SimpleQueue() for _ in range(threads)]
+
+    def hammer(me: int) -> None:
+        dice = random.Random(me)
+        held: list[torch.Tensor] = []
+        for _ in range(rounds):
+            with change.meter.tag(dice.choice(CATEGORIES)):
+                batch = [tensor_of(dice.randrange(1, 3000)) for _ in range(100)]
+            for tensor in dice.sample(batch, 10):
+                change.meter.retag(tensor, dice.choice(CATEGORIES))
+            held += batch[:50]
+            boxes[(me + 1) % threads].put(batch[50:])
+            del batch, tensor
+            boxes[me].get().clear()
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(hammer, range(threads)))
+    assert change.live() == {}
+    assert sum(change.at_peak().values()) == 2 * change.peaks()["total"], "categories add up to the total"
+
+
+@story
+def a_growing_table_forgets_nothing(change: Change) -> None:
+    sizes = [1 + n % 7 for n in range(40_000)]  # the table starts with room for 8,192 blocks
+    tensors = [tensor_of(size) for size in sizes]
+    assert change.live()["total"] == sum(sizes)
+    random.Random(0).shuffle(tensors)
+    del tensors[10_000:]
+    left = sum(tensor.numel() for tensor in tensors)
+    assert change.live()["total"] == left
+    tensors.clear()
+    assert change.live() == {}
+
+
+@story
+def a_forked_child_keeps_counting(change: Change) -> None:
+    """Forking while other threads allocate must not leave the child with a held lock."""
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            tensor_of(64)
+
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                before = change.meter.live()["total"]
+                kept = tensor_of(777)
+                os._exit(0 if change.meter.live()["total"] - before == len(kept) else 1)
+            _, status = os.waitpid(child, 0)
+            assert status == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@story
+def a_preloaded_process_gets_the_shim_for_cpu(change: Change) -> None:
+    assert isinstance(current_meter("cpu"), ShimMeter)
+
+
+def tell_stories() -> None:
+    outcomes = {}
+    for name, tell in STORIES.items():
+        try:
+            tell(Change())
+            outcomes[name] = ""
+        except BaseException:
+            outcomes[name] = traceback.format_exc()
+    print(json.dumps(outcomes))
+
+
+# ---- the tests ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(cache: Path) -> dict[str, str]:
+    import_path = os.pathsep.join(path for path in sys.path if path)
+    env = memory_meter.preload_env({**os.environ, "PYTHONPATH": import_path})
+    story_teller = [sys.executable, __file__]
+    child = subprocess.run(story_teller, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert child.returncode == 0, child.stderr
+    told: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_in_a_preloaded_process(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+def test_the_shim_is_compiled_once_into_the_cache(cache: Path) -> None:
+    library = memory_meter.build()
+    built = library.stat().st_mtime_ns
+    assert library.parent == cache / "mdcs"
+    assert memory_meter.build() == library and library.stat().st_mtime_ns == built
+
+
+def planted(cache: Path) -> Path:
+    """A library that somebody has put where the shim would be."""
+    library = memory_meter.build()
+    library.write_bytes(b"not the shim")
+    assert library.parent == cache / "mdcs"
+    return library
+
+
+@pytest.mark.parametrize("writable", ["library", "folder"])
+def test_a_library_that_others_may_have_written_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = planted(tmp_path)
+    assert memory_meter.build().read_bytes() == b"not the shim", "one that nobody else could write is trusted"
+    (library if writable == "library" else library.parent).chmod(0o777)
+    assert memory_meter.build() == library and library.read_bytes().startswith(b"\x7fELF")
+    assert not (library.stat().st_mode | library.parent.stat().st_mode) & 0o022
+
+
+def test_a_library_of_another_user_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = planted(tmp_path)
+    ours = memory_meter._ours
+    inode = library.stat().st_ino
+    monkeypatch.setattr(memory_meter, "_ours", lambda found: found.st_ino != inode and ours(found))
+    assert memory_meter.build().read_bytes().startswith(b"\x7fELF")
+
+
+def test_a_folder_of_another_user_is_refused_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    planted(tmp_path)
+    monkeypatch.setattr(memory_meter, "_ours", lambda found: False)
+    with pytest.raises(RuntimeError, match=f"^{tmp_path / 'mdcs'} is another user's, .*: set XDG_CACHE_HOME"):
+        memory_meter.preload_env({})
+
+
+def test_concurrent_builds_leave_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        libraries = set(pool.map(lambda _: memory_meter.build(), range(4)))
+    assert list((tmp_path / "mdcs").iterdir()) == list(libraries)
+
+
+def test_a_missing_compiler_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(RuntimeError, match=r"needs a C compiler: install gcc or clang") as error:
+        memory_meter.build()
+    assert "\n" not in str(error.value)
+
+
+def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken-cc"
+    compiler.write_text("#!/bin/sh\necho no room left on device >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", f"{compiler} -m64")
+    with pytest.raises(RuntimeError, match=r"broken-cc -m64 .*failed:\nno room left on device"):
+        memory_meter.build()
+    assert not list((tmp_path / "mdcs").iterdir()), "nothing half-built stays behind"
+
+
+def test_preload_env_keeps_other_libraries_and_adds_itself_once(cache: Path) -> None:
+    shim = str(memory_meter.build())
+    env = memory_meter.preload_env({"LD_PRELOAD": "/lib/other.so", "HOME": "/home/me"})
+    assert env == {"LD_PRELOAD": f"{shim}:/lib/other.so", "HOME": "/home/me"}
+    assert memory_meter.preload_env(env) == env
+
+
+def test_preload_env_refuses_a_path_that_the_loader_would_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
+    with pytest.raises(RuntimeError, match="XDG_CACHE_HOME"):
+        memory_meter.preload_env({})
+
+
+@pytest.mark.skipif(memory_meter.preloaded(), reason="this test process is itself measured")
+def test_without_the_shim_nothing_is_measured_and_nothing_fails() -> None:
+    meter = current_meter(torch.device("cpu"))
+    assert type(meter) is Meter
+    with meter.tag("parameters"):
+        tensor = tensor_of(10)
+    assert meter.retag(tensor, "optimizer") == 0
+    meter.reset()
+    readings = [read() for read in (meter.live, meter.peaks, meter.at_peak, meter.window)]
+    assert readings == [None] * 4
+    with pytest.raises(RuntimeError, match="not preloaded"):
+        ShimMeter()
+
+
+def test_the_cuda_meter_keeps_run_and_window_peaks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = SimpleNamespace(current=100, peak=100)
+
+    def use(high: int, then: int) -> None:
+        stats.peak, stats.current = max(stats.peak, high), then
+
+    def restart(device: torch.device) -> None:
+        stats.peak = stats.current
+
+    def read(device: torch.device) -> dict[str, int]:
+        return {f"requested_bytes.all.{name}": value for name, value in vars(stats).items()}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", read)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", restart)
+    meter = CudaMeter(torch.device("cuda:0"))
+
+    def totals(meter: CudaMeter) -> tuple[int | None, int | None]:
+        peaks, window = meter.peaks(), meter.window()
+        assert peaks["gradients"] is None and peaks.keys() == {*CATEGORIES, "total"}
+        return peaks["total"], window["total"]
+
+    use(high=900, then=100)
+    assert totals(meter) == (900, 900)
+    use(high=300, then=200)
+    assert totals(meter) == (900, 300)
+    meter.reset()
+    assert totals(meter) == (200, 200)
+    assert meter.live() == dict.fromkeys(CATEGORIES, None) | {"total": 200}
+
+    # torch has one peak for all of them: what one meter reads, or the making of one, takes nothing from another.
+    use(high=700, then=150)
+    other = CudaMeter(torch.device("cuda:0"))
+    use(high=400, then=120)
+    assert totals(other) == (400, 400)
+    other.reset()
+    assert totals(meter) == (700, 700)
+    use(high=800, then=100)
+    assert totals(meter) == (800, 800) and totals(other) == (800, 800)
+
+
+if __name__ == "__main__":
+    tell_stories()

@@ -159,7 +159,7 @@ def test_a_budget_is_a_limit_that_peers_are_checked_against(ran):
     assert peaks["engine=fsdp2"] < peaks["engine=ddp"]
 
 
-def test_the_table_and_the_pictures_of_peers(ran, tmp_path):
+def test_the_table_of_peers(ran):
     folder = ran["tied gpt2", "engine=fairscale"].parent
     printed = io.StringIO()
     frame = analysis.load_sweep(folder)
@@ -167,7 +167,6 @@ def test_the_table_and_the_pictures_of_peers(ran, tmp_path):
     for label in ("ddp_no_overlap", "fairscale", "fsdp2"):
         assert label in printed.getvalue()
     assert set(frame["engine"]) == {"mdcs", "ddp", "ddp_no_overlap", "fsdp2", "fairscale"}
-    assert tmp_path / "tradeoff.png" in analysis.write_report(frame, tmp_path)
 
 
 # ---- what cannot run here

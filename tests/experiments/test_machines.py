@@ -41,7 +41,7 @@ def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in read_events(folder / "metrics.jsonl") if event["event"] == "step"]
 
 
-def test_two_hosts_train_as_one_does(tmp_path):
+def test_two_hosts_train_as_one_does(tmp_path, warm):
     exact = ("run.steps=4", "run.precision=fp64")
     (tmp_path / "torchrun").mkdir()
     assert start(tmp_path / "torchrun", *exact).wait(300) == 0, (tmp_path / "torchrun/host0/log").read_text()
@@ -50,7 +50,8 @@ def test_two_hosts_train_as_one_does(tmp_path):
     for name, cluster in (("one", ["cluster.ranks=4"]), ("shaped", ["cluster=shaped", "cluster.nodes=2", "cluster.ranks=4"])):
         with checks.composing():
             config = checks.compose_config([*JOB, *exact, *cluster])
-        outcome = jobs.run(config, tmp_path / name, Console(file=io.StringIO()), worker="tests.experiments.hasty_worker")
+        own = {"worker": "tests.experiments.hasty_worker", "start": warm.run if name == "one" else None}
+        outcome = jobs.run(config, tmp_path / name, Console(file=io.StringIO()), **own)
         assert outcome.ok, outcome.reason
         found[name] = losses(tmp_path / name)
     assert len(found["one"]) == 4

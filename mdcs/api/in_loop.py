@@ -253,6 +253,10 @@ class PlannedInLoop(Parallel):
         self._calls.end()
 
     def _resume(self, path: Path) -> ResumeInfo | None:
-        if self._first is not None:
-            raise RunError(f"rank {self.rank}: resume() before the first step needs a plan: mdcs.parallelize(…, plan)")
-        return super()._resume(path)
+        if self._first is None:
+            return super()._resume(path)
+        from mdcs.runtime.checkpointing import resume_whole  # late: importing DCP takes most of a second
+
+        resumed = resume_whole(path, self.model, self.optimizer, self.units[0].parameters[0][1].device)
+        self._resumed_after = 0 if resumed is None else resumed.step
+        return resumed

@@ -27,6 +27,7 @@ from mdcs.checkpoint import aux_state, dcp_shards, directory
 from mdcs.checkpoint.aux_state import RUN
 from mdcs.checkpoint.dcp_shards import MODEL, STATE, FlatState, Key, TensorShards
 from mdcs.checkpoint.directory import CheckpointError
+from mdcs.checkpoint.plain import read_checkpoint
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import write
 from mdcs.runtime.engine import Engine
@@ -343,6 +344,31 @@ def _tensor(value: Any) -> Tensor:
 
 def _told(groups: list[list[str]]) -> str:
     return " and ".join(f"{len(names)} parameters from {names[0]} on" for names in groups if names)
+
+
+def resume_whole(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> ResumeInfo | None:
+    """Load a checkpoint into a plain model and its optimizer, whole, on every rank. Returns None where there is none.
+
+    Raises CheckpointError as :func:`mdcs.resume` does.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    chosen = directory.choose(directory.candidates(path), directory.find_problem, warns=rank == 0)
+    if chosen is None:
+        return None
+    tree, run = read_checkpoint(chosen), aux_state.load(chosen / RUN)
+    try:
+        model.load_state_dict(tree["model"])
+        type(optimizer).load_state_dict(optimizer, tree["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as e:
+        raise CheckpointError(f"{chosen}: {e}") from e
+    is_same_world = run["world"] == world
+    mine = aux_state.load(chosen / _file_of(rank if is_same_world else 0))
+    if is_same_world:
+        for name, buffer in model.named_buffers():
+            if name in mine["buffers"]:
+                write(buffer, mine["buffers"][name])
+        aux_state.set_random_state(mine["random"], device)
+    return ResumeInfo(chosen, run["step"], run["world"], mine["extra"])
 
 
 def _file_of(rank: int) -> str:

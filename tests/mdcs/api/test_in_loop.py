@@ -153,3 +153,42 @@ def both(name: str, options: dict[str, Any]) -> list[str]:
 )
 def test_every_step_is_ddps_from_the_first(two, name, options):  # noqa: F811
     assert two.run(both, name, options, timeout_s=200.0) == [[], []]
+
+
+def resumed(root: str) -> list[str]:
+    """Two steps and a checkpoint, then a new start that resumes in its first step: what differs from four steps."""
+
+    def started() -> tuple[nn.Module, torch.optim.Optimizer, mdcs.Parallel]:
+        torch.manual_seed(dist.get_rank())
+        model = blocks()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        return model, optimizer, mdcs.parallelize(model, optimizer, seconds=0.2, progress=False, timeout_s=30)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+        losses = []
+        for step in numbers:
+            loss = texts(model, 1000 * step + dist.get_rank())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    warnings.simplefilter("ignore")
+    model, optimizer, parallel = started()
+    with parallel:
+        steps(model, optimizer, range(2))
+        parallel.checkpoint(root, extra={"data": 2})
+        wanted = steps(model, optimizer, range(2, 4)), parallel.state_dict()
+    model, optimizer, parallel = started()
+    with parallel:
+        found = mdcs.resume(parallel, root)
+        assert found is not None and found.step == parallel.steps == 2 and found.extra == {"data": 2}
+        ours = steps(model, optimizer, range(2, 4)), parallel.state_dict()
+        assert parallel.steps == 4
+    out = [] if ours[0] == wanted[0] else [f"losses {ours[0]} {wanted[0]}"]
+    return out + [name for name, value in wanted[1].items() if not torch.equal(ours[1][name], value)]
+
+
+@pytest.mark.slow
+def test_a_new_start_resumes_before_its_plan_is_made(two, tmp_path):  # noqa: F811
+    assert two.run(resumed, str(tmp_path), timeout_s=200.0) == [[], []]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,6 +35,7 @@ def compile_loops() -> bool:
         except ImportError:  # not installed, or not for this numpy
             return False
         for module in (kernel, arrange):
+            _drop_outdated(Path(module.__file__))
             loops: tuple[Callable[..., Any], ...] = module.LOOPS
             for loop in loops:
                 try:
@@ -42,6 +45,14 @@ def compile_loops() -> bool:
                 setattr(module, loop.__name__, compiled)
         _is_compiled = True
     return True
+
+
+def _drop_outdated(source: Path) -> None:
+    """Delete numba's caches of an older source. Numba fails to read those that name classes that are gone."""
+    for index in source.parent.glob(f"__pycache__/{source.stem}.*.nbi"):
+        with contextlib.suppress(OSError):
+            if index.stat().st_mtime < source.stat().st_mtime:
+                index.unlink()
 
 
 def for_loops(fields: Fields) -> Fields:

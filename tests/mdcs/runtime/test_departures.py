@@ -6,6 +6,7 @@ batch goes through; the profiled one is 0, 1, 2, 3.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.plan.worst_case import min_feasible_budget
-from mdcs.profiler.consensus import merge_profiles
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.test_random_plans import random_plan
 from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, plan_for
 
 WHOLE = (0, 1, 2, 3)
@@ -182,3 +184,29 @@ def test_steps_that_depart_train_as_ddp_does(two: Ranks, name: str):
 @pytest.mark.parametrize("name", ["a layer left out", "one twice", "each rank another"])
 def test_in_some_of_the_micro_steps(two: Ranks, name: str):
     two.run(compare_all, name, HOWS, Job("", 2, "adamw", steps=STEPS), timeout_s=120)
+
+
+def random_departures(seeds: range) -> list[int]:
+    """Random plans, half of them under the smallest budget, and paths that are random on each rank, or the same on all."""
+    wrong = []
+    for seed in seeds:
+        rng = random.Random(seed)
+        job = Job("", rng.choice([1, 1, 2, 3]), rng.choice(["adam", "sgd", "adamw"]), steps=4)
+        profile = profile_of(job.optimizer)
+        plan = on_rank_zero(lambda: random_plan(random.Random(seed), profile, job.micro_steps))  # noqa: B023
+        paths: Paths = {}
+        for step in range(job.steps):
+            for micro in range(job.micro_steps):
+                own = [tuple(rng.choices(range(5), k=rng.randrange(7))) for _ in range(2)]
+                if rng.random() < 0.7:
+                    paths |= {(step, micro, rank): own[rank * rng.randrange(2)] for rank in range(2)}
+        losses, state, _ = with_plan(paths, job, plan)
+        wanted, weights = with_ddp(paths, job)
+        if (losses, differing(state, weights)) != (wanted, []):
+            wrong.append(seed)
+    return wrong
+
+
+@pytest.mark.parametrize("call", [pytest.param(c, marks=[pytest.mark.slow] if c else []) for c in range(8)])
+def test_random_departures_under_random_plans(two: Ranks, call: int):
+    assert two.run(random_departures, range(call * 12, call * 12 + 12), timeout_s=200) == [[], []]

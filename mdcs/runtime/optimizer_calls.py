@@ -59,7 +59,7 @@ class OptimizerCalls:
             running().load_optimizer_state_dict(state_dict)
 
         count_as_scheduled(step)
-        calls = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
+        calls: dict[str, Callable[..., Any]] = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict}
         self._before = {name: vars(optimizer).get(name) for name in calls}  # a schedule's, or an outer run's
         for name, call in calls.items():
             setattr(optimizer, name, types.MethodType(call, optimizer))

@@ -35,7 +35,7 @@ def compile_loops() -> bool:
         except ImportError:  # not installed, or not for this numpy
             return False
         for module in (kernel, arrange):
-            _drop_outdated(Path(module.__file__))
+            _drop_outdated(Path(str(module.__file__)))
             loops: tuple[Callable[..., Any], ...] = module.LOOPS
             for loop in loops:
                 try:

@@ -20,13 +20,6 @@ from mdcs.options import LIMITS, options
 from mdcs.planner.strategies.uniform import Uniform
 
 
-@pytest.fixture(autouse=True, scope="module")
-def composing():
-    """Once for all: to initialize Hydra takes half as long as to compose."""
-    with checks.composing():
-        yield
-
-
 def composed(*overrides: str) -> Config:
     return checks.compose_config(overrides)
 

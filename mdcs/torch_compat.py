@@ -61,6 +61,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def will_get_gradient(parameter: nn.Parameter) -> bool:
     """Whether the backward pass that calls this will come to the parameter. Exact: the pass has walked its whole graph."""
+    if not parameter.requires_grad:  # frozen since the run began
+        return False
     with without_torch_function():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:

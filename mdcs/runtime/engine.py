@@ -137,7 +137,7 @@ class Engine:
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
         self.excess = ActivationExcess(plan, ledger.slots, self.rank, batch)
         lending = Lending(self.storages, self.failures, self.executor, options.timeout_s)
-        self.failures.duties.append(lending.answer)
+        self.failures.duties.append(weakref.WeakMethod(lending.answer))
         self.sequencer = SlotSequencer(
             plan, ledger, self.storages, self.transport, self.updates, self.account, self.executor, self.recorder,
             self.meter, self.excess, Departures(plan, self.storages, self.transport, self.account, lending),

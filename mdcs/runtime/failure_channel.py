@@ -34,14 +34,15 @@ class FailureChannel:
     - ``run``: a name that only these ranks have; None where there is no other rank.
     - ``doing``: says what a rank leaves; None: the run, in its step.
     - ``store``: the store of these ranks, or None.
-    - ``duties``: called by the thread at every turn, with its own connection to the store.
+    - ``duties``: methods that the thread calls at every turn, with its own connection to the store. It holds their
+      objects weakly: a run's memory is freed with the run.
     """
 
     def __init__(self, place: ErrorContext, run: str | None, ranks: int, doing: Callable[[], str] | None = None) -> None:
         self.place, self._ranks = place, ranks
         self._doing = doing or (lambda: f"the run in step {place.step}")
         self.store = None if run is None else dist.PrefixStore(f"mdcs/{run}", default_store())
-        self.duties: list[Callable[[dist.Store], None]] = []
+        self.duties: list[weakref.WeakMethod[Callable[[dist.Store], None]]] = []
         self._has_published = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -114,7 +115,9 @@ class FailureChannel:
         return f"{_HERE}/{rank}"
 
 
-def _answer(store: dist.Store, here: str, ended: threading.Event, duties: list[Callable[[dist.Store], None]]) -> None:
+def _answer(
+    store: dist.Store, here: str, ended: threading.Event, duties: list[weakref.WeakMethod[Callable[[dist.Store], None]]]
+) -> None:
     """Wait for the call of the ranks, and answer it once; meanwhile do the ``duties``."""
     has_answered = False
     with contextlib.suppress(RuntimeError):  # the process of the store is gone
@@ -123,4 +126,6 @@ def _answer(store: dist.Store, here: str, ended: threading.Event, duties: list[C
                 store.set(here, "")
                 has_answered = True
             for duty in duties:
-                duty(store)
+                if (call := duty()) is not None:
+                    call(store)
+                del call

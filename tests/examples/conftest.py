@@ -1,5 +1,5 @@
 """The ranks of the runtime's tests."""
 
-from tests.mdcs.runtime.conftest import two
+from tests.mdcs.conftest import two
 
 __all__ = ["two"]

@@ -13,8 +13,6 @@ import mdcs
 from mdcs.profile.schema import Contention
 from mdcs.profiler.link_timing import MeasuredLink
 
-from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
-
 LINK = mdcs.Link.uniform(1, 50, emulated=True)  # without gaps, whose blocks are of 256 KiB
 
 
@@ -44,7 +42,7 @@ def profiled() -> tuple[mdcs.Profile, bool]:
 
 
 @pytest.mark.slow
-def test_a_profile_of_the_library_is_calibrated_and_the_same_on_all_ranks(two) -> None:  # noqa: F811
+def test_a_profile_of_the_library_is_calibrated_and_the_same_on_all_ranks(two) -> None:
     (profile, untouched), (other, also_untouched) = two.run(profiled, timeout_s=200.0)
     assert profile == other and untouched and also_untouched
     assert profile.about == {"model": "layers", "inputs": "4 x 1024"} and profile.world == 2 and profile.link == LINK
@@ -70,7 +68,7 @@ def planners(strategy: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-def test_plans_under_tight_budgets_have_few_messages_and_joint_needs_no_scheduler(two) -> None:  # noqa: F811
+def test_plans_under_tight_budgets_have_few_messages_and_joint_needs_no_scheduler(two) -> None:
     first, second = two.run(planned, timeout_s=300.0)
     assert first["unlimited"] == second["unlimited"]
     assert max(first.values()) <= 60, first  # of three units; in blocks of 256 KiB it would be 144

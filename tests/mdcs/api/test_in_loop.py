@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import mdcs
 
-from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
-
 STEPS = 4
 
 
@@ -151,7 +149,7 @@ def both(name: str, options: dict[str, Any]) -> list[str]:
         ),
     ],
 )
-def test_every_step_is_ddps_from_the_first(two, name, options):  # noqa: F811
+def test_every_step_is_ddps_from_the_first(two, name, options):
     assert two.run(both, name, options, timeout_s=200.0) == [[], []]
 
 
@@ -190,5 +188,5 @@ def resumed(root: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_new_start_resumes_before_its_plan_is_made(two, tmp_path):  # noqa: F811
+def test_a_new_start_resumes_before_its_plan_is_made(two, tmp_path):
     assert two.run(resumed, str(tmp_path), timeout_s=200.0) == [[], []]

@@ -22,7 +22,6 @@ from mdcs.profiler.autotune import Trial, candidates, cost_s, fastest
 from mdcs.profiler.model_profile import measure_profile
 
 from ..profiles import chain, link
-from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
 
 
 def test_the_plan_asked_for_is_first_and_then_come_the_best_heuristics() -> None:
@@ -77,7 +76,7 @@ def tried() -> tuple[Plan, tuple[Trial, ...], bool]:
     return plan, seen, same
 
 
-def test_ranks_agree_on_the_fastest_and_the_model_is_as_before(two) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
+def test_ranks_agree_on_the_fastest_and_the_model_is_as_before(two) -> None:  # type: ignore[no-untyped-def]
     (first, seen, untouched), (second, also_seen, also_untouched) = two.run(tried)
     assert untouched and also_untouched
     assert first.hash == second.hash and first.outcome == second.outcome and seen == also_seen

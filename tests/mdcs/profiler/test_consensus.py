@@ -30,11 +30,10 @@ from mdcs.profiler.model_profile import measure_profile
 from mdcs.runtime.errors import RunError
 
 from ..profiles import chain
-from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
 from ..runtime.ranks import Ranks
 
 
-def test_a_unit_is_in_use_where_it_is_on_any_rank(two: Ranks) -> None:  # noqa: F811
+def test_a_unit_is_in_use_where_it_is_on_any_rank(two: Ranks) -> None:
     for agreed in two.run(agree_on_uses):
         assert [(u.forward, u.backward, u.aliased, bool(u.gradients)) for u in agreed.units[:2]] == [
             ((0, 2), (1, 2), True, False), ((1, 1), (1, 1), False, True),
@@ -91,20 +90,20 @@ def plan_or_error(what: str) -> tuple[Plan, bool]:
 
 
 @pytest.mark.parametrize("what", ["ValueError", "KeyError", "MemoryError", "InfeasibleBudget"])
-def test_rank_zeros_error_is_every_ranks(two: Ranks, what: str) -> None:  # noqa: F811
+def test_rank_zeros_error_is_every_ranks(two: Ranks, what: str) -> None:
     first, second = two.outcomes(plan_or_error, what, timeout_s=20)
     assert first.kind == second.kind == what
     assert first.message == second.message == str(raised(what))
 
 
 @pytest.mark.parametrize(("what", "kind"), [("Odd", "Odd"), ("local", "Local")])
-def test_an_error_that_cannot_be_sent_is_its_text_elsewhere(two: Ranks, what: str, kind: str) -> None:  # noqa: F811
+def test_an_error_that_cannot_be_sent_is_its_text_elsewhere(two: Ranks, what: str, kind: str) -> None:
     first, second = two.outcomes(plan_or_error, what, timeout_s=20)
     assert (first.kind, first.message) == (kind, str(raised(what)))
     assert (second.kind, second.message) == ("RuntimeError", f"{kind}: {first.message}")
 
 
-def test_rank_zeros_plan_is_every_ranks(two: Ranks) -> None:  # noqa: F811
+def test_rank_zeros_plan_is_every_ranks(two: Ranks) -> None:
     (first, once), (second, never) = two.run(plan_or_error, "")
     assert first == second and once and never
 
@@ -123,7 +122,7 @@ def of_this_rank() -> Profile:
     return merge_profiles(replace(profile, slots=slots, spread={"slot 0": (0.1 + rank, 0.2 + rank)}), Link.uniform(1, 50))
 
 
-def test_a_profile_has_median_times_the_most_bytes_and_the_spread_over_all(two: Ranks) -> None:  # noqa: F811
+def test_a_profile_has_median_times_the_most_bytes_and_the_spread_over_all(two: Ranks) -> None:
     first, second = two.run(of_this_rank)
     assert first == second
     assert first.slots[0].seconds == pytest.approx(0.2)
@@ -158,7 +157,7 @@ def alone(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"), [("refused", "UnsupportedModel: experts.1: gets no gradient"), ("interrupted", "KeyboardInterrupt: ")]
 )
-def test_what_one_rank_raises_alone_the_others_hear_and_all_can_go_on(two: Ranks, what: str, said: str) -> None:  # noqa: F811
+def test_what_one_rank_raises_alone_the_others_hear_and_all_can_go_on(two: Ranks, what: str, said: str) -> None:
     first, second = two.run(alone, what, timeout_s=30)  # no process group gives up in that time
     assert second == said
     left = "rank 0, while measuring the model: rank 1 left while measuring the model"
@@ -184,7 +183,7 @@ def told(tells: bool) -> str:
     return re.sub(r"[0-9]+ s", "0 s", written.getvalue())
 
 
-def test_rank_zero_tells_what_is_done_if_that_is_wanted(two: Ranks) -> None:  # noqa: F811
+def test_rank_zero_tells_what_is_done_if_that_is_wanted(two: Ranks) -> None:
     assert two.run(told, True) == ["mdcs: measuring the link (after 0 s)\nmdcs: planning (after 0 s)\n", ""]
     assert two.run(told, False) == ["", ""]
 
@@ -212,7 +211,7 @@ def calibrated(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_in_a_calibration_run_is_heard_in_its_words(two: Ranks, rank: int) -> None:  # noqa: F811
+def test_an_error_in_a_calibration_run_is_heard_in_its_words(two: Ranks, rank: int) -> None:
     outcomes = two.outcomes(calibrated, rank, timeout_s=40)  # less than a message waits
     own, other = outcomes[rank], outcomes[1 - rank]
     assert (own.kind, own.message) == ("IndexError", "no such token")

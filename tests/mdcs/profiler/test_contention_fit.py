@@ -24,7 +24,6 @@ from mdcs.sizes import MIB
 from tests.mdcs.profiles import of_job
 
 from ..profiles import chain
-from ..runtime.conftest import two  # noqa: F401  # the ranks that the runtime's tests share
 
 
 def calibration_plans(profile: Profile) -> list[Plan]:
@@ -113,7 +112,7 @@ def measure() -> tuple[Profile, bool]:
     return measured, same and all(p.grad is None for p in model.parameters())
 
 
-def test_ranks_agree_on_what_they_measure_and_leave_the_model_alone(two) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
+def test_ranks_agree_on_what_they_measure_and_leave_the_model_alone(two) -> None:  # type: ignore[no-untyped-def]
     (first, untouched), (second, also_untouched) = two.run(measure)
     assert untouched and also_untouched
     assert first == second and first.contention != Contention() and first.interference == 0

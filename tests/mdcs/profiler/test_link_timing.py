@@ -12,7 +12,6 @@ from mdcs.profiler.link_timing import LinkBenchmark as Trains
 from mdcs.profiler.link_timing import _block, _fastest, _larger, _line
 from mdcs.sizes import MIB
 
-from ..runtime.conftest import three, two  # noqa: F401  # the ranks that the runtime's tests share
 from ..runtime.ranks import Ranks
 
 
@@ -63,7 +62,7 @@ def gathered_in_turns(orders: list[list[str]]) -> list[list[float]]:
     return [message.buffer.chunk(3)[r][0].item() for message in messages.values() for r in range(3)]  # type: ignore[misc]
 
 
-def test_messages_of_a_train_do_not_meet_whatever_step_each_rank_is_at(three: Ranks) -> None:  # noqa: F811
+def test_messages_of_a_train_do_not_meet_whatever_step_each_rank_is_at(three: Ranks) -> None:
     one_by_one, together = ["start a", "wait a", "start b", "wait b"], ["start a", "start b", "wait a", "wait b"]
     assert three.run(gathered_in_turns, [one_by_one, together, together]) == [[0, 1, 2, 0, 1, 2]] * 3
 
@@ -76,5 +75,5 @@ def groups_after_an_error() -> int:
     return len(dist.distributed_c10d._world.pg_map) - before
 
 
-def test_an_error_within_nodes_leaves_no_group(two: Ranks) -> None:  # noqa: F811
+def test_an_error_within_nodes_leaves_no_group(two: Ranks) -> None:
     assert two.run(groups_after_an_error) == [0, 0]

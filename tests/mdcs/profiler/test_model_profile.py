@@ -17,7 +17,6 @@ from mdcs.profiler import model_profile
 from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.telemetry.memory_meter import Meter, Reading, ShimMeter
 
-from ..runtime.conftest import single  # noqa: F401  # the process that the runtime's tests share
 from ..runtime.ranks import Ranks
 
 
@@ -130,7 +129,7 @@ def by_category_and_by_total() -> tuple[list[tuple[int, int]], list[tuple[int, i
     return by_category, *slots_by(TotalsOnly())
 
 
-def test_activations_are_the_same_by_a_meter_that_knows_only_the_total(single: Ranks) -> None:  # noqa: F811
+def test_activations_are_the_same_by_a_meter_that_knows_only_the_total(single: Ranks) -> None:
     """What gradients take is not there before they are: it was subtracted from peaks that were over by then."""
     ((by_category, by_total, readings),) = single.run(by_category_and_by_total)
     assert by_total == by_category and all(peak > live for live, peak in by_total)
@@ -160,6 +159,6 @@ def bytes_with_and_without_state(meter: str) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("meter", ["by category", "by total"])
-def test_the_optimizers_state_of_a_run_that_goes_on_is_no_activations(single: Ranks, meter: str) -> None:  # noqa: F811
+def test_the_optimizers_state_of_a_run_that_goes_on_is_no_activations(single: Ranks, meter: str) -> None:
     ((fresh, resumed),) = single.run(bytes_with_and_without_state, meter)
     assert resumed == fresh

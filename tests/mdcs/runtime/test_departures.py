@@ -6,6 +6,7 @@ batch goes through; the profiled one is 0, 1, 2, 3.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ import mdcs
 from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
+from mdcs.runtime.storage import UnitStorage
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.test_random_plans import random_plan
 from tests.mdcs.runtime.training import How, Job, differing, optimizer_for, plan_for
@@ -141,6 +143,19 @@ def compare(paths: Paths, job: Job, how: How) -> Counter[str]:
     return seen
 
 
+def left_by_a_run() -> int:
+    """Train with a plan, and return how many of its units' storages there are when it has ended, without collecting garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(each, UnitStorage) for each in gc.get_objects())
+        job = Job("", steps=2)
+        with_plan({}, job, plan_for(job, How("fsdp", "dear"), profile_of("adam")))
+        return sum(isinstance(each, UnitStorage) for each in gc.get_objects()) - before
+    finally:
+        gc.enable()
+
+
 def everywhere(path: tuple[int, ...], micro_steps: int = 1, steps: tuple[int, ...] = (1, 2, 4)) -> Paths:
     return {(step, micro, rank): path for step in steps for micro in range(micro_steps) for rank in range(2)}
 
@@ -179,6 +194,11 @@ def test_steps_that_depart_train_as_ddp_does(two: Ranks, name: str):
     for of_rank in two.run(compare_all, name, HOWS, Job("", steps=STEPS), timeout_s=120):
         for seen in of_rank:
             assert expected.items() <= seen.items() and (expected or name not in ("nothing",) or not seen)
+
+
+def test_a_run_that_has_ended_holds_no_memory(two: Ranks):
+    """The presence thread, which sends parts of units to other ranks, must not keep them."""
+    assert two.run(left_by_a_run) == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["a layer left out", "one twice", "each rank another"])

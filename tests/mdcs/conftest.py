@@ -1,4 +1,4 @@
-"""Ranks shared by all tests of the runtime: starting a process costs seconds, a call to it milliseconds."""
+"""Ranks shared by all tests of the library: starting a process costs seconds, a call to it milliseconds."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from launch.status import Status
 _POLL_SECONDS = 0.1
 REPORT_SECONDS = 6.0
 """Seconds that a failing job gets to end by itself, so that the first reason is known, not only the last."""
-_WATCHDOG_SECONDS = 1.0
+_WATCHDOG_SECONDS = 4.0
 """Seconds that the watchdog waits beyond a timeout: a rank whose own timeout fires first reports more detail."""
 
 _REASON_CHARACTERS = 600  # the rank's log has the full text

@@ -40,7 +40,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def needed(requirements: Iterable[str], extras: Iterable[str] = ("",)) -> dict[str, Distribution]:
-    """What pip installs for these requirements of a package with these extras, as it is installed here, by name."""
+    """Packages that pip installs for these requirements with these extras, as they are installed here, by name."""
     found: dict[str, Distribution] = {}
     for each in map(Requirement, requirements):
         if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras):

@@ -7,6 +7,7 @@ they return there.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,22 +99,6 @@ class Gradients:
                 return self._engine.unsharder.gather_by_parameter(u, blocks)
         raise ValueError(f"unit {unit} has no gradient: watch_gradients({unit!r}) comes before the backward that makes it")
 
-    # -- the loss scale -----------------------------------------------------------------------------------------
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
-        scale = self._options.loss_scale
-        return loss if scale is None else loss * scale.value
-
-    @property
-    def scaler(self) -> Scaler:
-        """The ``loss_scale`` in the form of torch.amp.GradScaler, for a loop that has one."""
-        return Scaler(self)
-
-    def step(self) -> None:
-        """End an iteration (:meth:`mdcs.Parallel.step`)."""
-        raise NotImplementedError
-
 
 class Scaler:
     """torch.amp.GradScaler's calls, for a loop that keeps its lines. Without a ``loss_scale`` it is one that is not enabled.
@@ -121,23 +106,19 @@ class Scaler:
     Its state is interchangeable with torch's.
     """
 
-    def __init__(self, parallel: Gradients) -> None:
-        self._parallel = parallel
-
-    @property
-    def _scale(self) -> LossScale | None:
-        return self._parallel._options.loss_scale
+    def __init__(self, scale: LossScale | None, step: Callable[[], None]) -> None:
+        self._scale, self._step = scale, step
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to call ``backward`` on."""
-        return self._parallel.scaled(loss)
+        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
+        return loss if self._scale is None else loss * self._scale.value
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: gradients are unscaled before they are clipped."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """End an iteration, as ``parallel.step()``. Its updates are left out if a gradient has overflowed on any rank."""
-        self._parallel.step()
+        self._step()
 
     def update(self) -> None:
         """Do nothing: the scale adapts when the gradients are reduced."""

@@ -23,7 +23,7 @@ from mdcs.runtime.errors import RunError
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
-from mdcs.runtime.gradients import Gradients
+from mdcs.runtime.gradients import Gradients, Scaler
 from mdcs.runtime.initialization import InitFunction
 from mdcs.runtime.optimizer_calls import OptimizerCalls
 from mdcs.runtime.step_trace import StepRecord
@@ -50,35 +50,11 @@ def parallelize(
     init: InitFunction | None = None,
     device: torch.device | str = "cpu",
 ) -> Parallel:
-    """Train ``model`` as ``plan`` says, in your own loop.
+    """Train ``model`` as ``plan`` says: :func:`mdcs.parallelize` with a plan, which says what the options are.
 
-    Call it on every rank after ``init_process_group``, with the same plan (its hash is checked) and the ``units`` that
-    the plan was made for. Parameters are broadcast from rank 0. ``optimizer`` (any elementwise one) keeps its options
-    and learning-rate schedules; its updates run on shards, inside ``backward`` and the next forward. Messages have a
-    process group of their own, so the loop may use ``group`` for its collectives. Then::
-
-        for batch in loader:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
-
-    - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
-    - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
-    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call ``parallel.scaled(loss).backward()`` then, or
-      let ``parallel.scaler`` take the place of a GradScaler.
-    - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
-      own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
-      BatchNorm's.
-    - ``timeout_s``: bounds every wait (seconds).
-    - ``emulate``: this one process is a rank of the plan's world, on its emulated link (:mod:`mdcs.emulation`).
-    - ``init``: initialises a module's own parameters and buffers if they are on the meta device; None: the module's
-      ``reset_parameters()``.
-    - ``device``: where parameters and buffers from the meta device are made, unit by unit.
-
-    Masters, where the plan's profile has them, start as the model's parameters. docs/loops.md says what a loop may do
-    with model and optimizer during the run. Raises PlanError (it names ranks with another plan), ValueError for a plan
-    that does not fit the model and for a parameter that would not be trained, and RunError, naming rank, step and
-    message, for later failures.
+    Collective: the plan's hash is checked, and parameters are broadcast from rank 0. Raises PlanError (it names ranks with
+    another plan), ValueError for a plan that does not fit the model and for a parameter that would not be trained, and
+    RunError, naming rank, step and message, for later failures.
     """
     options = RunOptions(clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device))
     return Parallel(Engine(model, optimizer, plan, units, group, options), units)
@@ -131,6 +107,15 @@ class Parallel(Gradients):
         RunError if there was no pass, and for changes by the loop that the updates did not see.
         """
         self._engine.end_step()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""
+        return self.scaler.scale(loss)
+
+    @property
+    def scaler(self) -> Scaler:
+        """The ``loss_scale`` in the form of torch.amp.GradScaler, for a loop that has one."""
+        return Scaler(self._options.loss_scale, self.step)
 
     def drain(self) -> None:
         """Finish all messages in flight and every update: before evaluation, state dicts and exit.

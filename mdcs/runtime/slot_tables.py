@@ -1,4 +1,4 @@
-"""What happens at each slot of a plan, looked up before training."""
+"""Tables of the events at each slot of a plan, made before training."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Options = Mapping[str, Any]
 
 
 class Piece(Protocol):
-    """What a rule updates: ``state`` is that of ``parameter`` [flat]. ``started``: whether it comes from an update."""
+    """A run to update: ``parameter`` [flat] with its ``state``. ``started``: whether the state comes from an update."""
 
     parameter: Tensor
     state: dict[str, Any]

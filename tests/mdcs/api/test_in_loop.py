@@ -127,7 +127,7 @@ def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, cli
 
 
 def both(name: str, options: dict[str, Any]) -> list[str]:
-    """What differs from DDP's."""
+    """Names of values that differ from DDP's."""
     wanted, found = loop(name, False, **{k: v for k, v in options.items() if k != "budget"}), loop(name, True, **options)
     out = [what for what, i in (("losses", 0), ("numbers", 2)) if wanted[i] != found[i]]
     out += [key for key, value in wanted[1].items() if "running" not in key and not torch.equal(value, found[1][key])]

@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import pictures
 from analysis import questions as ask
 from analysis.events import METRICS
 from analysis.load import Run, load_run
+from analysis.pictures.budget import step_time_over_budget
+from analysis.pictures.gantt import gantt
+from analysis.pictures.memory_by_slot import memory_over_period
+from analysis.pictures.overview import overview
+from analysis.pictures.schedule_share import tradeoff_curve
+from analysis.pictures.setting import step_time_over_setting
+from analysis.pictures.style import save
 from analysis.settings import is_seed
 from analysis.table import write_csv
 from analysis.trace import chrome_trace
@@ -71,14 +77,14 @@ def write_trace(run: Run, path: str | Path) -> Path:
 def _write_sweep_pictures(rows: pd.DataFrame, out: Path, suffix: str) -> Iterator[Path]:
     if not len(ask.drawn(rows)):
         return
-    yield pictures.save(pictures.overview(rows), out / f"tradeoff{suffix}.png")
+    yield save(overview(rows), out / f"tradeoff{suffix}.png")
     for curve in ask.share_curves(rows):
         name = f"curve-{_slug(ask.budget_words(curve['budget_bytes'].iloc[0]))}{suffix}.png"
-        yield pictures.save(pictures.tradeoff_curve(curve), out / name)
-    yield pictures.save(pictures.step_time_over_budget(rows), out / f"step_time{suffix}.png")
+        yield save(tradeoff_curve(curve), out / name)
+    yield save(step_time_over_budget(rows), out / f"step_time{suffix}.png")
     for key in ask.swept(rows):
         if not is_seed(key) and ask.numbers(ask.drawn(rows)[key]).nunique() > 1:
-            yield pictures.save(pictures.step_time_over_setting(rows, key=key), out / f"step_time-{key}{suffix}.png")
+            yield save(step_time_over_setting(rows, key=key), out / f"step_time-{key}{suffix}.png")
 
 
 def _write_run_pictures(run: Run, out: Path, suffix: str, title: str, budget_bytes: float) -> Iterator[Path]:
@@ -86,14 +92,14 @@ def _write_run_pictures(run: Run, out: Path, suffix: str, title: str, budget_byt
     shown = measured or predicted
     if shown is None:
         return
-    yield pictures.save(
-        pictures.gantt(shown, predicted if measured else None, title), out / f"timeline{suffix}.png"
+    yield save(
+        gantt(shown, predicted if measured else None, title), out / f"timeline{suffix}.png"
     )
     with_memory = next((t for t in (measured, predicted) if t is not None and t.memory), None)
     if with_memory is not None:
         budget = None if pd.isna(budget_bytes) else budget_bytes
-        picture = pictures.memory_over_period(with_memory, budget, title)
-        yield pictures.save(picture, out / f"memory{suffix}.png")
+        picture = memory_over_period(with_memory, budget, title)
+        yield save(picture, out / f"memory{suffix}.png")
     yield write_trace(run, out / f"trace{suffix}.json")
 
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from mdcs.options import option
+from mdcs.options import Checked, option
 from mdcs.profile.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
-    from experiments.engines.base import EngineOptions as Engine
     from experiments.tasks.data import Data
     from experiments.tasks.model import Model
     from experiments.tasks.optimizers import Optimizer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 
     Strategy = StrategyPlanner | JointPlanner
+    Engine: TypeAlias = "EngineOptions"
 else:  # for Hydra these groups are mappings; checks.from_composed makes the objects
     Model = Data = Optimizer = Strategy = Scheduler = Engine = Tracker = Any
 
@@ -241,6 +242,36 @@ class TradeoffConfig:
         [0.0, 0.05, 0.1, 0.2, 0.4, 0.8], "budgets of the front: shares of the floor beyond it, or bytes (300MiB, 1.5GiB)"
     )
     measure: str = option("none", "what to train as well", choices=("none", "stop", "curve", "front", "all"))
+
+
+@dataclass(frozen=True)
+class EngineOptions(Checked, ABC):
+    """The engine that trains the model, as a config chooses it. `name` is a class attribute; fields are the options."""
+
+    name: ClassVar[str] = "engine"
+    plans: ClassVar[bool] = False
+    """Whether the engine runs a plan. Peers schedule communication themselves."""
+    needs_cuda: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        """The name, with a suffix that distinguishes variants of one engine."""
+        return self.name
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for settings that the engine cannot run on any machine."""
+        if self.needs_cuda and config.cluster.device != "cuda":
+            raise ConfigError("engine", f"{self.name} needs cluster.device=cuda, got {config.cluster.device}")
+
+    def require(self) -> None:
+        """Raise ConfigError where this machine cannot run the engine. Called before anything is started."""
+
+    @abstractmethod
+    def prepare(self, config: Config, workload: Any) -> Any:
+        """Wrap the model of the workload (`experiments.engines.base.Trained`), on every rank.
+
+        Returns an `experiments.engines.base.Engine`. The workload has a plan if the engine `plans`.
+        """
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""The interface between training loop and engine, the options of an engine, and the base class of peers of mdcs.
+"""The interface between training loop and engine, and the base class of peers of mdcs.
 
-An engine is a file here: a dataclass with its options, named by its YAML, and the object that the dataclass prepares.
+An engine is a file here: its options (:class:`experiments.config.schema.EngineOptions`), a dataclass named by its YAML,
+and the object that the options prepare.
 No file imports torch or the engine's package before `prepare`, so the process that starts ranks does not wait for them.
 
 Times of a peer are measured from outside. Its compute is forward and backward without the time in which either waits
@@ -9,16 +10,14 @@ for messages. Where the engine does not show its waits or its messages, the time
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from experiments.config.schema import Config, ConfigError
-from mdcs.options import Checked
+from experiments.config.schema import Config
 from mdcs.plan.plan import Plan
 from mdcs.plan.times import StepTimes
 from mdcs.profile.algorithms import Collectives
@@ -35,33 +34,6 @@ if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import ResumeInfo, SaveHandle
 
     Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class EngineOptions(Checked, ABC):
-    """The engine that trains the model, as a config chooses it. `name` is a class attribute; fields are the options."""
-
-    name: ClassVar[str] = "engine"
-    plans: ClassVar[bool] = False
-    """Whether the engine runs a plan. Peers schedule communication themselves."""
-    needs_cuda: ClassVar[bool] = False
-
-    @property
-    def label(self) -> str:
-        """The name, with a suffix that distinguishes variants of one engine."""
-        return self.name
-
-    def check(self, config: Config) -> None:
-        """Raise ConfigError for settings that the engine cannot run on any machine."""
-        if self.needs_cuda and config.cluster.device != "cuda":
-            raise ConfigError("engine", f"{self.name} needs cluster.device=cuda, got {config.cluster.device}")
-
-    def require(self) -> None:
-        """Raise ConfigError where this machine cannot run the engine. Called before anything is started."""
-
-    @abstractmethod
-    def prepare(self, config: Config, workload: Trained) -> Engine:
-        """Wrap the job's model, on every rank. The job has a plan if the engine `plans`."""
 
 
 class Trained(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experiments.config.schema import Config, ConfigError
-from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from experiments.config.schema import Config, ConfigError, EngineOptions
+from experiments.engines.base import Engine, Peer, Trained
 from mdcs.options import option
 
 if TYPE_CHECKING:

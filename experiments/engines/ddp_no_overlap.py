@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from experiments.config.schema import Config, EngineOptions
+from experiments.engines.base import Engine, Peer, Trained
 from mdcs.options import option
 from mdcs.profile.link import Kind
 from mdcs.sizes import MIB

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.config.schema import Config, ConfigError
-from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from experiments.config.schema import Config, ConfigError, EngineOptions
+from experiments.engines.base import Engine, Peer, Trained
 from mdcs.options import option
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Peer, Seen, Trained
+from experiments.config.schema import Config, EngineOptions
+from experiments.engines.base import Engine, Peer, Seen, Trained
 from mdcs.options import option
 from mdcs.plan.times import StepTimes
 from mdcs.sizes import MIB

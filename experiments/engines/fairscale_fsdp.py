@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from experiments.config.schema import Config, EngineOptions
+from experiments.engines.base import Engine, Peer, Trained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.config.schema import Config, ConfigError
-from experiments.engines.base import Engine, EngineOptions, Peer, Trained
+from experiments.config.schema import Config, ConfigError, EngineOptions
+from experiments.engines.base import Engine, Peer, Trained
 from mdcs.options import OptionError, option, shown
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mdcs
-from experiments.config.schema import Config
-from experiments.engines.base import Engine, EngineOptions, Record, Trained
+from experiments.config.schema import Config, EngineOptions
+from experiments.engines.base import Engine, Record, Trained
 from mdcs.telemetry.memory_meter import TOTAL
 from mdcs.telemetry.timeline import RankTimeline, Timeline
 

@@ -36,7 +36,8 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
     kept: list[Record] = []
     gc.collect()
     gc.disable()  # a collection in the middle of a slot would be measured as compute
-    with config.engine.prepare(config, workload) as engine:
+    prepared: Engine = config.engine.prepare(config, workload)
+    with prepared as engine:
         used = time.process_time()
         schedule = make_schedule(config, engine.optimizer)
         checkpoints = Checkpoints(config, folder, engine, schedule, metrics)

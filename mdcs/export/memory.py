@@ -83,7 +83,7 @@ class MemoryWalk:
     def __init__(
         self, job: Job, groups: tuple[Group, ...], forward: PrefetchLists, backward: PrefetchLists, collectives: Collectives
     ) -> None:
-        self._profile, self._groups, self._collectives = job.profile, groups, collectives
+        self._profile, self._groups, self._collectives = job.planned_profile, groups, collectives
         self._waits = collectives.backend == "gloo"  # on the host
         self._bytes = {g.name: GroupBytes.of(g, job) for g in groups}
         self._buffers: dict[_Key, tuple[str, int]] = {}  # category, bytes

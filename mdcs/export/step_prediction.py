@@ -93,7 +93,7 @@ def fsdp2_plan(plan: Plan, groups: tuple[Group, ...], forward: PrefetchLists, ba
     backend = plan.profile.collectives.backend
     native = Collectives("native", backend)
     profile = dataclasses.replace(_with_copies(plan, groups), collectives=native)
-    job = dataclasses.replace(plan.job, profile=profile, cross_iteration=False)
+    job = dataclasses.replace(plan.job, profile=profile, cross_iteration=False, recompute=())
     chosen = {u: g.strategy for g in groups for u in g.units}
     mix = StrategyAssignment(job, tuple(chosen[u] for u in range(len(profile.units))))
     gatherers = {Kind.AG_F: _gatherers(groups, Kind.AG_F, forward), Kind.AG_B: _gatherers(groups, Kind.AG_B, backward)}

@@ -34,7 +34,7 @@ _NOT_EXECUTED = ("prediction", "strategy", "scheduler", "outcome", "bound_s")
 class Plan:
     """A strategy per unit, and the messages of one period.
 
-    - ``job``: the profile and its settings.
+    - ``job``: the profile, its settings, and what is recomputed.
     - ``strategies``: one strategy per unit.
     - ``blocks``: for each unit the sizes of its blocks (elements). Each is a multiple of ``world`` and lies in one
       section.
@@ -68,8 +68,8 @@ class Plan:
 
     @property
     def profile(self) -> Profile:
-        """The profile that the plan was made for."""
-        return self.job.profile
+        """The profile that the plan was made for, with the slots of its recomputation."""
+        return self.job.planned_profile
 
     @property
     def world(self) -> int:
@@ -93,6 +93,11 @@ class Plan:
     def reserve(self) -> int:
         """Bytes of the budget that stay free."""
         return self.job.reserve
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """For each unit none, full or selective recomputation of its activations. Empty: none for all units."""
+        return self.job.recompute
 
     @property
     def period(self) -> Period:
@@ -206,7 +211,10 @@ class Plan:
     def _flat(self) -> dict[str, Any]:
         """Return all fields as plain containers, with the fields of the job at the same level."""
         data = dataclasses.asdict(self)
-        return data | data.pop("job") | {"profile": self.profile.to_dict()}
+        data |= data.pop("job") | {"profile": self.job.profile.to_dict()}
+        if not self.recompute:  # plans from before have none
+            del data["recompute"]
+        return data
 
     def to_json(self) -> str:
         """Return the text of plan.json, with the plan's hash."""
@@ -225,7 +233,10 @@ class Plan:
                 raise PlanError(f"plan schema {d['schema']} is not the supported {SCHEMA}")
             names = RENAMED_IN_FILES if d["schema"] == 1 else {}
             plan = cls(
-                job=Job(Profile.from_dict(d["profile"]), d["micro_steps"], d["cross_iteration"], d["reserve"]),
+                job=Job(
+                    Profile.from_dict(d["profile"]), d["micro_steps"], d["cross_iteration"], d["reserve"],
+                    tuple(d.get("recompute", ())),
+                ),  # fmt: skip
                 strategies=tuple(Strategy(names.get(s, s)) for s in d["strategies"]),
                 blocks=with_tuples(d["blocks"]),
                 messages=tuple(Message(**m | {"kind": Kind(m["kind"])}) for m in with_tuples(d["messages"])),

@@ -50,8 +50,8 @@ class StrategyAssignment:
 
     @property
     def profile(self) -> Profile:
-        """The profile of the job."""
-        return self.job.profile
+        """The profile of the job, with the slots of its recomputation."""
+        return self.job.planned_profile
 
     @property
     def period(self) -> Period:

@@ -56,8 +56,8 @@ class PlanningProblem:
 
     @property
     def profile(self) -> Profile:
-        """The profile of the job."""
-        return self.job.profile
+        """The profile of the job, with the slots of its recomputation."""
+        return self.job.planned_profile
 
     def mix(self, strategies: Sequence[Strategy]) -> StrategyAssignment:
         """Return the mix of these strategies, one per unit."""

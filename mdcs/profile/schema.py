@@ -18,6 +18,7 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.profile.execution import ExecutionModel
 from mdcs.profile.layout import Layout, Section, sections_of
 from mdcs.profile.link import Kind, Link
+from mdcs.profile.recompute import RecomputeOption, check_options
 from mdcs.sizes import MIB
 
 SCHEMA = 6
@@ -191,6 +192,7 @@ class Profile:
     - ``contention``: cost of messages by their number and bytes.
     - ``execution``: how the backend executes messages.
     - ``copy_seconds_per_byte``: cost of packing a fused message.
+    - ``recompute``: alternatives to keeping activations, by unit. A unit without any always keeps them.
     - ``about``: free text for people and for file names: model, device, versions.
     - ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
     - ``calibration_runs``: (predicted, measured) seconds per step of the plans that the profile was fitted to, by name.
@@ -213,6 +215,7 @@ class Profile:
     contention: Contention = Contention()
     execution: ExecutionModel = ExecutionModel()
     copy_seconds_per_byte: float = 0.0
+    recompute: tuple[RecomputeOption, ...] = ()
     about: dict[str, str] = field(default_factory=dict, hash=False)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     calibration_runs: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
@@ -236,6 +239,8 @@ class Profile:
         for s, slot in enumerate(self.slots):
             if not 0 <= slot.unit < len(self.units):
                 raise ValueError(f"slot {s}: no unit {slot.unit}")
+        has_backward = [unit.backward is not None for unit in self.units]
+        check_options(self.recompute, has_backward, self.forward_slots, self.backward_slots)
 
     @cached_property
     def forward_slots(self) -> int:
@@ -327,14 +332,16 @@ class Profile:
         return self.per_node if kind.in_node else self.world
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain containers. Empty ``per_node``, ``gradients`` and ``aliased`` are left out,
-        and the ``execution`` of CPUs.
+        """Return every field as plain containers. Empty ``per_node``, ``gradients``, ``aliased`` and ``recompute`` are
+        left out, and the ``execution`` of CPUs.
         """
         data = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         if self.execution == ExecutionModel():
             del data["execution"]
         if not self.per_node:
             del data["link"]["per_node"]
+        if not self.recompute:
+            del data["recompute"]
         for unit in data["units"]:
             if not unit["gradients"]:
                 del unit["gradients"]
@@ -360,6 +367,7 @@ class Profile:
                 collectives=Collectives.from_dict(d["collectives"]),
                 contention=Contention.from_dict(d["contention"]),
                 execution=ExecutionModel(**d.get("execution", {})),
+                recompute=tuple(map(RecomputeOption.from_dict, d.get("recompute", ()))),
                 # Strategies of profiles may have old names.
                 calibration_runs={name.replace("zero1", "zero2"): seconds for name, seconds in d["rehearsed"].items()},
                 **{

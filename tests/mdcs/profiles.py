@@ -35,6 +35,7 @@ from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
 from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind, Link
+from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 from mdcs.sizes import MIB
 
@@ -104,6 +105,16 @@ def tied(*sizes: int, **more: Any) -> Profile:
     last = Slot(0, "F", 1.0, 0, 0)
     slots = (*plain.slots[:count], last, replace(last, phase="B"), *plain.slots[count:])
     return replace(plain, units=tuple(units), slots=slots)
+
+
+def recomputable(profile: Profile, *units: int, freed: int, seconds: float = 1.0, peak: int = 0, choice: str = "full") -> Profile:
+    """The profile with an option for each of these units, which are used once; without any, for all units."""
+    options = tuple(
+        RecomputeOption(u, choice, (RecomputeUse(unit.forward[0], unit.backward[0], freed, seconds, peak),))
+        for u, unit in enumerate(profile.units)
+        if unit.backward is not None and (u in units or not units)
+    )
+    return replace(profile, recompute=profile.recompute + options)
 
 
 def planned(profile: Profile, strategies: str | Sequence[str], scheduler: Scheduler | None = None, **more: Any) -> Plan:
@@ -195,7 +206,7 @@ class Job(job.Job):
 
     @cached_property
     def plain(self) -> job.Job:
-        return job.Job(self.profile, self.micro_steps, self.cross_iteration, self.reserve)
+        return job.Job(self.profile, self.micro_steps, self.cross_iteration, self.reserve, self.recompute)
 
     @property
     def problem(self) -> PlanningProblem:

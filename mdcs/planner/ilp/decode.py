@@ -61,7 +61,7 @@ class SearchRequest:
             mix = problem.mix([Strategy.fsdp] * len(problem.profile.units))
             sent = [m.transient for m in Ledger(Partitioning(self.block_bytes / 2 / MIB).schedule(mix)).messages]
             budget -= min(max_in_flight_bytes(sent, problem.profile.link.depth), max(0, budget - problem.floor) // 2)
-        return PlanningProblem(dataclasses.replace(problem.job, profile=linearize_costs(problem.profile)), budget)
+        return PlanningProblem(dataclasses.replace(problem.job, profile=linearize_costs(problem.job.profile)), budget)
 
 
 @dataclass(frozen=True)

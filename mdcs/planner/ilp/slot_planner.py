@@ -91,7 +91,7 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
         solves.append(partial(solve_relaxed, request, realistic, plans=True))
     if slots <= (2 * _WHOLE if fixed else _WHOLE):
         solves.append(partial(solve_whole, request, realistic, best))
-    if slots <= _SMALL and realistic.profile is request.problem.profile:
+    if slots <= _SMALL and realistic.job.profile is request.problem.job.profile:
         solves.append(partial(solve_whole, request, request.problem, best))
     else:
         solves.append(partial(solve_relaxed, request, request.problem, plans=False))

@@ -112,8 +112,8 @@ def _walk(problem: PlanningProblem, unit: int, strategy: Strategy) -> Walk:
     """
     alone: Unit = problem.profile.units[unit]
     slots = tuple(dataclasses.replace(s, unit=0, live=0, peak=0) for s in problem.profile.slots)
-    profile = dataclasses.replace(problem.profile, units=(alone,), slots=slots)
-    plan = sequential(StrategyAssignment(dataclasses.replace(problem.job, profile=profile), (strategy,)))
+    profile = dataclasses.replace(problem.profile, units=(alone,), slots=slots, recompute=())
+    plan = sequential(StrategyAssignment(dataclasses.replace(problem.job, profile=profile, recompute=()), (strategy,)))
     ledger, barrier, turn = Ledger(plan), not plan.cross_iteration, plan.period.turn
     held, waiting = ledger.rest_bytes, 0
     sent: list[list[int]] = [[] for _ in ledger.slots]

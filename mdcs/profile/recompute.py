@@ -1,0 +1,85 @@
+"""Recomputation: what a profile knows of units that free their activations and compute them again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NONE, FULL, SELECTIVE = "none", "full", "selective"
+CHOICES = NONE, FULL, SELECTIVE
+"""What a unit keeps between forward and backward: all activations, its inputs only, or its inputs and the outputs of
+matrix products and attention."""
+
+
+@dataclass(frozen=True)
+class RecomputeUse:
+    """One forward use of a unit whose activations are computed again, and the backward of this use.
+
+    - ``forward``, ``backward``: indices into the forward and backward slots of a micro-step.
+    - ``freed``: bytes less from the end of the forward slot to the start of the backward slot.
+    - ``seconds``: growth of the backward slot.
+    - ``peak``: the most bytes of activations and workspace during the backward slot, above its new ``live``.
+
+    Raises ValueError for a negative number.
+    """
+
+    forward: int
+    backward: int
+    freed: int
+    seconds: float
+    peak: int
+
+    def __post_init__(self) -> None:
+        if min(self.forward, self.backward, self.freed, self.seconds, self.peak) < 0:
+            raise ValueError(f"recomputation has slots, bytes and seconds >= 0, got {self}")
+
+
+@dataclass(frozen=True)
+class RecomputeOption:
+    """An alternative to keeping all activations of a unit.
+
+    - ``unit``: index of the unit.
+    - ``choice``: ``full`` or ``selective``.
+    - ``uses``: the uses that are computed again.
+
+    Raises ValueError for another choice, and without uses.
+    """
+
+    unit: int
+    choice: str
+    uses: tuple[RecomputeUse, ...]
+
+    def __post_init__(self) -> None:
+        if self.choice not in (FULL, SELECTIVE):
+            raise ValueError(f"recomputation is {FULL} or {SELECTIVE}, got {self.choice!r}")
+        if not self.uses:
+            raise ValueError(f"unit {self.unit}: recomputation {self.choice} has no uses")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that a micro-step grows by."""
+        return sum(use.seconds for use in self.uses)
+
+    @property
+    def freed(self) -> int:
+        """Bytes freed between forward and backward, of all uses together."""
+        return sum(use.freed for use in self.uses)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RecomputeOption:
+        """Return the option of ``dataclasses.asdict``."""
+        return cls(**data | {"uses": tuple(RecomputeUse(**use) for use in data["uses"])})
+
+
+def check_options(
+    options: Sequence[RecomputeOption], has_backward: Sequence[bool], forward_slots: int, backward_slots: int
+) -> None:
+    """Raise ValueError for two options of one choice, for a unit without backward, and for a slot that does not exist."""
+    if len({(option.unit, option.choice) for option in options}) < len(options):
+        raise ValueError("a unit has several recompute options of one choice")
+    for option in options:
+        if not 0 <= option.unit < len(has_backward) or not has_backward[option.unit]:
+            raise ValueError(f"recompute option {option.choice}: no unit {option.unit} with a backward")
+        if any(use.forward >= forward_slots or use.backward >= backward_slots for use in option.uses):
+            raise ValueError(f"recompute option {option.choice} of unit {option.unit} is outside the slots")

@@ -59,6 +59,10 @@ class BudgetConfig:
         None, "share of the slack kept for the schedule; null: no division", at_least=0, at_most=1
     )
     reserve_mib: float = option(0.0, "part of the budget that is kept free", at_least=0)
+    exceeded: str = option(
+        "warn", "a step that takes more, as of a larger batch: warn once and go on, or raise on every rank",
+        choices=("warn", "raise"),
+    )
 
 
 @dataclass

@@ -47,7 +47,7 @@ class MdcsEngine:
         self._parallel = mdcs.parallelize(
             workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,
             loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
-            timeout_s=config.cluster.timeout_s, emulate=workload.emulate,
+            timeout_s=config.cluster.timeout_s, emulate=workload.emulate, over_budget=config.budget.exceeded,
         )  # fmt: skip
         self.step, self.drain = self._parallel.step, self._parallel.drain
         self.evaluate, self.reset_memory = self._parallel.evaluate, self._parallel.reset_memory

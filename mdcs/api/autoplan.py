@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.pipeline import make_plan, unsharded_bytes
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
-from mdcs.profiler.autoprofile import autoprofile, end_of
+from mdcs.profiler.autoprofile import autoprofile, end_of, steps_of
 from mdcs.profiler.autotune import candidates, cost_s, fastest
 from mdcs.profiler.consensus import on_all_ranks, on_rank_zero, phase
 from mdcs.sizes import MIB, Share, budget_of
@@ -32,8 +32,9 @@ def autoplan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     units: list[ModelUnit],
-    step: Callable[[], Tensor],
+    step: Callable[..., Tensor],
     *,
+    batches: Sequence[Any] | None = None,
     strategy: str | StrategyPlanner | JointPlanner = "greedy",
     scheduler: str | Scheduler | None = None,
     budget: int | str | None = None,
@@ -52,12 +53,14 @@ def autoplan(
     ``budget`` is in bytes, a size such as ``"40 GiB"``, or a part such as ``"70%"`` of what data parallelism without sharding
     (DDP) needs; None is no limit.
     The profile is that of :func:`mdcs.autoprofile`; with one that is at hand :func:`mdcs.make_plan` plans alike.
-    ``step`` runs one forward pass on a typical batch and returns the loss. ``strategy`` and ``scheduler`` are planners or
-    their names (:mod:`mdcs.planner.registry`); the scheduler is priority unless one is given, and none for a strategy
-    that decides the schedule. ``schedule_share`` is that of :func:`mdcs.make_plan`; ``micro_steps``,
-    ``cross_iteration`` and ``reserve`` (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are
-    for mixed precision, as in :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many
-    plans, the one asked for and the best of heuristics, run for a few steps each, and the fastest is returned
+    ``step`` runs one forward pass on a typical batch and returns the loss. With ``batches``, examples of the sizes that the
+    loop draws, ``step`` is given the batch: the plan has room for the largest, and its time is that of the mix.
+
+    ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.registry`); the scheduler is priority unless
+    one is given, and none for a strategy that decides the schedule. ``schedule_share`` is that of :func:`mdcs.make_plan`;
+    ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and
+    ``grad_dtype`` are for mixed precision, as in :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1
+    so many plans, the one asked for and the best of heuristics, run for a few steps each, and the fastest is returned
     (:func:`mdcs.profiler.autotune.fastest`). On CPU, activations are measured in processes that are started with
     :func:`mdcs.telemetry.memory_meter.preload_env`; elsewhere a budget does not count them, with a warning.
 
@@ -78,7 +81,7 @@ def autoplan(
     wanted, until = budget_of(budget), end_of(seconds)
     with on_all_ranks(tells=progress):
         profile = autoprofile(
-            model, optimizer, units, step, master_dtype=master_dtype, grad_dtype=grad_dtype,
+            model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
             budget=wanted - reserve if isinstance(wanted, int) else budget, seconds=seconds / 2, progress=progress,
         )  # fmt: skip
         if wanted is not None and not any(slot.peak for slot in profile.slots):
@@ -101,7 +104,7 @@ def autoplan(
         )
         if len(plans) > 1:
             phase("trying plans", cost_s(plans))
-        return fastest(plans, model, units, step, optimizer)[0]
+        return fastest(plans, model, units, steps_of(step, batches)[0], optimizer)[0]
 
 
 def _within_words(budget: int | str | None, limit: int | None) -> str:

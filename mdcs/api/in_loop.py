@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,8 @@ def parallelize(
     units: list[ModelUnit] | None = None,
     *,
     budget: int | str | None = None,
+    over_budget: str = "warn",
+    batches: Sequence[Any] | None = None,
     seconds: float = SECONDS,
     progress: bool = True,
     group: dist.ProcessGroup | None = None,
@@ -71,6 +73,11 @@ def parallelize(
       are. Until then the model is whole on every rank, above the budget if need be.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
     - ``budget``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
+    - ``batches``: batches of other sizes than the first step's, for a plan that is made here: the plan has room for all of
+      them. The model is called with a batch's keywords (dict), arguments (tuple or list), or with the batch.
+    - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which go on;
+      "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
+      (:func:`mdcs.autoplan`).
     - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
     - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
     - ``loss_scale``: dynamic loss scale for float16, also a barrier; it needs a plan. Call
@@ -94,17 +101,23 @@ def parallelize(
     if plan is not None:
         if limit is not None:
             raise ValueError("the plan has a budget already: give plan= or budget=")
+        if batches is not None:
+            raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
         return parallel.parallelize(
             model, optimizer, plan, units, group=group, clip_norm=clip_norm, clip_value=clip_value, loss_scale=loss_scale,
             broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, emulate=emulate, init=init, device=device,
+            over_budget=over_budget,
         )  # fmt: skip
     for given, name in ((group, "group"), (loss_scale, "loss_scale"), (emulate, "emulate"), (init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
     refuse_meta(model)
     state_layout(optimizer)  # refuses one that cannot run on shards before it has made a step
-    options = RunOptions(clip_norm, clip_value, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s)
-    return PlannedInLoop(model, optimizer, units, options, budget=budget, seconds=seconds, progress=progress)
+    options = RunOptions(
+        clip_norm, clip_value, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, over_budget=over_budget
+    )
+    others = None if batches is None else [None, *batches]  # None: the first step's own
+    return PlannedInLoop(model, optimizer, units, options, budget=budget, batches=others, seconds=seconds, progress=progress)
 
 
 class PlannedInLoop(Parallel):

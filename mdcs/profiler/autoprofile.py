@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from mdcs.emulation import Emulation
 from mdcs.model.units import ModelUnit
 from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.profile.schema import Profile
-from mdcs.profiler.consensus import barrier, merge_profiles, on_all_ranks, phase
+from mdcs.profiler.batch_mix import mix, total_s, typical, with_slots_of
+from mdcs.profiler.consensus import all_gather_object, barrier, merge_profiles, on_all_ranks, phase
 from mdcs.profiler.contention_fit import STEPS, measure_contention
 from mdcs.profiler.interference import measure_interference
 from mdcs.profiler.link_timing import MeasuredLink, measure_link
@@ -38,8 +41,9 @@ def autoprofile(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     units: list[ModelUnit],
-    step: Callable[[], Tensor],
+    step: Callable[..., Tensor],
     *,
+    batches: Sequence[Any] | None = None,
     link: MeasuredLink | None = None,
     depth: int | None = 2,
     algorithm: str | None = None,
@@ -62,7 +66,9 @@ def autoprofile(
 
     Model and optimizer are not changed.
 
-    - ``step``: runs one forward pass on a typical batch and returns the loss.
+    - ``step``: runs one forward pass on a typical batch and returns the loss. With ``batches`` it is given the batch.
+    - ``batches``: example batches of several sizes, as many on every rank: memory is that of the largest, by slot, and time the
+      mean.
     - ``depth``: messages in flight. None: as many as are best. On NCCL it is one.
     - ``algorithm``: name of a family of collective algorithms. None: the fastest.
     - ``master_dtype``, ``grad_dtype``, ``about``: those of :func:`mdcs.measure_profile`.
@@ -83,6 +89,7 @@ def autoprofile(
     wanted, until = budget_of(budget), end_of(seconds)
     limit = None if isinstance(wanted, Share) else wanted
     refuse_meta(model)  # before the link, whose backend has no such device
+    steps = steps_of(step, batches)
     processes = dist.get_world_size() if dist.is_initialized() else 1
     world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
     with on_all_ranks(tells=progress):
@@ -96,13 +103,18 @@ def autoprofile(
             link = measure_link(units[0].parameters[0][1].device, depth=depth, algorithm=algorithm)
         if processes > 1:
             barrier()  # so that all compute side by side, as in training
+        if len(set(all_gather_object(len(steps)))) > 1:
+            raise ValueError("ranks were given different numbers of batches")
         phase("measuring the model", _MODEL * seconds)
-        profile = measure_profile(
-            model, units, step, optimizer, world=world, link=link.link,
-            collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype, grad_dtype=grad_dtype,
-            seconds=_MODEL * seconds,
-        )  # fmt: skip
-        profile = merge_profiles(dataclasses.replace(profile, spread=profile.spread | link.spread))
+        profiles = []
+        for each in steps:
+            own = measure_profile(
+                model, units, each, optimizer, world=world, link=link.link,
+                collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype,
+                grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps),
+            )  # fmt: skip
+            profiles.append(merge_profiles(dataclasses.replace(own, spread=own.spread | link.spread)))
+        profile, middle = mix(profiles), typical(profiles)
         if isinstance(wanted, Share):
             limit = wanted.of(unsharded_bytes(profile))
         if limit is not None:
@@ -110,9 +122,16 @@ def autoprofile(
             if is_first and known <= limit:
                 warn_profiling_memory(profiling_bytes(units, profile), limit)
         left = max(0.0, until - time.monotonic())
-        least = STEPS * sum(slot.seconds for slot in profile.slots)
-        phase("running a few plans to see what compute and messages cost each other", max(left, least))
-        profile = measure_interference(profile, model, step, emulate=emulate)
-        return measure_contention(
-            profile, model, units, step, optimizer, seconds=left, shares_cores=computes, emulate=emulate, budget=limit
+        phase("running a few plans to see what compute and messages cost each other", max(left, STEPS * total_s(profile)))
+        measured = measure_interference(profiles[middle], model, steps[middle], emulate=emulate)
+        measured = measure_contention(
+            measured, model, units, steps[middle], optimizer, seconds=left, shares_cores=computes, emulate=emulate, budget=limit
         )
+        return with_slots_of(measured, profiles[middle], profile)
+
+
+def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list[Callable[[], Tensor]]:
+    """Return a step for each batch; without ``batches`` the one step. Raises ValueError for none."""
+    if batches is not None and not len(batches):
+        raise ValueError("batches must have at least one batch")
+    return [step] if batches is None else [partial(step, batch) for batch in batches]

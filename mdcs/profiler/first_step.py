@@ -6,7 +6,7 @@ the bytes that the loss took: enough to run the same forward and backward passes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,16 @@ class Call:
     kwargs: dict[str, Any]
     autocast: Callable[[], AbstractContextManager[Any]]
     gradients: list[Tensor | None] = field(default_factory=list)
+
+    def again(self, model: nn.Module, batch: Any) -> Any:
+        """Call the model again, with another ``batch`` (keywords, arguments or one argument) unless it is None."""
+        args, kwargs = self.args, self.kwargs
+        if isinstance(batch, Mapping):
+            args, kwargs = (), kwargs | dict(batch)
+        elif batch is not None:
+            args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        with self.autocast():
+            return model(*args, **kwargs)
 
 
 class FirstStep:
@@ -151,15 +161,17 @@ class FirstStep:
 
     # -- again
 
-    def again(self) -> Tensor:
-        """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs."""
-        outputs: list[Tensor] = []
-        for call in self._calls:
-            with call.autocast():
-                outputs += [t for t in _tensors(self._model(*call.args, **call.kwargs)) if t.requires_grad]
+    def again(self, batch: Any = None) -> Tensor:
+        """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs.
+
+        With another ``batch``, whose outputs may have other sizes, only their size is right, and so are the loss's bytes.
+        """
+        outputs = [t for call in self._calls for t in _tensors(call.again(self._model, batch)) if t.requires_grad]
         gradients = [g for call in self._calls for g in call.gradients]
         pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
-        loss: Tensor = _Loss.apply([g for _, g in pairs], max(0, self._loss_bytes), *(t for t, _ in pairs))
+        grown = sum(t.numel() for t, _ in pairs) / sum(g.numel() for _, g in pairs)
+        sized = [g if g.shape == t.shape else torch.full_like(t, 1 / t.numel()) for t, g in pairs]
+        loss: Tensor = _Loss.apply(sized, max(0, int(grown * self._loss_bytes)), *(t for t, _ in pairs))
         return loss
 
     def stop(self) -> None:

@@ -2,7 +2,8 @@
 
 Registered buffers are booked to the byte; activations are the profile's. Where the allocator is read slot by slot, its
 excess counts in admission: messages in flight end before compute takes these bytes. If nothing is in flight the slot
-runs all the same, because its own bytes cannot be delayed. Such a step is counted, and the first one is warned about.
+runs all the same, because its own bytes cannot be delayed. Such a step is counted, and the first one is warned about, or
+raises.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from mdcs.model.inputs import INPUTS, BatchSizes, from_words, in_words
 from mdcs.plan.ledger import SlotBytes
 from mdcs.plan.plan import Plan
+from mdcs.runtime.errors import OverBudget
 from mdcs.sizes import MIB
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter
 
@@ -23,9 +25,13 @@ _LEAST = 256  # excess below budget / _LEAST is ignored, unless the slot was abo
 
 
 class ActivationExcess:
-    """Excess seen so far, slot by slot, and the bytes that admission adds. All 0 where the plan has no budget."""
+    """Excess seen so far, slot by slot, and the bytes that admission adds. All 0 where the plan has no budget.
 
-    def __init__(self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes) -> None:
+    ``raises``: a step above the budget is an error.
+    """
+
+    def __init__(self, plan: Plan, slots: list[SlotBytes], rank: int, batch: BatchSizes, *, raises: bool = False) -> None:
+        self._raises = raises
         self.budget, self._reserve, self._slots, self._rank, self._batch = plan.budget, plan.reserve, slots, rank, batch
         self._names = [plan.period.name(q) for q in range(plan.period.length)]
         self._profiled = from_words(plan.profile.about.get(INPUTS, ""))
@@ -79,12 +85,15 @@ class ActivationExcess:
         return sizes is not None and profiled is not None and math.prod(sizes) > math.prod(profiled)
 
     def end_step(self, step: int) -> tuple[int, int]:
-        """Return (slots of the step above the budget, most bytes above it). Warns once."""
+        """Return (slots of the step above the budget, most bytes above it). Warns once, or raises OverBudget."""
         above = self._above
         self._above = []
+        if above and self._raises:
+            raise OverBudget(self._said(step, *max(above)))
         if above and not self._has_warned:
             self._has_warned = True
-            warnings.warn(self._said(step, *max(above)), stacklevel=3)
+            said = self._said(step, *max(above))
+            warnings.warn(f"{said}. This is said once; parallel.records() have every step", stacklevel=3)
         self._batch.restart()
         return len(above), max((size for size, *_ in above), default=0)
 
@@ -104,7 +113,7 @@ class ActivationExcess:
                 "such as outputs that a variable holds until the next step: delete it before backward()"
             )
         more = f"or plan with a reserve of {above / MIB + 0.005:.2f} MiB more"
-        return f"{said}, {more}. This is said once; parallel.records() have every step"
+        return f"{said}, {more}"
 
     def _beyond(self, found: int, profiled: int) -> int:
         return max(0, found - profiled - self._reserve)

@@ -135,7 +135,7 @@ class Engine:
 
         # Sequencer: hooks of modules and gradients tell it which slot compute is in.
         batch = BatchSizes(units[plan.period.slots[plan.period.turn].unit].modules)
-        self.excess = ActivationExcess(plan, ledger.slots, self.rank, batch)
+        self.excess = ActivationExcess(plan, ledger.slots, self.rank, batch, raises=options.over_budget == "raise")
         lending = Lending(self.storages, self.failures, self.executor, options.timeout_s)
         self.failures.duties.append(weakref.WeakMethod(lending.answer))
         self.sequencer = SlotSequencer(

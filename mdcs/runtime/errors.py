@@ -11,6 +11,10 @@ class RunError(RuntimeError):
     """A failure while training: names rank, step, and the parameter, unit or message in which it happened."""
 
 
+class OverBudget(RunError):
+    """A step that took more bytes than the budget has, where ``over_budget`` is "raise"."""
+
+
 @dataclass
 class ErrorContext:
     """Rank and step, with which error messages begin."""

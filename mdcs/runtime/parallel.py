@@ -19,7 +19,7 @@ from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.runtime import optimizer_state, state_dict
 from mdcs.runtime.engine import Engine
-from mdcs.runtime.errors import RunError
+from mdcs.runtime.errors import OverBudget, RunError
 from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
@@ -49,6 +49,7 @@ def parallelize(
     emulate: Emulation | None = None,
     init: InitFunction | None = None,
     device: torch.device | str = "cpu",
+    over_budget: str = "warn",
 ) -> Parallel:
     """Train ``model`` as ``plan`` says: :func:`mdcs.parallelize` with a plan, which says what the options are.
 
@@ -56,7 +57,9 @@ def parallelize(
     another plan), ValueError for a plan that does not fit the model and for a parameter that would not be trained, and
     RunError, naming rank, step and message, for later failures.
     """
-    options = RunOptions(clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device))
+    options = RunOptions(
+        clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device), over_budget
+    )
     return Parallel(Engine(model, optimizer, plan, units, group, options), units)
 
 
@@ -104,9 +107,14 @@ class Parallel(Gradients):
         """End an iteration. Updates may still be in flight: each is done before its unit is used again.
 
         After fewer than ``plan.micro_steps`` passes the gradients of these passes are used, on every rank. Raises
-        RunError if there was no pass, and for changes by the loop that the updates did not see.
+        RunError if there was no pass, and for changes by the loop that the updates did not see. With
+        ``over_budget="raise"`` a step that took more bytes than the budget has ends the run on every rank.
         """
-        self._engine.end_step()
+        try:
+            self._engine.end_step()
+        except OverBudget as error:
+            self.__exit__(OverBudget, error)  # the other ranks would wait for this one
+            raise
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss to call ``backward`` on; ``loss`` itself where there is no ``loss_scale``."""

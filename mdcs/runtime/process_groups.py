@@ -21,6 +21,9 @@ CALLS = (
 )  # fmt: skip
 """The collective calls of the training threads that :meth:`Groups.tell` can compare."""
 
+_RANK_ZERO = {"optimizer_state_dict()": "optimizer.state_dict(), too, gathers from all ranks: not under `if rank == 0:` alone, "}
+"""By call, what a loop may have written instead of it."""
+
 _WORDS = 4
 _STEPS_AHEAD = timedelta(seconds=60)
 """Extra timeout: more than the host runs ahead of its device."""
@@ -116,7 +119,8 @@ class ProcessGroups:
         try:
             dist.all_reduce(words, group=self.host_group)  # a gather would allocate in the backend's threads
         except RuntimeError as e:
-            raise RuntimeError(f"call it on every rank: one did not, or is gone ({e})") from e
+            late = f"one did not within {self._timeout.total_seconds():g} s, or is gone"
+            raise RuntimeError(f"{_RANK_ZERO.get(call, '')}call it on every rank: {late} ({e})") from e
         told = [tuple(map(int, w)) for w in words.tolist()]
         for rank, (other, *_) in enumerate(told):
             if CALLS[other] != call:

@@ -48,6 +48,11 @@ class RunOptions:
     emulate: Emulation | None = None
     init: InitFunction | None = None
     device: torch.device = torch.device("cpu")
+    over_budget: str = "warn"
+
+    def __post_init__(self) -> None:
+        if self.over_budget not in ("warn", "raise"):
+            raise ValueError(f'over_budget must be "warn" or "raise", got {self.over_budget!r}')
 
     @property
     def needs_norm(self) -> bool:

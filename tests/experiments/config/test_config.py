@@ -96,6 +96,7 @@ WRONG = {
     "+anything=5": "anything: no such key",
     "~budget.gib": "budget.gib: cannot be deleted; set it to null where that is allowed",
     "budget=5": "budget: no such option 5; options: over_floor, unlimited",
+    "budget.exceeded=stop": "budget.exceeded: must be one of warn, raise; got stop",
     "budget.reserve_mib=-1": "budget.reserve_mib: must be >= 0, got -1",
     "budget.gib=1 budget.reserve_mib=1024": (
         "budget.reserve_mib: must be below the budget of 1 GiB, got 1024"

@@ -75,6 +75,18 @@ def test_the_passes_of_a_step_are_run_again_with_the_same_gradients(passes: Call
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("other", [{"x": torch.ones(9, 4), "add": 1.0}, (torch.ones(9, 4),), torch.ones(9, 4)])
+def test_the_passes_are_run_with_a_batch_of_another_size(other: Any) -> None:
+    net, _, first = begun()
+    net(x=batch(0))["logits"].mean().backward() if isinstance(other, dict) else one_output(net)
+    first.stop()
+    sizes: list[tuple[int, ...]] = []
+    net.last.register_full_backward_hook(lambda module, inputs, outputs: sizes.append(tuple(outputs[0].shape)))
+    first.again(other).backward()
+    first.again().backward()
+    assert sizes == [(9, 3), (5, 3)]
+
+
 def test_micro_steps_are_counted_and_passes_without_gradients_are_none() -> None:
     net, _, first = begun()
     with torch.no_grad():

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -237,3 +238,69 @@ def test_sizes_are_those_of_the_first_module_s_largest_tensor():
     sizes.remove()
     second(torch.zeros(7, 2))
     assert sizes.sizes == (1, 2)
+
+
+# ---- what the loop asks for instead: an error, or a plan of several batches
+
+
+def raising(only: int | None) -> str:
+    """Larger batches on all ranks, or on rank ``only``, in a run that raises: the error's text."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = mdcs.partition(model, mdcs.ByClass("Linear"))
+    link = mdcs.Link.uniform(1.0, 50.0)
+    profile = merge_profiles(measure_profile(model, units, lambda: loss_of(model, SAMPLES), optimizer, world=2, link=link))
+    plan = on_rank_zero(lambda: mdcs.make_plan(profile, Uniform("fsdp"), Wfbp()))
+    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
+    parallel = mdcs.parallelize(model, optimizer, plan, units, timeout_s=20, over_budget="raise")
+    for step in range(8):
+        larger = step >= 2 and only in (None, dist.get_rank())
+        try:
+            loss_of(model, 16 * SAMPLES if larger else SAMPLES, step).backward()
+            parallel.step()
+        except RuntimeError as e:
+            parallel.close()
+            return str(e)
+    return ""
+
+
+def test_every_rank_ends_where_a_batch_above_the_budget_is_to_raise(measured: Ranks):
+    for rank, told in enumerate(measured.run(raising, None)):
+        assert f"rank {rank}, step 3: " in told or "rank 0 left" in told or "rank 1 left" in told
+        assert "above the budget of" in told and f"The batch is {16 * SAMPLES} x {WIDTH}" in told, told
+
+
+def test_a_rank_whose_batch_fits_ends_with_the_words_of_the_one_whose_does_not(measured: Ranks):
+    first, second = measured.run(raising, 1)
+    assert second.startswith("rank 1, step 3: ") and "said once" not in second
+    assert "rank 1 left the run in step 3: OverBudget: rank 1, step 3: " in first and "above the budget of" in first
+
+
+def planned_for(sizes: list[int]) -> tuple[list[float], list[int], str, int, int]:
+    """Losses and excess of a loop that draws these sizes, planned for all of them, and the peak beside its budget."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = mdcs.partition(model, mdcs.ByClass("Linear"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a busy machine
+        plan = mdcs.autoplan(
+            model, optimizer, units, lambda size: loss_of(model, size), batches=sizes, strategy="fsdp",
+            seconds=0.2, progress=False,
+        )  # fmt: skip
+    plan = dataclasses.replace(plan, budget=min_feasible_budget(plan))
+    losses = []
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=20, over_budget="raise") as parallel:
+        for step, size in enumerate(sizes * 2):
+            loss = loss_of(model, size, step)
+            loss.backward()
+            parallel.step()
+            losses.append(loss.item())
+        parallel.drain()
+        records = parallel.records(flush=True)
+        peak = parallel.memory()["measured"]["total"]
+    return losses, [r.over_budget for r in records], plan.profile.about[INPUTS], peak, plan.budget
+
+
+def test_a_plan_of_several_batches_has_room_for_the_largest(measured: Ranks):
+    for _, over, inputs, peak, budget in measured.run(planned_for, [SAMPLES, 16 * SAMPLES, 4 * SAMPLES]):
+        assert set(over) == {0} and peak <= budget and inputs == f"{16 * SAMPLES} x {WIDTH}"

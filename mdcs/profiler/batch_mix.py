@@ -1,0 +1,63 @@
+"""One profile of several example batches: memory of the largest, time of the mix."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from mdcs.model.inputs import INPUTS, from_words
+from mdcs.profile.schema import Profile, Slot
+
+_Use = tuple[int, str, int]
+"""Unit, phase, and how often the unit came before in this phase."""
+
+
+def mix(profiles: Sequence[Profile]) -> Profile:
+    """Return the profile of a loop that draws these batches equally often: by slot mean seconds and most bytes.
+
+    Slots are those of the batch that needs the most memory. What only other batches use is a departure from them.
+    """
+    base = max(profiles, key=lambda p: (max(slot.peak for slot in p.slots), total_s(p)))
+    by_use = [dict(_uses(p.slots)) for p in profiles]
+    slots = []
+    for use, slot in _uses(base.slots):
+        found = [slots_of[use] for slots_of in by_use if use in slots_of]
+        slots.append(
+            dataclasses.replace(
+                slot,
+                seconds=sum(s.seconds for s in found) / len(profiles),
+                live=max(s.live for s in found),
+                peak=max(s.peak for s in found),
+            )
+        )
+    largest = max((p.about.get(INPUTS, "") for p in profiles), key=lambda words: math.prod(from_words(words) or (0,)))
+    return dataclasses.replace(base, slots=tuple(slots), about=base.about | ({INPUTS: largest} if largest else {}))
+
+
+def typical(profiles: Sequence[Profile]) -> int:
+    """Return the number of the batch whose passes take nearest to the mean time."""
+    seconds = [total_s(p) for p in profiles]
+    mean = sum(seconds) / len(seconds)
+    return min(range(len(seconds)), key=lambda i: abs(seconds[i] - mean))
+
+
+def with_slots_of(measured: Profile, before: Profile, mixed: Profile) -> Profile:
+    """Return what was ``measured`` from ``before`` on, the profile of one batch, with the slots of the mix, scaled alike."""
+    scale = total_s(measured) / total_s(before) if total_s(before) else 1.0
+    slots = tuple(dataclasses.replace(slot, seconds=scale * slot.seconds) for slot in mixed.slots)
+    return dataclasses.replace(measured, slots=slots, units=mixed.units, about=mixed.about)
+
+
+def total_s(profile: Profile) -> float:
+    """Return the seconds of all slots."""
+    return sum(slot.seconds for slot in profile.slots)
+
+
+def _uses(slots: Sequence[Slot]) -> Iterator[tuple[_Use, Slot]]:
+    seen: Counter[tuple[int, str]] = Counter()
+    for slot in slots:
+        key = slot.unit, slot.phase
+        yield (*key, seen[key]), slot
+        seen[key] += 1

@@ -1,4 +1,7 @@
-"""`python -m analysis SOURCE`, and the subcommands report, notebooks and trace."""
+"""Table, pictures and trace of a sweep or a run; report, notebooks and trace are commands within.
+
+    python -m analysis SOURCE     # or mdcs report SOURCE
+"""
 
 from __future__ import annotations
 

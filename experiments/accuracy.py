@@ -1,7 +1,7 @@
 """Compare predicted with measured step times: each run beside the replay of its plan.
 
-    python experiments/accuracy.py [--models gpt2 bert resnet] [--ranks 2 3] [override …]     # on the emulated link
-    python experiments/accuracy.py --timed [--ranks 2 4] [override …]     # compute that takes no core, behind real links
+    mdcs accuracy [--models gpt2 bert resnet] [--ranks 2 3] [override …]     # on the emulated link
+    mdcs accuracy --timed [--ranks 2 4] [override …]     # compute that takes no core, behind real links
 
 The rate of the link is chosen so that the communication of a plan with all units zero2 takes 0.5, 1 and 3 × as long as
 compute. Strategies, schedulers and, with `--timed`, budgets take turns. The error is (predicted - measured) / measured,
@@ -79,7 +79,7 @@ KEPT = ("strategy", "scheduler", "budget_gib", "shaped_gbit", "predicted_step_s"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python experiments/accuracy.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs accuracy", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--timed", action="store_true", help="the stand-in, behind shaped links, instead of the models")
     parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2 3; with --timed 2 4")

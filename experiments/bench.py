@@ -1,6 +1,6 @@
 """Measure how much faster the overlapping schedulers are than `sequential`, in paired and interleaved runs.
 
-    python experiments/bench.py [--rounds 3] [override …]        # make bench
+    mdcs bench [--rounds 3] [override …]        # make bench
 
 Machines are shared and noisy. So every round runs all candidates, one after another, with one profile. The result is
 the median over rounds of the ratio within a round.
@@ -33,7 +33,7 @@ CANDIDATES = (BASELINE, "wfbp", "partitioning", "dear", "priority")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python experiments/bench.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=positive, default=3, help="how often every candidate runs")
     parser.add_argument("overrides", nargs="*", help="config overrides for all, e.g. link.rate_gbit=0.5")
     arguments = parser.parse_intermixed_args()

@@ -1,8 +1,8 @@
 """Measure the collective algorithms against each other, on the ranks and the device of the config.
 
-    python experiments/collectives.py cluster.ranks=2
-    python experiments/collectives.py cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
-    python experiments/collectives.py cluster=shaped cluster.rate_gbit=0.5 --repeat 10
+    mdcs collectives cluster.ranks=2
+    mdcs collectives cluster=shaped cluster.ranks=4 cluster.rate_gbit=2
+    mdcs collectives cluster=shaped cluster.rate_gbit=0.5 --repeat 10
 
 `experiment=collectives` has four ranks. The table has median milliseconds per message in trains of messages, by family
 of algorithms and message size: trains of each operation, and trains in which the operations take turns, as in a plan.

@@ -1,6 +1,6 @@
 """Compare mdcs with its peers, under one or several budgets: paired runs that take turns, in one session.
 
-    python experiments/compare.py [--rounds 3] [--budgets 10%,30%,none] [--engines ddp,fsdp2] [override …]
+    mdcs compare [--rounds 3] [--budgets 10%,30%,none] [--engines ddp,fsdp2] [override …]
 
 Every round runs mdcs once per budget and every peer once. Each round starts with the next candidate. A budget is in
 GiB, a share of mdcs's floor on top of that floor (10%), or none. A peer fits a budget if no rank ever exceeded it.
@@ -86,7 +86,7 @@ class Candidate:
 
 def main(module: str = jobs.WORKER) -> int:
     """Run the comparison of the command line. Return the exit code. The jobs' ranks run the module `module`."""
-    parser = argparse.ArgumentParser(prog="python experiments/compare.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs compare", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=positive, default=3, help="how often each engine runs")
     parser.add_argument("--budgets", type=_each(_budget), default=[Budget()], help="e.g. 10%%,1.5GiB,none")
     parser.add_argument("--engines", type=_each(_peer), help=f"peers, of {', '.join(PEERS)}; default: all that can run here")

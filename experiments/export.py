@@ -1,10 +1,10 @@
 """Export a plan: write the nearest configuration of torch's FSDP2 as JSON, and show what is lost and what it costs.
 
-    python experiments/export.py outputs/first
-    python experiments/export.py outputs/first/plan.json --to fsdp2.json
-    python experiments/export.py outputs/first --format json
+    mdcs export outputs/first
+    mdcs export outputs/first/plan.json --to fsdp2.json
+    mdcs export outputs/first --format json
 
-The folder is that of a run or of experiments/plan.py. The file is fsdp2.json beside the plan unless --to names another
+The folder is that of a run or of mdcs plan. The file is fsdp2.json beside the plan unless --to names another
 one. The file explains its keys. In a loop of your own:
 
     from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups

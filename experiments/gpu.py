@@ -1,6 +1,6 @@
 """Qualify a machine with a GPU: tests, mdcs and its peers, emulated worlds, a trade-off curve, overlap, the allocator.
 
-    python experiments/gpu.py [--out results/gpu] [--minutes 10] [--only worlds,curve]        # make gpu
+    mdcs gpu [--out results/gpu] [--minutes 10] [--only worlds,curve]        # make gpu
 
 Every part runs in its own process, the most important first, until the time is over. The program prints one table of
 wanted and found values, and leaves gpu.json, gpu.png and the output of each part in `--out`. Where there is no GPU it
@@ -92,7 +92,7 @@ class Finding:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python experiments/gpu.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="where gpu.json, gpu.png and the output go")
     parser.add_argument("--minutes", type=float, default=10.0, help="how long all parts may take together")
     parser.add_argument("--only", default="", help="names of parts, with commas")

@@ -1,4 +1,4 @@
-"""The parts of ``experiments/gpu.py``, a function each: (scale, folder) → rows of figures for gpu.json.
+"""The parts of ``mdcs gpu``, a function each: (scale, folder) → rows of figures for gpu.json.
 
 All values are in seconds and bytes. A step's time includes all work that it gave to the device. Candidates take turns.
 """

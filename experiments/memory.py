@@ -1,7 +1,7 @@
 """Memory by layer: the peak of a rank while each unit is computed, for all runs of a sweep side by side.
 
-    python experiments/train.py experiment=memory_dp_fsdp_precision hydra.sweep.dir=multirun/memory
-    python experiments/memory.py multirun/memory
+    mdcs train experiment=memory_dp_fsdp_precision hydra.sweep.dir=multirun/memory
+    mdcs memory multirun/memory
 
 Prints a row per unit with the measured peak of every run in MiB (predicted where nothing was measured), and leaves
 memory_by_layer.csv and memory_by_layer.png in the folder.
@@ -34,7 +34,7 @@ from mdcs.sizes import MIB
 
 def main() -> int:
     """Show the sweep that the command line names. Return the exit code."""
-    parser = argparse.ArgumentParser(prog="python experiments/memory.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs memory", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the folder of a sweep or a run")
     folder = parser.parse_args().folder
     found = sorted({path.parent for path in folder.rglob("predicted_timeline.json")}) if folder.is_dir() else []

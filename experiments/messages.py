@@ -1,7 +1,7 @@
 """Measure the processor time of a message on a rank, and compare it with the backend alone for the same messages.
 
-    python experiments/messages.py cluster.ranks=2 collectives=ring
-    python experiments/messages.py cluster=shaped cluster.rate_gbit=2 cluster.ranks=4
+    mdcs messages cluster.ranks=2 collectives=ring
+    mdcs messages cluster=shaped cluster.rate_gbit=2 cluster.ranks=4
 
 Twelve blocks of 6 MiB, whose passes only wait, are trained with real parameters, gradients and fused Adam. Their
 messages are cut finer and finer. The table has milliseconds of processor time per step: of the loop without messages

@@ -1,10 +1,10 @@
-"""Plan without training: print the plan that `train.py` would run, its predicted costs, and the reasons.
+"""Plan without training: print the plan that `mdcs train` would run, its predicted costs, and the reasons.
 
-    python experiments/plan.py strategy=greedy scheduler=fusion budget.gib=0.5
-    python experiments/plan.py strategy=greedy scheduler=dear budget.gib=0.5 profile.path=outputs/…/profile.json
-    python experiments/plan.py strategy=fsdp scheduler=dear budget.gib=72 profile=gpt3-1024 profile.group=node
-    python experiments/plan.py --format json strategy=greedy budget.gib=0.5
-    python experiments/plan.py -m strategy=greedy scheduler=priority,dear budget.over_floor=0.05,0.1,0.2
+    mdcs plan strategy=greedy scheduler=fusion budget.gib=0.5
+    mdcs plan strategy=greedy scheduler=dear budget.gib=0.5 profile.path=outputs/…/profile.json
+    mdcs plan strategy=fsdp scheduler=dear budget.gib=72 profile=gpt3-1024 profile.group=node
+    mdcs plan --format json strategy=greedy budget.gib=0.5
+    mdcs plan -m strategy=greedy scheduler=priority,dear budget.over_floor=0.05,0.1,0.2
 
 A known profile (named, calculated, or kept by an earlier job) is used at once. Else the job's own ranks are started to
 measure one. With -m there is a row for every plan, and the plans share measured profiles. `--format json` prints one

@@ -1,6 +1,6 @@
 """Compare joint with heuristics and with its proven bound on seeded instances, as judged by the simulator.
 
-    python experiments/planners.py [--units 24 48 96]
+    mdcs planners [--units 24 48 96]
 
 No ranks, no measurement.
 """
@@ -115,7 +115,7 @@ def gaps(units: list[int], console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python experiments/planners.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs planners", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--units", type=int, nargs="+", default=list(LIMITS_S), choices=list(LIMITS_S))
     gaps(parser.parse_args().units, Console(width=150))
     return 0

@@ -1,7 +1,7 @@
 """Measure the profile that a job is planned with, and show it: units, link, interference.
 
-    python experiments/profile.py model=gpt2-small link=emulated link.rate_gbit=10
-    python experiments/profile.py model=gpt2-small profile.refresh=true
+    mdcs profile model=gpt2-small link=emulated link.rate_gbit=10
+    mdcs profile model=gpt2-small profile.refresh=true
 
 The command line is that of `train.py`. A profile that an equal job has measured is shown again, unless
 `profile.refresh=true` measures anew.

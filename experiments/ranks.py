@@ -1,7 +1,7 @@
 """Measure step time and processor time over the number of ranks: one job, run with each number.
 
-    python experiments/ranks.py experiment=timed-8                       # 2, 3, 4, 6 and 8 ranks
-    python experiments/ranks.py --ranks 2 4 8 --rounds 3 experiment=timed-8 strategy=zero2 scheduler=priority
+    mdcs ranks experiment=timed-8                       # 2, 3, 4, 6 and 8 ranks
+    mdcs ranks --ranks 2 4 8 --rounds 3 experiment=timed-8 strategy=zero2 scheduler=priority
 
 Every round runs all numbers of ranks, one after another; figures are medians over rounds. The processor time is that of
 all threads of rank 0 in a step. The bound is the structural one. Ranks that compute on shared cores slow each other
@@ -43,7 +43,7 @@ FIGURES = ("step_s", "predicted_step_s", "compute_s", "exposed_s", "stalled_s", 
 
 def main(module: str = jobs.WORKER) -> int:
     """Run the jobs of the command line and show the table. Return the exit code. The ranks run the module `module`."""
-    parser = argparse.ArgumentParser(prog="python experiments/ranks.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs ranks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=positive, nargs="+", default=COUNTS, help="how many, one after the other")
     parser.add_argument("--rounds", type=positive, default=1, help="how often each number runs")
     parser.add_argument("--out", type=Path, default=Path("results/ranks"), help="the folder for what is written")

@@ -1,6 +1,6 @@
 """Measure how many plans the simulator replays in a second, on one core.
 
-    python experiments/replays.py [--units 48] [--interference 0.2]
+    mdcs replays [--units 48] [--interference 0.2]
 
 The plan has one message per unit and kind: units are zero2, sdp and fsdp in turn, the scheduler is wfbp. "Again"
 replays a plan whose ledger and course exist already. "New" makes, checks and prepares a new plan every time, as a local
@@ -39,7 +39,7 @@ ROUNDS = 15
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python experiments/replays.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs replays", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--units", type=int, default=48)
     parser.add_argument("--interference", type=float, default=0.0, help="how much slower computing is beside a message")
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """Search for the plan with the least measured step time, within the budget, by training a few steps at a time.
 
-    python experiments/search.py experiment=search_timed --trials 20
-    python experiments/search.py --trials 40 --search=scheduler=fusion,priority --search=scheduler.bucket_mib=1..64 …
+    mdcs search experiment=search_timed --trials 20
+    mdcs search --trials 40 --search=scheduler=fusion,priority --search=scheduler.bucket_mib=1..64 …
 
 Optuna proposes settings, and a job measures them. By default the search covers the fusion bytes of `scheduler=fusion`,
 the block bytes of `scheduler=priority`, `budget.schedule_share` where there is a budget, and `link.depth`. `--search`
@@ -96,7 +96,7 @@ class Axis:
 
 def main(module: str = jobs.WORKER) -> int:
     """Run the search of the command line. Return the exit code. The jobs' ranks run the module `module`."""
-    parser = argparse.ArgumentParser(prog="python experiments/search.py", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="mdcs search", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trials", type=positive, default=20, help="in all, those of earlier calls included")
     parser.add_argument("--search", type=Axis.parse, action="append", default=[], metavar="KEY=…", help="an axis; again for more")
     parser.add_argument("--seed", type=int, default=0, help="seed of Optuna's sampler")

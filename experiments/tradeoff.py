@@ -1,8 +1,8 @@
 """The trade-off of a job: step time over the division of one budget, and over budgets, predicted and measured.
 
-    python experiments/tradeoff.py strategy=greedy scheduler=priority budget.over_floor=0.2 profile.path=outputs/…/profile.json
-    python experiments/tradeoff.py 'tradeoff.strategies=[greedy,zero2]' 'tradeoff.schedulers=[dear,priority]' …
-    python experiments/tradeoff.py … tradeoff.measure=stop
+    mdcs curve strategy=greedy scheduler=priority budget.over_floor=0.2 profile.path=outputs/…/profile.json
+    mdcs curve 'tradeoff.strategies=[greedy,zero2]' 'tradeoff.schedulers=[dear,priority]' …
+    mdcs curve … tradeoff.measure=stop
 
 With a budget, the program makes the curve over `budget.schedule_share` and finds its stop point; a search finds the
 stop point with a part of the plans. For `tradeoff.budgets`, it makes the front of step time over memory. Times are

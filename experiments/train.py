@@ -1,7 +1,7 @@
 """Plan and train: one job, or with -m a sweep of jobs.
 
-    python experiments/train.py strategy=greedy scheduler=fusion budget.gib=0.5
-    python experiments/train.py -m strategy=dp,fsdp scheduler=wfbp,fusion
+    mdcs train strategy=greedy scheduler=fusion budget.gib=0.5
+    mdcs train -m strategy=dp,fsdp scheduler=wfbp,fusion
     torchrun --nnodes 2 --nproc-per-node 4 … experiments/train.py strategy=fsdp
 """
 

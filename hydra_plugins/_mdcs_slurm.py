@@ -1,6 +1,6 @@
 """Hydra launchers for jobs that SLURM runs, or that this machine runs in the background. A sweep is an array of jobs.
 
-    python experiments/train.py -m hydra/launcher=mdcs_slurm hydra.launcher.nodes=2 hydra.launcher.ranks_per_node=8 …
+    mdcs train -m hydra/launcher=mdcs_slurm hydra.launcher.nodes=2 hydra.launcher.ranks_per_node=8 …
 
 The program's task function writes into every job's folder the files that a later run needs, and the list of jobs that
 must end before (`_mdcs_handed.BEFORE`). The launcher hands the jobs in through submitit. In a job, one task per node

@@ -190,7 +190,7 @@ def test_every_command_composes(document):
     """The jobs that the shown commands would run, but for files that other commands write."""
     text = TEXT[document]
     settings = dict(re.findall(r'^(\w+)="([^"]*)"$', text, re.M))
-    for _, rest in re.findall(r"^\s*(?:PYTHONPATH=\S+ )?python experiments/(\w+)\.py(.*)$", text.replace("\\\n", " "), re.M):
+    for _, rest in re.findall(r"^\s*(?:PYTHONPATH=\S+ )?mdcs (\w+)(.*)$", text.replace("\\\n", " "), re.M):
         for name, value in settings.items():
             rest = rest.replace(f"${name}", value)
         elsewhere = ("-", "hydra.", "profile.path=", "engine.plan=")

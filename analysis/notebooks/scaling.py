@@ -14,7 +14,7 @@
 # # Scaling to larger worlds
 #
 # **Everything here is predicted**: plans for a calculated cluster, replayed by the simulator. Nothing was run.
-# `python experiments/plan.py profile=gpt3-1024 profile.nodes=…` plans single points of the same kind.
+# `mdcs plan profile=gpt3-1024 profile.nodes=…` plans single points of the same kind.
 
 # %%
 # %matplotlib inline

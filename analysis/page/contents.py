@@ -18,7 +18,7 @@ from analysis.settings import short
 from analysis.settings import value as words
 from mdcs.sizes import MIB
 
-PROGRAM = "python experiments/train.py"
+PROGRAM = "mdcs train"
 PERIODS = 8
 """How many of the best runs are shown slot by slot; more would make the page large."""
 

@@ -236,7 +236,7 @@ class SweepConfig:
 
 @dataclass
 class TradeoffConfig:
-    """Settings of experiments/tradeoff.py; other programs ignore them."""
+    """Settings of mdcs curve; other programs ignore them."""
 
     strategies: list[str] = option([], "options of strategy to compare; none: the job's own")
     schedulers: list[str] = option([], "options of scheduler to compare; none: the job's own")

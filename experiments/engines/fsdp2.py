@@ -44,7 +44,7 @@ class Fsdp2(EngineOptions):
     reduce_scatter: str = option(
         "own", "the backend's own, or an all-to-all with a local sum", choices=("own", "all_to_all")
     )
-    plan: str | None = option(None, "an fsdp2.json of experiments/export.py, which says what to call; null: a call per block")
+    plan: str | None = option(None, "an fsdp2.json of mdcs export, which says what to call; null: a call per block")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +79,7 @@ class Fsdp2(EngineOptions):
             schema, planned = said["schema"], said["ranks"]
             meshes = [group["mesh"] for group in said["groups"] if schema == SCHEMA]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError("engine.plan", f"is not a file of experiments/export.py: {error}") from error
+            raise ConfigError("engine.plan", f"is not a file of mdcs export: {error}") from error
         if schema != SCHEMA:
             raise ConfigError("engine.plan", f"{plan} has schema {schema}, not {SCHEMA}: export the plan again")
         if planned != ranks:

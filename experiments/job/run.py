@@ -90,7 +90,7 @@ def run(
     A folder that cannot be written is a failed outcome.
     """
     if config.profile.name == "analytic":
-        raise ConfigError("profile.name", "analytic is for planning (experiments/plan.py): there are no ranks like these")
+        raise ConfigError("profile.name", "analytic is for planning (mdcs plan): there are no ranks like these")
     if config.cluster.name == "joined" and start is None:
         raise ConfigError("cluster.name", "joined is for ranks that torchrun or srun has started, and nobody has")
     rate = config.cluster.rate_gbit

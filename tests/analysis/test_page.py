@@ -34,8 +34,8 @@ def test_a_job_s_command_runs_that_job_alone(run_writer):
     jobs = [{"overrides": o, "folder": n} for o, n in zip(overrides, ("0", "1", None), strict=True)]
     (run_writer.sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
     assert contents(analysis.runs(run_writer.sweep))["commands"] == [
-        "python experiments/train.py strategy=fsdp",
-        "python experiments/train.py experiment=quick 'model.wrap=[a, b]' hydra.mode=RUN",
+        "mdcs train strategy=fsdp",
+        "mdcs train experiment=quick 'model.wrap=[a, b]' hydra.mode=RUN",
         None,
     ]
     assert folders

@@ -1,0 +1,87 @@
+"""The command ``mdcs``: runs the programs of a checkout by name, from any folder.
+
+    mdcs train strategy=greedy scheduler=fusion budget.gib=0.5
+    torchrun --nproc-per-node 4 --no-python mdcs train strategy=fsdp
+
+The wheel has the library alone, so the command needs the checkout that mdcs was installed from with ``pip install -e``.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import runpy
+import sys
+from pathlib import Path
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
+PROGRAMS = {
+    "train": "experiments/train.py",
+    "profile": "experiments/profile.py",
+    "plan": "experiments/plan.py",
+    "curve": "experiments/tradeoff.py",
+    "compare": "experiments/compare.py",
+    "search": "experiments/search.py",
+    "export": "experiments/export.py",
+    "memory": "experiments/memory.py",
+    "report": "analysis/__main__.py",
+}
+"""File of each command, from the checkout's root."""
+
+MEASURING = {
+    "accuracy": "experiments/accuracy.py",
+    "bench": "experiments/bench.py",
+    "collectives": "experiments/collectives.py",
+    "gpu": "experiments/gpu.py",
+    "messages": "experiments/messages.py",
+    "planners": "experiments/planners.py",
+    "ranks": "experiments/ranks.py",
+    "replays": "experiments/replays.py",
+}
+"""The same of the commands that measure mdcs itself and the machine."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command line: the name of a program, then its arguments. Return the exit code: 2 for an unknown name."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name = arguments[0] if arguments else "--help"
+    if not (_CHECKOUT / PROGRAMS["train"]).is_file():
+        how = "clone the repository, and pip install -e '.[experiments]' there"
+        print(f"mdcs: the programs are not in the wheel; {how}", file=sys.stderr)
+        return 2
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    programs = PROGRAMS | MEASURING
+    if name not in programs:
+        near = difflib.get_close_matches(name, programs, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(programs)}"
+        print(f"mdcs: no command {name}; {hint}", file=sys.stderr)
+        return 2
+    sys.argv = [f"mdcs {name}", *arguments[1:]]
+    sys.path[0] = str(_CHECKOUT)  # instead of the folder of the command
+    try:
+        runpy.run_path(str(_CHECKOUT / programs[name]), run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int) or end.code is None:
+            return end.code or 0
+        raise
+    return 0
+
+
+def _help() -> str:
+    lines = ["usage: mdcs COMMAND [--help] [GROUP=OPTION …] [KEY=VALUE …]", ""]
+    for programs in (PROGRAMS, MEASURING):
+        lines += [f"  {name:<12} {_about(path)}" for name, path in programs.items()] + [""]
+    return "\n".join([*lines, "mdcs COMMAND --help explains a command, with all its options."])
+
+
+def _about(path: str) -> str:
+    """Return the first line of a program's docstring."""
+    text = ast.get_docstring(ast.parse((_CHECKOUT / path).read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

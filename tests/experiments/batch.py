@@ -6,15 +6,16 @@ from pathlib import Path
 from experiments.config.schema import Config
 from experiments.job import run as jobs
 from launch import elastic
+from launch.warm import Warm
 
 
-def run_all(folder: Path, configs: Mapping[str, Config]) -> None:
+def run_all(folder: Path, configs: Mapping[str, Config], warm: Warm) -> None:
     """Run jobs, which need ranks like the first, in folders of these names; what one refuses is left in its folder."""
     resolved = {name: jobs.resolve(config) for name, config in configs.items()}
     for name, config in resolved.items():
         jobs.begin(config, folder / name)
     first = next(iter(resolved.values()))
-    outcome = elastic.run(
+    outcome = warm.run(
         folder / "launch", elastic.Cluster(first.cluster.processes, 200, 60), jobs.environment(first),
         module="tests.experiments.batch_worker", arguments=[str(folder / name) for name in resolved],
     )  # fmt: skip

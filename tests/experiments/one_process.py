@@ -1,24 +1,31 @@
-"""Stands in for :func:`launch.elastic.run` where launching is not what is tested: the ranks' module runs here, once per
-rank, one after the other. The jobs of a sweep then start no process; what a rank raises is the job's reason.
+"""Programs of experiments/ in the process of the tests: most of them say and write what they do in less time than Python starts.
+
+What stands in for :func:`launch.elastic.run` meanwhile starts no process either, unless a test says so: the ranks' module runs
+here, once per rank, one after the other, and what a rank raises is the job's reason.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
+import pytest
+
+from launch import elastic
 from launch.elastic import Cluster, Outcome
 from launch.status import Status
-
-# What a program's process runs first to have no ranks: ``python -c``.
-INSTEAD_OF_RANKS = (
-    "from launch import elastic, warm; from tests.experiments import one_process; elastic.run = one_process.run; "
-    "warm.Warm.run = lambda self, *arguments, **named: one_process.run(*arguments, **named); "
-)
+from launch.warm import Warm
 
 
 def run(
@@ -33,3 +40,24 @@ def run(
                 return Outcome(False, f"rank {rank} failed: {type(error).__name__}: {error}", rank, 0)
     on_tick([None] * cluster.ranks)
     return Outcome(True)
+
+
+def call(
+    program: ModuleType, folder: Path, *arguments: str, worker: str | None = None, start: Callable[..., Outcome] = run
+) -> subprocess.CompletedProcess[str]:
+    """What a program does with this command line in this folder. The ranks' module is `worker`, and `start` starts them."""
+    out, err = io.StringIO(), io.StringIO()
+    terminate = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [f"{program.__name__.rpartition('.')[2]}.py", *arguments])
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which programs change
+        patch.setattr(elastic, "run", start)
+        patch.setattr(Warm, "run", lambda self, *args, **named: start(*args, **named))
+        try:
+            code: Any = program.main(*([worker] if worker else []))
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            signal.signal(signal.SIGTERM, terminate)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

@@ -2,17 +2,13 @@
 
 import io
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from experiments import collectives as program
 from mdcs.profile.algorithms import ALGORITHMS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.experiments import one_process
 
 
 def test_the_fastest_of_each_size_is_marked_and_bytes_are_per_byte():
@@ -50,14 +46,10 @@ def test_how_far_repeated_links_differ_and_how_good_the_choices_were():
     assert "all_reduce ring 2, native 1 10.0%, 80.0% 0.476 – 0.500 5.0% 10 – 10 200 – 200" in text
 
 
-def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "experiments/collectives.py"), "hydra.run.dir=out", *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=200)
-
-
 @pytest.mark.slow
-def test_both_families_are_measured(tmp_path):
-    done = run(tmp_path, "cluster.ranks=2")
+def test_both_families_are_measured(tmp_path, warm):
+    asked = ("cluster.ranks=2", "cluster.threads=1", "hydra.run.dir=out")
+    done = one_process.call(program, tmp_path, *asked, start=warm.run)
     assert done.returncode == 0, done.stderr
     assert "gloo, 2 ranks: median ms" in done.stdout
     rows = json.loads((tmp_path / "out" / program.FILE).read_text())["rows"]
@@ -66,6 +58,6 @@ def test_both_families_are_measured(tmp_path):
 
 
 def test_one_rank_has_nothing_to_compare(tmp_path):
-    done = run(tmp_path, "cluster.ranks=1")
+    done = one_process.call(program, tmp_path, "cluster.ranks=1", "hydra.run.dir=out")
     assert done.returncode == 1
     assert "cluster.ranks: must be >= 2 to compare collectives, got 1" in done.stderr

@@ -36,10 +36,10 @@ def composed(*overrides: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(tmp_path_factory, warm):
     """The folders of all jobs, which one process has run one after the other."""
     folder = tmp_path_factory.mktemp("emulated")
-    run_all(folder, {name: composed(*overrides) for name, overrides in JOBS.items()})
+    run_all(folder, {name: composed(*overrides) for name, overrides in JOBS.items()}, warm)
     return {name: folder / name for name in JOBS}
 
 

@@ -74,7 +74,7 @@ def take_home(workload, strategies, file):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def ran(tmp_path_factory, warm):
     """The folders of all jobs, run by the same two ranks."""
     folder = tmp_path_factory.mktemp("engines")
     folders, configs = {}, {}
@@ -85,7 +85,7 @@ def ran(tmp_path_factory):
         folders[workload, overrides] = folder / str(number)
         there = overrides.replace("engine.plan=", f"engine.plan={folder}/").split()
         configs[str(number)] = composed(*WORKLOADS[workload], *there)
-    run_all(folder, configs)
+    run_all(folder, configs, warm)
     refused = {key: (own / "refused0").read_text() for key, own in folders.items() if (own / "refused0").exists()}
     assert refused == {}
     return folders

@@ -1,5 +1,6 @@
-"""Two hosts (network namespaces) with two ranks each, started by torchrun or by the program: they train as four ranks of one host
-do, share no files, and when one of them is gone the other says so and ends.
+"""Two hosts (network namespaces) whose ranks torchrun starts: they train as the ranks of one host do, share no files, and when
+one of them is gone the other says so and ends. (test_shaped.py: hosts that the program makes. launch/test_joined.py: a host
+that is gone is named with all its ranks.)
 """
 
 import io
@@ -24,17 +25,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"no sh
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (
-    sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--node-rank={node}",
+    sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--node-rank={node}",
     "--master-addr={address}", "--master-port=29500",
 )  # fmt: skip
 JOB = ("model=mlp", "data=synthetic", "strategy=fsdp", "cluster.threads=1", "run.profile_iterations=1", "run.warmup_steps=1")
 TIMEOUT_S = 15
-SAID = re.compile("^rank [23]: .*", re.M)  # by the first of them: torchrun ends the other then
+SAID = re.compile("^rank 1: .*", re.M)
 
 
-def start(folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
-    command = [*TORCHRUN, str(ROOT / "experiments/train.py"), *JOB, *overrides, "hydra.run.dir=out"]
-    return subprocess.Popen([sys.executable, "-m", "tests.launch.hosts", str(folder), *command], cwd=ROOT)
+def start(folder: Path, per_node: int, *overrides: str) -> "subprocess.Popen[bytes]":
+    program = [*TORCHRUN, f"--nproc-per-node={per_node}", str(ROOT / "experiments/train.py")]
+    command = [sys.executable, "-m", "tests.launch.hosts", str(folder), *program, *JOB, *overrides, "hydra.run.dir=out"]
+    return subprocess.Popen(command, cwd=ROOT)
 
 
 def losses(folder: Path) -> list[float]:
@@ -44,32 +46,25 @@ def losses(folder: Path) -> list[float]:
 def test_two_hosts_train_as_one_does(tmp_path, warm):
     exact = ("run.steps=4", "run.precision=fp64")
     (tmp_path / "torchrun").mkdir()
-    assert start(tmp_path / "torchrun", *exact).wait(300) == 0, (tmp_path / "torchrun/host0/log").read_text()
+    assert start(tmp_path / "torchrun", 2, *exact).wait(300) == 0, (tmp_path / "torchrun/host0/log").read_text()
     out = tmp_path / "torchrun/host0/out"
-    found = {"torchrun": losses(out)}
-    for name, cluster in (("one", ["cluster.ranks=4"]), ("shaped", ["cluster=shaped", "cluster.nodes=2", "cluster.ranks=4"])):
-        with checks.composing():
-            config = checks.compose_config([*JOB, *exact, *cluster])
-        own = {"worker": "tests.experiments.hasty_worker", "start": warm.run if name == "one" else None}
-        outcome = jobs.run(config, tmp_path / name, Console(file=io.StringIO()), **own)
-        assert outcome.ok, outcome.reason
-        found[name] = losses(tmp_path / name)
-    assert len(found["one"]) == 4
-    for name in ("torchrun", "shaped"):
-        assert found[name] == pytest.approx(found["one"], rel=1e-12)
+    with checks.composing():
+        config = checks.compose_config([*JOB, *exact, "cluster.ranks=4"])
+    hasty = {"worker": "tests.experiments.hasty_worker", "start": warm.run}
+    outcome = jobs.run(config, tmp_path / "one", Console(file=io.StringIO()), **hasty)
+    assert outcome.ok, outcome.reason
+    assert len(losses(out)) == 4 and losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
     # The second host has written nothing that stays; profiles of one host, and of another network, are others.
     assert [file.name for file in (tmp_path / "torchrun/host1").iterdir()] == ["log"]
-    about = {name: Profile.from_json((tmp_path / name / "profile.json").read_text()).about for name in ("one", "shaped")}
-    about["torchrun"] = Profile.from_json((out / "profile.json").read_text()).about
-    assert [about[name].get("hosts") for name in ("one", "shaped", "torchrun")] == [None, "2", "2"]
-    assert about["torchrun"]["network"].startswith(network.INTERFACE) and about["shaped"]["network"] == ""
+    two, one = (Profile.from_json((folder / "profile.json").read_text()).about for folder in (out, tmp_path / "one"))
+    assert (one.get("hosts"), two["hosts"]) == (None, "2") and two["network"].startswith(network.INTERFACE)
     cluster = yaml.safe_load((out / "config.yaml").read_text())["cluster"]
     assert (cluster["name"], cluster["ranks"], cluster["nodes"]) == ("joined", 4, 2)
 
 
 @pytest.mark.parametrize("gone", [1, 0])
 def test_a_host_that_is_gone_ends_the_job_on_the_other(tmp_path, gone):
-    hosts = start(tmp_path, "run.steps=100000", f"cluster.timeout_s={TIMEOUT_S}")
+    hosts = start(tmp_path, 1, "run.steps=100000", f"cluster.timeout_s={TIMEOUT_S}")
     metrics, deadline = tmp_path / "host0/out/metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and len(losses(metrics.parent)) >= 200):  # all ranks' steps are known by then
         assert hosts.poll() is None and time.monotonic() < deadline, (tmp_path / "host0/log").read_text()
@@ -84,9 +79,8 @@ def test_a_host_that_is_gone_ends_the_job_on_the_other(tmp_path, gone):
     address = network.addresses(2)[gone]
     if gone == 1:
         last = read_events(metrics)[-1]
-        assert last["event"] == "failure" and last["rank"] == 2 and last["step"] > 0
-        assert f"({address}) has not answered for " in last["reason"] and "rank 2 was at step " in last["reason"]
-        assert "rank 3 was at step " in last["reason"]
+        assert last["event"] == "failure" and last["rank"] == 1 and last["step"] > 0
+        assert f"({address}) has not answered for " in last["reason"] and "rank 1 was at step " in last["reason"]
         ended = last["time"]
     else:
         said = SAID.search(log.read_text()).group()

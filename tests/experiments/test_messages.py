@@ -2,17 +2,13 @@
 
 import io
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from experiments import messages as program
 from experiments.config.checks import compose_config, composing
-from experiments.job import run as jobs
-
-HASTY = "tests.experiments.hasty_messages"
+from tests.experiments import one_process
 
 
 def test_what_a_message_costs_is_beyond_the_backend_and_the_loop():
@@ -27,24 +23,21 @@ def test_what_a_message_costs_is_beyond_the_backend_and_the_loop():
     assert ["zero2", "256", "500", "30", "100", "190", "120", "80"] in lines
 
 
-def run(monkeypatch, folder: Path, *overrides: str, start=None) -> int:
-    """The program, whose ranks are in a hurry."""
-    as_asked = jobs.run
-    monkeypatch.setattr(jobs, "run", lambda *args, worker, **named: as_asked(*args, worker=HASTY, start=start, **named))
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["messages.py", "hydra.run.dir=out", "cluster.threads=1", *overrides])
-    return program.main()
-
-
 @pytest.mark.slow
-def test_every_cut_is_measured(tmp_path, monkeypatch, capsys, warm):
-    assert run(monkeypatch, tmp_path, "cluster.ranks=2", "collectives=ring", start=warm.run) == 0
+def test_every_cut_is_measured(tmp_path, warm):
+    def hasty(*arguments, module, **named):
+        return warm.run(*arguments, module="tests.experiments.hasty_messages", **named)
+
+    asked = ("cluster.ranks=2", "cluster.threads=1", "collectives=ring", "hydra.run.dir=out")
+    done = one_process.call(program, tmp_path, *asked, start=hasty)
+    assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out" / program.FILE).read_text())
     assert [row["messages"] for row in rows] == [24, 96]  # gather and reduce 3 blocks, in 4 and in 16 parts
     assert all(row["alone"][0] > 0 and row["backend"][0] > 0 and row["mdcs"][0] > 0 for row in rows)
-    assert "gloo, 2 ranks: ms of processor time per step and rank" in capsys.readouterr().out
+    assert "gloo, 2 ranks: ms of processor time per step and rank" in done.stdout
 
 
-def test_one_rank_sends_nothing(tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, tmp_path, "cluster.ranks=1") == 1
-    assert "cluster.ranks: must be >= 2 to send messages, got 1" in capsys.readouterr().err
+def test_one_rank_sends_nothing(tmp_path):
+    done = one_process.call(program, tmp_path, "cluster.ranks=1", "hydra.run.dir=out")
+    assert done.returncode == 1
+    assert "cluster.ranks: must be >= 2 to send messages, got 1" in done.stderr

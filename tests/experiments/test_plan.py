@@ -2,14 +2,13 @@
 
 import io
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from experiments import plan as program
+from experiments import profile
 from mdcs.plan.plan import Plan
 from mdcs.planner.explain import UnitChoice
 from mdcs.planner.pipeline import make_plan
@@ -17,9 +16,8 @@ from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
-from tests.experiments.one_process import INSTEAD_OF_RANKS
+from tests.experiments import one_process
 
-ROOT = Path(__file__).resolve().parents[2]
 PROFILE = Profile.from_json(Path(__file__).with_name("profile.json").read_text())
 
 
@@ -56,10 +54,8 @@ def test_the_document_has_what_is_shown():
 
 
 def test_json_is_all_that_is_printed(tmp_path):
-    stub = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {INSTEAD_OF_RANKS}from experiments import plan; "
-    stub += "sys.exit(plan.main('tests.experiments.planning_worker'))"
-    command = [sys.executable, "-c", stub, "--format", "json", "strategy=dp", "hydra.run.dir=out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    asked = ("--format", "json", "strategy=dp", "hydra.run.dir=out")
+    done = one_process.call(program, tmp_path, *asked, worker="tests.experiments.planning_worker")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["plan"] == Plan.from_json((tmp_path / "out/plan.json").read_text()).hash
@@ -68,8 +64,7 @@ def test_json_is_all_that_is_printed(tmp_path):
 def test_a_sweep_of_plans_is_a_row_for_each(tmp_path):
     grid = ("-m", "strategy=dp,zero2,stratgy", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0",
             f"profile.path={Path(__file__).with_name('profile.json')}", "hydra.sweep.dir=out")  # fmt: skip
-    command = [sys.executable, str(ROOT / "experiments/plan.py"), "--format", "json", *grid]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = one_process.call(program, tmp_path, "--format", "json", *grid)
     assert done.returncode == 1 and "strategy: no such option stratgy" in done.stderr
     plans = json.loads(done.stdout)["plans"]
     assert [plan["strategy"] for plan in plans] == ["dp", "zero2"]
@@ -91,7 +86,6 @@ def test_a_sweep_of_plans_has_a_column_for_each_setting_that_it_varies(tmp_path,
 
 
 def test_a_program_of_one_job_takes_no_sweep(tmp_path):
-    command = [sys.executable, str(ROOT / "experiments/profile.py"), "-m", "strategy=dp", "hydra.sweep.dir=out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = one_process.call(profile, tmp_path, "-m", "strategy=dp", "hydra.sweep.dir=out")
     assert done.returncode == 2
     assert done.stderr == "--multirun: this program takes one job\n"

@@ -2,10 +2,9 @@
 
 import io
 import json
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import pandas as pd
 import pytest
@@ -13,11 +12,11 @@ from hydra import compose
 from rich.console import Console
 
 import analysis
-from experiments import collectives, memory
+from experiments import collectives, memory, tradeoff, train
 from experiments.config import checks
+from launch.warm import Warm
 from mdcs.profile.algorithms import ALGORITHMS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.experiments import one_process
 
 
 def jobs_of(name: str) -> list[list[str]]:
@@ -37,11 +36,8 @@ def test_every_job_of_a_sweep_composes(name, count):
     assert len(jobs) == count and made[0] != made[1]
 
 
-def run(folder: Path, program: str, *arguments: str) -> str:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import {program} as program; sys.exit(program.main("
-    code += "" if program == "memory" else "'tests.experiments.hasty_worker'"
-    command = [sys.executable, "-c", f"{code}))", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=280)
+def run(warm: Warm, folder: Path, program: ModuleType, *arguments: str) -> str:
+    done = one_process.call(program, folder, *arguments, worker="tests.experiments.hasty_worker", start=warm.run)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -51,19 +47,19 @@ TINY_RESNET = ("model.depths=[1,1,1,1]", "model.width_divisor=16", "model.image=
 
 
 @pytest.mark.slow
-def test_a_tiny_tradeoff(tmp_path):
-    said = run(tmp_path, "tradeoff", "experiment=tradeoff_resnet152", *TINY_RESNET, "scheduler.seconds=1", *SHORT,
-               "tradeoff.shares=3", "tradeoff.budgets=[0.0]", "tradeoff.measure=stop", "hydra.run.dir=out")  # fmt: skip
+def test_a_tiny_tradeoff(tmp_path, warm):
+    small = (*TINY_RESNET, "scheduler.seconds=1", *SHORT, "tradeoff.shares=3", "tradeoff.budgets=[0.0]")
+    said = run(warm, tmp_path, tradeoff, "experiment=tradeoff_resnet152", *small, "tradeoff.measure=stop", "hydra.run.dir=out")
     assert "stop point of greedy · memory_aware" in said
     points = json.loads((tmp_path / "out/tradeoff.json").read_text())["points"]
     assert [point["measured"] for point in points if point["stop_point"]] != [None]
 
 
 @pytest.mark.slow
-def test_tiny_buckets_of_ddp_on_pairs(tmp_path):
+def test_tiny_buckets_of_ddp_on_pairs(tmp_path, warm):
     small = ("model=bert-tiny-pairs", "data=nli", "run.eval_every=3", *SHORT)
     two = "hydra.sweeper.params={engine:'ddp,ddp_no_overlap',engine.bucket_mib:'4'}"
-    run(tmp_path, "train", "experiment=bert_nli_ddp_bucket", *small, two, "hydra.sweep.dir=out")
+    run(warm, tmp_path, train, "experiment=bert_nli_ddp_bucket", *small, two, "hydra.sweep.dir=out")
     frame = analysis.load_sweep(tmp_path / "out")
     assert list(frame["status"]) == ["ok", "ok"]
     assert frame["loss"].nunique() == 1  # when reductions happen changes no number
@@ -71,9 +67,9 @@ def test_tiny_buckets_of_ddp_on_pairs(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tiny_memory_sweep(tmp_path):
-    run(tmp_path, "train", "experiment=memory_dp_fsdp_precision", *TINY_RESNET, *SHORT, "hydra.sweep.dir=out")
-    said = run(tmp_path, "memory", "out")
+def test_a_tiny_memory_sweep(tmp_path, warm):
+    run(warm, tmp_path, train, "experiment=memory_dp_fsdp_precision", *TINY_RESNET, *SHORT, "hydra.sweep.dir=out")
+    said = one_process.call(memory, tmp_path, "out").stdout
     frame = pd.read_csv(tmp_path / "out/memory_by_layer.csv", index_col="unit")
     assert set(frame.columns) == {f"{s} {p}, measured" for s, p in product(("dp", "fsdp"), ("fp32", "bf16"))}
     assert (frame["fsdp fp32, measured"] < frame["dp fp32, measured"]).all()
@@ -81,12 +77,13 @@ def test_a_tiny_memory_sweep(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tiny_grid_handed_in_here(tmp_path):
+def test_a_tiny_grid_handed_in_here(tmp_path, warm):
     pytest.importorskip("submitit")
-    run(tmp_path, "train", "experiment=slurm_grid", "hydra/launcher=mdcs_local", "hydra.launcher.nodes=1",
-        "hydra.launcher.ranks_per_node=2", "hydra.launcher.gpus_per_node=null", "cluster=local", "model=llama-tiny",
-        "model.checkpointing=true", *SHORT, "hydra.sweeper.also=[]",
-        "hydra.sweeper.params={strategy:fsdp,scheduler:dear,budget.gib:'0.5'}", "hydra.sweep.dir=out")  # fmt: skip
+    here = ("hydra/launcher=mdcs_local", "hydra.launcher.nodes=1", "hydra.launcher.ranks_per_node=2",
+            "hydra.launcher.gpus_per_node=null", "cluster=local")  # fmt: skip
+    one = ("hydra.sweeper.also=[]", "hydra.sweeper.params={strategy:fsdp,scheduler:dear,budget.gib:'0.5'}")
+    small = ("model=llama-tiny", "model.checkpointing=true", *SHORT)
+    run(warm, tmp_path, train, "experiment=slurm_grid", *here, *small, *one, "hydra.sweep.dir=out")
     assert list(analysis.load_sweep(tmp_path / "out")["status"]) == ["ok"]
 
 

@@ -70,7 +70,9 @@ def test_two_nodes_have_two_levels(tmp_path):
     nodes = ("cluster.ranks=4", "cluster.nodes=2", "strategy=hsdp")
     outcome = jobs.run(composed(*SMALL, *nodes), tmp_path, Console(file=io.StringIO()))
     assert outcome.ok, outcome.reason
-    link = Profile.from_json((tmp_path / "profile.json").read_text()).link
+    profile = Profile.from_json((tmp_path / "profile.json").read_text())
+    link = profile.link
+    assert (profile.about["hosts"], profile.about["network"]) == ("2", "")
     assert link.per_node == 2 and link.beta_of(Kind.AG_F_N) < link.beta_of(Kind.AG_F)
     assert analysis.load_run(tmp_path).row()["bytes_AG_B_N"] > 0
 

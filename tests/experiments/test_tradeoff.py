@@ -2,19 +2,16 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from experiments import tradeoff as program
 from experiments.tradeoff import keep_fastest
-from tests.experiments.one_process import INSTEAD_OF_RANKS
+from tests.experiments import one_process
 
-ROOT = Path(__file__).resolve().parents[2]
-STUB = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {INSTEAD_OF_RANKS}from experiments import tradeoff; "
-STUB += "sys.exit(tradeoff.main('tests.experiments.stub_worker'))"
 PROFILE = Path(__file__).with_name("profile.json")
 SMALL = (
     "hydra.run.dir=out", "budget.over_floor=0.3", "tradeoff.shares=5", "tradeoff.budgets=[0.0,0.3]", "run.steps=3",
@@ -23,8 +20,7 @@ SMALL = (
 
 
 def tradeoff(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", STUB, *SMALL, *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    return one_process.call(program, folder, *SMALL, *overrides, worker="tests.experiments.stub_worker")
 
 
 def points(folder: Path, part: str) -> list[dict]:

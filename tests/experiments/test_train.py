@@ -13,25 +13,29 @@ from pathlib import Path
 import pytest
 
 from analysis.events import read_events
+from experiments import train as program
 from experiments.config.files import groups
 from experiments.config.schema import fields_by_key
-from tests.experiments.one_process import INSTEAD_OF_RANKS
+from tests.experiments import one_process
 
 ROOT = Path(__file__).resolve().parents[2]
 MORE = pytest.mark.slow
 HERE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-STUB = "from experiments import train; sys.exit(train.main('tests.experiments.stub_worker'))"
+WORKER = "tests.experiments.stub_worker"
+STUB = f"from experiments import train; sys.exit(train.main({WORKER!r}))"
 QUICK = ("run.steps=3", "run.warmup_steps=1")
 
 
-def start(folder: Path, *overrides: str, ranks: bool = True) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", HERE + ("" if ranks else INSTEAD_OF_RANKS) + STUB, *overrides]
+def start(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", HERE + STUB, *overrides]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=folder, text=True, **pipes)
 
 
 def train(folder: Path, *overrides: str, ranks: bool = True) -> "subprocess.CompletedProcess[str]":
-    process = start(folder, *overrides, ranks=ranks)
+    if not ranks:
+        return one_process.call(program, folder, *overrides, worker=WORKER)
+    process = start(folder, *overrides)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -89,7 +93,7 @@ def test_a_job_that_fails_says_why_and_records_it(tmp_path, name, reason):
     ],
 )
 def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path, overrides, line):
-    done = train(tmp_path, *overrides, "hydra.run.dir=out", "hydra.sweep.dir=out")
+    done = train(tmp_path, *overrides, "hydra.run.dir=out", "hydra.sweep.dir=out", ranks=False)
     assert (done.returncode, done.stderr) == (2, line + "\n")
     assert not list(tmp_path.rglob("launch.json"))
 

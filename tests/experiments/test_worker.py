@@ -162,7 +162,7 @@ class Ran:
 
 
 @pytest.fixture(scope="module", params=[pytest.param("two ranks", marks=pytest.mark.slow)])
-def batch(tmp_path_factory):
+def batch(tmp_path_factory, warm):
     """All jobs of JOBS and REFUSED, run by the same two ranks."""
     folder = tmp_path_factory.mktemp("batch")
     first: dict[str, Path] = {}
@@ -175,7 +175,7 @@ def batch(tmp_path_factory):
         if profile.parent != own and config.profile.path is None:
             config = dataclasses.replace(config, profile=ProfileConfig(path=str(profile)))
         configs[name] = config
-    run_all(folder, configs)
+    run_all(folder, configs, warm)
     return folder
 
 

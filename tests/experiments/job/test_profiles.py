@@ -3,23 +3,22 @@
 import dataclasses
 import io
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from rich.console import Console
 
+from experiments import plan
 from experiments import profile as program
 from experiments.config import checks, code
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, cache_folder, emulated, known
 from mdcs.profile.schema import Contention, Profile
-from tests.experiments.one_process import INSTEAD_OF_RANKS
+from tests.experiments import one_process
 
-ROOT = Path(__file__).resolve().parents[3]
 PROFILE = Path(__file__).parents[1] / "profile.json"
 
 
@@ -144,34 +143,30 @@ def test_nothing_runs_on_a_cluster_that_one_does_not_have(tmp_path):
         jobs.run(composed("profile=gpt3-1024"), tmp_path, Console(file=io.StringIO()))
 
 
-def run(tmp_path: Path, name: str, *overrides: str) -> "subprocess.CompletedProcess[str]":
-    """A program whose ranks are the stub, in its own process."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {INSTEAD_OF_RANKS}from experiments import {name} as program; "
-    code += "sys.exit(program.main('tests.experiments.stub_worker'))"
-    command = [sys.executable, "-c", code, *overrides]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ)
+def run(folder: Path, program: ModuleType, *overrides: str) -> "subprocess.CompletedProcess[str]":
+    return one_process.call(program, folder, *overrides, worker="tests.experiments.stub_worker")
 
 
 def test_planning_starts_no_ranks_when_the_profile_is_known(folder):
     Profiles().keep(composed(), folder)
-    done = run(folder, "plan", "strategy=zero2", "hydra.run.dir=out")
+    done = run(folder, plan, "strategy=zero2", "hydra.run.dir=out")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"profile reused from {cache_folder()}/")
     assert "predicted for one step" in done.stdout
     assert (folder / "out/plan.json").is_file() and (folder / "out/predicted_timeline.json").is_file()
     assert not (folder / "out/ran").exists()
-    infeasible = run(folder, "plan", "budget.gib=1e-9", f"profile.path={PROFILE}")
+    infeasible = run(folder, plan, "budget.gib=1e-9", f"profile.path={PROFILE}")
     assert infeasible.returncode == 1
     assert infeasible.stderr.startswith("failed: budget.gib: ") and "the smallest feasible budget is" in infeasible.stderr
 
 
 def test_profiling_measures_once_and_shows(tmp_path):
-    first = run(tmp_path, "profile", "hydra.run.dir=first")
+    first = run(tmp_path, program, "hydra.run.dir=first")
     assert (first.returncode, first.stderr) == (0, "")
     assert (tmp_path / "first/ran").read_text() == "--profile-only"
     assert not (tmp_path / "first/metrics.jsonl").exists()  # what does not train is a run only if it fails
     assert "computing loses per message" in first.stdout
-    again = run(tmp_path, "profile", "hydra.run.dir=again")
+    again = run(tmp_path, program, "hydra.run.dir=again")
     assert again.stdout.startswith("profile reused from ")
     assert not (tmp_path / "again/ran").exists()
 

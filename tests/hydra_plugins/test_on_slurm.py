@@ -13,14 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from analysis.events import read_events
-from experiments.config import checks
 from experiments.job import record
-from experiments.job.workload import Workload
-from mdcs.profile.link import Link
-from mdcs.profiler.model_profile import measure_profile
 from tests.hydra_plugins import slurm_cluster
 
 WHY_NOT = slurm_cluster.missing()
@@ -65,7 +60,7 @@ def has_stepped(folder: Path) -> bool:
 def test_a_job_that_fails_is_cancelled_or_loses_a_node_fails_and_no_other_does(tmp_path):
     names = ("raise", "fine", "slow", "slower")
     running = start(tmp_path, f"run.name={','.join(names)}", "run.steps=500", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    until(lambda: has_stepped(tmp_path / "sweep/2"), running)
+    until(lambda: has_stepped(tmp_path / "sweep/2"), running, 400.0)
     inside(tmp_path, running, "scancel", "2_2")  # 1 is the job that measures their profile
     until(lambda: has_stepped(tmp_path / "sweep/3"), running)
     for pid in slurm_cluster.processes_of(tmp_path / "slurm", "n1"):
@@ -102,32 +97,18 @@ def inside(folder: Path, running: "subprocess.Popen[str]", *command: str) -> str
 
 
 STEPS = 60
-MODEL = ("model=timed", "model.layers=4", "model.block_mib=0.5", "model.forward_ms=10", "model.backward_ms=20")
-TIMED = (*MODEL, "strategy=fsdp", f"run.steps={STEPS}", *ONE_EACH)
-
-
-@pytest.fixture(scope="module")
-def profile(tmp_path_factory) -> str:
-    """The override that names a profile, so that no job of two nodes has to measure one first."""
-    with checks.composing():
-        made = Workload(checks.compose_config([*MODEL, "data=synthetic"]), 0, 1, torch.device("cpu"))
-    batch = next(made.batches())
-    measured = measure_profile(
-        made.model, made.units, lambda: made.loss(batch), made.optimizer, world=2, link=Link.uniform(1.0, 50.0), iterations=1
-    )
-    path = tmp_path_factory.mktemp("timed") / "profile.json"
-    path.write_text(measured.to_json())
-    return f"profile.path={path}"
+TIMED = ("model=timed", "model.layers=4", "model.block_mib=0.5", "model.forward_ms=10", "model.backward_ms=20", "strategy=fsdp",
+         "run.profile_iterations=1", f"run.steps={STEPS}", *ONE_EACH)  # fmt: skip
 
 
 LONG = pytest.mark.skipif("MDCS_LONG" not in os.environ, reason="minutes, as limits are: MDCS_LONG=1")
 
 
 @pytest.mark.parametrize("how", ["told", pytest.param("out of time", marks=LONG)])
-def test_a_job_that_is_preempted_or_out_of_time_goes_on_where_it_was(tmp_path, profile, how):
+def test_a_job_that_is_preempted_or_out_of_time_goes_on_where_it_was(tmp_path, how):
     """The ranks of both nodes write a checkpoint together, SLURM starts the job again, and it makes the steps that are left."""
     limit = ("hydra.launcher.time_min=3", "hydra.launcher.grace_s=60", f"run.steps={STEPS * 13}") if how == "out of time" else ()
-    running = start(tmp_path, *TIMED, profile, *limit, stub=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running = start(tmp_path, *TIMED, *limit, stub=False, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics = tmp_path / "sweep/0/metrics.jsonl"
     until(lambda: has_stepped(tmp_path / "sweep/0"), running)
     if how == "told":
@@ -143,12 +124,10 @@ def test_a_job_that_is_preempted_or_out_of_time_goes_on_where_it_was(tmp_path, p
 
 
 @pytest.mark.parametrize("node", ["n1", pytest.param("n0", marks=LONG)])
-def test_a_job_whose_node_is_lost_goes_on_from_its_checkpoint_once_the_node_is_back(tmp_path, profile, node):
+def test_a_job_whose_node_is_lost_goes_on_from_its_checkpoint_once_the_node_is_back(tmp_path, node):
     """n1: the ranks of n0 see it first, and rank 0 has the job start again. n0, with rank 0 and the script: SLURM does."""
-    running = start(
-        tmp_path, *TIMED, profile, "run.save_every=3", "cluster.timeout_s=15", stub=False, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
+    running = start(tmp_path, *TIMED, "run.save_every=3", "cluster.timeout_s=15", stub=False, stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE)  # fmt: skip
     metrics, cluster = tmp_path / "sweep/0/metrics.jsonl", tmp_path / "slurm"
     until(lambda: metrics.exists() and any(event["event"] == "checkpoint" for event in read_events(metrics)), running)
     lost = slurm_cluster.processes_of(cluster, node, steps=True)

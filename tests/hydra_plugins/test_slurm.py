@@ -12,10 +12,12 @@ import pytest
 import yaml
 
 from analysis.events import read_events
+from experiments import train
 from experiments.job import record
 from hydra_plugins import _mdcs_handed
 from hydra_plugins._mdcs_slurm import CODE, MdcsLocalConf, MdcsSlurmConf, check, parameters, script, slots, snapshot
 from launch import orphans, status
+from tests.experiments import one_process
 
 ROOT = Path(__file__).resolve().parents[2]
 CORES = len(os.sched_getaffinity(0))
@@ -100,11 +102,13 @@ def test_jobs_run_the_code_as_it_was_when_they_were_handed_in(tmp_path, monkeypa
     assert sorted((tmp_path / "code").iterdir()) == sorted([before, after])
 
 
+def common(folder: Path) -> tuple[str, ...]:
+    each = ("run.warmup_steps=1", "hydra.launcher.ranks_per_node=2", "hydra.launcher.parallel=1")
+    return ("-m", *each, f"hydra.sweep.dir={folder / 'sweep'}")
+
+
 def sweep(folder: Path, *overrides: str, stdout: Any = subprocess.PIPE, stderr: Any = subprocess.PIPE) -> "subprocess.Popen[str]":
-    command = [
-        sys.executable, str(ROOT / "experiments/train.py"), "-m", "run.warmup_steps=1", "hydra.launcher.ranks_per_node=2",
-        "hydra.launcher.parallel=1", f"hydra.sweep.dir={folder / 'sweep'}", *overrides,
-    ]  # fmt: skip
+    command = [sys.executable, str(ROOT / "experiments/train.py"), *common(folder), *overrides]
     return subprocess.Popen(command, cwd=folder, text=True, stdout=stdout, stderr=stderr)
 
 
@@ -115,9 +119,9 @@ def test_jobs_that_sbatch_refuses_are_one_line(tmp_path, monkeypatch):
         (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: ours' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    refused = sweep(tmp_path, "hydra/launcher=mdcs_slurm", "run.name=a,b")
+    refused = one_process.call(train, tmp_path, *common(tmp_path), "hydra/launcher=mdcs_slurm", "run.name=a,b")
     line = "config: hydra.launcher: sbatch refuses the jobs: sbatch: error: invalid partition specified: ours"
-    assert refused.communicate(timeout=100)[1].splitlines()[-1] == line and refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == line and refused.returncode == 2
 
 
 @pytest.fixture
@@ -134,10 +138,10 @@ def accepted(tmp_path, monkeypatch):
 
 def hand_in(folder: Path, *overrides: str) -> tuple[str, int]:
     """What a sweep that nobody waits for says, and how many runs its folder has."""
-    running = sweep(folder, "hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "model=mlp", "data=synthetic", *overrides)
-    out, err = running.communicate(timeout=100)
-    assert running.returncode == 0, err
-    return out, len(list((folder / "sweep").glob("*/status.json")))
+    asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.wait=false", "model=mlp", "data=synthetic", *overrides)
+    done = one_process.call(train, folder, *common(folder), *asked)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, len(list((folder / "sweep").glob("*/status.json")))
 
 
 def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, accepted):
@@ -157,8 +161,9 @@ def test_nodes_and_what_else_a_job_asks_for_belong_to_a_runs_identity(tmp_path, 
 
 
 def test_other_ranks_than_the_launcher_starts_are_refused(tmp_path):
-    refused = sweep(tmp_path, "hydra/launcher=mdcs_slurm", "hydra.launcher.nodes=3", "cluster.ranks=2")
-    said = refused.communicate(timeout=100)[1].splitlines()
+    asked = ("hydra/launcher=mdcs_slurm", "hydra.launcher.nodes=3", "cluster.ranks=2")
+    refused = one_process.call(train, tmp_path, *common(tmp_path), *asked)
+    said = refused.stderr.splitlines()
     assert refused.returncode == 2 and said[0].startswith("cluster.ranks: must be 6, as many as are started; got 2 (job ")
     assert not list(tmp_path.rglob("frozen.yaml"))
 

@@ -32,14 +32,12 @@ if __name__ == "__main__":  # as a script, from any folder and without being ins
 
     require_alone(Path(__file__).name)
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import mdcs
 from analysis import load_run, pictures
 from analysis.comparison import Row, lines, loss_differences
-from analysis.table import milliseconds
+from experiments.compare_tables import show
 from experiments.config.budgets import Budget
 from experiments.config.checks import compose_config, positive, run_composing
 from experiments.config.identity import device_name
@@ -49,10 +47,8 @@ from experiments.job import run as jobs
 from experiments.job.planning import job_of
 from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
-from mdcs.sizes import MIB
 
 SCHEMA = 2
-WIDTH = 150  # columns of tables where there is no terminal
 BOUNDS_S = 20.0  # time limit of each of two solves
 PEERS = {
     "ddp": "engine=ddp",
@@ -238,118 +234,6 @@ class Comparison:
         made = [dataclasses.asdict(line) for line in lines(runs, BASE, limit, bounds)]
         ddp = ideal_ddp_s(plan.profile, plan.micro_steps) if bounds and limit is None else None
         return {"budget_bytes": limit, "over_floor": budget.over_floor, "bounds": bounds, "ideal_ddp_s": ddp, "lines": made}
-
-
-def show(document: dict[str, Any]) -> None:
-    """Print a table per budget of the engines that fit, the engines that do not, and whether the losses are equal."""
-    console = Console(highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else WIDTH
-    for part in document["budgets"]:
-        console.print(table(document, part))
-        if others := [line for line in part["lines"] if not line["fits"]]:
-            console.print("do not fit: " + ", ".join(f"{line['engine']} ({_mib(line['peak_bytes'])} MiB)" for line in others))
-        if part["ideal_ddp_s"] is not None:
-            console.print(over_ddp(document, part))
-        console.print()
-    if len(document["budgets"]) > 1:
-        console.print(overview(document))
-    losses = document["losses"]
-    for engine, difference in losses["differences"].items():
-        if difference is None or difference > losses["tolerance"]:
-            words = "cannot be compared with" if difference is None else f"differ by {difference:.2g} of"
-            console.print(f"losses of {engine} {words} those of {losses['base']}")
-    if losses["differences"] and losses["equal"]:
-        greatest = max(losses["differences"].values())
-        console.print(f"all losses are equal within {losses['tolerance']:g}; the greatest relative difference is {greatest:.1g}")
-    for what, of in (("left out", document["left_out"]), ("failed", document["failed"])):
-        for name, reason in of.items():
-            console.print(f"{what}: {name}: {reason}", soft_wrap=True)
-
-
-def over_ddp(document: dict[str, Any], part: dict[str, Any]) -> str:
-    """The possible gain over DDP without a limit, as simulated, and the measured gain."""
-    ideal, bound = part["ideal_ddp_s"], part["bounds"]["structural"]
-    words = f"an ideal DDP: {ideal * 1e3:.1f} ms, {ideal / bound:.3f} × the structural bound"
-    steps = {line["engine"]: line["step_s"]["median"] for line in part["lines"]}
-    base = document["base"]
-    if "ddp" not in steps or base not in steps:
-        return words
-    could, won = ideal - bound, steps["ddp"] - steps[base]
-    share = f", {won / could:.2f} of it" if could > 0 else ""
-    return f"{words}; {could * 1e3:.1f} ms could be won over it, {base} wins {won * 1e3:.1f} ms over ddp{share}"
-
-
-def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
-    limit = "no limit" if part["budget_bytes"] is None else f"budget {part['budget_bytes'] / MIB:.1f} MiB"
-    if part["over_floor"] is not None:
-        limit += f" (floor + {part['over_floor']:.0%})"
-    bounds = ", ".join(f"{name} bound {seconds * 1e3:.1f} ms" for name, seconds in part["bounds"].items())
-    link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
-    title = f"{document['model']}, {document['world']} ranks{link}, medians of {document['rounds']} rounds; {limit}"
-    made = Table(title=f"{title}\n{bounds}", title_justify="left", box=box.SIMPLE_HEAD)
-    made.add_column("engine", no_wrap=True)
-    headings = ("step ms\n[range]", "pred.\nms", f"× {document['base']}\n[range]", "stalled\nms", "exposed\nms",
-                "overlap\nratio", "CPU\nms", "peak\nMiB", *(f"above\n{name}" for name in part["bounds"]))  # fmt: skip
-    for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
-    for line in part["lines"]:
-        if line["fits"]:
-            step, ratio = line["step_s"], line["ratio"]
-            made.add_row(
-                line["engine"], f"{step['median'] * 1e3:.1f} [{step['low'] * 1e3:.1f}–{step['high'] * 1e3:.1f}]",
-                milliseconds(line["predicted_s"]),
-                "–" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]",
-                milliseconds(line["stalled_s"]), milliseconds(line["exposed_s"]),
-                "–" if line["overlap_ratio"] is None else f"{line['overlap_ratio']:.2f}",
-                milliseconds(line["processor_s"]),
-                _mib(line["peak_bytes"]), *(f"{above:+.0%}" for above in line["above"].values()),
-            )  # fmt: skip
-    return made
-
-
-def overview(document: dict[str, Any]) -> Table:
-    """A table with a row per budget: the best variant of each peer and the best plan of mdcs that fit.
-
-    For mdcs, the row has the prediction and the bound, too.
-    """
-    table = Table(title="the best of each that fits, step ms", title_justify="left", box=box.SIMPLE_HEAD)
-    families = {"DDP": "ddp", "FSDP2": "fsdp2", "other peers": ""}
-    base = document["base"]
-    for heading in ("budget", *families, f"other plans\nof {base}", base, "predicted", "structural\nbound", "best peer\n× mdcs"):
-        table.add_column(heading, justify="left" if heading == "budget" else "right")
-    for part in document["budgets"]:
-        fitting = {line["engine"]: line for line in part["lines"] if line["fits"]}
-        steps = {name: line["step_s"]["median"] for name, line in fitting.items()}
-        peers = {name: step for name, step in steps.items() if name.partition(" ")[0] != base}
-        best = [_best({name: step for name, step in peers.items() if _family(name) == of}) for of in families.values()]
-        others = {name: step for name, step in steps.items() if name.startswith(f"{base} ")}
-        own = steps.get(base)
-        ratio = min(peers.values()) / own if peers and own else None
-        limit = "none" if part["budget_bytes"] is None else (
-            f"{part['budget_bytes'] / MIB:.0f} MiB" if part["over_floor"] is None else f"floor + {part['over_floor']:.0%}"
-        )  # fmt: skip
-        table.add_row(
-            limit, *best, _best(others), milliseconds(own),
-            milliseconds(fitting[base]["predicted_s"] if base in fitting else None),
-            milliseconds(part["bounds"].get("structural")), "–" if ratio is None else f"{ratio:.2f}",
-        )  # fmt: skip
-    return table
-
-
-def _family(name: str) -> str:
-    """Name of the family of an engine: ddp and fsdp2 have several variants that overlap. Empty for all others."""
-    family = name.partition("-")[0]
-    return family if family in ("ddp", "fsdp2") and name != "ddp-no-overlap" else ""
-
-
-def _best(steps: dict[str, float]) -> str:
-    """The shortest step, with its engine's name."""
-    name = min(steps, key=steps.__getitem__, default=None)
-    return "–" if name is None else f"{steps[name] * 1e3:.1f}\n{name}"
-
-
-def _mib(size: float | None) -> str:
-    return "–" if size is None else f"{size / MIB:.1f}"
 
 
 # ---- the command line

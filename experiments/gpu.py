@@ -105,9 +105,9 @@ def main() -> int:
         console.print(NO_GPU)
         return 0
     if arguments.part:
-        from experiments import gpu_parts
+        from experiments import gpu_job, gpu_parts
 
-        rows = getattr(gpu_parts, arguments.part)(gpu_parts.FULL, arguments.out)
+        rows = getattr(gpu_parts, arguments.part)(gpu_job.FULL, arguments.out)
         (arguments.out / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         return 0
     wanted = [name.strip() for name in arguments.only.split(",") if name.strip()]

@@ -9,136 +9,43 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
+from experiments.gpu_job import (
+    Scale,
+    alone,
+    ddp,
+    fsdp2,
+    loss_of,
+    model_of,
+    optimizer_of,
+    ours,
+    plain,
+    profile_of,
+    synchronize,
+    timed,
+    tokens_of,
+    units_of,
+)
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.schedulers.fusion import Fusion
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.algorithms import Collectives
 from mdcs.telemetry.timeline import Span, intersection, length
-from mdcs.torch_compat import copy_all
 
 ROOT = Path(__file__).resolve().parent.parent
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Sizes of the measurements. ``large`` is (layers, width) of the model of the trade-off curve."""
-
-    device: torch.device
-    layers: int = 24
-    width: int = 1024
-    vocabulary: int = 50_304
-    sequence: int = 1024
-    batch: int = 8
-    large: tuple[int, int] = (48, 1600)
-    worlds: tuple[int, ...] = (8, 64)
-    rates_gbit: tuple[float, ...] = (100.0, 200.0, 400.0)
-    rounds: int = 3
-    steps: int = 4
-    budgets: int = 5
-    solver_s: float = 10.0
-
-
-FULL = Scale(torch.device("cuda", 0))
-
-
-# ---- the job: GPT-2 in bf16 with fp32 masters
-
-
-def model_of(scale: Scale, layers: int, width: int) -> nn.Module:
-    """A GPT-2 in bf16. Its weights are the same at every call."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=max(1, width // 64), n_positions=scale.sequence, vocab_size=scale.vocabulary,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False,
-    )  # fmt: skip
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model.to(scale.device, torch.bfloat16)
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    out: Tensor = model(input_ids=tokens, labels=tokens).loss
-    return out
-
-
-def tokens_of(scale: Scale) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, scale.vocabulary, (scale.batch, scale.sequence), generator=generator).to(scale.device)
-
-
-class Masters:
-    """An optimizer of fp32 masters for bf16 parameters, as in a plain loop."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self.copies: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self.parameters]
-        self.optimizer = torch.optim.AdamW(self.copies, lr=1e-4, fused=True)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update the masters, and copy them to the parameters."""
-        for copy, p in zip(self.copies, self.parameters, strict=True):
-            assert p.grad is not None
-            copy.grad, p.grad = p.grad.float(), None
-        self.optimizer.step()
-        for copy in self.copies:
-            copy.grad = None
-        copy_all(self.parameters, self.copies)
-
-
-@contextmanager
-def alone(scale: Scale) -> Iterator[None]:
-    """A process group that has only this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if scale.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def timed(step: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
-    """Seconds per step, and the part of them in which the host enqueued the step."""
-    synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    enqueued = time.perf_counter()
-    synchronize(device)
-    return (time.perf_counter() - begin) / steps, (enqueued - begin) / steps
-
-
-# ---- parts
 
 
 def tests(scale: Scale, folder: Path) -> list[Row]:
@@ -184,78 +91,6 @@ def world_of_one(scale: Scale, folder: Path) -> list[Row]:
                 "engine": name, "step_s": whole, "host_s": host, "over_plain": statistics.median(ratios), "busy": busy(trace),
             })  # fmt: skip
     return rows
-
-
-def plain(scale: Scale, tokens: Tensor) -> Callable[[], None]:
-    """A plain loop: one process, no process group."""
-    model = model_of(scale, scale.layers, scale.width)
-    masters = Masters(model)
-
-    def step() -> None:
-        loss_of(model, tokens).backward()
-        masters.step()
-
-    return step
-
-
-def ddp(scale: Scale, tokens: Tensor) -> Callable[[], None]:
-    """torch's DDP with its default buckets."""
-    model = model_of(scale, scale.layers, scale.width)
-    masters, wrapped = Masters(model), nn.parallel.DistributedDataParallel(model)
-
-    def step() -> None:
-        loss_of(wrapped, tokens).backward()
-        masters.step()
-
-    return step
-
-
-def fsdp2(scale: Scale, tokens: Tensor) -> Callable[[], None]:
-    """torch's FSDP2 with a group per block."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = model_of(scale, scale.layers, scale.width).float()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for block in model.transformer.h:  # type: ignore[union-attr]
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizer = optimizer_of(model)
-
-    def step() -> None:
-        loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def ours(scale: Scale, tokens: Tensor, stack: ExitStack, strategy: Any, scheduler: Any) -> Callable[[], None]:
-    """mdcs with a plan for one rank."""
-    model = model_of(scale, scale.layers, scale.width)
-    optimizer, units = optimizer_of(model), units_of(model)
-    profile = profile_of(model, units, optimizer, tokens, mdcs.Link.uniform(400.0, 10.0, depth=1), 1)
-    plan = mdcs.make_plan(profile, strategy, scheduler)
-    parallel = stack.enter_context(mdcs.parallelize(model, optimizer, plan, units))
-
-    def step() -> None:
-        loss_of(model, tokens).backward()
-        parallel.step()
-
-    return step
-
-
-def units_of(model: nn.Module) -> list[mdcs.ModelUnit]:
-    return mdcs.partition(model, mdcs.ByClass(("GPT2Block",)))
-
-
-def profile_of(
-    model: nn.Module, units: list[mdcs.ModelUnit], optimizer: torch.optim.Optimizer, tokens: Tensor, link: mdcs.Link, world: int
-) -> mdcs.Profile:
-    backend = "nccl" if tokens.device.type == "cuda" else "gloo"
-    return mdcs.measure_profile(
-        model, units, lambda: loss_of(model, tokens), optimizer, world=world, link=link, master_dtype=torch.float32,
-        collectives=Collectives.default(backend),
-    )  # fmt: skip
 
 
 def worlds(scale: Scale, folder: Path) -> list[Row]:

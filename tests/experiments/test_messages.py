@@ -25,8 +25,10 @@ def test_what_a_message_costs_is_beyond_the_backend_and_the_loop():
 
 @pytest.mark.slow
 def test_every_cut_is_measured(tmp_path, warm):
+    start = warm.run
+
     def hasty(*arguments, module, **named):
-        return warm.run(*arguments, module="tests.experiments.hasty_messages", **named)
+        return start(*arguments, module="tests.experiments.hasty_messages", **named)
 
     asked = ("cluster.ranks=2", "cluster.threads=1", "collectives=ring", "hydra.run.dir=out")
     done = one_process.call(program, tmp_path, *asked, start=hasty)

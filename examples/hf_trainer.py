@@ -22,10 +22,10 @@ import mdcs
 
 
 class MdcsTrainer(Trainer):
-    """``policy`` says which modules are units; ``plan`` is made within ``budget`` bytes if it is None."""
+    """``policy`` says which modules are units, None chooses; ``plan`` is made within ``budget`` if it is None."""
 
     def __init__(
-        self, *args: Any, policy: Any, budget: int | None = None, plan: mdcs.Plan | None = None, **more: Any
+        self, *args: Any, policy: Any = None, budget: int | str | None = None, plan: mdcs.Plan | None = None, **more: Any
     ) -> None:
         super().__init__(*args, **more)
         self.policy, self.budget, self.plan = policy, budget, plan
@@ -138,7 +138,7 @@ def train(
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
-        trainer, losses = train(MdcsTrainer, made, {}, policy=mdcs.ByClass(("GPT2Block",)), budget=2**19)
+        trainer, losses = train(MdcsTrainer, made, {}, budget="80%")
         held_out = trainer.evaluate()["eval_loss"]
         if trainer.is_world_process_zero():
             print(f"loss {losses[0]:.4f}, then {losses[-1]:.4f}, held out {held_out:.4f}")

@@ -2,9 +2,9 @@
 
 LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/lightning_strategy.py
 
-Clipping by norm, accumulation, schedules, validation, Lightning's checkpoints with the optimizer and `ckpt_path` work. Manual
-optimization and clipping by value are refused before the first batch; hooks between backward and the update
-(`on_before_optimizer_step`) are not called, as updates are made beside backward.
+Clipping, accumulation, schedules, validation, Lightning's checkpoints with the optimizer and `ckpt_path` work. Manual
+optimization is refused before the first batch; hooks between backward and the update (`on_before_optimizer_step`) are not
+called, as updates are made beside backward.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ import mdcs
 
 
 class MdcsStrategy(DDPStrategy):
-    """``policy`` says which modules are units; ``plan`` is made within ``budget`` bytes if it is None. Ranks start as DDP's."""
+    """``policy`` says which modules are units, None chooses; ``plan`` is made within ``budget`` if it is None."""
 
-    def __init__(self, policy: Any, *, budget: int | None = None, plan: mdcs.Plan | None = None, **more: Any) -> None:
+    def __init__(
+        self, policy: Any = None, *, budget: int | str | None = None, plan: mdcs.Plan | None = None, **more: Any
+    ) -> None:
         super().__init__(**more)
         self._policy, self._budget, self._plan = policy, budget, plan
         self.parallel: mdcs.Parallel | None = None
@@ -42,8 +44,6 @@ class MdcsStrategy(DDPStrategy):
                 f"{type(self.lightning_module).__name__}: automatic_optimization=False steps inside of training_step, of which "
                 "no plan can be made: return the loss instead, or write the loop around mdcs.parallelize"
             )
-        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-            raise ValueError('gradient_clip_algorithm="value": MdcsStrategy clips the global norm alone')
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.parallel is None:
@@ -53,7 +53,8 @@ class MdcsStrategy(DDPStrategy):
     def _started(self, step: Callable[[], Any]) -> mdcs.Parallel:
         module, [optimizer], trainer = self.lightning_module, self.optimizers, self.lightning_module.trainer
         units = mdcs.partition(module, self._policy)
-        clip = trainer.gradient_clip_val or None
+        limit = trainer.gradient_clip_val or None
+        clip_norm, clip_value = (None, limit) if trainer.gradient_clip_algorithm == "value" else (limit, None)
         if self._plan is None:
 
             def loss() -> torch.Tensor:
@@ -64,11 +65,11 @@ class MdcsStrategy(DDPStrategy):
             try:
                 self._plan = mdcs.autoplan(
                     module, optimizer, units, loss, budget=self._budget, micro_steps=trainer.accumulate_grad_batches,
-                    cross_iteration=clip is None,
+                    cross_iteration=clip_norm is None,
                 )  # fmt: skip
             finally:
                 del module.log, module.log_dict
-        return mdcs.parallelize(module, optimizer, self._plan, units, clip_norm=clip)
+        return mdcs.parallelize(module, optimizer, self._plan, units, clip_norm=clip_norm, clip_value=clip_value)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         out = closure()  # forward and backward; Lightning has divided the loss by the accumulated batches
@@ -144,6 +145,6 @@ def train(strategy: DDPStrategy, ckpt_path: str | None = None, **options: Any) -
 
 
 if __name__ == "__main__":
-    trainer, losses = train(MdcsStrategy(mdcs.ByClass(("Sequential",)), budget=2**18))
+    trainer, losses = train(MdcsStrategy(budget=2**18))
     if trainer.is_global_zero:
         print(f"loss {losses[0]:.4f}, then {losses[-1]:.4f}, held out {trainer.callback_metrics['held out']:.4f}")

@@ -17,6 +17,7 @@ from mdcs.emulation import Emulation
 from mdcs.model.blocks import in_words
 from mdcs.model.elementwise import state_layout
 from mdcs.model.units import ModelUnit, partition
+from mdcs.model.wrappers import without_accelerate, without_ddp
 from mdcs.plan.plan import Plan
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.model_profile import refuse_meta
@@ -61,7 +62,9 @@ def parallelize(
 
     Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (any
     elementwise one) keeps its options and learning-rate schedules; its updates run on shards, inside ``backward`` and the
-    next forward. Messages have a process group of their own, so the loop may use ``group`` for its collectives. Then::
+    next forward. Messages have a process group of their own, so the loop may use ``group`` for its collectives. ``model``
+    may be in DistributedDataParallel, which from then on only calls it, and both may come from ``accelerator.prepare``.
+    Then::
 
         for batch in loader:
             loss = model(**batch).loss
@@ -97,6 +100,7 @@ def parallelize(
     message, for later failures. The first step raises what :func:`mdcs.autoplan` raises.
     """
     limit = budget_of(budget)
+    model, optimizer = without_ddp(model), without_accelerate(optimizer)
     units = partition(model) if units is None else units
     if plan is not None:
         if limit is not None:

@@ -61,7 +61,11 @@ class ByClass:
         """Return the names of the instances in ``model``. Raises UnsupportedModel if there is none."""
         found = {name for name, m in model.named_modules() if type(m).__name__ in self.classes}
         if not found:
-            raise UnsupportedModel(f"no module of class {' or '.join(self.classes)} in {type(model).__name__}")
+            there = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
+            raise UnsupportedModel(
+                f"no module of class {' or '.join(self.classes)} in {type(model).__name__}, which has {', '.join(there)}: "
+                "name one of these, or give partition() no policy"
+            )
         return found
 
 
@@ -150,9 +154,9 @@ def partition(model: nn.Module, policy: WrapPolicy | None = None) -> list[ModelU
                 units.append(ModelUnit(name + suffix, tuple(modules[m] for m in key), chosen, trainable))
     for name, module in modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise UnsupportedModel(f"{name}.weight: sparse gradients are not supported")
+            raise UnsupportedModel(f"{name}.weight: sparse gradients are not supported: make the layer with sparse=False")
     if not any(u.trainable for u in units):
-        raise UnsupportedModel("the model has no trainable parameter")
+        raise UnsupportedModel("the model has no trainable parameter: requires_grad_() those that the optimizer has")
     return units
 
 
@@ -182,11 +186,14 @@ def _refuse(name: str, p: nn.Parameter) -> None:
         raise UnsupportedModel(f"{name}: is not initialised yet: run a forward pass of the plain model first")
     kind: Any = p
     if is_traceable_wrapper_subclass(kind):
-        raise UnsupportedModel(f"{name}: parameters that are tensors around tensors ({type(p).__name__}) are not supported")
+        raise UnsupportedModel(
+            f"{name}: parameters that are tensors around tensors ({type(p).__name__}) are not supported: shard or quantize "
+            "nothing before"
+        )
     if not p.is_floating_point():
-        raise UnsupportedModel(f"{name}: {p.dtype} parameters are not supported")
+        raise UnsupportedModel(f"{name}: {p.dtype} parameters are not supported: register_buffer() keeps what is not trained")
     if p.layout is not torch.strided:
-        raise UnsupportedModel(f"{name}: {p.layout} parameters are not supported")
+        raise UnsupportedModel(f"{name}: {p.layout} parameters are not supported: make it dense, .to_dense()")
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
@@ -227,7 +234,10 @@ def alias_refused(alias: Alias, what: str = "") -> UnsupportedModel:
 def _same_device(unit: str, parameters: Iterable[nn.Parameter]) -> None:
     devices = {p.device for p in parameters}
     if len(devices) > 1:
-        raise UnsupportedModel(f"unit {unit} is on several devices, {sorted(map(str, devices))}: wrap its modules apart")
+        raise UnsupportedModel(
+            f"unit {unit} is on several devices, {sorted(map(str, devices))}: move it to one, or make units of smaller "
+            "modules, mdcs.partition(model, mdcs.ByClass((…)))"
+        )
 
 
 def _one_type_per_width(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -236,4 +246,7 @@ def _one_type_per_width(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     for name, p in parameters:
         other, dtype = seen.setdefault(p.dtype.itemsize, (name, p.dtype))
         if p.dtype != dtype:
-            raise UnsupportedModel(f"{name} is {p.dtype} and {other} {dtype}: types of one width in one model are not supported")
+            raise UnsupportedModel(
+                f"{name} is {p.dtype} and {other} {dtype}: types of one width in one model are not supported: convert one, "
+                f".to({dtype})"
+            )

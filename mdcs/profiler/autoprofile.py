@@ -17,7 +17,14 @@ from mdcs.model.units import ModelUnit
 from mdcs.planner.pipeline import unsharded_bytes
 from mdcs.profile.schema import Profile
 from mdcs.profiler.batch_mix import mix, total_s, typical, with_slots_of
-from mdcs.profiler.consensus import all_gather_object, barrier, merge_profiles, on_all_ranks, phase
+from mdcs.profiler.consensus import (
+    all_gather_object,
+    barrier,
+    merge_profiles,
+    on_all_ranks,
+    phase,
+    rank_zeros_random_state,
+)  # fmt: skip
 from mdcs.profiler.contention_fit import STEPS, measure_contention
 from mdcs.profiler.interference import measure_interference
 from mdcs.profiler.link_timing import MeasuredLink, measure_link
@@ -107,13 +114,14 @@ def autoprofile(
             raise ValueError("ranks were given different numbers of batches")
         phase("measuring the model", _MODEL * seconds)
         profiles = []
-        for each in steps:
-            own = measure_profile(
-                model, units, each, optimizer, world=world, link=link.link,
-                collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype,
-                grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps),
-            )  # fmt: skip
-            profiles.append(merge_profiles(dataclasses.replace(own, spread=own.spread | link.spread)))
+        with rank_zeros_random_state(units[0].parameters[0][1].device):
+            for each in steps:
+                own = measure_profile(
+                    model, units, each, optimizer, world=world, link=link.link,
+                    collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype,
+                    grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps),
+                )  # fmt: skip
+                profiles.append(merge_profiles(dataclasses.replace(own, spread=own.spread | link.spread)))
         profile, middle = mix(profiles), typical(profiles)
         if isinstance(wanted, Share):
             limit = wanted.of(unsharded_bytes(profile))

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
+from mdcs.checkpoint.aux_state import random_state, set_random_state
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Unit
 from mdcs.profiler.progress import Progress
@@ -120,13 +122,27 @@ def all_gather_object(value: T) -> list[T]:
     return values
 
 
+@contextmanager
+def rank_zeros_random_state(device: torch.device) -> Iterator[None]:
+    """Draw the random numbers of rank 0, so that all ranks drop the same layers; then each its own again. Collective."""
+    own = random_state(device)
+    set_random_state(all_gather_object(own)[0], device)
+    try:
+        yield
+    finally:
+        set_random_state(own, device)
+
+
 def merge_profiles(profile: Profile, link: Link | None = None) -> Profile:
     """Return one profile of all ranks' profiles. Collective.
 
-    It has the median rank's times, the spread over all ranks, the largest bytes, and all uses. ``link`` replaces the
-    profile's own. Without ranks the profile is returned.
+    It has the median rank's times, the spread over all ranks, the largest bytes, and all uses. Ranks whose batches took
+    other ways through the model do not count beside the one that ran most slots. ``link`` replaces the profile's own.
+    Without ranks the profile is returned.
     """
     profiles = all_gather_object(profile)
+    ways = [[(slot.unit, slot.phase) for slot in p.slots] for p in profiles]
+    profiles = [p for p, way in zip(profiles, ways, strict=True) if way == max(ways, key=len)]
     slots = tuple(
         dataclasses.replace(
             versions[0],

@@ -170,7 +170,7 @@ def _recorded(
     until = time.monotonic() + limit_s
     device = units[0].parameters[0][1].device
     meter = current_meter(device)
-    with preserve_model(model, meter):
+    with preserve_model(model, meter) as same_numbers:
         known = [*(p for unit in units for _, p in unit.parameters), *model.buffers(), *state]  # buffers: their copies
         guards = [Guard(unit.parameters, _used_outside) for unit in units]
         recorder = SlotRecorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
@@ -179,6 +179,7 @@ def _recorded(
         loss: Tensor | None = None
         try:
             for kept in _passes(meter, iterations, warmup):
+                same_numbers()
                 recorder.begin(kept)
                 try:
                     loss = step()  # alive until the next step returns, as in a loop
@@ -187,6 +188,7 @@ def _recorded(
                     if not recorder.marks or _CHANGED not in str(e):
                         raise
                     recorder.marks = False
+                    same_numbers()
                     recorder.begin(kept)
                     loss = step()
                     loss.backward()
@@ -197,6 +199,7 @@ def _recorded(
             if alias is not None:
                 raise alias_refused(alias)
             if watch:
+                same_numbers()
                 _watch(recorder, model, step)
         finally:
             hooks.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +65,11 @@ class BufferSnapshot:
 
 
 @contextlib.contextmanager
-def preserve_model(model: nn.Module, meter: Meter) -> Iterator[None]:
-    """Run steps that are only measured: no garbage collection; buffers and the random state are restored."""
+def preserve_model(model: nn.Module, meter: Meter) -> Iterator[Callable[[], None]]:
+    """Run steps that are only measured: no garbage collection; buffers and the random state are restored.
+
+    The value restores the random state alone: steps that draw the same numbers drop the same layers.
+    """
     with meter.tag("parameters"):  # not part of a step: must not count as activations
         buffers = BufferSnapshot(model)
         device = next(model.parameters()).device
@@ -74,7 +77,7 @@ def preserve_model(model: nn.Module, meter: Meter) -> Iterator[None]:
     collected = gc.isenabled()
     gc.disable()  # a collection inside a slot would be measured as compute
     try:
-        yield
+        yield lambda: set_random_state(numbers, device)
     finally:
         if collected:
             gc.enable()

@@ -74,7 +74,7 @@ def test_where_units_nest_the_innermost_owns() -> None:
 
 
 def test_a_class_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="no module of class Layer or Decoder in Model"):
+    with pytest.raises(UnsupportedModel, match="no module of class Layer or Decoder in Model, which has Block, .*: name one"):
         partition(Model(), ByClass(("Layer", "Decoder")))
 
 
@@ -320,11 +320,11 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Halves, "b is torch.bfloat16 and a torch.float16: types of one width in one model are not supported"),
+        (Halves, "b is torch.bfloat16 and a torch.float16: types of one width in one model are not supported: convert one"),
         (Elsewhere, r"unit model is on several devices, \['cpu', 'meta'\]"),
-        (Whole, "table: torch.int64 parameters are not supported"),
-        (Sparse, "table: torch.sparse_coo parameters are not supported"),
-        (Lookup, "words.weight: sparse gradients are not supported"),
+        (Whole, "table: torch.int64 parameters are not supported: register_buffer"),
+        (Sparse, r"table: torch.sparse_coo parameters are not supported: make it dense"),
+        (Lookup, "words.weight: sparse gradients are not supported: make the layer with sparse=False"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight: is not initialised yet"),
         (lambda: Wrapped(), r"table: parameters that are tensors around tensors \(.*\) are not supported"),
         (lambda: nn.Linear(0, 2, bias=False), "the model has no trainable parameter"),

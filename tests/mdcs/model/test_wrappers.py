@@ -1,0 +1,64 @@
+"""What others have put around a model and its optimizer is taken off, and does nothing any more."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mdcs.model.wrappers import without_accelerate, without_ddp
+from tests.mdcs.runtime.ranks import Ranks
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As AcceleratedOptimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_an_optimizer_is_found_in_what_wraps_it() -> None:
+    plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    assert without_accelerate(Wrapped(Wrapped(plain))) is without_accelerate(plain) is plain
+
+
+def test_a_model_without_ddp_is_as_it_is() -> None:
+    model = nn.Linear(2, 2)
+    assert without_ddp(model) is model
+
+
+def unwrap() -> tuple[bool, bool, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ddp = DistributedDataParallel(model)
+    reducer = weakref.ref(ddp.reducer)
+    assert without_ddp(ddp) is model
+    gc.collect()
+    x = torch.rand(4, 2) * (1 + dist.get_rank())
+    with ddp.no_sync():
+        same = torch.equal(ddp(x), copy.deepcopy(model)(x))
+    ddp(x).square().sum().backward()
+    return reducer() is None, same, [float(p.grad.sum()) for p in model.parameters()]
+
+
+def test_ddp_only_calls_the_model_afterwards(two: Ranks) -> None:
+    (first_gone, first_same, first), (second_gone, second_same, second) = two.run(unwrap)
+    assert first_gone and second_gone and first_same and second_same
+    assert first != second  # its own gradients stay on each rank
+
+
+def inside() -> str:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError) as refusal:
+        without_ddp(nn.Sequential(ddp))
+    return str(refusal.value)
+
+
+def test_ddp_inside_of_the_model_is_refused(two: Ranks) -> None:
+    assert all("model.0 is in DistributedDataParallel" in said for said in two.run(inside))

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.model.units import ModelUnit, UnsupportedModel
-from mdcs.torch_compat import at_end_of_backward, backward_pass, base_of, is_backward_compiled, transforms
+from mdcs.torch_compat import at_end_of_backward, backward_pass, base_of, is_backward_compiled, transforms, will_get_gradient
 
 
 class Listener(Protocol):
-    """Receives the events of a pass, in order. Units are indices into the list that the hooks were made for."""
+    """Receives the events of a pass, in order. Units are indices into the list that the hooks were made for.
+
+    A *side pass* brings no gradient that is the step's: a forward pass without gradients, one through a model whose
+    parameters are frozen for it, ``torch.autograd.grad``, ``backward(inputs=…)``, and every pass while
+    :attr:`accumulates`. What it adds to ``.grad`` stays there.
+    """
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether all passes are side passes now."""
+        ...
 
     def forward_begin(self, unit: int) -> None:
         """A forward slot of the unit begins: its parameters are used from now on."""
@@ -40,23 +50,37 @@ class Listener(Protocol):
     def backward_end(self) -> None:
         """The backward pass is over: no more gradients follow."""
 
+    def side_begin(self, unit: int, in_backward: bool) -> None:
+        """The unit is used in a side pass from now on."""
+
+    def side_end(self, unit: int) -> None:
+        """A module of the unit returned, in the forward of a side pass."""
+
+    def side_backward_end(self) -> None:
+        """The backward of a side pass is over."""
+
 
 class Hooks:
     """Installed hooks that call ``listener``; :meth:`remove` removes them.
 
-    Forward passes make slots only while gradients are enabled, except those of frozen units, which often run without.
+    A forward pass is a side pass or not from its outermost module on. ``updates``: the listener's owner counts here how
+    often the parameters were updated.
     """
 
     def __init__(self, units: Sequence[ModelUnit], listener: Listener) -> None:
         self._listener = listener
+        self.updates = 0
         self._end_queued = False
+        self._in_side_backward = False
+        self._depth = self._side_depth = 0  # forwards of units under way, in passes of the step and in side passes
+        self._trained = [p for unit in reversed(units) if unit.trainable for _, p in reversed(unit.parameters)]
         self._handles: list[Any] = []
         for u, unit in enumerate(units):
             for module in unit.modules:
                 # prepend: hooks of others may read parameters, as weight_norm's does.
-                before, after = self._before(u, unit), self._after(u, unit.trainable)
+                before, after = self._before(u, unit), self._after(u, unit)
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
-                self._handles.append(module.register_forward_hook(ModuleHook(after)))
+                self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
             if unit.trainable:
                 for i, (name, p) in enumerate(unit.parameters):
                     self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i, name)))
@@ -72,35 +96,57 @@ class Hooks:
         """Whether this code runs inside a backward pass."""
         return backward_pass() != -1
 
-    def _skip(self, trainable: bool) -> bool:
-        # A forward inside backward is activation checkpointing: it belongs to the backward slot in which it runs.
-        return self.in_backward or trainable and not torch.is_grad_enabled()
+    def _is_side(self, unit: ModelUnit) -> bool:
+        """Return whether a forward that begins belongs to a side pass."""
+        if self._side_depth or self._depth:
+            return self._side_depth > 0
+        if self._listener.accumulates:
+            return True
+        # A frozen unit alone often runs without gradients, as part of the step.
+        return unit.trainable and not (torch.is_grad_enabled() and unit.parameters[0][1].requires_grad)
 
     def _before(self, unit: int, of: ModelUnit) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if not self._skip(of.trainable):
+            if self.in_backward:  # activation checkpointing: it belongs to the backward slot in which it runs
+                if self._begin_backward():
+                    self._listener.recomputed(unit)
+                else:
+                    self._listener.side_begin(unit, True)
+                return
+            self._end_queued = False  # a backward that raised did not run its callback
+            if self._is_side(of):
+                self._side_depth += 1
+                _refuse_transforms(of)
+                self._listener.side_begin(unit, False)
+            else:
+                self._depth += 1
                 _refuse_transforms(of)
                 _refuse_compiled_autograd(of)
-                self._end_queued = False  # a backward that raised did not run its callback
                 self._listener.forward_begin(unit)
-            elif self.in_backward:
-                self._listener.recomputed(unit)
 
         return hook
 
-    def _after(self, unit: int, trainable: bool) -> Any:
+    def _after(self, unit: int, of: ModelUnit) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._skip(trainable):
+            if self.in_backward:
                 return
+            is_side = self._side_depth > 0
+            self._side_depth, self._depth = max(0, self._side_depth - is_side), max(0, self._depth - (not is_side))
             seen: set[int] = set()  # backward passes seen: an output of several tensors begins one slot in each pass
-            self_ref = weakref.ref(self)
+            self_ref, updates = weakref.ref(self), self.updates
 
             def begin(grad: Tensor) -> None:
                 hooks, now = self_ref(), backward_pass()
                 if hooks is not None and now not in seen:
                     seen.add(now)
-                    hooks._begin_backward()
-                    hooks._listener.backward_begin(unit)
+                    if updates != hooks.updates:
+                        raise UnsupportedModel(
+                            f"{of.name}: backward() through a forward pass of an earlier step: its weights have changed since"
+                        )
+                    if hooks._begin_backward():
+                        hooks._listener.backward_begin(unit)
+                    else:
+                        hooks._listener.side_begin(unit, True)
 
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -109,27 +155,40 @@ class Hooks:
                     base = base_of(tensor)
                     if base is not None and base.grad_fn is not None:
                         base.register_hook(begin)
-            self._listener.forward_end(unit)
+            if is_side:
+                self._listener.side_end(unit)
+            else:
+                self._listener.forward_end(unit)
 
         return hook
 
     def _accumulated(self, unit: int, index: int, name: str) -> Any:
         def hook(p: nn.Parameter) -> None:
+            if not self._begin_backward():
+                return
             if p.grad is not None and p.grad.requires_grad:
-                raise UnsupportedModel(f"{name}: backward(create_graph=True) is not supported: its gradient is taken at once")
-            self._begin_backward()
+                raise UnsupportedModel(
+                    f"{name}: backward(create_graph=True) is not supported here: its gradient is taken at once. Use "
+                    "torch.autograd.grad(…, create_graph=True), or put the pass into parallel.no_sync()"
+                )
             self._listener.gradient(unit, index, p)
 
         return hook
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self) -> bool:
+        """Begin the backward pass that calls this; return whether it is one of the step's."""
         if not self._end_queued:
             self._end_queued = True
+            self._in_side_backward = self._listener.accumulates or not any(map(will_get_gradient, self._trained))
             at_end_of_backward(self._end_backward)
+        return not self._in_side_backward
 
     def _end_backward(self) -> None:
         self._end_queued = False
-        self._listener.backward_end()
+        if self._in_side_backward:
+            self._listener.side_backward_end()
+        else:
+            self._listener.backward_end()
 
 
 def _refuse_transforms(unit: ModelUnit) -> None:

@@ -64,6 +64,7 @@ class SlotRecorder:
         self._arrived: dict[tuple[int, int], tuple[int, DeviceTimestamp]] = {}  # (unit, parameter) -> (slot, time)
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.guards)
+        self._side = 0  # forwards and backwards of side passes under way
         self._ended = False
         self._used = time.process_time()
         for guard in self.guards:
@@ -125,6 +126,37 @@ class SlotRecorder:
             "the checkpointed function): not supported"
         )  # fmt: skip
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether all passes are side passes."""
+        return False
+
+    def side_begin(self, unit: int, in_backward: bool) -> None:
+        """Let a side pass use a unit. The plan will wait meanwhile, unless it is inside of a forward pass."""
+        if any(self._inside):
+            slot = sum(phase == "F" for _, phase in self._now) - 1
+            self._spans.setdefault((unit, "F"), [slot, slot])[1] = slot
+        elif in_backward:
+            self._side = 1
+        else:
+            self._side += 1
+        for guard in self.guards if in_backward else (self.guards[unit],):
+            guard.open()
+
+    def side_end(self, unit: int) -> None:
+        """Note that a module has returned in a side pass."""
+        self._end_side(self._side - 1)
+
+    def side_backward_end(self) -> None:
+        """Note that the backward of a side pass is over."""
+        self._end_side(0)
+
+    def _end_side(self, left: int) -> None:
+        self._side = max(0, left)
+        for guard, inside in zip(self.guards, self._inside, strict=True):
+            if not self._side and not inside and not self._ended:
+                guard.close()
+
     def _extend_backward(self, unit: int, otherwise: str) -> None:
         """Extend the unit's backward span to the present slot. ``otherwise``: the problem if backward has no slot yet."""
         slot = sum(p == "B" for _, p in self._now) - 1
@@ -152,7 +184,7 @@ class SlotRecorder:
 
     def used(self, unit: int, index: int) -> None:
         """Note that the memory of the unit's parameter ``index`` is used now."""
-        if not self._now:
+        if not self._now or self._side:
             return
         phase = self._now[-1][1]
         slot = sum(p == phase for _, p in self._now) - 1
@@ -166,7 +198,10 @@ class SlotRecorder:
     def backward_end(self) -> None:
         """End the last slot, and keep the measurements of the pass."""
         if self._ended:
-            raise UnsupportedModel("a step runs backward, or torch.autograd.grad, twice: not supported")
+            raise UnsupportedModel(
+                "a step runs backward twice: return the loss of one backward pass, and plan with as many micro_steps as a step "
+                "has backward passes"
+            )
         self._ended = True
         self._boundary()
         self._gradients.clear()

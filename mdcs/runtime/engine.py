@@ -16,7 +16,7 @@ from torch import nn
 
 from mdcs.emulation import EmulatedCommunicator, pacer_for
 from mdcs.model.aliases import attributes_over_parameters, still_held
-from mdcs.model.hooks import Hooks, ModuleHook
+from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import BatchSizes
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.ledger import Ledger
@@ -31,6 +31,7 @@ from mdcs.runtime.communicator import Communicator, NodeCommunicator, backend_of
 from mdcs.runtime.departures import Departures
 from mdcs.runtime.draining import finish_iteration
 from mdcs.runtime.errors import ErrorContext, RunError
+from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import executor_for, run_on_comm_stream
 from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.gradient_scaling import UpdateScale
@@ -41,6 +42,7 @@ from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
+from mdcs.runtime.side_passes import SidePasses
 from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.step_trace import StepRecorder
 from mdcs.runtime.storage import UnitStorage
@@ -138,20 +140,21 @@ class Engine:
         self.excess = ActivationExcess(plan, ledger.slots, self.rank, batch, raises=options.over_budget == "raise")
         lending = Lending(self.storages, self.failures, self.executor, options.timeout_s)
         self.failures.duties.append(weakref.WeakMethod(lending.answer))
+        self.unsharder = Unsharder(self.storages, self.wire, self.account, self.queue, self.executor, place)
+        self.evaluation = Evaluation(units, self.storages, ledger, self.unsharder, groups, place)
+        departures = Departures(plan, self.storages, self.transport, self.account, lending)
+        side = SidePasses(self.evaluation, self.storages, departures, self.transport, self.excess, groups, place)
         self.sequencer = SlotSequencer(
             plan, ledger, self.storages, self.transport, self.updates, self.account, self.executor, self.recorder,
-            self.meter, self.excess, Departures(plan, self.storages, self.transport, self.account, lending),
+            self.meter, self.excess, departures, side,
         )  # fmt: skip
         self.access.follow(self.sequencer)
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self.sequencer)
-        before_all = [m for u in units if u.trainable for m in u.modules]  # their forwards include the slots of frozen units
-        self._handles = [m.register_forward_pre_hook(ModuleHook(self._forward), prepend=True) for m in before_all]
-        self._handles += [*batch.handles, *validation.forbid_optimizer_calls(optimizer, self.rank)]
+        self._handles = [*batch.handles, *validation.forbid_optimizer_calls(optimizer, self.rank)]
         self._handles.append(validation.refuse_state_dict(model, self.storages, place))
 
         # State: units and the optimizer's state, whole, outside of the plan's messages.
-        self.unsharder = Unsharder(self.storages, self.wire, self.account, self.queue, self.executor, place)
         self.optimizer_state = OptimizerState(self.updates, self.storages, self.unsharder, groups.all_gather_object)
         self.optimizer_state.load(optimizer.state)
         optimizer.state.clear()  # the state is on shards from now on
@@ -173,10 +176,6 @@ class Engine:
         groups = self.groups
         return NodeCommunicator(of(groups.node_group), of(groups.replica_group)) if in_node else of(groups.message_group)
 
-    def _forward(self, module: nn.Module, args: object) -> None:
-        if not (torch.is_grad_enabled() or self.sequencer.exported_to or self._hooks.in_backward):
-            raise RunError(f"rank {self.rank}: run forward passes without gradients inside parallel.evaluate()")
-
     def reset_memory(self) -> None:
         """Restart the peaks of memory."""
         with self.account.lock:
@@ -186,11 +185,13 @@ class Engine:
     # -- between iterations -------------------------------------------------------------------------------------
 
     def check(self, call: str, *, needs_ranks: bool = False) -> None:
-        """Raise the error of a thread, and refuse this ``call`` of the loop where it cannot be."""
+        """Raise the error of a thread, and refuse this ``call`` of the loop where it cannot be. Side passes end."""
         if needs_ranks and self.options.emulate is not None:
             raise RunError(f"rank {self.rank}: {call} of an emulated world would be made up: no rank has sent anything")
         self.transport.check()
         self.refuse_if_exported(call)
+        if self.sequencer.side.is_open:
+            self.sequencer.side.end()
 
     def refuse_if_exported(self, call: str) -> None:
         """Raise RunError for a ``call`` after the end, and where the loop has the parameters for something else."""
@@ -203,8 +204,7 @@ class Engine:
         """End an iteration. Raises RunError if it is not complete, and for changes that the updates did not see."""
         sequencer, place = self.sequencer, self.place
         self.check("step()")
-        if sequencer.after_micro_step:
-            sequencer.end_short()
+        sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
             raise place.error(f"step() needs {self.plan.micro_steps} forward and backward passes before it")
         if sequencer.step == 1 and self.buffers.option is None:
@@ -221,8 +221,8 @@ class Engine:
         self.recorder.over_budget(sequencer.step, *self.excess.end_step(sequencer.step))
         self.recorder.departures(sequencer.step, *sequencer.departures.take())
         self.recorder.step(sequencer.step, self.executor.record_timestamp())
-        sequencer.step += 1
-        sequencer.step_pending = False
+        sequencer.end_step()
+        self._hooks.updates += 1
         self.transport.end_step()
         place.step = sequencer.step
         if self.buffers.option:
@@ -240,8 +240,7 @@ class Engine:
         """
         sequencer = self.sequencer
         self.check("clip_grad_norm_()")
-        if sequencer.after_micro_step:
-            sequencer.end_short()
+        sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
             raise self.place.error("clip_grad_norm_() comes between backward and step()")
         index = sequencer.periods * self.queue.n + self.runner.last_reduction
@@ -299,6 +298,8 @@ class Engine:
     def _give_up(self, call: str) -> str | None:
         """Go back to the turn, with nothing in flight; return why this cannot be. Collective."""
         sequencer = self.sequencer
+        if sequencer.side.is_open:
+            sequencer.side.end()
         sequencer.leave_forward()
         answers = self.groups.agree_on_call(call, sequencer.step, sequencer.committed, sequencer.updates_begun)
         problem = validation.disagreement(answers)

@@ -1,4 +1,4 @@
-"""Forward passes without gradients, between iterations, with any number of batches per rank."""
+"""Passes outside of the plan: whole units for any number of forward and backward passes per rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 
 from mdcs.model.hooks import ModuleHook
 from mdcs.model.units import ModelUnit
@@ -25,7 +24,7 @@ class Evaluation:
     """Gathers units that are sharded at rest: once if the budget has room for all of them, else for each forward.
 
     A unit whose memory other modules use through views is always gathered once. If units are gathered for each forward,
-    a rank that has finished its batches joins the gathers of the other ranks.
+    a rank that has finished its batches joins the gathers of the other ranks. No message of the plan may be in flight.
     """
 
     def __init__(
@@ -35,46 +34,67 @@ class Evaluation:
         self._units, self._storages, self._unsharder, self._groups = units, storages, unsharder, groups
         self._place = place
         self._slot_bytes = max(slot.peak for slot in ledger.slots)
+        self._on_demand: set[int] = set()
+        self._in_use: Counter[int] = Counter()
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Gather units for forward passes inside the block. Collective; no message of the plan may be in flight."""
+        """Let forward passes of the model run inside the block. Collective."""
+        handles: list[Any] = []
+        with self.unsharded():
+            try:
+                for u in self._on_demand:
+                    for module in self._units[u].modules:
+                        handles.append(module.register_forward_pre_hook(ModuleHook(self._before(u)), prepend=True))
+                        handles.append(module.register_forward_hook(ModuleHook(self._after(u))))
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Have units whole inside the block, or those that are in use (:meth:`enter`). Collective."""
         missing = sum(s.full_bytes for s in self._storages if s.strategy.sharded and not s.is_full)
         at_once = self._unsharder.fits(missing + self._slot_bytes)
         before = [u for u, s in enumerate(self._storages) if at_once or s.is_aliased or not s.strategy.sharded]
-        in_use: Counter[int] = Counter()
-        handles: list[Any] = []
+        self._on_demand = set(range(len(self._storages))) - set(before)
         with named_range("evaluation"), self._unsharder.unsharded(before):
             try:
-                for u, unit in enumerate(self._units):
-                    for module in unit.modules if u not in before else ():
-                        handles.append(module.register_forward_pre_hook(ModuleHook(self._before(u, in_use)), prepend=True))
-                        handles.append(module.register_forward_hook(ModuleHook(self._after(u, in_use))))
                 yield
                 if not at_once:
                     self._join()
             finally:
-                for handle in handles:
-                    handle.remove()
-                for u in (u for u, uses in in_use.items() if uses > 0):  # units still in use: their forward raised
+                for u in (u for u, uses in self._in_use.items() if uses > 0):  # units still in use: their forward raised
                     self._unsharder.reshard(u)
+                self._in_use.clear()
 
-    def _before(self, unit: int, in_use: Counter[int]) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            in_use[unit] += 1
-            if in_use[unit] == 1:
+    def enter(self, unit: int) -> None:
+        """Begin a use of a unit. All ranks gather it now, if it is not whole."""
+        if unit in self._on_demand:
+            self._in_use[unit] += 1
+            if self._in_use[unit] == 1:
                 self._agree(unit)
                 self._unsharder.unshard(unit)
 
-        return hook
-
-    def _after(self, unit: int, in_use: Counter[int]) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            in_use[unit] -= 1
-            if in_use[unit] == 0:
+    def leave(self, unit: int) -> None:
+        """End a use of a unit."""
+        if unit in self._on_demand:
+            self._in_use[unit] -= 1
+            if self._in_use[unit] == 0:
                 self._unsharder.reshard(unit)
 
-        return hook
+    def keep(self) -> list[int]:
+        """Leave the sharded units that are whole to the caller, at the end of the block. Return them."""
+        whole = [u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full]
+        self._unsharder.keep(whole)
+        return whole
+
+    def _before(self, unit: int) -> Any:
+        return lambda module, args: self.enter(unit)
+
+    def _after(self, unit: int) -> Any:
+        return lambda module, args, output: self.leave(unit)
 
     def _join(self) -> None:
         """Take part in the gathers of other ranks until all have finished."""

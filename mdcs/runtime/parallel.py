@@ -20,7 +20,6 @@ from mdcs.plan.plan import Plan
 from mdcs.runtime import optimizer_state, state_dict
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import OverBudget, RunError
-from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.gradients import Gradients, Scaler
@@ -86,7 +85,6 @@ class Parallel(Gradients):
         super().__init__(engine)
         self.units = units
         self.model, self.optimizer, self.plan, self.rank = engine.model, engine.optimizer, engine.plan, engine.rank
-        self._evaluation = Evaluation(units, engine.storages, engine.ledger, engine.unsharder, engine.groups, engine.place)
         self._checkpoints: Checkpoints | None = None
         self._resumed_after = 0
         self._calls = OptimizerCalls(engine.optimizer, self)
@@ -140,6 +138,23 @@ class Parallel(Gradients):
         """
         self._engine.abandon()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let passes in the block add their gradients to ``.grad`` on each rank alone, any passes in any order.
+
+        As with DDP, the last backward pass of the step comes after the block, and its gradients on top of these; without
+        one, :meth:`step` reduces them. ``zero_grad()`` drops them. Units are whole meanwhile. Every rank enters a block at
+        the same place of the step.
+        """
+        engine = self._engine
+        engine.refuse_if_exported("no_sync()")
+        side, before = engine.sequencer.side, engine.sequencer.side.accumulates
+        side.accumulates = True
+        try:
+            yield
+        finally:
+            side.accumulates = before
+
     def evaluate(self) -> AbstractContextManager[None]:
         """Run forward passes without gradients (``torch.no_grad()``), any number per rank; :meth:`drain` included.
 
@@ -150,7 +165,7 @@ class Parallel(Gradients):
 
     @contextmanager
     def _evaluate(self) -> Iterator[None]:
-        with torch.no_grad(), self._evaluation.run():
+        with torch.no_grad(), self._engine.evaluation.run():
             yield
         self._engine.buffers.register()
 

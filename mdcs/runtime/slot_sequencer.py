@@ -8,13 +8,14 @@ inside of the slot before, once their gradients are ready (:mod:`mdcs.plan.gradi
 Compute may depart from the plan. Slots of units that do not come are passed over: their messages go, and gradients that
 do not come are left out. In forward every slot can be passed over. In backward a slot after which a gradient is reduced
 is passed over once autograd will not come to that gradient any more; until then units are used out of their turn, and
-later messages wait. What ends a pass passes over the rest, so each rank sends all messages, whatever the others do.
+later messages wait. What ends a pass passes over the rest, so each rank sends all messages, whatever the others do. A
+backward pass is a micro-step, with the forward passes before it, if there are any. In side passes
+(:mod:`mdcs.runtime.side_passes`) the plan waits.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,8 @@ from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor
 from mdcs.runtime.pass_gradients import PassGradients
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
+from mdcs.runtime.side_passes import CALL, MORE, SidePasses
+from mdcs.runtime.slot_position import SlotPosition
 from mdcs.runtime.slot_tables import SlotTables
 from mdcs.runtime.step_trace import StepRecorder
 from mdcs.runtime.storage import UnitStorage
@@ -38,37 +41,25 @@ from mdcs.telemetry.memory_meter import Meter
 from mdcs.telemetry.timeline import SlotMemory
 
 
-class SlotSequencer:
+class SlotSequencer(SlotPosition):
     """The hooks' listener (:class:`mdcs.model.hooks.Listener`)."""
 
     def __init__(
         self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport,
         updates: ShardedOptimizer, account: ByteAccount, executor: Executor, recorder: StepRecorder, meter: Meter,
-        excess: ActivationExcess,
-        departures: Departures,
+        excess: ActivationExcess, departures: Departures, side: SidePasses,
     ) -> None:  # fmt: skip
-        self.plan, self.ledger, self.storages = plan, ledger, storages
+        super().__init__(plan)
+        self.ledger, self.storages = ledger, storages
         self.transport, self.queue, self.updates, self.account = transport, transport.queue, updates, account
         self.executor, self.recorder, self.meter, self.excess = executor, recorder, meter, excess
-        self.departures = departures
-        self.period = plan.period
+        self.departures, self.side = departures, side
         self.limits = SlotDependencies(plan)
-        self.step = 1
-        self.periods = 0  # periods begun; the first is the prologue
-        self.step_pending = False  # the last micro-step's backward has begun, and step() has not ended the iteration
         self.watches_memory = not executor.runs_ahead  # a reading of CUDA's allocator takes longer than enqueuing a layer
         self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
-        self.next_slot = self.period.turn  # the slot to enter next
-        self.arrived = False
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
-        self._entered: Any = None  # stamp of the slot under way
         self._in_backward = False
         self.gradients, self._tables = PassGradients(plan, storages), SlotTables(plan, storages)
-
-    @property
-    def at_turn(self) -> bool:
-        """Whether compute is between a backward and the next forward pass."""
-        return self.next_slot == self.period.turn and self._entered is None
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -87,6 +78,35 @@ class SlotSequencer:
         """Enter a backward slot."""
         self._slot(unit, "B")
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether all passes are side passes now."""
+        return self.side.accumulates
+
+    def side_begin(self, unit: int, in_backward: bool) -> None:
+        """Let a side pass use a unit. Inside of a forward pass of the plan it is one more use."""
+        if self.exported_to is not None:
+            return
+        if any(self.departures.inside):
+            self._use_again(unit)
+            return
+        if not self.side.is_open:
+            self.transport.check()
+            if self.step_pending:
+                raise self._error(f"{CALL}: comes after the last backward pass of the step, whose updates have begun. {MORE}")
+            self.leave_forward()
+            self.side.begin(self.progress, self.periods if self.at_turn else None)
+        self.side.use(unit, in_backward)
+
+    def side_end(self, unit: int) -> None:
+        """Note that a module has returned in a side pass."""
+        if self.side.is_open:
+            self.side.leave(unit)
+
+    def side_backward_end(self) -> None:
+        """Note that ``.grad`` may have gradients that are not in the plan's pass."""
+        self.side.had_backward = True
+
     def recomputed(self, unit: int) -> None:
         """Make sure that a unit is whole which activation checkpointing computes again."""
         if self.exported_to is None:
@@ -95,11 +115,11 @@ class SlotSequencer:
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, which is complete for this micro-step."""
+        if self.entered is None:
+            self._begin_backward()
         storage, slot = self.storages[unit], self.period.slots[self.next_slot - 1]
-        if self._entered is None:
-            raise self._error(self._second_backward(storage.names[index]))
         self._in_backward = True
-        if index in self.gradients.come[unit] or self._has_left(unit):
+        if index in self.gradients.come[unit] or self.has_left(unit):
             raise self._error(f"{storage.names[index]} got two gradients in one backward pass")
         if not storage.gradients:
             self._allocate_gradient(unit)
@@ -109,9 +129,7 @@ class SlotSequencer:
 
     def backward_end(self) -> None:
         """Pass over the rest of the micro-step's slots."""
-        if not any(self.gradients.come):
-            raise self._error("backward brought no gradient to any parameter, as torch.autograd.grad: call backward() instead")
-        with self.departures.timed() if self.next_slot != (end := self._end_of_pass) else nullcontext():
+        with self.departures.timed() if self.next_slot != (end := self.end_of_pass) else nullcontext():
             while self.next_slot != end:
                 self._pass_over(ended=True)
         self._complete(ended=True)
@@ -127,6 +145,10 @@ class SlotSequencer:
         self.transport.check()
         if self.exported_to is not None:
             raise self._error(f"a pass with gradients inside {self.exported_to}")
+        if self.side.is_open:
+            self.side.end()
+        if phase == "F" and self.step_pending:
+            raise self._error(f"a forward pass between the last backward pass of the step, whose updates have begun, and step(). {MORE}")
         expected = self.period.slots[self.next_slot]
         if (expected.unit, expected.phase) == (unit, phase) and self._can_enter(phase):
             self._in_backward = phase == "B"
@@ -142,15 +164,15 @@ class SlotSequencer:
 
     def _depart(self, unit: int, phase: str) -> None:
         """Let compute use a unit where the plan has another slot."""
-        if phase == "B" and self._entered is None:
-            raise self._error(self._second_backward(self.storages[unit].name))
+        if phase == "B" and self.entered is None:
+            self._begin_backward()
         if phase == "F" and self._in_backward:
             raise self._error(
                 f"forward of {self.storages[unit].name} ran after a backward pass that raised: call parallel.abandon() on "
                 "every rank"
             )
         self._in_backward = phase == "B"
-        target = self._ahead(unit, phase)
+        target = self.ahead(unit, phase)
         while target is not None and self.next_slot != target:
             if not self._pass_over():
                 target = None
@@ -161,27 +183,17 @@ class SlotSequencer:
             self._arrive()
         self._enter()
 
-    def _second_backward(self, name: str) -> str:
-        return (
-            f"a second backward pass of one forward pass, through {name}: add the losses up and call backward() once for each "
-            f"of the {self.plan.micro_steps} passes of a step"
-        )
-
-    def _ahead(self, unit: int, phase: str) -> int | None:
-        """Return the next slot of a unit in this pass; None if there is none."""
-        slots, length = self.period.slots, self.period.length
-        left = (self._end_of_pass - self.next_slot) % length or (0 if self._entered is not None else length)
-        for q in (q % length for q in range(self.next_slot, self.next_slot + left)):
-            if phase == "F" and slots[q].phase == "B":
-                break
-            if (slots[q].unit, slots[q].phase) == (unit, phase):
-                return q
-        return None
-
-    @property
-    def _end_of_pass(self) -> int:
-        """The slot behind the last one of the micro-step that compute is in, or comes to."""
-        return self.period.end(self.period.slots[self.next_slot - (self._entered is not None)].micro)
+    def _begin_backward(self) -> None:
+        """Pass over the forward slots of a micro-step whose backward pass begins without a forward pass of its own."""
+        if self.side.is_open:
+            self.side.end()
+        if self.step_pending:
+            raise self._error(f"a backward pass after the last one of the step, whose updates have begun. {MORE}")
+        self.departures.seen["ran a backward pass without a forward pass of its own"] += 1
+        while self.period.slots[self.next_slot].phase == "F":
+            if not self.arrived:
+                self._arrive()
+            self._enter()
 
     def _pass_over(self, ended: bool = False) -> bool:
         """Go through a slot without compute; return False, staying before it, while autograd may bring its gradients.
@@ -204,39 +216,30 @@ class SlotSequencer:
         ``ended``: the backward pass is over.
         """
         last = self._tables.last[self.next_slot - 1]
-        if not last or self._entered is None:
+        if not last or self.entered is None:
             return True
         return self.gradients.complete(last, self.period.slots[self.next_slot - 1].micro, ended)
-
-    def _has_left(self, unit: int) -> bool:
-        """Return whether compute has left the unit's last backward slot of this pass."""
-        slot = self.period.slots[self.next_slot - 1]
-        return slot.phase == "B" and self.period.last_use(unit, slot.micro) % self.period.length < self.next_slot - 1
 
     def _use_again(self, unit: int) -> None:
         """Make sure that a unit is whole which is used outside of its planned slots."""
         storage, departures = self.storages[unit], self.departures
-        if self._in_backward and storage.trainable and self._has_left(unit):
+        if self._in_backward and storage.trainable and self.has_left(unit):
             raise self._error(f"{storage.name} was used again in backward, after all of its gradients had come")
         if not self._in_backward:
             departures.note(unit, "ran {} in another order" if unit in departures.passed else "ran {} once more")
             departures.passed.discard(unit)
         if not storage.guard.is_open:
             slot = self.period.slots[self.next_slot - 1]
-            departures.make_whole(unit, None if self._has_left(unit) else slot, self.periods)
+            departures.make_whole(unit, None if self.has_left(unit) else slot, self.periods)
 
     def _arrive(self) -> None:
         """Arrive at the boundary before ``next_slot``: end the slot before it, issue messages."""
         q, lock = self.next_slot, self.account.lock
         stamp = self.executor.record_timestamp()
-        if self._entered is not None:
-            self.recorder.compute((q - 1) % self.period.length, self._entered, stamp)
-            self._entered = None
+        if self.entered is not None:
+            self.recorder.compute((q - 1) % self.period.length, self.entered, stamp)
+            self.entered = None
         if q == 0:
-            if self.step_pending:
-                raise self._error(
-                    f"a second backward pass without step() between: the plan takes {self.plan.micro_steps} per step"
-                )
             self.periods += 1
             self.step_pending = True
             self.recorder.period(stamp)
@@ -282,7 +285,7 @@ class SlotSequencer:
     @property
     def _sent_early(self) -> int:
         """Number of the next slot's messages issued before compute arrives there."""
-        if self.arrived or self._entered is None or self.next_slot not in self._tables.early:
+        if self.arrived or self.entered is None or self.next_slot not in self._tables.early:
             return 0
         return self.queue.issued - self.periods * self.queue.n - self.limits.issued_through[self.next_slot - 1]
 
@@ -321,7 +324,7 @@ class SlotSequencer:
                         f"{detached} was given other memory (.data, model.to()): change values in place, or close() first"
                     )
             storage.guard.open()
-        self._entered = self.executor.record_timestamp()
+        self.entered = self.executor.record_timestamp()
         self.arrived = False
         self.next_slot = (q + 1) % self.period.length
 
@@ -331,12 +334,6 @@ class SlotSequencer:
             self.account.record("gradients", self.storages[unit].layout.grad_bytes)
 
     # -- out of the ordinary ------------------------------------------------------------------------------------
-
-    @property
-    def progress(self) -> int:
-        """Number of arrivals at slots and entries of slots in the current iteration."""
-        q, turn, length = self.next_slot, self.period.turn, self.period.length
-        return 2 * (length if self.step_pending and q == turn else (q - turn) % length) + self.arrived
 
     @property
     def committed(self) -> int:
@@ -351,17 +348,6 @@ class SlotSequencer:
         begins = reductions[:1] if self.plan.cross_iteration else reductions[-1:]  # with a barrier the last one updates
         return self.step_pending and any(i in issued for i in begins)
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward pass of the current iteration has begun."""
-        return self.step_pending or (self.next_slot - self.period.turn) % self.period.length > self.plan.profile.forward_slots
-
-    @property
-    def after_micro_step(self) -> bool:
-        """Whether a micro-step of the iteration has ended, and the next has not begun."""
-        starts = {self.period.forward_start(micro) for micro in range(1, self.period.micro_steps)}
-        return self._entered is None and self.next_slot in starts
-
     def advance_to(self, progress: int) -> None:
         """Go on to this :attr:`progress` without compute: messages are sent as usual, with the gradients as they are."""
         while self.progress < progress:
@@ -374,12 +360,20 @@ class SlotSequencer:
     def leave_forward(self) -> None:
         """Go on to the end of the forward pass that compute has left: another rank may be in it and wait for messages."""
         slots = self.period.slots
-        while self._entered is not None and slots[self.next_slot - 1].phase == slots[self.next_slot].phase == "F":
+        while self.entered is not None and slots[self.next_slot - 1].phase == slots[self.next_slot].phase == "F":
             self.advance_to(self.progress + 2)
 
     def end_short(self) -> None:
-        """End the accumulation of gradients before its last micro-step."""
+        """End the step before its last micro-step, if compute is between two, or has had side passes only."""
+        if not (self.after_micro_step or self.at_turn and not self.step_pending and self.side.had_backward):
+            return
         self.advance_to(2 * self.period.length + 1)
+
+    def end_step(self) -> None:
+        """Begin the next step."""
+        self.step += 1
+        self.step_pending = self.side.had_backward = False
+        self.gradients.restart()
 
     def restart(self) -> None:
         """Give up the current iteration: back to the turn, as before step 1. No messages may be in flight.
@@ -393,8 +387,9 @@ class SlotSequencer:
         self.departures.restart()
         self._in_backward = False
         self.gradients.restart()
+        self.side.had_backward = False
         self.periods = self.transport.restart()
-        self.next_slot, self.arrived, self.step_pending, self._entered = self.period.turn, False, False, None
+        self.next_slot, self.arrived, self.step_pending, self.entered = self.period.turn, False, False, None
 
     def _error(self, what: str) -> RunError:
         return RunError(f"rank {self.storages[0].rank}, step {self.step}: {what}")

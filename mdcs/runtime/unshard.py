@@ -32,6 +32,10 @@ class Unsharder:
         """Keep the units that the plan has gathered by now: the next forward relies on them."""
         self._kept = {u for u, s in enumerate(self._storages) if s.strategy.sharded and s.is_full}
 
+    def keep(self, units: Iterable[int]) -> None:
+        """Free these units no more at the end of their use."""
+        self._kept.update(units)
+
     def one_by_one(self) -> Iterator[UnitStorage]:
         """Gather each unit in turn, and free it before the next one."""
         self._begin()

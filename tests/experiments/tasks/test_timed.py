@@ -51,6 +51,8 @@ def saved(folder: Path, of: Profile) -> str:
 class Slots:
     """Hears which slots a model runs."""
 
+    accumulates = False
+
     def __init__(self) -> None:
         self.heard: list[tuple[int, str]] = []
 
@@ -67,6 +69,12 @@ class Slots:
     def gradient(self, unit: int, index: int, parameter: torch.nn.Parameter) -> None: ...
 
     def backward_end(self) -> None: ...
+
+    def side_begin(self, unit: int, in_backward: bool) -> None: ...
+
+    def side_end(self, unit: int) -> None: ...
+
+    def side_backward_end(self) -> None: ...
 
 
 @pytest.fixture

@@ -18,10 +18,11 @@ from mdcs.model.units import ByClass, ByLeaf, ModelUnit, UnsupportedModel, WrapP
 
 class Log:
     """What a listener is told: ``a(`` and ``)`` around a forward, ``a*`` backward, ``a+`` a gradient, ``a~``
-    recomputed, ``end``."""
+    recomputed, ``end``. In side passes with a ``-``."""
 
     def __init__(self, units: list[ModelUnit]) -> None:
         self.units, self.events = units, list[str]()
+        self.accumulates = False
 
     def name(self, unit: int) -> str:
         return self.units[unit].name
@@ -45,6 +46,15 @@ class Log:
 
     def backward_end(self) -> None:
         self.events.append("end")
+
+    def side_begin(self, unit: int, in_backward: bool) -> None:
+        self.events.append(f"{self.name(unit)}{'-*' if in_backward else '-('}")
+
+    def side_end(self, unit: int) -> None:
+        self.events.append("-)")
+
+    def side_backward_end(self) -> None:
+        self.events.append("-end")
 
     def take(self) -> str:
         events, self.events = self.events, []
@@ -176,13 +186,60 @@ def test_every_backward_pass_ends() -> None:
     assert log.take() == "a( ) b( ) a( ) b( ) b* a* b* b+ a* a+ end"
 
 
-def test_forward_passes_without_gradients_are_no_slots() -> None:
-    model = Net("ab")
+def test_forward_passes_without_gradients_are_side_passes() -> None:
+    model = Net("ab", a=Block())
     log, hooks = hooked(model)
     with torch.no_grad():
         loss_of(model)
-    assert log.take() == ""
+    assert log.take() == "a-( a.layer-( -) -) b-( -)"
     assert not hooks.in_backward
+
+
+def test_a_layer_without_gradients_inside_of_a_forward_is_one_of_its_slots() -> None:
+    class Twice(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.layer(x)
+            return super().forward(x)
+
+    log, _ = hooked(model := Net("a", a=Twice()))
+    loss_of(model).backward()
+    assert log.take() == "a( a.layer( ) a.layer( ) ) a* a.layer* a.layer+ a+ end"
+
+
+def test_gradients_that_are_not_the_parameters_are_those_of_a_side_pass() -> None:
+    model, x = Net("ab"), torch.ones(2, 3, requires_grad=True)
+    log, _ = hooked(model)
+    torch.autograd.grad(model(x).sum(), x)
+    assert log.take() == "a( ) b( ) b-* a-* -end"
+    model.requires_grad_(False)
+    model(x).sum().backward()
+    assert log.take() == "a-( -) b-( -) b-* a-* -end"
+
+
+def test_while_gradients_accumulate_all_passes_are_side_passes() -> None:
+    model = Net("ab")
+    log, _ = hooked(model)
+    loss = loss_of(model)
+    log.accumulates = True
+    loss.backward(retain_graph=True)
+    loss_of(model)
+    assert log.take() == "a( ) b( ) b-* a-* -end a-( -) b-( -)"
+    log.accumulates = False
+    loss.backward()
+    assert log.take() == "b* b+ a* a+ end"
+
+
+def test_a_forward_that_raised_does_not_disturb_the_next() -> None:
+    model = Net("ab", b=Block())
+    log, _ = hooked(model)
+    for context, seen in ((torch.no_grad, "a-( -) b-( b.layer-( -) -)"), (torch.enable_grad, "a( ) b( b.layer( ) )")):
+        with context(), pytest.raises(RuntimeError), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.get_submodule("b.layer"), "forward", lambda x: x @ torch.ones(7))
+            loss_of(model)
+        assert log.take() == seen
+    loss_of(model)
+    assert log.take() == "a( ) b( b.layer( ) )"
 
 
 def test_frozen_units_have_slots_without_gradients_too() -> None:

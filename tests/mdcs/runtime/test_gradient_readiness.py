@@ -52,7 +52,7 @@ def issued_inside(parallel: mdcs.Parallel) -> list[int]:
     issue, seen = transport.issue, list[int]()
 
     def issuing(activations: int) -> None:
-        if not sequencer.arrived and sequencer._entered is not None:
+        if not sequencer.arrived and sequencer.entered is not None:
             seen.append(transport.queue.issued % transport.queue.n)
         issue(activations)
 

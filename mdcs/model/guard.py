@@ -44,6 +44,8 @@ _HARMLESS = {
             "is_floating_point", "is_complex", "is_inference", "get_device", "register_hook", "__len__",
         )
     ),
+    torch.autograd.grad,
+    torch.autograd.backward,
 }  # fmt: skip
 _LIKE = {
     *(getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),

@@ -63,11 +63,11 @@ class Listener(Protocol):
 class Hooks:
     """Installed hooks that call ``listener``; :meth:`remove` removes them.
 
-    A forward pass is a side pass or not from its outermost module on. ``updates``: the listener's owner counts here how
-    often the parameters were updated.
+    A forward pass is a side pass or not from its outermost module on, which is ``model`` or a unit's. ``updates``: the
+    listener's owner counts here how often the parameters were updated.
     """
 
-    def __init__(self, units: Sequence[ModelUnit], listener: Listener) -> None:
+    def __init__(self, units: Sequence[ModelUnit], listener: Listener, model: nn.Module | None = None) -> None:
         self._listener = listener
         self.updates = 0
         self._end_queued = False
@@ -85,6 +85,10 @@ class Hooks:
                 for i, (name, p) in enumerate(unit.parameters):
                     self._handles.append(p.register_post_accumulate_grad_hook(self._accumulated(u, i, name)))
 
+        if model is not None:
+            self._handles.append(model.register_forward_pre_hook(ModuleHook(self._model_begins), prepend=True))
+            self._handles.append(model.register_forward_hook(ModuleHook(self._model_returned), always_call=True))
+
     def remove(self) -> None:
         """Remove all hooks; the listener is not called any more."""
         for handle in self._handles:
@@ -96,16 +100,33 @@ class Hooks:
         """Whether this code runs inside a backward pass."""
         return backward_pass() != -1
 
-    def _is_side(self, unit: ModelUnit) -> bool:
-        """Return whether a forward that begins belongs to a side pass."""
+    def _model_begins(self, module: nn.Module, args: Any) -> None:
+        if not self.in_backward:
+            self._enter(self._trained)
+
+    def _model_returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.in_backward:
+            self._leave()
+
+    def _enter(self, trained: Sequence[nn.Parameter]) -> bool:
+        """Begin a forward of a module with these parameters; return whether it belongs to a side pass."""
         if self._side_depth or self._depth:
-            return self._side_depth > 0
-        if self._listener.accumulates:
-            return True
-        # A frozen unit alone often runs without gradients, as part of the step.
-        return unit.trainable and not (torch.is_grad_enabled() and unit.parameters[0][1].requires_grad)
+            is_side = self._side_depth > 0
+        else:  # a frozen unit alone often runs without gradients, as part of the step
+            has_gradients = not trained or torch.is_grad_enabled() and trained[0].requires_grad
+            is_side = self._listener.accumulates or not has_gradients
+        self._side_depth, self._depth = self._side_depth + is_side, self._depth + (not is_side)
+        return is_side
+
+    def _leave(self) -> bool:
+        """End a forward; return whether it belongs to a side pass."""
+        is_side = self._side_depth > 0
+        self._side_depth, self._depth = max(0, self._side_depth - is_side), max(0, self._depth - (not is_side))
+        return is_side
 
     def _before(self, unit: int, of: ModelUnit) -> Any:
+        trained = [p for _, p in of.parameters] if of.trainable else []
+
         def hook(module: nn.Module, args: Any) -> None:
             if self.in_backward:  # activation checkpointing: it belongs to the backward slot in which it runs
                 if self._begin_backward():
@@ -114,12 +135,10 @@ class Hooks:
                     self._listener.side_begin(unit, True)
                 return
             self._end_queued = False  # a backward that raised did not run its callback
-            if self._is_side(of):
-                self._side_depth += 1
+            if self._enter(trained):
                 _refuse_transforms(of)
                 self._listener.side_begin(unit, False)
             else:
-                self._depth += 1
                 _refuse_transforms(of)
                 _refuse_compiled_autograd(of)
                 self._listener.forward_begin(unit)
@@ -130,8 +149,7 @@ class Hooks:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.in_backward:
                 return
-            is_side = self._side_depth > 0
-            self._side_depth, self._depth = max(0, self._side_depth - is_side), max(0, self._depth - (not is_side))
+            is_side = self._leave()
             seen: set[int] = set()  # backward passes seen: an output of several tensors begins one slot in each pass
             self_ref, updates = weakref.ref(self), self.updates
 

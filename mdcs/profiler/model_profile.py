@@ -175,7 +175,7 @@ def _recorded(
         guards = [Guard(unit.parameters, _used_outside) for unit in units]
         recorder = SlotRecorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         held = attributes_over_parameters(model)
-        hooks, before = Hooks(units, recorder), _weights(units)
+        hooks, before = Hooks(units, recorder, model), _weights(units)
         loss: Tensor | None = None
         try:
             for kept in _passes(meter, iterations, warmup):

@@ -150,7 +150,7 @@ class Engine:
         )  # fmt: skip
         self.access.follow(self.sequencer)
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
-        self._hooks = Hooks(in_flat_order, self.sequencer)
+        self._hooks = Hooks(in_flat_order, self.sequencer, model)
         self._handles = [*batch.handles, *validation.forbid_optimizer_calls(optimizer, self.rank)]
         self._handles.append(validation.refuse_state_dict(model, self.storages, place))
 
@@ -206,7 +206,8 @@ class Engine:
         self.check("step()")
         sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
-            raise place.error(f"step() needs {self.plan.micro_steps} forward and backward passes before it")
+            problem = validation.frozen(self.storages)
+            raise place.error(problem or f"step() needs {self.plan.micro_steps} forward and backward passes before it")
         if sequencer.step == 1 and self.buffers.option is None:
             self.buffers.broadcast_created(self.groups, place)
         problem = validation.find_unseen_change(self.optimizer, self.updates, self.storages, self.buffers, self.plan.world)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-
 from mdcs.model.hooks import ModuleHook
 from mdcs.model.units import ModelUnit
 from mdcs.plan.ledger import Ledger

@@ -148,7 +148,7 @@ class SlotSequencer(SlotPosition):
         if self.side.is_open:
             self.side.end()
         if phase == "F" and self.step_pending:
-            raise self._error(f"a forward pass between the last backward pass of the step, whose updates have begun, and step(). {MORE}")
+            raise self._error(f"a forward pass after the last backward pass of the step, whose updates have begun. {MORE}")
         expected = self.period.slots[self.next_slot]
         if (expected.unit, expected.phase) == (unit, phase) and self._can_enter(phase):
             self._in_backward = phase == "B"

@@ -33,7 +33,7 @@ from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.storage import UnitStorage
-from mdcs.torch_compat import has_gradient_hooks, step_hooks
+from mdcs.torch_compat import has_gradient_hooks, step_hooks, without_torch_function
 
 
 @dataclass(frozen=True)
@@ -316,6 +316,16 @@ def taken_away(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
     return None
 
 
+def frozen(storages: Sequence[UnitStorage]) -> str | None:
+    """Return a sentence about a parameter that the plan trains and the loop has frozen; None if there is none."""
+    with without_torch_function():
+        for storage in storages:
+            for name, p in zip(storage.names, storage.parameters, strict=True):
+                if storage.trainable and not p.requires_grad:
+                    return _THAWED.format(name)
+    return None
+
+
 def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
     """Return why ranks at these (step, progress, torn), or (step,), cannot go on together; None if they can."""
     torn = [r for r, (_, *more) in enumerate(answers) if any(more[1:])]
@@ -391,6 +401,8 @@ class ParameterAccess:
                 f"the gradient of {name} was taken by the runtime: clip with parallel.clip_grad_norm_() or clip_grad_value_(), "
                 "scale with parallel.scaler, read parallel.grad_norm after step(), and zero gradients only after it"
             )
+        if what == THAW and any(name in storage.names for storage in sequencer.storages if storage.trainable):
+            return None  # frozen for some passes: checked at the end of the step
         if what == THAW:
             return self._place.error(_THAWED.format(name))
         return self._place.error(

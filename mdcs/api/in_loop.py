@@ -180,6 +180,20 @@ class PlannedInLoop(Parallel):
         else:
             self._first.forget()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate in ``.grad``: the passes in the block are not among those that are planned."""
+        first = self._first
+        if first is None:
+            with super().no_sync():
+                yield
+            return
+        first.accumulates = True
+        try:
+            yield
+        finally:
+            first.accumulates = False
+
     def evaluate(self) -> AbstractContextManager[None]:
         """Run forward passes without gradients."""
         return super().evaluate() if self._first is None else torch.no_grad()

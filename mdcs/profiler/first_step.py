@@ -19,7 +19,7 @@ from mdcs.model.hooks import ModuleHook, _tensors
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import RunError
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
-from mdcs.torch_compat import at_end_of_backward, mark_stepped, version_of
+from mdcs.torch_compat import at_end_of_backward, mark_stepped, version_of, will_get_gradient
 
 _ONE_CALL = "the first step's loss must come from the outputs of model(…)"
 
@@ -47,7 +47,8 @@ class Call:
 class FirstStep:
     """Listens to the model until :meth:`finish`. Parameters and buffers are rank 0's from the start. Collective.
 
-    - ``micro_steps``: forward passes, each with a backward pass, so far.
+    - ``micro_steps``: backward passes so far, without side passes (:class:`mdcs.model.hooks.Listener`).
+    - ``accumulates``: the loop is in ``no_sync()``.
     - ``norm``: the gradients' norm before clipping, once finished; None without ``clip_norm``.
     """
 
@@ -61,6 +62,7 @@ class FirstStep:
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.norm: float | None = None
+        self.accumulates = False
         self.forget()
         if self._world > 1:
             with torch.no_grad():
@@ -74,9 +76,10 @@ class FirstStep:
 
     def forget(self) -> None:
         """Give up the passes so far, and their gradients."""
-        self._calls: list[Call] = []
-        self.micro_steps = 0
-        self._in_forward, self._ends_backward, self._loss_bytes = False, False, 0
+        self._calls: list[Call] = []  # before the first backward pass; those in no_sync() as long as there are no others
+        self._are_side, self._forwards, self.micro_steps = False, 0, 0
+        self._in_backward = self._in_side_backward = False
+        self._loss_bytes = 0
         self._before_loss: Reading | None = None
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
         for p in self._trained:
@@ -84,19 +87,25 @@ class FirstStep:
 
     # -- what the loop does
 
+    @property
+    def _has_gradients(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self._trained)
+
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not self._has_gradients or self.accumulates and self._calls and not self._are_side:
             return
-        if not self._in_forward:
-            self._in_forward = True
-            self.micro_steps += 1
-        if self.micro_steps == 1:
+        if self._are_side and not self.accumulates:
+            self._calls, self.micro_steps = [], 0
+        self._are_side = self.accumulates
+        self._forwards += not self.accumulates
+        if not self.micro_steps:
             self._calls.append(Call(tuple(map(_leaf, args)), {k: _leaf(v) for k, v in kwargs.items()}, _autocast(self._device)))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or not self._in_forward:
+        if not self._has_gradients or not self._calls:
             return
-        call = self._calls[-1] if self.micro_steps == 1 else Call((), {}, _autocast(self._device))
+        is_kept = not self.micro_steps and self._are_side == self.accumulates
+        call = self._calls[-1] if is_kept else Call((), {}, _autocast(self._device))
         outputs = [t for t in _tensors(output) if t.requires_grad]
         call.gradients = [None] * len(outputs)
         for i, tensor in enumerate(outputs):
@@ -106,11 +115,12 @@ class FirstStep:
 
     def _gradient_of(self, call: Call, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if not self._ends_backward:
-                self._ends_backward = True
+            if not self._in_backward:
+                self._in_backward = True
+                self._in_side_backward = not any(map(will_get_gradient, self._trained))
                 self._loss_bytes = max(self._loss_bytes, _untagged(self._meter.window()) - _untagged(self._before_loss))
                 at_end_of_backward(self._backward_ended)
-            if call in self._calls:
+            if call in self._calls and not self._in_side_backward:
                 with self._meter.tag("parameters"):  # no part of a step: must not count as activations
                     known = call.gradients[index]
                     call.gradients[index] = gradient.detach().clone() if known is None else known + gradient.detach()
@@ -118,16 +128,20 @@ class FirstStep:
         return hook
 
     def _backward_ended(self) -> None:
-        self._in_forward = self._ends_backward = False
+        self._in_backward = False
+        self.micro_steps += not (self._in_side_backward or self.accumulates)
 
     def _accumulated(self, p: Any) -> None:
-        self._versions[p] = id(p.grad), version_of(p.grad)
+        if self.accumulates:  # the loop may drop it
+            self._versions.pop(p, None)
+        else:
+            self._versions[p] = id(p.grad), version_of(p.grad)
 
     # -- the end of the step
 
     def finish(self) -> None:
         """Average the gradients over the ranks, clip them, and update all parameters. Collective."""
-        if self._in_forward or not self._calls or not any(g is not None for call in self._calls for g in call.gradients):
+        if not any(g is not None for call in self._calls for g in call.gradients):
             raise RunError(f"rank {self._rank}, step 1: step() needs a forward and a backward pass before it: {_ONE_CALL}")
         for name, p in self._model.named_parameters():
             if p in self._versions and (p.grad is None or self._versions[p] != (id(p.grad), version_of(p.grad))):
@@ -137,6 +151,8 @@ class FirstStep:
                 )
         for handle in self._handles:
             handle.remove()
+        self.micro_steps = max(1, self.micro_steps)
+        self._calls = self._calls[: max(1, round(self._forwards / self.micro_steps))]
         self._average()
         if self._clip_norm is not None:
             self.norm = float(nn.utils.clip_grad_norm_(self._trained, self._clip_norm))

@@ -1,7 +1,8 @@
 """The runtime executes a plan on real ranks. It imports plans, never planners.
 
 - ``parallel``: the public interface. ``engine``: its parts, and what they do between passes.
-- ``sequencer``: follows the slots with the training thread.
+- ``slot_sequencer``, ``slot_position``: follow the slots with the training thread. ``departures``: units used otherwise than planned.
+- ``side_passes``: passes of the loop for which the plan waits.
 - ``message_queue``: the order of messages and their bytes, without torch or threads.
 - ``thread_transport``, ``stream_transport``, ``message_runner``: send messages, with threads on CPU, on streams on CUDA.
 - ``collective_ops``, ``communicator``, ``process_groups``: pack a message, run its collective, own the process groups.

@@ -40,7 +40,7 @@ from mdcs.runtime.lending import Lending
 from mdcs.runtime.message_queue import MessageQueue, queued_messages
 from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.optimizer_state import OptimizerState
-from mdcs.runtime.process_groups import ProcessGroups
+from mdcs.runtime.process_groups import ProcessGroups, disagreement
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.side_passes import SidePasses
 from mdcs.runtime.slot_sequencer import SlotSequencer
@@ -206,7 +206,7 @@ class Engine:
         self.check("step()")
         sequencer.end_short()
         if not sequencer.at_turn or not sequencer.step_pending:
-            problem = validation.frozen(self.storages)
+            problem = validation.changed_training(self.storages)
             raise place.error(problem or f"step() needs {self.plan.micro_steps} forward and backward passes before it")
         if sequencer.step == 1 and self.buffers.option is None:
             self.buffers.broadcast_created(self.groups, place)
@@ -258,7 +258,7 @@ class Engine:
             raise self.place.error(f"{call} inside an iteration")
         self.excess.skips = True
         with self.place.during(call):
-            problem = validation.disagreement(self.groups.agree_on_call(call, self.sequencer.step))
+            problem = disagreement(self.groups.agree_on_call(call, self.sequencer.step))
         if problem is not None:
             raise self.place.error(f"{call}: {problem}")
         self._finish(self.sequencer.periods)
@@ -303,7 +303,7 @@ class Engine:
             sequencer.side.end()
         sequencer.leave_forward()
         answers = self.groups.agree_on_call(call, sequencer.step, sequencer.committed, sequencer.updates_begun)
-        problem = validation.disagreement(answers)
+        problem = disagreement(answers)
         if problem is not None:
             return problem
         sequencer.advance_to(max(progress for _, progress, _ in answers))

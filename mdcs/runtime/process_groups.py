@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -157,3 +158,14 @@ def _abort(group: dist.ProcessGroup) -> None:
     thread = threading.Thread(target=end, name="mdcs-abort", daemon=True)
     thread.start()
     thread.join(_ABORT_SECONDS)
+
+
+def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
+    """Return why ranks at these (step, progress, torn), or (step,), cannot go on together; None if they can."""
+    torn = [r for r, (_, *more) in enumerate(answers) if any(more[1:])]
+    if torn:
+        return f"updates of step {answers[torn[0]][0]} have begun, or failed, on rank {torn[0]}"
+    steps = [step for step, *_ in answers]
+    if len(set(steps)) > 1:
+        return f"the ranks are in different steps ({', '.join(map(str, steps))})"
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -284,11 +284,9 @@ def find_unseen_change(
             "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
             "parallel.load_optimizer_state_dict()"
         )
-    for storage in storages:
-        if not storage.trainable:
-            for name, p in zip(storage.names, storage.parameters, strict=True):
-                if p.requires_grad:
-                    return _THAWED.format(name)
+    thawed = changed_training(storage for storage in storages if not storage.trainable)
+    if thawed is not None:
+        return thawed
     buffer = buffers.changed() if buffers.option is None and world > 1 else None
     if buffer is not None:
         return (
@@ -316,24 +314,13 @@ def taken_away(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
     return None
 
 
-def frozen(storages: Sequence[UnitStorage]) -> str | None:
-    """Return a sentence about a parameter that the plan trains and the loop has frozen; None if there is none."""
+def changed_training(storages: Iterable[UnitStorage]) -> str | None:
+    """Return a sentence about a parameter that is trained now and not in the plan, or the reverse; None if there is none."""
     with without_torch_function():
         for storage in storages:
             for name, p in zip(storage.names, storage.parameters, strict=True):
-                if storage.trainable and not p.requires_grad:
+                if p.requires_grad != storage.trainable:
                     return _THAWED.format(name)
-    return None
-
-
-def disagreement(answers: Sequence[tuple[int, ...]]) -> str | None:
-    """Return why ranks at these (step, progress, torn), or (step,), cannot go on together; None if they can."""
-    torn = [r for r, (_, *more) in enumerate(answers) if any(more[1:])]
-    if torn:
-        return f"updates of step {answers[torn[0]][0]} have begun, or failed, on rank {torn[0]}"
-    steps = [step for step, *_ in answers]
-    if len(set(steps)) > 1:
-        return f"the ranks are in different steps ({', '.join(map(str, steps))})"
     return None
 
 
@@ -401,10 +388,9 @@ class ParameterAccess:
                 f"the gradient of {name} was taken by the runtime: clip with parallel.clip_grad_norm_() or clip_grad_value_(), "
                 "scale with parallel.scaler, read parallel.grad_norm after step(), and zero gradients only after it"
             )
-        if what == THAW and any(name in storage.names for storage in sequencer.storages if storage.trainable):
-            return None  # frozen for some passes: checked at the end of the step
-        if what == THAW:
-            return self._place.error(_THAWED.format(name))
+        if what == THAW:  # parameters may be frozen for some passes
+            is_trained = any(name in storage.names for storage in sequencer.storages if storage.trainable)
+            return None if is_trained else self._place.error(_THAWED.format(name))
         return self._place.error(
             f"{name} cannot be used here ({what}): outside of its unit's forward and backward it is in pieces, or being "
             "updated; use parallel.state_dict(), or with parallel.full_parameters()"

@@ -209,9 +209,6 @@ def misuse(what: str) -> None:
             step(made, parallel, 0)
             made.loss(made.model, batch)
             parallel.drain()
-        elif what == "no_grad outside evaluate":
-            with torch.no_grad():
-                made.loss(made.model, batch)
         elif what == "grad inside evaluate":
             with parallel.evaluate(), torch.enable_grad():
                 made.loss(made.model, batch)
@@ -227,9 +224,8 @@ def misuse(what: str) -> None:
         ("step before backward", "step 1: step() needs 1 forward and backward passes before it"),
         ("step twice", "step 2: step() needs 1 forward and backward passes before it"),
         ("step after forward", "step 1: step() needs 1 forward and backward passes before it"),
-        ("no step", "step 1: a second backward pass without step() between"),
+        ("no step", "step 1: a forward pass after the last backward pass of the step, whose updates have begun"),
         ("drain inside", "step 2: drain() inside an iteration"),
-        ("no_grad outside evaluate", "run forward passes without gradients inside parallel.evaluate()"),
         ("grad inside evaluate", "step 1: a pass with gradients inside evaluate()"),
         ("forward after close", "is in pieces, parallel is closed and could not gather it"),
     ],

@@ -287,11 +287,6 @@ def keep_the_graph(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None
         made.loss(made.model, made.batch(1, 0, 0)).backward(create_graph=True)
 
 
-def take_gradients(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
-    loss = made.loss(made.model, made.batch(1, 0, 0))
-    torch.autograd.grad(loss, [p for p in made.model.parameters() if p.requires_grad])
-
-
 def take_gradients_of_functions(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
     torch.func.grad(lambda scale: scale * made.loss(made.model, made.batch(1, 0, 0)))(torch.ones(()))
 
@@ -379,7 +374,6 @@ def close_in_an_evaluation(made: Setup, parallel: mdcs.Parallel, optimizer: Any)
 
 
 def save_in_an_iteration(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> None:
-    made.loss(made.model, made.batch(1, 0, 0)).backward()
     made.loss(made.model, made.batch(1, 0, 0))
     parallel.state_dict()
 
@@ -397,16 +391,15 @@ def save_after_close(made: Setup, parallel: mdcs.Parallel, optimizer: Any) -> No
 
 TAKEN = "weight was taken by the runtime"
 REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
-    two_backwards: ("a second backward pass of one forward pass", "add the losses up"),
-    two_forwards: ("a second backward pass",),
+    two_backwards: ("a backward pass after the last one of the step, whose updates have begun", "with parallel.no_sync()"),
+    two_forwards: ("a backward pass after the last one of the step",),
     keep_the_graph: ("norm.weight: backward(create_graph=True) is not supported",),
-    take_gradients: ("cannot be used here (grad)|backward brought no gradient to any parameter",),
     take_gradients_of_functions: ("its forward runs inside of torch.func (grad)", "in parallel.full_parameters()"),
     set_gradients: (TAKEN,),
     zero_by_hand: (TAKEN,),
     zero_gradients: (TAKEN, "zero gradients only after it"),
     clip_gradients: (TAKEN, "parallel.clip_grad_norm_()"),
-    judge_another: ("a second backward pass without step() between|another number of micro-steps",),
+    judge_another: ("a forward pass after the last backward pass of the step", "with parallel.no_sync()"),
     freeze: ("norm.weight: what is trained is fixed while a plan runs",),
     replace_a_weight: ("norm.weight was replaced or removed while a plan runs",),
     replace_a_layer: ("was replaced or removed while a plan runs",),
@@ -443,7 +436,9 @@ def misuse_all(strategy: str, micro_steps: int) -> dict[str, str]:
     few([("fsdp", 1), ("dp", 2), ("dp", 1), ("zero2", 1), ("fsdp", 2)]),
 )
 def test_what_is_refused_in_a_sentence(two: Ranks, strategy, micro_steps):
-    late = {judge_another, freeze, replace_a_weight, replace_a_layer, add_a_group, hook_the_optimizer}
+    late = {
+        two_backwards, two_forwards, judge_another, freeze, replace_a_weight, replace_a_layer, add_a_group, hook_the_optimizer,
+    }  # fmt: skip
     for found in two.run(misuse_all, strategy, micro_steps, timeout_s=120):
         for habit, parts in REFUSED.items():
             message = found[habit.__name__]

@@ -205,7 +205,22 @@ def seeded(model: nn.Module, x: Tensor) -> Tensor:
     return square(model, x)
 
 
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + gradient.square().mean()
+
+
+def labelled(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        wanted = model(-x)
+    return (model(x) - wanted).square().mean()
+
+
 LOSSES = {
+    "with a gradient penalty": Case(Stack, penalty),
+    "of labels by the model itself": Case(Stack, labelled),
     "of several forward passes": Case(Stack, siamese),
     "of the model's parts": Case(Stack, of_parts),
     "by functional_call": Case(Stack, functional),
@@ -582,13 +597,6 @@ class Keeps(Block):
         return super().forward(x + self.kept["first"])
 
 
-def penalty(model: nn.Module, x: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    out = model(x)
-    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return out.square().mean() + gradient.square().mean()
-
-
 def of_an_object(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).hidden.square().mean()
 
@@ -633,7 +641,6 @@ REFUSED = {
         Case(lambda: Queried(keeps=True), policy=LEAVES), "queries.kept: shares memory with the parameter queries.weight",
     ),
     "a view made once": (Case(lambda: Queried(once=True), policy=LEAVES), "queries.weight: .* older than the step"),
-    "a gradient penalty": (Case(Stack, penalty), "a step runs backward, or torch.autograd.grad, twice"),
     "weights in the loss": (Case(Stack, decay), "blocks.0.one.weight: is used without a call of its module's forward"),
     "copies of weights": (Case(Stack, detached), "blocks.0.one.weight: is used without a call of its module's forward"),
     "attention, leaves": (Case(encoder, policy=LEAVES), "out_proj.weight: is used without a call of its module's forward"),

@@ -233,7 +233,7 @@ def train(name: str, job: Job, plan: mdcs.Plan) -> tuple[dict[str, Tensor], Coun
     optimizer = optimizer_for(job.optimizer, model)
     with mdcs.parallelize(model, optimizer, plan, mdcs.partition(model, POLICY), timeout_s=20) as parallel:
         for step in range(job.steps):
-            LOOPS[name](model, step, parallel.no_sync)
+            LOOPS[name](model, step, parallel.no_sync if job.micro_steps == 1 else contextlib.nullcontext)
             parallel.step()
             optimizer.zero_grad()
         state = parallel.state_dict()
@@ -268,3 +268,128 @@ def compare_all(name: str, job: Job, hows: list[How]) -> list[str]:
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_step_is_what_the_loop_does_in_it(two: Ranks, name: str):
     assert two.run(compare_all, name, Job("", steps=STEPS), HOWS, timeout_s=120) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["two_losses", "two_forwards_then_two_backwards", "pseudo_labels"])
+def test_a_plan_with_as_many_micro_steps_as_backward_passes_needs_no_context(two: Ranks, name: str):
+    """A step may have fewer."""
+    assert two.run(compare_all, name, Job("", 2, steps=STEPS), HOWS[1::2], timeout_s=120) == [[], []]
+
+
+def planned_in_the_loop(name: str, in_context: bool) -> list[str]:
+    model, job = build(), Job("", steps=STEPS)
+    optimizer = optimizer_for(job.optimizer, model)
+    units = mdcs.partition(model, POLICY)
+    with mdcs.parallelize(model, optimizer, units=units, seconds=0.2, progress=False, timeout_s=20) as parallel:
+        for step in range(job.steps):
+            LOOPS[name](model, step, parallel.no_sync if in_context else contextlib.nullcontext)
+            optimizer.step()
+            optimizer.zero_grad()
+        return differing(parallel.state_dict(), wanted(name, job))
+
+
+@pytest.mark.parametrize(
+    ("name", "in_context"),
+    [("two_losses", False), ("two_forwards_then_two_backwards", False), ("a_penalty", False), ("pseudo_labels", False),
+     ("an_attack_by_backward", True), ("one_pass_more_than_planned", True), ("all_before_the_step", True)],
+)  # fmt: skip
+def test_the_first_step_tells_how_many_backward_passes_a_step_has(two: Ranks, name: str, in_context: bool):
+    assert two.run(planned_in_the_loop, name, in_context, timeout_s=120) == [[], []]
+
+
+# ---- two models
+
+
+def play(generator: Any, judge: Any, step: int, no_sync: Context, end: Callable[[str], None]) -> None:
+    """DCGAN's step: the generator's loss goes through the judge, whose gradients of it are dropped."""
+    judge.zero_grad()
+    with no_sync():
+        loss(judge(batch(step)) - 1).backward()
+    fake = generator(batch(step, 1)).repeat(1, 2)
+    loss(judge(fake.detach())).backward()
+    end("judge")
+    with no_sync():
+        loss(judge(fake) - 1).backward()
+    end("generator")
+
+
+def adversaries(how: How) -> list[str]:
+    job = Job("", steps=STEPS)
+    plain, group = {"generator": build(), "judge": build()}, dist.new_group()
+    theirs = {name: optimizer_for(job.optimizer, model) for name, model in plain.items()}
+
+    def end(name: str) -> None:
+        average(plain[name], group)
+        theirs[name].step()
+        theirs[name].zero_grad()
+
+    for step in range(job.steps):
+        play(plain["generator"], plain["judge"], step, contextlib.nullcontext, end)
+    ours = {"generator": build(), "judge": build()}
+    runs = {}
+    for name, model in ours.items():
+        optimizer = optimizer_for(job.optimizer, model)
+        plan = plan_for(job, how, profile_of(job.optimizer))
+        runs[name] = mdcs.parallelize(model, optimizer, plan, mdcs.partition(model, POLICY), timeout_s=20)
+    for step in range(job.steps):
+        play(ours["generator"], ours["judge"], step, runs["judge"].no_sync, lambda name: runs[name].step())
+    found = []
+    for name, run in runs.items():
+        found += differing(run.state_dict(), plain[name].state_dict())
+        run.close(whole=False)
+    dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_the_loss_of_one_model_goes_through_another(two: Ranks, strategy: str):
+    assert two.run(adversaries, How(strategy, "wfbp")) == [[], []]
+
+
+# ---- what has no correct execution
+
+
+def after_the_update(strategy: str) -> list[str]:
+    """Through weights that have been updated."""
+    said = []
+    for late in ("a second backward", "a look", "an old graph"):
+        model, job = build(), Job("")
+        optimizer = optimizer_for(job.optimizer, model)
+        plan = plan_for(job, How(strategy, "wfbp"), profile_of(job.optimizer))
+        parallel = mdcs.parallelize(model, optimizer, plan, mdcs.partition(model, POLICY), timeout_s=20)
+        first = loss(model(batch(0)))
+        first.backward(retain_graph=True)
+        try:
+            if late == "an old graph":
+                parallel.step()
+            with torch.no_grad() if late == "a look" else parallel.no_sync():
+                model(batch(1)) if late == "a look" else first.backward()
+            said.append("")
+        except (RuntimeError, ValueError) as e:
+            said.append(str(e))
+        parallel.close(whole=False)
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_passes_through_weights_that_have_been_updated_are_refused(two: Ranks, strategy: str):
+    for second, look, old in two.run(after_the_update, strategy):
+        assert "whose updates have begun. Put with parallel.no_sync()" in second
+        assert "a pass without gradients" in look and "before that backward pass or after step()" in look
+        assert "backward() through a forward pass of an earlier step" in old
+
+
+def at_another_place() -> str:
+    """One rank looks at the model before its forward pass, the other one after it."""
+    model, job = build(), Job("")
+    plan = plan_for(job, How("fsdp", "wfbp"), profile_of(job.optimizer))
+    with mdcs.parallelize(model, optimizer_for(job.optimizer, model), plan, mdcs.partition(model, POLICY), timeout_s=20):
+        for look in range(2):
+            with torch.set_grad_enabled(look != dist.get_rank()):
+                model(batch(0))
+    return ""
+
+
+def test_ranks_that_look_at_the_model_at_different_places_say_so(two: Ranks):
+    outcomes = two.outcomes(at_another_place, timeout_s=60)
+    assert any("run it at the same place of the step on every rank" in o.message for o in outcomes), outcomes

@@ -1,8 +1,8 @@
 """The runtime executes a plan on real ranks. It imports plans, never planners.
 
 - ``parallel``: the public interface. ``engine``: its parts, and what they do between passes.
-- ``slot_sequencer``, ``slot_position``: follow the slots with the training thread. ``departures``: units used otherwise than planned.
-- ``side_passes``: passes of the loop for which the plan waits.
+- ``slot_sequencer``, ``slot_position``: follow the slots with the training thread.
+- ``departures``, ``side_passes``: units used otherwise than planned, and passes of the loop for which the plan waits.
 - ``message_queue``: the order of messages and their bytes, without torch or threads.
 - ``thread_transport``, ``stream_transport``, ``message_runner``: send messages, with threads on CPU, on streams on CUDA.
 - ``collective_ops``, ``communicator``, ``process_groups``: pack a message, run its collective, own the process groups.

@@ -1,7 +1,8 @@
-"""One call for a start: the plan is made at the loop's first step, which is also the profile's."""
+"""One call for a start: the plan is made at the loop's first step, which is also the profile's, and anew when asked for."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,10 +22,11 @@ from mdcs.model.wrappers import without_accelerate, without_ddp
 from mdcs.plan.plan import Plan
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.model_profile import refuse_meta
-from mdcs.runtime import parallel
 from mdcs.runtime.buffers import broadcast
+from mdcs.runtime.departing_steps import DepartingSteps
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
+from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction
 from mdcs.runtime.optimizer_calls import OptimizerCalls
@@ -48,6 +50,7 @@ def parallelize(
     batches: Sequence[Any] | None = None,
     seconds: float = SECONDS,
     progress: bool = True,
+    replan_after: int | None = None,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -78,6 +81,7 @@ def parallelize(
     - ``budget``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
     - ``batches``: batches of other sizes than the first step's, for a plan that is made here: the plan has room for all of
       them. The model is called with a batch's keywords (dict), arguments (tuple or list), or with the batch.
+    - ``replan_after``: calls :meth:`Parallel.replan` once a rank has departed from the plan in so many steps.
     - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which go on;
       "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
       (:func:`mdcs.autoplan`).
@@ -102,71 +106,116 @@ def parallelize(
     limit = budget_of(budget)
     model, optimizer = without_ddp(model), without_accelerate(optimizer)
     units = partition(model) if units is None else units
+    options = RunOptions(
+        clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device), over_budget
+    )
+    if replan_after is not None and replan_after < 1:
+        raise ValueError(f"replan_after must be >= 1, got {replan_after}")
     if plan is not None:
         if limit is not None:
             raise ValueError("the plan has a budget already: give plan= or budget=")
         if batches is not None:
             raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
-        return parallel.parallelize(
-            model, optimizer, plan, units, group=group, clip_norm=clip_norm, clip_value=clip_value, loss_scale=loss_scale,
-            broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, emulate=emulate, init=init, device=device,
-            over_budget=over_budget,
-        )  # fmt: skip
+        planning = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
+        run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
+        run._run(Engine(model, optimizer, plan, units, group, options))
+        return run
     for given, name in ((group, "group"), (loss_scale, "loss_scale"), (emulate, "emulate"), (init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
     refuse_meta(model)
     state_layout(optimizer)  # refuses one that cannot run on shards before it has made a step
-    options = RunOptions(
-        clip_norm, clip_value, broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, over_budget=over_budget
-    )
-    others = None if batches is None else [None, *batches]  # None: the first step's own
-    return PlannedInLoop(model, optimizer, units, options, budget=budget, batches=others, seconds=seconds, progress=progress)
+    planning = {"budget": budget, "cross_iteration": not options.needs_norm}
+    if batches is not None:
+        planning["batches"] = [None, *batches]  # None: the first step's own
+    run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
+    run._measure(model, optimizer)
+    if progress and run.rank == 0:
+        print(f"mdcs: {in_words([(u.name, u.modules) for u in units])}", file=sys.stderr, flush=True)
+    return run
 
 
 class PlannedInLoop(Parallel):
-    """A model in training, without a plan until the end of the first step: until then it is whole on every rank."""
+    """A model in training, without a plan until the end of a step that is measured: until then it is whole on every rank."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, units: list[ModelUnit], options: RunOptions, **planning: Any
-    ) -> None:
-        self.model, self.optimizer, self.units = model, optimizer, units
+        self, units: list[ModelUnit], options: RunOptions, replan_after: int | None, group: dist.ProcessGroup | None,
+        **planning: Any,
+    ) -> None:  # fmt: skip
+        self.units, self._options, self._planning, self._group = units, options, planning, group
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._options, self._planning = options, planning
-        self._first: FirstStep | None = FirstStep(model, optimizer, options.clip_norm, options.clip_value)
-        self._calls = OptimizerCalls(optimizer, self)
+        self._replan_after = replan_after
+        self._first: FirstStep | None = None
+        self._first_norm: float | None = None
         self._resumed_after = 0
-        if planning["progress"] and self.rank == 0:
-            print(f"mdcs: {in_words([(u.name, u.modules) for u in units])}", file=sys.stderr, flush=True)
+        self._earlier = 0  # steps of this run before the present plan
+        self._unread: list[StepRecord] = []
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_engine", "plan"):
-            raise RunError(f"rank {self.rank}: there is no plan before the first step, which is measured for it")
+            raise RunError(f"rank {self.rank}: there is no plan before the end of this step, which is measured for it")
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
+    def _run(self, engine: Engine) -> None:
+        """Go on with a plan."""
+        resumed_after = self._resumed_after
+        super().__init__(engine, self.units)
+        self._resumed_after = resumed_after
+        self._departures = DepartingSteps(engine, self._replan_after)
+
+    def _measure(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let the next step be measured."""
+        self.model, self.optimizer, options = model, optimizer, self._options
+        self._first = FirstStep(model, optimizer, options.clip_norm, options.clip_value, self._resumed_after + 1)
+        self._calls = OptimizerCalls(optimizer, self)
+
     def _begin(self, first: FirstStep) -> None:
-        """End the first step, then profile it, plan, and shard the model with the optimizer's state."""
+        """End the measured step, then profile it, plan, and shard the model with the optimizer's state."""
         first.finish()
         self._calls.end()
         with torch.enable_grad():
             plan = autoplan(
-                self.model, self.optimizer, self.units, first.again, micro_steps=first.micro_steps,
-                cross_iteration=not self._options.needs_norm, **self._planning,
+                self.model, self.optimizer, self.units, first.again, micro_steps=first.micro_steps, **self._planning
             )  # fmt: skip
         self._first_norm, self._first = first.norm, None
         first.forget()
-        resumed_after = self._resumed_after
-        super().__init__(Engine(self.model, self.optimizer, plan, self.units, None, self._options), self.units)
-        self._resumed_after = resumed_after + 1
+        self._resumed_after += 1
+        self._earlier += 1
+        self._run(Engine(self.model, self.optimizer, plan, self.units, self._group, self._options))
+
+    def replan(self) -> None:
+        """Measure the next step, and go on with the plan that is made of it."""
+        if self._first is not None:
+            return
+        engine, options = self._engine, self._options
+        known = (options.loss_scale, options.emulate, self._group)
+        if any(each is not None for each in known) or self.plan.profile.master_bytes:
+            raise RunError(f"rank {self.rank}: replan() is not for runs with loss_scale=, emulate=, group= or masters")
+        engine.drain("replan()")
+        self._unread += self._records(flush=True)
+        done = engine.sequencer.step - 1
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+            self._checkpoints = None
+        problem = engine.make_plain()
+        self._end(problem, failed=bool(problem))
+        if problem:
+            raise RunError(f"rank {self.rank}: replan(): {problem}")
+        self._resumed_after += done
+        self._earlier += done
+        del self._engine, self.plan, self._evaluation, self._departures
+        self._measure(engine.model, engine.optimizer)
 
     # -- in the first step
 
     def step(self) -> None:
         """End an iteration."""
-        if self._first is None:
-            super().step()
-        else:
+        if self._first is not None:
             self._begin(self._first)
+            return
+        super().step()
+        if self._departures.are_enough():
+            self.replan()
 
     def drain(self) -> None:
         """Finish all messages in flight."""
@@ -242,8 +291,12 @@ class PlannedInLoop(Parallel):
             type(self.optimizer).load_state_dict(self.optimizer, dict(saved))
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
-        """Return the finished iterations; the first step has no record."""
-        return super().records(flush=flush) if self._first is None else []
+        """Return the finished iterations; a step that is measured has no record."""
+        earlier, self._unread = self._unread, []
+        return earlier + (self._records(flush) if self._first is None else [])
+
+    def _records(self, flush: bool) -> list[StepRecord]:
+        return [dataclasses.replace(r, step=self._earlier + r.step) for r in super().records(flush=flush)]
 
     @property
     def steps(self) -> int:

@@ -1,4 +1,4 @@
-"""The first step of a loop: run as DistributedDataParallel runs it, and kept so that it can be measured again.
+"""A step of a loop, run as DistributedDataParallel runs it, and kept so that it can be measured: the first, or a later one.
 
 The loop's loss is not known here. Kept are the calls of the model with their arguments, the gradients of its outputs, and
 the bytes that the loss took: enough to run the same forward and backward passes through the model.
@@ -21,7 +21,7 @@ from mdcs.runtime.errors import RunError
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
 from mdcs.torch_compat import at_end_of_backward, mark_stepped, version_of, will_get_gradient
 
-_ONE_CALL = "the first step's loss must come from the outputs of model(…)"
+_ONE_CALL = "the measured step's loss must come from the outputs of model(…)"
 
 
 @dataclass(eq=False)
@@ -45,16 +45,19 @@ class Call:
 
 
 class FirstStep:
-    """Listens to the model until :meth:`finish`. Parameters and buffers are rank 0's from the start. Collective.
+    """Listens to the model until :meth:`finish`. Parameters and buffers are rank 0's from step 1 on. Collective.
 
+    - ``step``: the step's number.
     - ``micro_steps``: backward passes so far, without side passes (:class:`mdcs.model.hooks.Listener`).
     - ``accumulates``: the loop is in ``no_sync()``.
     - ``norm``: the gradients' norm before clipping, once finished; None without ``clip_norm``.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, clip_value: float | None = None
-    ) -> None:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, clip_value: float | None = None,
+        step: int = 1,
+    ) -> None:  # fmt: skip
+        self._step = step
         self._model, self._optimizer, self._clip_norm, self._clip_value = model, optimizer, clip_norm, clip_value
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = self._trained[0].device
@@ -64,7 +67,7 @@ class FirstStep:
         self.norm: float | None = None
         self.accumulates = False
         self.forget()
-        if self._world > 1:
+        if self._world > 1 and step == 1:
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
                     broadcast(tensor.data, None)
@@ -142,11 +145,13 @@ class FirstStep:
     def finish(self) -> None:
         """Average the gradients over the ranks, clip them, and update all parameters. Collective."""
         if not any(g is not None for call in self._calls for g in call.gradients):
-            raise RunError(f"rank {self._rank}, step 1: step() needs a forward and a backward pass before it: {_ONE_CALL}")
+            raise RunError(
+                f"rank {self._rank}, step {self._step}: step() needs a forward and a backward pass before it: {_ONE_CALL}"
+            )
         for name, p in self._model.named_parameters():
             if p in self._versions and (p.grad is None or self._versions[p] != (id(p.grad), version_of(p.grad))):
                 raise RunError(
-                    f"rank {self._rank}, step 1: the gradient of {name} was changed by the loop: clip with "
+                    f"rank {self._rank}, step {self._step}: the gradient of {name} was changed by the loop: clip with "
                     "parallelize(…, clip_norm=…), and zero gradients only after step()"
                 )
         for handle in self._handles:

@@ -169,6 +169,15 @@ class Parallel(Gradients):
             yield
         self._engine.buffers.register()
 
+    def replan(self) -> None:
+        """Measure the next step, and go on with the plan that is made of it.
+
+        Call it on every rank, between two steps. The measured step runs as with DistributedDataParallel, with the whole
+        model on every rank, above the budget if need be. Weights, optimizer state, buffers and schedules go on bit for bit.
+        Gradients that are watched, and peaks of memory, begin anew. Raises RunError where updates have masters or a loss scale.
+        """
+        raise RunError("replan() is for runs of mdcs.parallelize")
+
     # -- state --------------------------------------------------------------------------------------------------
 
     def full_parameters(

@@ -18,7 +18,7 @@ from mdcs.torch_compat import abort, nccl_keeps_buffers
 CALLS = (
     "abandon()", "checkpoint()", "close()", "drain()", "evaluate()", "a forward pass in evaluate()", "full_parameters()",
     "full_parameters(writeback=True)", "gradients()", "load_optimizer_state_dict()", "load_state_dict()",
-    "optimizer_state_dict()", "resume()", "state_dict()", "the broadcast of buffers",
+    "optimizer_state_dict()", "replan()", "resume()", "state_dict()", "the broadcast of buffers",
     "a pass without gradients, torch.autograd.grad, or a pass in no_sync()",
 )  # fmt: skip
 """The collective calls of the training threads that :meth:`Groups.tell` can compare."""

@@ -42,10 +42,14 @@ class StepRecord:
 
 @dataclass
 class StepRecorder:
-    """Collects stamps from the threads; converts them to seconds and :class:`StepRecord` when read."""
+    """Collects stamps from the threads; converts them to seconds and :class:`StepRecord` when read.
+
+    ``departing``: number of steps so far that did something otherwise than the plan.
+    """
 
     plan: Plan
     executor: Executor
+    departing: int = 0
     _raw: deque[tuple[int, str, int, Any, Any, int]] = field(default_factory=deque)
     _intervals: list[Interval] = field(default_factory=list)
     _steps: deque[tuple[int, Any]] = field(default_factory=deque)  # the end of each iteration, and the begin of the first
@@ -106,6 +110,7 @@ class StepRecorder:
         """Record what the iteration did otherwise than the plan."""
         if seen:
             self._departed[step] = seen, seconds
+            self.departing += 1
 
     def period(self, stamp: Any) -> None:
         """Record the begin of a period of the plan."""

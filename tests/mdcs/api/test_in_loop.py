@@ -12,8 +12,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mdcs
+from mdcs.api import in_loop
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
 
 STEPS = 4
+
+
+def quickly(
+    model: nn.Module, optimizer: torch.optim.Optimizer, units: list[mdcs.ModelUnit], step: Callable[[], Tensor], *,
+    micro_steps: int = 1, cross_iteration: bool = True, budget: Any = None, strategy: str = "", **_: Any,
+) -> mdcs.Plan:  # fmt: skip
+    """Plan as `autoplan` does, with a link that is not measured."""
+    link = mdcs.Link.uniform(1.0, 50.0)
+    profile = merge_profiles(measure_profile(model, units, step, optimizer, world=2, link=link, iterations=1))
+    planner = Uniform(strategy) if strategy else Greedy()
+    job = mdcs.Job(profile, micro_steps, cross_iteration)
+    return on_rank_zero(lambda: mdcs.make_plan(job, planner, Priority(), budget=budget))
 
 
 class Block(nn.Module):
@@ -81,8 +99,10 @@ OPTIMIZERS = {
 }
 
 
-def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, clip_norm: float | None = None) -> Any:
-    """The same lines for both: the losses, the weights, and random numbers at the end."""
+def loop(
+    name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, clip_norm: float | None = None, replans: int = 0
+) -> Any:  # fmt: skip
+    """The same lines for both: the losses, the weights, and random numbers at the end. ``replans``: before which step."""
     make, loss_of, optimizer_name = JOBS[name]
     torch.manual_seed(dist.get_rank() if ours else 0)  # ours begins with rank 0's weights, as DDP does
     model: Any = make()
@@ -101,6 +121,11 @@ def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, cli
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
     losses = []
     for step in range(STEPS):
+        if ours and step == replans > 0:
+            plan = parallel.plan
+            parallel.replan()
+            with pytest.raises(RuntimeError, match="no plan before the end of this step"):
+                assert parallel.plan is None
         for micro in range(micro_steps):
             if not ours:
                 model.require_backward_grad_sync = micro == micro_steps - 1
@@ -119,6 +144,9 @@ def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, cli
         return losses, {k: v.clone() for k, v in model.module.state_dict().items()}, numbers, optimizer.state_dict()
     state, saved = parallel.state_dict(), optimizer.state_dict()
     assert parallel.steps == STEPS and parallel.plan.micro_steps == micro_steps
+    measured = {1, replans + 1} if replans else {1}  # by their numbers
+    assert [r.step for r in parallel.records(flush=True)] == sorted(set(range(1, STEPS + 1)) - measured)
+    assert not replans or parallel.plan is not plan
     if budget is not None:
         assert parallel.plan.prediction.peak_bytes <= parallel.plan.budget
     parallel.close()
@@ -126,9 +154,26 @@ def loop(name: str, ours: bool, *, micro_steps: int = 1, budget: Any = None, cli
     return losses, state, numbers, saved
 
 
+def both_replanned(name: str, options: dict[str, Any]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_loop, "autoplan", quickly)
+        return both(name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("blocks", {"micro_steps": 2}), ("blocks", {"clip_norm": 1e6}), ("images", {}), ("pairs", {}), ("autocast", {}),
+    ],
+)  # fmt: skip
+def test_a_new_plan_in_a_running_job_leaves_every_step_ddps(two, name, options):
+    assert two.run(both_replanned, name, options | {"replans": 2}, timeout_s=100.0) == [[], []]
+
+
 def both(name: str, options: dict[str, Any]) -> list[str]:
     """Names of values that differ from DDP's."""
-    wanted, found = loop(name, False, **{k: v for k, v in options.items() if k != "budget"}), loop(name, True, **options)
+    plain = {k: v for k, v in options.items() if k not in ("budget", "replans")}
+    wanted, found = loop(name, False, **plain), loop(name, True, **options)
     out = [what for what, i in (("losses", 0), ("numbers", 2)) if wanted[i] != found[i]]
     out += [key for key, value in wanted[1].items() if "running" not in key and not torch.equal(value, found[1][key])]
     for number, own in wanted[3]["state"].items():
@@ -190,3 +235,89 @@ def resumed(root: str) -> list[str]:
 @pytest.mark.slow
 def test_a_new_start_resumes_before_its_plan_is_made(two, tmp_path):
     assert two.run(resumed, str(tmp_path), timeout_s=200.0) == [[], []]
+
+
+class Skipping(nn.Module):
+    """Blocks of which some are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        self.left_out: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = x if number in self.left_out else block(x)
+        return self.last(x)
+
+
+def departing(ours: bool) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """From step 2 on rank 1 leaves a block out: losses, weights, and the steps that have records."""
+    torch.manual_seed(0)
+    model: Any = Skipping()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    inner: Skipping = model
+    parallel: Any = None
+    if ours:
+        units = mdcs.partition(model)
+        plan = quickly(model, optimizer, units, lambda: texts(model, 1), strategy="fsdp")
+        parallel = mdcs.parallelize(model, optimizer, plan, units, seconds=0.2, progress=False, timeout_s=30, replan_after=2)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group(), find_unused_parameters=True)
+    losses = []
+    for step in range(8):
+        inner.left_out = (1,) if step >= 2 and dist.get_rank() else ()
+        loss = texts(model, 1000 * step + dist.get_rank())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if not ours:
+        return losses, {k: v.clone() for k, v in model.module.state_dict().items()}, []
+    state, records = parallel.state_dict(), parallel.records(flush=True)
+    parallel.close()
+    return losses, state, [r.step for r in records]
+
+
+def both_departing() -> tuple[list[str], list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_loop, "autoplan", quickly)
+        wanted, found = departing(False), departing(True)
+    out = [] if wanted[0] == found[0] else [f"losses {found[0]} {wanted[0]}"]
+    return out + [name for name, value in wanted[1].items() if not torch.equal(value, found[1][name])], found[2]
+
+
+def test_departures_of_one_rank_bring_a_new_plan_on_all(two):
+    """Steps 3 and 4 depart on rank 1; while step 5 runs all ranks hear of it, and step 6 is measured."""
+    for rank, (differing, recorded) in enumerate(two.run(both_departing, timeout_s=200.0)):
+        assert differing == [] and recorded == [1, 2, 3, 4, 5, 7, 8], rank
+
+
+def replanned_inside_a_step() -> str:
+    torch.manual_seed(0)
+    model = blocks()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    units = mdcs.partition(model)
+    plan = quickly(model, optimizer, units, lambda: texts(model, 1))
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=30) as parallel:
+        loss = texts(model, 1)
+        try:
+            parallel.replan()
+        except mdcs.RunError as e:
+            loss.backward()
+            parallel.step()
+            return str(e)
+    return ""
+
+
+def test_a_new_plan_inside_a_step_is_refused(two):
+    for rank, told in enumerate(two.run(replanned_inside_a_step, timeout_s=100.0)):
+        assert told == f"rank {rank}, step 1: replan() inside an iteration"
+
+
+def test_it_is_asked_for_after_a_number_of_departures():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="replan_after must be >= 1, got 0"):
+        mdcs.parallelize(model, torch.optim.SGD(model.parameters()), replan_after=0)

@@ -1,0 +1,36 @@
+"""When departures from a plan are enough for a new one, which all ranks must decide alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mdcs.runtime.engine import Engine
+
+
+class DepartingSteps:
+    """Compares the ranks' numbers of steps that departed from the plan with ``limit``; None: there is none.
+
+    A step's numbers are on the way while the next step runs, so that no rank waits for them.
+    """
+
+    def __init__(self, engine: Engine, limit: int | None) -> None:
+        self._recorder, self._groups, self._place, self._limit = engine.recorder, engine.groups, engine.place, limit
+        self._most = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._under_way: Any = None
+
+    def are_enough(self) -> bool:
+        """Return whether a rank had reached the limit a step ago. Collective, after every step."""
+        if self._limit is None:
+            return False
+        if self._groups.world == 1:
+            return self._recorder.departing >= self._limit
+        if self._under_way is not None:
+            with self._place.during("the number of departing steps"):
+                self._under_way.wait()
+        enough = int(self._most) >= self._limit
+        self._most = torch.full_like(self._most, self._recorder.departing)
+        self._under_way = dist.all_reduce(self._most, dist.ReduceOp.MAX, group=self._groups.host_group, async_op=True)
+        return enough

@@ -5,118 +5,12 @@ When a model's code has changed, its old profile no longer applies, even if all 
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
-import importlib.metadata
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from mdcs.model import code
 
 _NOT_FOLLOWED = ("mdcs", "launch", "hydra_plugins", "experiments.config", "experiments.job")
-"""Packages that run options but define none: `_MEASURED` of `experiments.job.profiles` is raised when they change."""
-_INSTALLED = ("site-packages", "dist-packages")
+"""Packages that run options but define none: `mdcs.profile.cache.MEASURED` is raised when they change."""
 
 
 def code_of(cls: type) -> str:
-    """Hash of the code of a class, 12 hexadecimal digits.
-
-    It covers the module of the class, all modules of its project that these modules import, wherever in a file, and the
-    versions of installed packages. Comments and layout do not change it; docstrings do.
-    """
-    own = {cls.__module__.partition(".")[0]}
-    left = [each.__module__ for each in cls.__mro__ if each.__module__ != "builtins"]
-    said, seen = dict[str, str](), set[str]()
-    while left:
-        name = left.pop()
-        top = name.partition(".")[0]
-        followed = not any(name == each or name.startswith(f"{each}.") for each in _NOT_FOLLOWED)
-        if name in seen or top in sys.stdlib_module_names or not followed:
-            continue
-        seen.add(name)
-        file = _file_of(name)
-        if file is None:
-            continue
-        if top not in own and any(part in _INSTALLED for part in file.parts):
-            said[top] = _version(top)
-            continue
-        stat = file.stat()
-        digest, imports = _read(str(file), stat.st_mtime_ns, stat.st_size)
-        said[name] = digest
-        left += _absolute(imports, name, file.name == "__init__.py")
-    return hashlib.sha256(repr(sorted(said.items())).encode()).hexdigest()[:12]
-
-
-def _absolute(imports: tuple[tuple[int, str, str], ...], module: str, is_package: bool) -> Iterator[str]:
-    """Names of the modules that the imports of `module` may mean, with their parent packages."""
-    for level, base, name in imports:
-        if level:
-            parts = module.split(".")
-            parts = parts[: len(parts) - level + is_package]
-            base = ".".join([*parts, base] if base else parts)
-        full = f"{base}.{name}" if name else base
-        parts = full.split(".")
-        yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
-
-
-@functools.cache
-def _read(file: str, changed: int, size: int) -> tuple[str, tuple[tuple[int, str, str], ...]]:
-    """Hash of a file's code, and its imports as (number of leading dots, module, imported name or "")."""
-    text = Path(file).read_text(encoding="utf-8", errors="replace")
-    try:
-        tree = ast.parse(text)
-        code = ast.dump(tree)
-    except (SyntaxError, ValueError, RecursionError):  # the import reports the error, if it is one
-        return hashlib.sha256(text.encode()).hexdigest(), ()
-    found: list[tuple[int, str, str]] = []
-    for node in _executed(tree):
-        if isinstance(node, ast.Import):
-            found += [(0, alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found += [(node.level, node.module or "", alias.name) for alias in node.names]
-    return hashlib.sha256(code.encode()).hexdigest(), tuple(found)
-
-
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes except those below `if TYPE_CHECKING`: imports of types are never executed."""
-    left = [tree]
-    while left:
-        node = left.pop()
-        yield node
-        for child in ast.iter_child_nodes(node):
-            if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
-                left.append(child)
-
-
-def _file_of(name: str) -> Path | None:
-    """The Python file of a module, found without importing its packages; None if there is no such file or module."""
-    loaded = getattr(sys.modules.get(name), "__file__", None)
-    if loaded is None:
-        loaded = _search(name)
-    return Path(loaded) if loaded is not None and loaded.endswith(".py") and Path(loaded).is_file() else None
-
-
-def _search(name: str) -> str | None:
-    top, *rest = name.split(".")
-    try:
-        spec = importlib.util.find_spec(top)  # the top-level name alone: find_spec imports nothing
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    if not rest:
-        return spec.origin
-    for place in spec.submodule_search_locations or ():
-        inside = Path(place).joinpath(*rest)
-        for file in (inside.with_suffix(".py"), inside / "__init__.py"):
-            if file.is_file():
-                return str(file)
-    return None
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    """Hash of the code of a class (`mdcs.model.code.code_of`)."""
+    return code.code_of(cls, _NOT_FOLLOWED)

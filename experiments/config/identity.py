@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from experiments.config.schema import Config
 from experiments.config.targets import TARGET, plain
 from launch import network
 from mdcs.options import options, shown
+from mdcs.profile.cache import processor
 
 CODE = "code"
 """Last part of the key for the hash of a group's code."""
@@ -85,12 +85,7 @@ def device_name(config: Config) -> str:
         import torch
 
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    return processor()
 
 
 def sweep_hash(sweep: str) -> str:

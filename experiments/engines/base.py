@@ -75,12 +75,18 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Record:
-    """Measurements of one step. Bytes on the wire and messages are by kind; None where they are not known."""
+    """Measurements of one step. Bytes on the wire and messages are by kind; None where they are not known.
+
+    - departures: what the step did otherwise than its plan, in words, and how often.
+    - departed_s (s): what that took on this rank.
+    """
 
     step: int
     times: StepTimes
     bytes: Mapping[str, int] | None = None
     messages: Mapping[str, int] | None = None
+    departures: Mapping[str, int] = field(default_factory=dict)
+    departed_s: float = 0.0
 
 
 class Engine(Protocol):

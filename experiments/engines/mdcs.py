@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mdcs
 from experiments.config.schema import Config, EngineOptions
 from experiments.engines.base import Engine, Record, Trained
+from experiments.job.departed import Departed
 from mdcs.telemetry.memory_meter import TOTAL
 from mdcs.telemetry.timeline import RankTimeline, Timeline
 
@@ -41,9 +41,8 @@ class MdcsEngine:
         self.workload, self.plan, self.prediction = workload, workload.plan, workload.plan.prediction
         self.optimizer = workload.optimizer
         self._done = 0  # steps before the first of this run
-        self._steps = self._over_budget = 0  # steps
-        self._departures: Counter[str] = Counter()  # steps, by what they did otherwise than the plan
-        self._departed_s = 0.0
+        self._over_budget = 0  # steps
+        self._departed = Departed()
         self._parallel = mdcs.parallelize(
             workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,
             loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
@@ -85,11 +84,10 @@ class MdcsEngine:
 
     def records(self, *, flush: bool = False) -> list[Record]:
         found = self._parallel.records(flush=flush)
-        self._steps += len(found)
         self._over_budget += sum(r.over_budget > 0 for r in found)
-        self._departures.update(what for r in found for what in r.departures)
-        self._departed_s += sum(r.departed_s for r in found)
-        return [Record(self._done + r.step, r.times, r.bytes, r.messages) for r in found]
+        for r in found:
+            self._departed.add(r.times.step_s, r.departures)
+        return [Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s) for r in found]
 
     def allocator_retries(self) -> int | None:
         retries: int | None = self._parallel.memory()["retries"]
@@ -100,18 +98,14 @@ class MdcsEngine:
         return measured[TOTAL] if measured else None
 
     def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
-        memory = self._parallel.memory()
+        memory, words = self._parallel.memory(), self._departed.words()
         return {
             "extra_communication_s": self.plan.job.cost.extra_communication_s(dict(sent or {})),
             **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
             **({"steps_over_budget": self._over_budget} if self.plan.budget is not None else {}),
-            **({"departures": self._departed(), "departed_s": self._departed_s} if self._departures else {}),
+            **({"departures": words, "departures_cost_s": self._departed.cost_s} if words else {}),
             "memory": {"predicted": self.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
         }
-
-    def _departed(self) -> list[str]:
-        """Return the departures in words, as in "2 of 100 steps left out layers.3"."""
-        return [f"{steps} of {self._steps} steps {what}" for what, steps in self._departures.most_common()]
 
     def write(self, folder: Path) -> None:
         """Write timeline.json: the last whole period of every rank. Called by all ranks.

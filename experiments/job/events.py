@@ -95,6 +95,7 @@ def step_event(
     - warmup: whether the step is one of the first `warmup` steps.
     - loss: of this rank; the mean over ranks would need a message. Loss and grad_norm are null on emulated ranks, where
       they have no meaning.
+    - departures, departed_s: of the record; left out of steps that were as planned.
     - processor_s (s): processor time of all threads of this process, until the training thread has ended the step.
     """
     retries = engine.allocator_retries()
@@ -105,6 +106,7 @@ def step_event(
         "processor_s": processor_s,
         "peak_bytes": engine.peak_bytes(),
         **({} if retries is None else {"allocator_retries": retries}),
+        **({"departures": record.departures, "departed_s": record.departed_s} if record.departures else {}),
         **({} if engine.grad_norm is None else {"grad_norm": workload.shown(engine.grad_norm)}),
     }  # fmt: skip
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import shutil
-import warnings
 from pathlib import Path
 
 from experiments.config.identity import identity
 from experiments.config.schema import Config, ProfileConfig
+from mdcs.profile import cache
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
+from mdcs.profile.cache import cache_folder
 from mdcs.profile.link import Link
-from mdcs.profile.schema import SCHEMA, Profile
-
-_MEASURED = 9
-"""Version of the measurements. Raise it when equal jobs measure other values than before, e.g. with a new runtime."""
+from mdcs.profile.schema import Profile
 
 
 class Profiles:
@@ -36,11 +32,11 @@ class Profiles:
         if (measured := self._measured.get(key)) is not None and measured.exists():
             return measured
         cached = cache_folder() / f"{key}.json"
-        return cached if config.profile.cache and not config.profile.refresh and _read(cached) else None
+        return cached if config.profile.cache and not config.profile.refresh and cache.read(cached) else None
 
     def adopt(self, config: Config, folder: Path) -> bool:
         """Remember the profile that another program has left in a folder. Return whether it is one of an equal job."""
-        profile = _read(folder / "profile.json") if measures(config) else None
+        profile = cache.read(folder / "profile.json") if measures(config) else None
         if profile is None:
             return False
         about = {"cluster.ranks": str(profile.world), **profile.about}  # may be empty if written by hand
@@ -60,7 +56,7 @@ class Profiles:
 
     def keep(self, config: Config, folder: Path) -> None:
         """Remember the profile that a job has measured and left in its folder, if the file can be read."""
-        profile = _read(folder / "profile.json")
+        profile = cache.read(folder / "profile.json")
         if config.profile.name != "measured" or config.profile.path is not None or profile is None:
             return
         key, path = key_of(config), folder / "profile.json"
@@ -68,25 +64,12 @@ class Profiles:
         self._measured.setdefault(key, path)
         has_memory = any(slot.peak for slot in profile.slots)
         if config.profile.cache and has_memory == config.cluster.measure_memory:
-            written = cache_folder() / f"{key}.{os.getpid()}"
-            try:
-                cache_folder().mkdir(parents=True, exist_ok=True)
-                written.write_text(profile.to_json(), encoding="utf-8")
-                written.replace(cache_folder() / f"{key}.json")  # atomic: other processes may write it too
-            except OSError as error:  # the job itself has ended well
-                written.unlink(missing_ok=True)
-                warnings.warn(f"the profile is not kept for later jobs: {error}", stacklevel=2)
+            cache.keep(profile, cache_folder() / f"{key}.json")
 
 
 def measures(config: Config) -> bool:
     """Whether a job needs a measured profile."""
     return config.profile.name == "measured" and config.profile.path is None and config.engine.plans
-
-
-def cache_folder() -> Path:
-    """`$MDCS_CACHE/profiles`, or the user's cache, `~/.cache/mdcs/profiles`."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdcs"
-    return Path(os.environ.get("MDCS_CACHE") or home) / "profiles"
 
 
 def known(config: Config) -> Profile | None:
@@ -143,12 +126,4 @@ def key_of(config: Config, *, elsewhere: bool = False) -> str:
 
     elsewhere: for jobs that another machine will run (`identity`).
     """
-    parts = identity(config, elsewhere=elsewhere) | {"schema": str(SCHEMA), "measured": str(_MEASURED)}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def _read(path: Path) -> Profile | None:
-    try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, AttributeError):
-        return None
+    return cache.key_of(identity(config, elsewhere=elsewhere))

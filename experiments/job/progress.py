@@ -15,6 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from experiments.job.departed import Departed
 from launch import status
 from launch.status import Status
 
@@ -30,6 +31,7 @@ class JobProgress:
     def __init__(self, console: Console, name: str, steps: int) -> None:
         self._console, self._name, self._steps = console, name, steps
         self._phase, self._step, self._part = "", 0, 0
+        self._departed = Departed()
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
@@ -87,7 +89,9 @@ class JobProgress:
         if event.get("event") != "step":
             return
         self._step = int(event["step"])
-        shown = describe(event)
+        if (seconds := event.get("step_s")) is not None:
+            self._departed.add(seconds, event.get("departures") or {})
+        shown = ", ".join(filter(None, (describe(event), self._departed.line())))
         if self._bar is not None:
             self._bar.update(self._task, completed=self._step, shown=shown)
         elif self._step in (1, self._steps) or self._step % max(1, self._steps // _LINES) == 0:

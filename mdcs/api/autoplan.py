@@ -18,6 +18,7 @@ from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.pipeline import make_plan, unsharded_bytes
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
+from mdcs.profile.schema import Profile
 from mdcs.profiler.autoprofile import autoprofile, end_of, steps_of
 from mdcs.profiler.autotune import candidates, cost_s, fastest
 from mdcs.profiler.consensus import on_all_ranks, on_rank_zero, phase
@@ -44,6 +45,7 @@ def autoplan(
     reserve: int = 0,
     master_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
+    profile: Profile | None = None,
     trials: int = 1,
     seconds: float = SECONDS,
     progress: bool = True,
@@ -52,7 +54,8 @@ def autoplan(
 
     ``budget`` is in bytes, a size such as ``"40 GiB"``, or a part such as ``"70%"`` of what data parallelism without sharding
     (DDP) needs; None is no limit.
-    The profile is that of :func:`mdcs.autoprofile`; with one that is at hand :func:`mdcs.make_plan` plans alike.
+    The profile is that of :func:`mdcs.autoprofile`, or ``profile``, one of an equal job, the same on every rank; without ranks
+    :func:`mdcs.make_plan` plans alike.
     ``step`` runs one forward pass on a typical batch and returns the loss. With ``batches``, examples of the sizes that the
     loop draws, ``step`` is given the batch: the plan has room for the largest, and its time is that of the mix.
 
@@ -80,10 +83,11 @@ def autoplan(
         schedule = Priority()
     wanted, until = budget_of(budget), end_of(seconds)
     with on_all_ranks(tells=progress):
-        profile = autoprofile(
-            model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
-            budget=wanted - reserve if isinstance(wanted, int) else budget, seconds=seconds / 2, progress=progress,
-        )  # fmt: skip
+        if profile is None:
+            profile = autoprofile(
+                model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
+                budget=wanted - reserve if isinstance(wanted, int) else budget, seconds=seconds / 2, progress=progress,
+            )  # fmt: skip
         if wanted is not None and not any(slot.peak for slot in profile.slots):
             warnings.warn(
                 "activations are not measured in this process, and count as 0 bytes of the budget: start it with "

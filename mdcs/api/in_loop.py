@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,10 @@ from mdcs.model.elementwise import state_layout
 from mdcs.model.units import ModelUnit, partition
 from mdcs.model.wrappers import without_accelerate, without_ddp
 from mdcs.plan.plan import Plan
+from mdcs.profile import cache
+from mdcs.profiler.consensus import on_rank_zero
 from mdcs.profiler.first_step import FirstStep
+from mdcs.profiler.job_identity import described, key_of_job
 from mdcs.profiler.model_profile import refuse_meta
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.departing_steps import DepartingSteps
@@ -50,6 +54,7 @@ def parallelize(
     batches: Sequence[Any] | None = None,
     seconds: float = SECONDS,
     progress: bool = True,
+    profiles: bool | str | Path = True,
     replan_after: int | None = None,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
@@ -81,6 +86,8 @@ def parallelize(
     - ``budget``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
     - ``batches``: batches of other sizes than the first step's, for a plan that is made here: the plan has room for all of
       them. The model is called with a batch's keywords (dict), arguments (tuple or list), or with the batch.
+    - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in seconds.
+      True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
     - ``replan_after``: calls :meth:`Parallel.replan` once a rank has departed from the plan in so many steps.
     - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which go on;
       "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
@@ -130,6 +137,8 @@ def parallelize(
         planning["batches"] = [None, *batches]  # None: the first step's own
     run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
     run._measure(model, optimizer)
+    if profiles is not False:
+        run._folder = cache.cache_folder() if profiles is True else Path(profiles)
     if progress and run.rank == 0:
         print(f"mdcs: {in_words([(u.name, u.modules) for u in units])}", file=sys.stderr, flush=True)
     return run
@@ -147,6 +156,7 @@ class PlannedInLoop(Parallel):
         self._replan_after = replan_after
         self._first: FirstStep | None = None
         self._first_norm: float | None = None
+        self._folder: Path | None = None  # of profiles, for the first step
         self._resumed_after = 0
         self._earlier = 0  # steps of this run before the present plan
         self._unread: list[StepRecord] = []
@@ -174,14 +184,29 @@ class PlannedInLoop(Parallel):
         first.finish()
         self._calls.end()
         with torch.enable_grad():
-            plan = autoplan(
-                self.model, self.optimizer, self.units, first.again, micro_steps=first.micro_steps, **self._planning
-            )  # fmt: skip
+            plan = self._plan(first)
         self._first_norm, self._first = first.norm, None
         first.forget()
         self._resumed_after += 1
         self._earlier += 1
         self._run(Engine(self.model, self.optimizer, plan, self.units, self._group, self._options))
+
+    def _plan(self, first: FirstStep) -> Plan:
+        """Plan with the profile of an earlier start, if it has kept one, else with one that is measured, and kept."""
+        make = functools.partial(
+            autoplan, self.model, self.optimizer, self.units, first.again, micro_steps=first.micro_steps, **self._planning
+        )
+        if self._folder is None:
+            return make()
+        others = "".join(map(described, self._planning.get("batches", ())))
+        path = self._folder / f"{key_of_job(self.model, self.units, self.optimizer, first.in_words() + others)}.json"
+        known = on_rank_zero(lambda: cache.read(path))
+        if known is not None and self.rank == 0 and self._planning["progress"]:
+            print(f"mdcs: profile of an earlier start: {path}", file=sys.stderr, flush=True)
+        plan = make(profile=known)
+        if known is None and self.rank == 0:
+            cache.keep(plan.profile, path)
+        return plan
 
     def replan(self) -> None:
         """Measure the next step, and go on with the plan that is made of it."""
@@ -204,6 +229,7 @@ class PlannedInLoop(Parallel):
         self._resumed_after += done
         self._earlier += done
         del self._engine, self.plan, self._evaluation, self._departures
+        self._folder = None  # another start would not know in which step this profile is that of its first one
         self._measure(engine.model, engine.optimizer)
 
     # -- in the first step

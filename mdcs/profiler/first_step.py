@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.model.hooks import ModuleHook, _tensors
+from mdcs.profiler.job_identity import described
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import RunError
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
@@ -31,6 +32,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Callable[[], AbstractContextManager[Any]]
+    cast: str = ""
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def again(self, model: nn.Module, batch: Any) -> Any:
@@ -102,13 +104,13 @@ class FirstStep:
         self._are_side = self.accumulates
         self._forwards += not self.accumulates
         if not self.micro_steps:
-            self._calls.append(Call(tuple(map(_leaf, args)), {k: _leaf(v) for k, v in kwargs.items()}, _autocast(self._device)))
+            self._calls.append(Call(tuple(map(_leaf, args)), {k: _leaf(v) for k, v in kwargs.items()}, *_autocast(self._device)))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._has_gradients or not self._calls:
             return
         is_kept = not self.micro_steps and self._are_side == self.accumulates
-        call = self._calls[-1] if is_kept else Call((), {}, _autocast(self._device))
+        call = self._calls[-1] if is_kept else Call((), {}, *_autocast(self._device))
         outputs = [t for t in _tensors(output) if t.requires_grad]
         call.gradients = [None] * len(outputs)
         for i, tensor in enumerate(outputs):
@@ -195,6 +197,11 @@ class FirstStep:
         loss: Tensor = _Loss.apply(sized, max(0, int(grown * self._loss_bytes)), *(t for t, _ in pairs))
         return loss
 
+    def in_words(self) -> str:
+        """Return all that is known of the passes: arguments, autocast, which outputs have gradients, the loss's bytes."""
+        calls = (f"{described(c.args)} {described(c.kwargs)} {c.cast} {described(c.gradients)}" for c in self._calls)
+        return f"{'; '.join(calls)}; {self._loss_bytes}"
+
     def stop(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
@@ -220,10 +227,10 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_() if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
-def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that makes the present autocast context."""
+def _autocast(device: torch.device) -> tuple[Callable[[], AbstractContextManager[Any]], str]:
+    """Return a function that makes the present autocast context, and the context in words."""
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    return lambda: torch.autocast(device.type, dtype=dtype, enabled=enabled)
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=enabled), f"{dtype}" if enabled else ""
 
 
 def _untagged(reading: Reading | None) -> int:

@@ -15,7 +15,8 @@ from experiments import profile as program
 from experiments.config import checks, code
 from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
-from experiments.job.profiles import Profiles, cache_folder, emulated, known
+from experiments.job.profiles import Profiles, emulated, known
+from mdcs.profile.cache import cache_folder
 from mdcs.profile.schema import Contention, Profile
 from tests.experiments import one_process
 

@@ -17,9 +17,10 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import record
 from experiments.job import run as jobs
 from experiments.job.events import job_event
-from experiments.job.profiles import Profiles, cache_folder
+from experiments.job.profiles import Profiles
 from launch.claim import claim
 from launch.elastic import Outcome
+from mdcs.profile.cache import cache_folder
 from tests.experiments import one_process
 from tests.experiments.job.test_tracking import Heard
 

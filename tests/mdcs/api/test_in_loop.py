@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,3 +322,41 @@ def test_it_is_asked_for_after_a_number_of_departures():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="replan_after must be >= 1, got 0"):
         mdcs.parallelize(model, torch.optim.SGD(model.parameters()), replan_after=0)
+
+
+def started_twice(folder: str) -> list[tuple[bool, list[float], int]]:
+    """By start: whether the profile was given, the losses, and the number of profiles in the folder; the last is of a replan."""
+    given: list[bool] = []
+
+    def planned(*arguments: Any, profile: mdcs.Profile | None = None, **options: Any) -> mdcs.Plan:
+        given.append(profile is not None)
+        plan = quickly(*arguments, **options)
+        assert profile is None or profile.units == plan.profile.units
+        return plan
+
+    out = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_loop, "autoplan", planned)
+        for lr in (0.1, 0.2):
+            torch.manual_seed(0)
+            model = blocks()
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            losses = []
+            with mdcs.parallelize(model, optimizer, profiles=folder, progress=False, timeout_s=30) as parallel:
+                for step in range(3):
+                    loss = texts(model, step)
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item())
+                    if step == 1 and lr == 0.2:
+                        parallel.replan()
+            dist.barrier()
+            out.append((given[0], losses, len(list(Path(folder).iterdir()))))
+            assert given[1:] == [False] * (lr == 0.2)
+            given.clear()
+    return out
+
+
+def test_a_second_start_has_the_profile_of_the_first_and_a_new_plan_has_its_own(two, tmp_path):
+    first, second = two.run(started_twice, str(tmp_path), timeout_s=100.0)
+    assert [(known, files) for known, _, files in first] == [(False, 1), (True, 1)] == [(k, n) for k, _, n in second]

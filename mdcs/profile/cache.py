@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -44,7 +45,8 @@ def keep(profile: Profile, path: Path) -> None:
         written.write_text(profile.to_json(), encoding="utf-8")
         written.replace(path)  # other processes may write it too
     except OSError as error:
-        written.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            written.unlink()
         warnings.warn(f"the profile is not kept for later jobs: {error}", stacklevel=3)
 
 

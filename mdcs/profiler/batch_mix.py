@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from mdcs.model.inputs import INPUTS, from_words
 from mdcs.profile.schema import Profile, Slot
 
-_Use = tuple[int, str, int]
+Use = tuple[int, str, int]
 """Unit, phase, and how often the unit came before in this phase."""
 
 
@@ -20,9 +20,9 @@ def mix(profiles: Sequence[Profile]) -> Profile:
     Slots are those of the batch that needs the most memory. What only other batches use is a departure from them.
     """
     base = max(profiles, key=lambda p: (max(slot.peak for slot in p.slots), total_s(p)))
-    by_use = [dict(_uses(p.slots)) for p in profiles]
+    by_use = [dict(uses(p.slots)) for p in profiles]
     slots = []
-    for use, slot in _uses(base.slots):
+    for use, slot in uses(base.slots):
         found = [slots_of[use] for slots_of in by_use if use in slots_of]
         slots.append(
             dataclasses.replace(
@@ -55,7 +55,8 @@ def total_s(profile: Profile) -> float:
     return sum(slot.seconds for slot in profile.slots)
 
 
-def _uses(slots: Sequence[Slot]) -> Iterator[tuple[_Use, Slot]]:
+def uses(slots: Sequence[Slot]) -> Iterator[tuple[Use, Slot]]:
+    """Yield the slots with what they are, whatever their order is."""
     seen: Counter[tuple[int, str]] = Counter()
     for slot in slots:
         key = slot.unit, slot.phase

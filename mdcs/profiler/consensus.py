@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mdcs.checkpoint.aux_state import random_state, set_random_state
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Profile, Unit
+from mdcs.profiler.batch_mix import uses
 from mdcs.profiler.progress import Progress
 from mdcs.runtime.errors import ErrorContext, RunError
 from mdcs.runtime.failure_channel import FailureChannel
@@ -136,28 +137,35 @@ def rank_zeros_random_state(device: torch.device) -> Iterator[None]:
 def merge_profiles(profile: Profile, link: Link | None = None) -> Profile:
     """Return one profile of all ranks' profiles. Collective.
 
-    It has the median rank's times, the spread over all ranks, the largest bytes, and all uses. Ranks whose batches took
-    other ways through the model do not count beside the one that ran most slots. ``link`` replaces the profile's own.
-    Without ranks the profile is returned.
+    It has the median rank's times, the spread over all ranks, the largest bytes, and all uses. Where ranks took different
+    branches, its slots are those of the rank that came to most of them. ``link`` replaces the profile's own. Without ranks
+    the profile is returned.
     """
     profiles = all_gather_object(profile)
-    ways = [[(slot.unit, slot.phase) for slot in p.slots] for p in profiles]
-    profiles = [p for p, way in zip(profiles, ways, strict=True) if way == max(ways, key=len)]
-    slots = tuple(
-        dataclasses.replace(
-            versions[0],
-            seconds=statistics.median(s.seconds for s in versions),
-            live=max(s.live for s in versions),
-            peak=max(s.peak for s in versions),
+    first = max(profiles, key=lambda p: sum(slot.seconds > 0 for slot in p.slots))
+    alike = [p for p in profiles if _order(p) == _order(first)]
+    by_use = [dict(uses(p.slots)) for p in profiles]
+    slots = []
+    for use, slot in uses(first.slots):
+        versions = [slots_of[use] for slots_of in by_use if use in slots_of]
+        slots.append(
+            dataclasses.replace(
+                slot,
+                seconds=statistics.median(s.seconds for s in versions),
+                live=max(s.live for s in versions),
+                peak=max(s.peak for s in versions),
+            )
         )
-        for versions in zip(*(p.slots for p in profiles), strict=True)
-    )
-    first: Profile = profiles[0]
-    spread = {
-        name: (min(p.spread[name][0] for p in profiles), max(p.spread[name][1] for p in profiles)) for name in first.spread
-    }
-    units = tuple(_merge_units(versions) for versions in zip(*(p.units for p in profiles), strict=True))
-    return dataclasses.replace(first, units=units, slots=slots, link=link or first.link, spread=spread)
+    spread = {}
+    for name in first.spread:
+        found = [p.spread[name] for p in alike if name in p.spread]
+        spread[name] = min(low for low, _ in found), max(high for _, high in found)
+    units = tuple(_merge_units(versions) for versions in zip(*(p.units for p in alike), strict=True))
+    return dataclasses.replace(first, units=units, slots=tuple(slots), link=link or first.link, spread=spread)
+
+
+def _order(profile: Profile) -> list[tuple[int, str]]:
+    return [(slot.unit, slot.phase) for slot in profile.slots]
 
 
 def _merge_units(versions: Sequence[Unit]) -> Unit:

@@ -94,7 +94,7 @@ def parallelize(
       (:func:`mdcs.autoplan`).
     - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
     - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
-    - ``loss_scale``: dynamic loss scale for float16, also a barrier; it needs a plan. Call
+    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call
       ``parallel.scaled(loss).backward()`` then, or let ``parallel.scaler`` take the place of a GradScaler.
     - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
       own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
@@ -127,7 +127,7 @@ def parallelize(
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
         run._run(Engine(model, optimizer, plan, units, group, options))
         return run
-    for given, name in ((group, "group"), (loss_scale, "loss_scale"), (emulate, "emulate"), (init, "init")):
+    for given, name in ((group, "group"), (emulate, "emulate"), (init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
     refuse_meta(model)
@@ -176,7 +176,9 @@ class PlannedInLoop(Parallel):
     def _measure(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let the next step be measured."""
         self.model, self.optimizer, options = model, optimizer, self._options
-        self._first = FirstStep(model, optimizer, options.clip_norm, options.clip_value, self._resumed_after + 1)
+        self._first = FirstStep(
+            model, optimizer, options.clip_norm, options.clip_value, self._resumed_after + 1, options.loss_scale
+        )
         self._calls = OptimizerCalls(optimizer, self)
 
     def _begin(self, first: FirstStep) -> None:
@@ -213,9 +215,8 @@ class PlannedInLoop(Parallel):
         if self._first is not None:
             return
         engine, options = self._engine, self._options
-        known = (options.loss_scale, options.emulate, self._group)
-        if any(each is not None for each in known) or self.plan.profile.master_bytes:
-            raise RunError(f"rank {self.rank}: replan() is not for runs with loss_scale=, emulate=, group= or masters")
+        if options.emulate is not None or self._group is not None or self.plan.profile.master_bytes:
+            raise RunError(f"rank {self.rank}: replan() is not for runs with emulate=, group= or masters")
         engine.drain("replan()")
         self._unread += self._records(flush=True)
         done = engine.sequencer.step - 1

@@ -19,6 +19,7 @@ from mdcs.model.hooks import ModuleHook, _tensors
 from mdcs.profiler.job_identity import described
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import RunError
+from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
 from mdcs.torch_compat import at_end_of_backward, mark_stepped, version_of, will_get_gradient
 
@@ -57,9 +58,9 @@ class FirstStep:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, clip_value: float | None = None,
-        step: int = 1,
+        step: int = 1, loss_scale: LossScale | None = None,
     ) -> None:  # fmt: skip
-        self._step = step
+        self._step, self._loss_scale = step, loss_scale
         self._model, self._optimizer, self._clip_norm, self._clip_value = model, optimizer, clip_norm, clip_value
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = self._trained[0].device
@@ -145,7 +146,10 @@ class FirstStep:
     # -- the end of the step
 
     def finish(self) -> None:
-        """Average the gradients over the ranks, clip them, and update all parameters. Collective."""
+        """Average the gradients over the ranks, unscale and clip them, and update all parameters. Collective.
+
+        With a loss scale the update is left out if a gradient has overflowed.
+        """
         if not any(g is not None for call in self._calls for g in call.gradients):
             raise RunError(
                 f"rank {self._rank}, step {self._step}: step() needs a forward and a backward pass before it: {_ONE_CALL}"
@@ -161,11 +165,13 @@ class FirstStep:
         self.micro_steps = max(1, self.micro_steps)
         self._calls = self._calls[: max(1, round(self._forwards / self.micro_steps))]
         self._average()
+        is_finite = self._loss_scale is None or self._unscale(self._loss_scale)
         if self._clip_norm is not None:
             self.norm = float(nn.utils.clip_grad_norm_(self._trained, self._clip_norm))
         if self._clip_value is not None:
             nn.utils.clip_grad_value_(self._trained, self._clip_value)
-        type(self._optimizer).step(self._optimizer)
+        if is_finite:
+            type(self._optimizer).step(self._optimizer)
         mark_stepped(self._optimizer)
         for p in self._trained:
             p.grad = None
@@ -181,6 +187,16 @@ class FirstStep:
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad / self._world
                 dist.all_reduce(gradient)
                 p.grad = gradient
+
+    @torch.no_grad()
+    def _unscale(self, scale: LossScale) -> bool:
+        """Undo the loss scale, and adapt it; return whether all gradients are finite."""
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(1 / scale.value)
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        scale.update(is_finite)
+        return is_finite
 
     # -- again
 

@@ -174,7 +174,7 @@ class Parallel(Gradients):
 
         Call it on every rank, between two steps. The measured step runs as with DistributedDataParallel, with the whole
         model on every rank, above the budget if need be. Weights, optimizer state, buffers and schedules go on bit for bit.
-        Gradients that are watched, and peaks of memory, begin anew. Raises RunError where updates have masters or a loss scale.
+        Gradients that are watched, and peaks of memory, begin anew. Raises RunError where updates have masters.
         """
         raise RunError("replan() is for runs of mdcs.parallelize")
 

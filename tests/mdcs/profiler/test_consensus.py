@@ -131,6 +131,26 @@ def test_a_profile_has_median_times_the_most_bytes_and_the_spread_over_all(two: 
     assert first.link == Link.uniform(1, 50)
 
 
+def of_another_branch() -> Profile:
+    """Rank 0 leaves unit 1 out, which gets slots of no time at the end of both passes."""
+    profile = chain(100, 200, 300)
+    if dist.get_rank() == 0:
+        f0, f1, f2, b2, b1, b0 = profile.slots
+        left_out = [replace(slot, seconds=0.0, live=0, peak=7) for slot in (f1, b1)]
+        profile = replace(profile, slots=(f0, f2, left_out[0], b2, b0, left_out[1]), spread={"slot 0": (1.0, 2.0)})
+    else:
+        profile = replace(profile, spread={f"slot {i}": (1.0, 2.0) for i in range(6)})
+    return merge_profiles(profile)
+
+
+def test_of_ranks_that_took_different_branches_the_profile_is_that_of_most_slots(two: Ranks) -> None:
+    whole = chain(100, 200, 300)
+    for found in two.run(of_another_branch):
+        assert [(s.unit, s.phase) for s in found.slots] == [(s.unit, s.phase) for s in whole.slots]
+        assert found.slots[1].seconds == whole.slots[1].seconds / 2 and found.slots[1].peak == max(7, whole.slots[1].peak)
+        assert found.slots[0] == whole.slots[0] and found.units == whole.units and len(found.spread) == 6
+
+
 # ---- what one rank raises alone
 
 

@@ -108,6 +108,23 @@ def test_it_ends_as_a_plain_step() -> None:
     assert not net._forward_hooks and not net._forward_pre_hooks
 
 
+def test_a_scaled_step_is_a_plain_one_and_an_overflow_is_left_out() -> None:
+    (net, optimizer, first), (twin, theirs, plain) = begun(), begun()
+    plain.stop()
+    first.stop()
+    scale = mdcs.LossScale(value=4.0, growth_interval=1)
+    before = net.last.weight.clone()
+    for step, factor in ((1, float("inf")), (2, 1.0)):
+        scaled = FirstStep(net, optimizer, None, None, step, scale)
+        (net(batch(0))["logits"].mean() * scale.value * factor).backward()
+        scaled.finish()
+        assert scale.value == 2.0 * step and scale.skipped == 1
+        assert torch.equal(net.last.weight, before) == (step == 1)
+    twin(batch(0))["logits"].mean().backward()
+    theirs.step()
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+
+
 @pytest.mark.parametrize(
     ("habit", "told"),
     [
@@ -155,8 +172,8 @@ def test_an_iteration_is_given_up() -> None:
 def test_what_needs_a_plan_says_so() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="loss_scale= needs a plan, made before the loop: mdcs.autoplan"):
-        mdcs.parallelize(net, optimizer, loss_scale=mdcs.LossScale())
+    with pytest.raises(ValueError, match="init= needs a plan, made before the loop: mdcs.autoplan"):
+        mdcs.parallelize(net, optimizer, init=lambda module: None)
     with pytest.raises(ValueError, match="budget must be bytes, such as .*; got '40 lbs'"):
         mdcs.parallelize(net, optimizer, budget="40 lbs")
     with pytest.raises(ValueError, match="the plan has a budget already"):

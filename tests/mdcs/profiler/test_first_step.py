@@ -196,7 +196,7 @@ def test_until_the_first_step_the_model_is_plain_and_the_choice_of_units_is_said
         with parallel.full_parameters(writeback=True):
             nn.init.zeros_(net.first.weight)
         assert parallel.steps == 0 and parallel.records() == [] and parallel.grad_norm is None
-        with pytest.raises(RunError, match="there is no plan before the first step, which is measured for it"):
+        with pytest.raises(RunError, match="there is no plan before the end of this step, which is measured for it"):
             parallel.memory()
     assert not net._forward_hooks and not vars(optimizer).keys() & {"step", "state_dict"}
 

@@ -229,7 +229,7 @@ class PlannedInLoop(Parallel):
             raise RunError(f"rank {self.rank}: replan(): {problem}")
         self._resumed_after += done
         self._earlier += done
-        del self._engine, self.plan, self._evaluation, self._departures
+        del self._engine, self.plan, self._departures
         self._folder = None  # another start would not know in which step this profile is that of its first one
         self._measure(engine.model, engine.optimizer)
 

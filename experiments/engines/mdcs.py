@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import mdcs
 from experiments.config.schema import Config, EngineOptions
 from experiments.engines.base import Engine, Record, Trained
-from experiments.job.departed import Departed
 from mdcs.telemetry.memory_meter import TOTAL
 from mdcs.telemetry.timeline import RankTimeline, Timeline
 
@@ -42,7 +41,6 @@ class MdcsEngine:
         self.optimizer = workload.optimizer
         self._done = 0  # steps before the first of this run
         self._over_budget = 0  # steps
-        self._departed = Departed()
         self._parallel = mdcs.parallelize(
             workload.model, workload.optimizer, workload.plan, workload.units, clip_norm=config.optimizer.clip_norm,
             loss_scale=mdcs.LossScale() if config.run.precision == "fp16" else None,
@@ -85,8 +83,6 @@ class MdcsEngine:
     def records(self, *, flush: bool = False) -> list[Record]:
         found = self._parallel.records(flush=flush)
         self._over_budget += sum(r.over_budget > 0 for r in found)
-        for r in found:
-            self._departed.add(r.times.step_s, r.departures)
         return [Record(self._done + r.step, r.times, r.bytes, r.messages, r.departures, r.departed_s) for r in found]
 
     def allocator_retries(self) -> int | None:
@@ -98,12 +94,11 @@ class MdcsEngine:
         return measured[TOTAL] if measured else None
 
     def summary(self, sent: Mapping[str, int] | None) -> dict[str, Any]:
-        memory, words = self._parallel.memory(), self._departed.words()
+        memory = self._parallel.memory()
         return {
             "extra_communication_s": self.plan.job.cost.extra_communication_s(dict(sent or {})),
             **({} if memory["retries"] is None else {"allocator_retries": memory["retries"]}),
             **({"steps_over_budget": self._over_budget} if self.plan.budget is not None else {}),
-            **({"departures": words, "departures_cost_s": self._departed.cost_s} if words else {}),
             "memory": {"predicted": self.prediction.memory, "ledger": memory["predicted"], "measured": memory["measured"]},
         }
 

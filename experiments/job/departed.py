@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 
 class Departed:
@@ -32,6 +33,11 @@ class Departed:
     def words(self) -> list[str]:
         """The departures in words, the most frequent first: "2 of 100 steps left out layers.3"."""
         return [f"{count} of {self.steps} steps {what}" for what, count in self._counts.most_common()]
+
+    def summary(self) -> dict[str, Any]:
+        """Values for the summary; empty if no step departed."""
+        words = self.words()
+        return {"departures": words, "departures_cost_s": self.cost_s} if words else {}
 
     def line(self) -> str:
         """The most frequent departure, the number of other ones, and the seconds; empty if there is none."""

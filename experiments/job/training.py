@@ -15,6 +15,7 @@ from analysis.events import METRICS
 from experiments.engines.base import Engine, Record
 from experiments.job import events
 from experiments.job.checkpoints import Checkpoints
+from experiments.job.departed import Departed
 from experiments.job.stopping import Stop
 from experiments.job.tracking import JsonLines
 from experiments.job.workload import Workload, make_schedule
@@ -68,6 +69,9 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         status.set(phase="finishing")
         checkpoints.finish()
         kept += report(metrics, workload, engine, losses, processor, warmup, flush=True)
+        departed = Departed()
+        for record in kept:
+            departed.add(record.times.step_s, record.departures)
         kept = [record for record in kept if record.step > warmup]
         of_engine = engine.summary(events.whole_step(kept).bytes)  # before collectives that take bytes, too
         loss = mean_over_ranks(workload, losses[run.steps])
@@ -75,7 +79,7 @@ def train(folder: Path, workload: Workload, floor: int | None) -> None:
         engine.write(folder)
     gc.enable()
     if metrics:
-        metrics.write(summary | of_engine)
+        metrics.write(summary | departed.summary() | of_engine)
         metrics.close()
 
 

@@ -18,12 +18,13 @@ def test_their_cost_is_what_they_took_beyond_the_median_of_the_others():
     for seconds, what in ((1.0, {}), (1.2, {}), (9.0, {}), (2.0, {"left out a": 1}), (0.7, {"left out a": 1})):
         seen.add(seconds, what)
     assert seen.cost_s == pytest.approx(2.7 - 2 * 1.2)
+    assert seen.summary() == {"departures": ["2 of 5 steps left out a"], "departures_cost_s": seen.cost_s}
 
 
 def test_where_all_or_none_departed_nothing_is_compared():
     seen = Departed()
     seen.add(1.0, {})
-    assert seen.cost_s is None and seen.line() == ""
+    assert seen.cost_s is None and seen.line() == "" and seen.summary() == {}
     seen = Departed()
     seen.add(1.0, {"left out a": 1})
     assert seen.cost_s is None and seen.line() == "1 of 1 steps left out a"

@@ -76,17 +76,6 @@ def test_a_tiny_memory_sweep(tmp_path, warm):
     assert (tmp_path / "out/memory_by_layer.png").stat().st_size > 10_000 and "peak" in said
 
 
-@pytest.mark.slow
-def test_a_tiny_grid_handed_in_here(tmp_path, warm):
-    pytest.importorskip("submitit")
-    here = ("hydra/launcher=mdcs_local", "hydra.launcher.nodes=1", "hydra.launcher.ranks_per_node=2",
-            "hydra.launcher.gpus_per_node=null", "cluster=local")  # fmt: skip
-    one = ("hydra.sweeper.also=[]", "hydra.sweeper.params={strategy:fsdp,scheduler:dear,budget.gib:'0.5'}")
-    small = ("model=llama-tiny", "model.checkpointing=true", *SHORT)
-    run(warm, tmp_path, train, "experiment=slurm_grid", *here, *small, *one, "hydra.sweep.dir=out")
-    assert list(analysis.load_sweep(tmp_path / "out")["status"]) == ["ok"]
-
-
 # ---- pictures
 
 

@@ -10,6 +10,7 @@ import pytest
 from analysis.events import METRICS
 from experiments import search as program
 from experiments.job.tracking import JsonLines
+from launch import elastic
 from launch.claim import claim
 from launch.elastic import Outcome
 from mdcs.sizes import MIB
@@ -117,7 +118,8 @@ def test_what_is_no_axis_is_said(text):
 
 
 @pytest.mark.slow
-def test_real_trials(tmp_path, monkeypatch, capsys):
+def test_real_trials(tmp_path, monkeypatch, capsys, warm):
+    monkeypatch.setattr(elastic, "run", warm.run)
     tiny = ("model.layers=3", "model.block_mib=0.25", "model.forward_ms=1", "model.backward_ms=2", "run.steps=4",
             "run.warmup_steps=1", "run.profile_iterations=2")  # fmt: skip
     assert search(monkeypatch, tmp_path, "experiment=search_timed", *tiny, "--trials", "3") == 0

@@ -68,7 +68,7 @@ def test_two_nodes_have_two_levels(tmp_path):
     if why := network.refusal(RATE):
         pytest.skip(f"no shaped network: {why}")
     nodes = ("cluster.ranks=4", "cluster.nodes=2", "strategy=hsdp")
-    outcome = jobs.run(composed(*SMALL, *nodes), tmp_path, Console(file=io.StringIO()))
+    outcome = jobs.run(composed(*SMALL, *nodes), tmp_path, Console(file=io.StringIO()), worker="tests.experiments.hasty_worker")
     assert outcome.ok, outcome.reason
     profile = Profile.from_json((tmp_path / "profile.json").read_text())
     link = profile.link

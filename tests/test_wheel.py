@@ -102,3 +102,5 @@ def test_two_ranks_train_elsewhere(python, tmp_path):
     measured = re.search(r"^budget (\d+) bytes, predicted peak \d+ bytes, measured (\d+) bytes$", said, re.M)
     assert measured, said
     assert int(measured[2]) <= int(measured[1])
+    loss = re.search(r"^loss ([\d.]+), held out ([\d.]+), 38 tensors$", said, re.M)
+    assert loss and float(loss[2]) < 4.15  # 64 classes: ln 64 = 4.16 before training

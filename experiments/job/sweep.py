@@ -6,12 +6,14 @@ import json
 import time
 import warnings
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 import analysis
 from experiments.job.app import Session, sweep_name
 from experiments.job.tracking import show_sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def report(session: Session, started: float) -> None:

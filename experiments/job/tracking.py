@@ -17,9 +17,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 import analysis
 from analysis.events import METRICS, read_events
@@ -28,6 +26,9 @@ from experiments.config.identity import sweep_hash
 from experiments.config.schema import Config
 from experiments.trackers.aside import Aside
 from experiments.trackers.tracker import Event, Shown
+
+if TYPE_CHECKING:
+    import pandas as pd  # ranks, and programs that only say what is wrong, need not wait for this import
 
 _DOCUMENTS = ("profile", "plan")
 _IDS = "tracked_as.json"

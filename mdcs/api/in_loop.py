@@ -185,6 +185,7 @@ class PlannedInLoop(Parallel):
         """End the measured step, then profile it, plan, and shard the model with the optimizer's state."""
         first.finish()
         self._calls.end()
+        torch.compiler.reset()  # what was compiled in the first step has no units' hooks in it, and looks for none
         with torch.enable_grad():
             plan = self._plan(first)
         self._first_norm, self._first = first.norm, None

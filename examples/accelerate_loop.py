@@ -54,7 +54,7 @@ for _ in range(2):
     model.eval()
     held_out = []
     for batch in eval_dataloader:
-        with parallel.evaluate():  # was: with torch.no_grad():
+        with torch.no_grad():
             outputs = model(**batch)
         held_out.append(accelerator.gather_for_metrics(outputs.loss.repeat(4)))
     losses.append(torch.cat(held_out).mean().item())

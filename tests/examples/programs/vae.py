@@ -63,7 +63,7 @@ def train() -> None:
 
 def test() -> None:
     model.eval()
-    with parallel.evaluate():  # was: with torch.no_grad():
+    with torch.no_grad():
         for data in test_loader:
             losses.append(loss_function(model(data)[0], data, *model(data)[1:]).item())
 
@@ -71,7 +71,7 @@ def test() -> None:
 for _ in range(3):
     train()
     test()
-    with parallel.evaluate():  # was: with torch.no_grad():
+    with torch.no_grad():
         sample = torch.randn(8, 5)
         sample = model.decode(sample)  # was: sample = model.module.decode(sample)
         losses.append(float(sample.double().sum()))

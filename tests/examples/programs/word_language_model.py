@@ -53,7 +53,7 @@ losses: list[float] = []
 def evaluate(data_source: Tensor) -> float:
     model.eval()
     total_loss, hidden = 0.0, init_hidden(4)
-    with parallel.evaluate():  # was: with torch.no_grad():
+    with torch.no_grad():
         for i in range(0, data_source.size(0) - 1, bptt):
             data, targets = get_batch(data_source, i)
             output, hidden = model(data, hidden)

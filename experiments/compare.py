@@ -44,7 +44,7 @@ from experiments.config.identity import device_name
 from experiments.config.schema import Config, ConfigError
 from experiments.config.targets import plain
 from experiments.job import run as jobs
-from experiments.job.planning import job_of
+from experiments.job.planning import floor_of, job_of
 from experiments.job.profiles import Profiles
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 
@@ -176,7 +176,7 @@ class Comparison:
             self.console.print(f"no profile: {outcome.reason}", markup=False, soft_wrap=True)
             return None
         profile = mdcs.Profile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
-        return mdcs.floor_bytes(job_of(self.config, profile))
+        return floor_of(self.config, job_of(self.config, profile))
 
     def _own(self, floor: int) -> Iterable[Candidate]:
         """Yield mdcs with every plan under every budget. A budget below the floor is left out."""

@@ -120,7 +120,7 @@ def main(module: str = jobs.WORKER) -> int:
                 return outcome.reason
         path = folder / "profile.json"
         profile = mdcs.Profile.from_json(path.read_text(encoding="utf-8"))
-        floor = mdcs.floor_bytes(planning.job_of(config, profile))
+        floor = planning.floor_of(config, planning.job_of(config, profile))
         with console.status("planning"):
             entries = [e for c in configs for e in entries_of(Planner(c, profile, floor), config)]
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,6 +40,7 @@ from experiments.config.schema import (
 from experiments.config.targets import make, plain
 from mdcs.options import OptionError, check_value, shown
 from mdcs.plan.strategy import Strategy
+from mdcs.planner.recompute import KEEP
 from mdcs.planner.registry import decides_schedule
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
@@ -112,6 +113,9 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
     made = {}
     for group in OPTION_GROUPS:
         given = composed[group]
+        if not given and group == "recompute":  # configs of older runs
+            made[group] = KEEP
+            continue
         made[group] = None if given is None and group == "scheduler" else make(group, given, (choices or {}).get(group))
     try:
         own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name not in OPTION_GROUPS])
@@ -261,6 +265,7 @@ HALF = ("bf16", "fp16")
 _PLANNED = {  # the groups that only planning uses, with the options that conf/config.yaml chooses
     "strategy": Uniform("dp"),
     "scheduler": Wfbp(),
+    "recompute": KEEP,
     "collectives": CollectivesConfig(),
     "profile": ProfileConfig(),
     "link": LinkConfig(),

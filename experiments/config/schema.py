@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from experiments.tasks.model import Model
     from experiments.tasks.optimizers import Optimizer
     from experiments.trackers.tracker import Tracker
+    from mdcs.planner.recompute import RecomputeRule
     from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner
 
     Strategy = StrategyPlanner | JointPlanner
     Engine: TypeAlias = "EngineOptions"
 else:  # for Hydra these groups are mappings; checks.from_composed makes the objects
-    Model = Data = Optimizer = Strategy = Scheduler = Engine = Tracker = Any
+    Model = Data = Optimizer = Strategy = Scheduler = RecomputeRule = Engine = Tracker = Any
 
 SCHEMA_NAME = "mdcs_schema"
-OPTION_GROUPS = ("model", "data", "optimizer", "strategy", "scheduler", "engine", "tracker")
+OPTION_GROUPS = ("model", "data", "optimizer", "strategy", "scheduler", "recompute", "engine", "tracker")
 
 
 class ConfigError(ValueError):
@@ -287,6 +288,7 @@ class Config:
     optimizer: Optimizer = MISSING
     strategy: Strategy = MISSING
     scheduler: Scheduler | None = MISSING
+    recompute: RecomputeRule = MISSING
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)

@@ -26,7 +26,7 @@ TARGET = "_target_"
 
 _METHODS = {
     "model": ("build",), "data": ("batches",), "optimizer": ("make",), "strategy": ("choose", "plan"), "scheduler": ("schedule",),
-    "engine": ("prepare",), "tracker": ("mirror",),
+    "recompute": ("choices",), "engine": ("prepare",), "tracker": ("mirror",),
 }  # fmt: skip
 """Methods by group; an object of the group must have at least one of them."""
 

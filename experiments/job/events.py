@@ -46,6 +46,7 @@ _NOT_SETTINGS = (
     "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path", "profile.cache",
     "profile.refresh", "budget.gib", "budget.over_floor", "budget.schedule_share", "cluster.name", "cluster.ranks",
     "cluster.rank", "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "link.name", "run.cross_iteration",
+    "recompute.each",
 )  # fmt: skip
 """Keys or groups that have their own column in tables, or on which no measurement depends."""
 
@@ -53,11 +54,11 @@ _NOT_SETTINGS = (
 def settings(config: Config) -> dict[str, Any]:
     """All other settings of a job, by full key, with the names of the data set and the optimizer.
 
-    Settings of strategy and scheduler are left out for a peer.
+    Settings of strategy, scheduler and recomputation are left out for a peer.
     """
     told: dict[str, Any] = {}
     for group, values in as_mapping(config).items():
-        if isinstance(values, Mapping) and (config.engine.plans or group not in ("strategy", "scheduler")):
+        if isinstance(values, Mapping) and (config.engine.plans or group not in ("strategy", "scheduler", "recompute")):
             made = getattr(config, group)
             named = {"name": getattr(made, "name", type(made).__name__.lower())} if TARGET in values else {}
             told |= {f"{group}.{key}": value for key, value in {**named, **values}.items() if key != TARGET}

@@ -31,10 +31,18 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
     if budget is not None and not any(slot.peak for slot in job.profile.slots):
         raise ValueError("a budget counts activations, and the profile has not measured them (see the warning above)")
     try:
-        return mdcs.make_plan(job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share)
+        return mdcs.make_plan(
+            job, config.strategy, config.scheduler, budget=budget, schedule_share=config.budget.schedule_share,
+            recompute=config.recompute,
+        )  # fmt: skip
     except mdcs.InfeasibleBudget as error:
         key = "budget.over_floor" if config.budget.gib is None else "budget.gib"
         raise mdcs.InfeasibleBudget(error.budget, error.smallest, f"{key}: {error.what}", error.is_bound) from error
+
+
+def floor_of(config: Config, job: mdcs.Job) -> int:
+    """The smallest feasible budget of the config's plans in bytes."""
+    return mdcs.floor_bytes(job, config.recompute)
 
 
 def budget_bytes(config: Config, floor: int | None) -> int | None:

@@ -16,6 +16,7 @@ from experiments.config.code import code_of
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
+from mdcs.planner.recompute import KEEP
 
 FILE = "status.json"
 SCHEMA = 1
@@ -59,6 +60,8 @@ def identity_of(config: Config, launcher: Mapping[str, Any] | None = None) -> st
     """
     code = {group: code_of(type(getattr(config, group))) for group in _CODE_OF}
     told = as_mapping(config) | {"made_of": config.model.made_of, "code": code}
+    if config.recompute == KEEP:  # runs from before have the same identity
+        del told["recompute"]
     if plan := told["engine"].get("plan"):
         told["engine"]["plan"] = _hash(plan)
     for group, keys in _NOT_OF_A_JOB.items():

@@ -23,7 +23,7 @@ from experiments.config.checks import save
 from experiments.config.schema import Config, ConfigError
 from experiments.job import checkpoints, profiles, record
 from experiments.job.events import job_event
-from experiments.job.planning import job_of, make_plan, write_plan
+from experiments.job.planning import floor_of, job_of, make_plan, write_plan
 from experiments.job.profiles import Profiles
 from experiments.job.progress import JobProgress
 from experiments.job.tracking import Event, Follower, JsonLines, show_files
@@ -32,7 +32,7 @@ from launch.claim import Occupied, claim
 from launch.elastic import Outcome
 from launch.status import Status
 from mdcs.plan.strategy import Strategy
-from mdcs.planner.pipeline import floor_bytes
+from mdcs.planner.recompute import KEEP
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.schema import Profile
 from mdcs.sizes import GIB, MIB
@@ -242,7 +242,7 @@ def plan(
             resolved, profile = found
             job = job_of(resolved, profile)
             try:
-                made = make_plan(resolved, job, floor_bytes(job))
+                made = make_plan(resolved, job, floor_of(resolved, job))
             except ValueError as error:
                 return str(error)
             write_plan(folder, made)
@@ -348,6 +348,7 @@ def _name(config: Config) -> str:
     plan = config.engine.label
     if config.engine.plans:
         plan = " ".join(planner.name for planner in (config.strategy, config.scheduler) if planner is not None)
+        plan += "" if config.recompute == KEEP else f" recompute={config.recompute.name}"
         plan += "" if budget.schedule_share is None else f" s={budget.schedule_share:g}"
     parts = [f"{plan} {config.run.varied}" if config.run.varied else plan]
     if budget.gib is not None:

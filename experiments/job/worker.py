@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import mdcs
 from experiments.config.checks import load
 from experiments.config.schema import Config
-from experiments.job.planning import job_of, make_plan, write_plan
+from experiments.job.planning import floor_of, job_of, make_plan, write_plan
 from experiments.job.training import train
 from experiments.job.workload import Workload
 from launch import preemption, rendezvous, status
@@ -55,7 +54,7 @@ def plan_job(folder: Path, workload: Workload, only: str | None) -> int:
     if workload.writes:
         (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
     job = job_of(config, profile)
-    floor = mdcs.floor_bytes(job)
+    floor = floor_of(config, job)
     if only != "profile":
         status.set(phase="planning")
         workload.plan = on_rank_zero(lambda: make_plan(config, job, floor))

@@ -16,6 +16,7 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.pipeline import make_plan, unsharded_bytes
+from mdcs.planner.recompute import RecomputeRule, recompute_named
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.profile.schema import Profile
@@ -40,6 +41,7 @@ def autoplan(
     scheduler: str | Scheduler | None = None,
     budget: int | str | None = None,
     schedule_share: float | None = None,
+    recompute: str | RecomputeRule = "none",
     micro_steps: int = 1,
     cross_iteration: bool = True,
     reserve: int = 0,
@@ -60,8 +62,9 @@ def autoplan(
     loop draws, ``step`` is given the batch: the plan has room for the largest, and its time is that of the mix.
 
     ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.registry`); the scheduler is priority unless
-    one is given, and none for a strategy that decides the schedule. ``schedule_share`` is that of :func:`mdcs.make_plan`;
-    ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and
+    one is given, and none for a strategy that decides the schedule. ``recompute`` (none, all, selective, random, planned, or a
+    rule) says which units recompute their activations (:mod:`mdcs.planner.recompute`). ``schedule_share`` is that of
+    :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and
     ``grad_dtype`` are for mixed precision, as in :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1
     so many plans, the one asked for and the best of heuristics, run for a few steps each, and the fastest is returned
     (:func:`mdcs.profiler.autotune.fastest`). On CPU, activations are measured in processes that are started with
@@ -79,6 +82,7 @@ def autoplan(
     """
     planner = strategy_named(strategy) if isinstance(strategy, str) else strategy
     schedule = scheduler_named(scheduler) if isinstance(scheduler, str) else scheduler
+    rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
     if schedule is None and not decides_schedule(planner):
         schedule = Priority()
     wanted, until = budget_of(budget), end_of(seconds)
@@ -104,7 +108,9 @@ def autoplan(
             schedule = _within(left / (1 + both), schedule)
         phase(f"planning{_within_words(budget, limit)}", left)
         plans = on_rank_zero(
-            lambda: candidates(make_plan(job, planner, schedule, budget=limit, schedule_share=schedule_share), trials)
+            lambda: candidates(
+                make_plan(job, planner, schedule, budget=limit, schedule_share=schedule_share, recompute=rule), trials
+            )
         )
         if len(plans) > 1:
             phase("trying plans", cost_s(plans))

@@ -57,6 +57,23 @@ def recomputing(profile: Profile, choices: Sequence[str]) -> Profile:
     return dataclasses.replace(profile, units=units, slots=tuple(slots))
 
 
+def peak_changes(profile: Profile, option: RecomputeOption) -> dict[int, int]:
+    """Return by how many bytes the peak of each slot changes when only this unit recomputes, for slots that change.
+
+    The changes of several units add up, except in a slot in which several units recompute.
+    """
+    first, out = profile.forward_slots, dict[int, int]()
+    for use in option.uses:
+        backward = first + use.backward
+        for s in range(use.forward + 1, backward):
+            out[s] = out.get(s, 0) - use.freed
+    for use in option.uses:
+        backward = first + use.backward
+        freed = sum(each.freed for each in option.uses if each.forward < backward <= first + each.backward)
+        out[backward] = profile.slots[backward].live - freed + use.peak - profile.slots[backward].peak
+    return {s: size for s, size in out.items() if size}
+
+
 def _later(unit: Unit, profile: Profile, grown: Sequence[float]) -> Unit:
     """Return the unit, whose gradients become ready later in a slot that recomputes first."""
     if unit.backward is None or not unit.gradients:

@@ -13,7 +13,7 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
-from mdcs.planner.memory_floor import min_peak_strategies
+from mdcs.planner.memory_floor import min_peak_job, min_peak_strategies
 from mdcs.planner.schedulers.sequential import sequential
 from mdcs.profile.schema import Profile
 from mdcs.sizes import GIB
@@ -49,10 +49,15 @@ class InfeasibleBudget(ValueError):
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """Judges mixes of one job within ``budget`` bytes (reserve included; None: unlimited)."""
+    """Judges mixes of one job within ``budget`` bytes (reserve included; None: unlimited).
+
+    - ``recomputes``: the plan decides which units recompute their activations. The job is then without recomputation, and
+      mixes are judged so; only the floor, and what starts from it, is with the recomputation of the smallest peak.
+    """
 
     job: Job
     budget: int | None
+    recomputes: bool = False
 
     @property
     def profile(self) -> Profile:
@@ -89,6 +94,8 @@ class PlanningProblem:
     def floor(self) -> int:
         """Smallest feasible peak (bytes): the sequential peak of the :func:`~mdcs.planner.memory_floor.min_peak_strategies` mix.
         """
+        if self.recomputes:
+            return PlanningProblem(min_peak_job(self.job), None).floor
         return self.peak(min_peak_strategies(self.job))
 
     def starts(self) -> list[tuple[Strategy, ...]]:

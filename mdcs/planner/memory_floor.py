@@ -1,4 +1,4 @@
-"""The floor of a job: the mix whose sequential schedule has the smallest peak.
+"""The floor of a job: the mix whose sequential schedule has the smallest peak, and the recomputation that lowers it most.
 
 All fsdp holds least at rest. But a slot that uses an fsdp unit holds the whole unit in addition to its shard, whereas
 zero2 and dp hold only the whole unit. If one large unit makes the peak, that unit is better whole. The peak of a mix is
@@ -8,6 +8,7 @@ work in the slot of the peak.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache, lru_cache
 
 from mdcs.plan.job import Job
@@ -16,6 +17,7 @@ from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.worst_case import worst_case_bytes_by_slot
 from mdcs.planner.schedulers.sequential import sequential
+from mdcs.profile.recompute import CHOICES, NONE, uniform
 
 _MOST = 400  # sequential schedules tried
 
@@ -52,6 +54,35 @@ def min_peak_strategies(job: Job) -> tuple[Strategy, ...]:
     alike = [(strategy,) * len(job.profile.units) for strategy in (Strategy.fsdp, *choices(job.profile))]
     starts = alike[0], min(alike, key=peak)
     return min(map(descended, starts), key=peak)  # ties: all fsdp, the first start
+
+
+@lru_cache(maxsize=64)
+def min_peak_job(job: Job) -> Job:
+    """Return the job with the recomputation of the smallest sequential peak found, with the strategies that need least.
+
+    The search starts from the uniform choices, and changes the choice of units at work in the slot of the peak.
+    """
+
+    def judged(job: Job, mix: tuple[Strategy, ...]) -> tuple[int, int, Plan]:
+        plan = sequential(StrategyAssignment(job, mix))
+        by_slot = [need.bytes for need in worst_case_bytes_by_slot(plan)]
+        return max(by_slot), by_slot.index(max(by_slot)), plan
+
+    known = {(option.unit, option.choice) for option in job.profile.recompute}
+    alike = dict.fromkeys(uniform(job.profile.recompute, len(job.profile.units), choice) for choice in CHOICES)
+    jobs = [dataclasses.replace(job, recompute=choices) for choices in alike]
+    best = min(jobs, key=lambda each: judged(each, min_peak_strategies(each))[0])
+    mix = min_peak_strategies(best)
+    peak, slot, plan = judged(best, mix)
+    for _ in range(_MOST // 4):
+        now = best.recompute or (NONE,) * len(mix)
+        changes = [(u, c) for u in _at_work(plan, slot) for c in CHOICES if c != now[u] and (c == NONE or (u, c) in known)]
+        found = [dataclasses.replace(best, recompute=(*now[:u], c, *now[u + 1 :])) for u, c in changes]
+        lower = min(((*judged(each, mix), each) for each in found), key=lambda each: each[0], default=None)
+        if lower is None or lower[0] >= peak:
+            break
+        peak, slot, plan, best = lower
+    return best
 
 
 def _at_work(plan: Plan, slot: int) -> list[int]:

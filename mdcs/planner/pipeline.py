@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
+from functools import partial
 from typing import cast
 
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
+from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.ilp.solver import Solving
+from mdcs.planner.recompute import RecomputeRule, fastest
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.schema import Profile
 from mdcs.simulator.kernel import MAX_PERIODS
 from mdcs.simulator.simulate import replay
 
 
-def floor_bytes(job: Job | Profile) -> int:
-    """Return the smallest feasible peak in bytes, reserve included.
+def floor_bytes(job: Job | Profile, recompute: RecomputeRule | None = None) -> int:
+    """Return the smallest feasible peak in bytes, reserve included, with the recomputation of :func:`make_plan`.
 
     It is the sequential peak of the :func:`mdcs.planner.memory_floor.min_peak_strategies` mix. A profile counts as a
     job with default settings.
     """
-    return PlanningProblem(Job.of(job), None).floor
+    return _problem(Job.of(job), None, recompute).floor
 
 
 def unsharded_bytes(job: Job | Profile) -> int:
@@ -40,6 +47,7 @@ def make_plan(
     *,
     budget: int | None = None,
     schedule_share: float | None = None,
+    recompute: RecomputeRule | None = None,
 ) -> Plan:
     """Return a plan within ``budget`` bytes per rank (None: unlimited), with the prediction of its replay.
 
@@ -49,6 +57,9 @@ def make_plan(
       floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
       sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule the
       rest.
+    - ``recompute``: the rule that says which units recompute their activations (:mod:`mdcs.planner.recompute`). None: as
+      the job says. With :class:`~mdcs.planner.recompute.Planned` the floor is that with recomputation; without a budget
+      nothing is recomputed.
 
     Raises InfeasibleBudget, with the smallest feasible budget in bytes, and ValueError for arguments that contradict
     each other.
@@ -57,34 +68,75 @@ def make_plan(
         raise ValueError(f"schedule_share must be in [0, 1], got {schedule_share}")
     if schedule_share is not None and budget is None:
         raise ValueError("schedule_share divides a budget: set one")
-    problem = PlanningProblem(Job.of(job), budget)
+    problem = _problem(Job.of(job), budget, recompute)
     if decides_schedule(strategy):
         if scheduler is not None or schedule_share is not None:
             raise ValueError(f"strategy {strategy.name} decides the schedule and divides the budget itself")
-        plan = strategy.plan(problem)
+        plan = strategy.plan(_with_fastest_recompute(problem, Greedy(), Priority(), None))
         check(plan)
-        return _predicted(plan, strategy.name)
+        # A solver's bound holds for one recomputation only.
+        return _predicted(dataclasses.replace(plan, bound_s=None) if problem.recomputes else plan, strategy.name)
     strategy = cast(StrategyPlanner, strategy)
     if scheduler is None:
         raise ValueError(f"strategy {strategy.name} needs a scheduler")
-    if budget is None or schedule_share is None:
-        choice, cap = strategy.choose(problem), budget
-    else:
-        choice, cap = _shared(strategy, problem, budget, schedule_share)
-    plan = scheduler.schedule(dataclasses.replace(problem.mix(choice.strategies), budget=cap))
-    said = [f"strategies {choice.outcome}"] if choice.outcome else []
-    said += [f"schedule {plan.outcome}"] if plan.outcome else []
-    # The scheduler's bound holds for one mix and one share only, so it is dropped.
-    plan = dataclasses.replace(plan, budget=None, outcome="; ".join(said), bound_s=None)
+    floor = problem.floor if schedule_share is not None else None
+    quick = Greedy() if isinstance(strategy, Solving) else strategy, Priority() if isinstance(scheduler, Solving) else scheduler
+    decided = _with_fastest_recompute(problem, *quick, schedule_share)
+    plan, cap = _proposed(decided, strategy, scheduler, schedule_share, floor)
     if cap is not None:
         plan = fastest_repair(plan, cap)
         check(plan)
     return _predicted(plan, strategy.name)
 
 
-def _shared(strategy: StrategyPlanner, problem: PlanningProblem, budget: int, share: float) -> tuple[StrategyDecision, int]:
-    """Return the mix, and the cap of the schedule in bytes, each with its share of the slack."""
-    floor = problem.floor
+def _with_fastest_recompute(
+    problem: PlanningProblem, strategy: StrategyPlanner, scheduler: Scheduler, share: float | None
+) -> PlanningProblem:
+    """Return the problem with the recomputation that is fastest with these quick planners, if it is to be decided."""
+    if not problem.recomputes or problem.budget is None:  # without a budget recomputation only costs time
+        return dataclasses.replace(problem, recomputes=False)
+    floor = problem.floor if share is not None else None
+
+    def step_s(job: Job, fits: bool) -> float:
+        try:
+            plan, cap = _proposed(PlanningProblem(job, problem.budget), strategy, scheduler, share, floor)
+            return replay(fastest_repair(plan, cap) if fits and cap is not None else plan).period_s
+        except (InfeasibleBudget, PlanError):
+            return math.inf
+
+    job = fastest(problem.job, partial(step_s, fits=False), partial(step_s, fits=True))
+    return PlanningProblem(job, problem.budget)
+
+
+def _problem(job: Job, budget: int | None, rule: RecomputeRule | None) -> PlanningProblem:
+    """Return the problem, with the recomputation of the rule, or with the job's own."""
+    choices = job.recompute if rule is None else rule.choices(job.profile)
+    job = dataclasses.replace(job, recompute=choices or ())
+    return PlanningProblem(job, budget, recomputes=choices is None and bool(job.profile.recompute))
+
+
+def _proposed(
+    problem: PlanningProblem, strategy: StrategyPlanner, scheduler: Scheduler, share: float | None, floor: int | None
+) -> tuple[Plan, int | None]:
+    """Return a plan that may exceed the budget, and the bytes that it must be fitted to (None: any).
+
+    - ``floor``: bytes above which a share divides the budget.
+    """
+    if problem.budget is None or share is None or floor is None:
+        choice, cap = strategy.choose(problem), problem.budget
+    else:
+        choice, cap = _shared(strategy, problem, problem.budget, share, floor)
+    plan = scheduler.schedule(dataclasses.replace(problem.mix(choice.strategies), budget=cap))
+    said = [f"strategies {choice.outcome}"] if choice.outcome else []
+    said += [f"schedule {plan.outcome}"] if plan.outcome else []
+    # The scheduler's bound holds for one mix and one share only, so it is dropped.
+    return dataclasses.replace(plan, budget=None, outcome="; ".join(said), bound_s=None), cap
+
+
+def _shared(
+    strategy: StrategyPlanner, problem: PlanningProblem, budget: int, share: float, floor: int
+) -> tuple[StrategyDecision, int]:
+    """Return the mix, and the cap of the schedule in bytes, each with its share of the slack above ``floor``."""
 
     def for_strategy(budget: int) -> int:
         return budget - int(share * max(0, budget - floor))

@@ -72,6 +72,12 @@ class RecomputeOption:
         return cls(**data | {"uses": tuple(RecomputeUse(**use) for use in data["uses"])})
 
 
+def uniform(options: Sequence[RecomputeOption], units: int, choice: str) -> tuple[str, ...]:
+    """Return this choice for every unit that has an option for it, and none for the others."""
+    having = {option.unit for option in options if option.choice == choice}
+    return tuple(choice if u in having else NONE for u in range(units))
+
+
 def check_options(
     options: Sequence[RecomputeOption], has_backward: Sequence[bool], forward_slots: int, backward_slots: int
 ) -> None:

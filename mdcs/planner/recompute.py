@@ -1,0 +1,164 @@
+"""Which units recompute their activations: the same for all, drawn, or decided with the plan.
+
+A rule that is decided with the plan (:class:`Planned`) tries the steps of a :func:`ladder`: from no recomputation to the
+floor, each step frees most bytes in the slots that need most, per second that it adds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from mdcs.options import Checked, option
+from mdcs.plan.job import Job
+from mdcs.plan.recompute import peak_changes
+from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.memory_floor import min_peak_job, min_peak_strategies
+from mdcs.profile.recompute import CHOICES, FULL, NONE, SELECTIVE, RecomputeOption, uniform
+from mdcs.profile.schema import Profile
+
+_SHARPNESS = 24  # power of a slot's bytes, relative to the peak: how little slots below the peak count
+
+
+class RecomputeRule(Protocol):
+    """Says which units recompute."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        ...
+
+    def choices(self, profile: Profile) -> tuple[str, ...] | None:
+        """Return a choice per unit (:data:`mdcs.profile.recompute.CHOICES`). None: the plan decides, under its budget."""
+        ...
+
+
+@dataclass(frozen=True)
+class Uniform(Checked):
+    """All units that can have the choice ``each``. The others keep their activations."""
+
+    each: str = option(NONE, "none keeps activations, full inputs, selective outputs of matrix products, too", choices=CHOICES)
+
+    @property
+    def name(self) -> str:
+        """Name of the rule."""
+        return {NONE: "none", FULL: "all", SELECTIVE: "selective"}[self.each]
+
+    def choices(self, profile: Profile) -> tuple[str, ...]:
+        """Return the choice for every unit that has an option for it. Raises ValueError if none has."""
+        if self.each != NONE and not any(o.choice == self.each for o in profile.recompute):
+            raise ValueError(f"recompute {self.name}: the profile has no unit that can recompute its activations so")
+        return uniform(profile.recompute, len(profile.units), self.each)
+
+
+@dataclass(frozen=True)
+class Random(Checked):
+    """Draws a choice per unit. The same ``seed`` gives the same choices. They may exceed a budget."""
+
+    name: ClassVar[str] = "random"
+
+    seed: int = option(0, "seed of the draw", at_least=0)
+
+    def choices(self, profile: Profile) -> tuple[str, ...]:
+        """Return one of each unit's choices."""
+        rng, having = random.Random(self.seed), {(o.unit, o.choice) for o in profile.recompute}
+        return tuple(rng.choice([c for c in CHOICES if c == NONE or (u, c) in having]) for u in range(len(profile.units)))
+
+
+@dataclass(frozen=True)
+class Planned(Checked):
+    """Decided with the plan, under its budget: what is recomputed buys what is faster."""
+
+    name: ClassVar[str] = "planned"
+
+    def choices(self, profile: Profile) -> None:
+        """Return None: the plan decides."""
+
+
+KEEP = Uniform()
+"""The rule of no recomputation."""
+
+RECOMPUTE: dict[str, Callable[[], RecomputeRule]] = {
+    "none": Uniform, "all": lambda: Uniform(FULL), "selective": lambda: Uniform(SELECTIVE), "random": Random, "planned": Planned,
+}  # fmt: skip
+
+
+def recompute_named(name: str) -> RecomputeRule:
+    """Return the rule of this name. Raises ValueError, which lists the names, for an unknown name."""
+    if name not in RECOMPUTE:
+        raise ValueError(f"unknown recompute {name!r}: {', '.join(RECOMPUTE)}")
+    return RECOMPUTE[name]()
+
+
+def fastest(job: Job, estimate_s: Callable[[Job], float], step_s: Callable[[Job], float]) -> Job:
+    """Return the step of the job's :func:`ladder` with the smallest ``step_s`` found, or the last if all are infinite.
+
+    - ``estimate_s``: quick, and mostly not above ``step_s``. Infinite for what does not fit, which are the first steps.
+
+    Of the steps that fit, the first is tried, ever fewer beyond, and those halfway between the fastest and its
+    neighbours: where the estimate is below what is known.
+    """
+    steps = ladder(job)
+    estimate = cache(lambda k: estimate_s(steps[k]))
+    first = bisect.bisect_left(range(len(steps)), True, key=lambda k: estimate(k) < math.inf)
+    if first == len(steps):
+        return steps[-1]
+    found: dict[int, float] = {}
+    ask = [first, *(k for i in range(len(steps).bit_length()) if (k := first + 2**i) < len(steps))]
+    while ask:
+        for k in ask:
+            promising = estimate(k) < min(found.values(), default=math.inf)
+            found[k] = step_s(steps[k]) if promising else math.inf
+        best, known = min(found, key=lambda k: (found[k], -k)), sorted(found)
+        at = known.index(best)
+        ask = [k for k in {(best + other) // 2 for other in known[max(0, at - 1) : at + 2]} if k not in found]
+    return steps[best]
+
+
+def ladder(job: Job) -> list[Job]:
+    """Return the job with more and more recomputation, from none to the floor. Each needs less than the one before.
+
+    Needs are those of the leanest strategies, and estimated: :func:`mdcs.plan.recompute.peak_changes` add up.
+    """
+    profile = job.profile
+    plain, leanest = dataclasses.replace(job, recompute=()), min_peak_job(job)
+    if not leanest.recompute:
+        return [plain]
+    needs = np.array(PlanningProblem(plain, None).sequential_needs(min_peak_strategies(leanest)), float)
+    places = np.array([slot.place for slot in job.period.slots])
+
+    def change(each: RecomputeOption) -> np.ndarray:
+        by_place = np.zeros(len(profile.slots))
+        for s, size in peak_changes(profile, each).items():
+            by_place[s] = size
+        return by_place[places]
+
+    changes = {each: change(each) for each in profile.recompute}
+    chosen: dict[int, RecomputeOption] = {}
+    steps, lowest = [plain], needs.max()
+    while True:
+        weights = (np.maximum(needs, 0) / needs.max()) ** _SHARPNESS
+        worth = {}  # weighted bytes freed per second added, beyond what the unit does already
+        for each in profile.recompute:
+            before = chosen.get(each.unit)
+            if before is None or each.freed > before.freed:
+                freed = -(changes[each] - (changes[before] if before else 0.0)) @ weights
+                worth[each] = float(freed) / max(each.seconds - (before.seconds if before else 0.0), 1e-9)
+        best = max(worth, key=worth.__getitem__, default=None)
+        if best is None or worth[best] <= 0:
+            break
+        needs = needs + changes[best] - (changes[chosen[best.unit]] if best.unit in chosen else 0.0)
+        chosen[best.unit] = best
+        if needs.max() < lowest:
+            lowest = needs.max()
+            choices = tuple(chosen[u].choice if u in chosen else NONE for u in range(len(profile.units)))
+            steps.append(dataclasses.replace(job, recompute=choices))
+    return steps if steps[-1] == leanest else [*steps, leanest]

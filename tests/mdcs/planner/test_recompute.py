@@ -1,0 +1,166 @@
+"""Recomputation and the planners: rules, the ladder, the floor, and what a plan does with its budget."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from mdcs.plan.job import Job
+from mdcs.plan.strategy import choices
+from mdcs.planner.curve import front
+from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.ilp.joint import Joint
+from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
+from mdcs.planner.recompute import Planned, Random, Uniform, ladder, recompute_named
+from mdcs.planner.registry import StrategyPlanner
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.planner.strategies.uniform import Uniform as Alike
+from mdcs.profile.recompute import RecomputeOption, RecomputeUse
+from mdcs.profile.schema import Profile, Slot, Unit
+from tests.mdcs.profiles import ADAM, chain, link
+
+
+def deep(*saved: int, size: int = 500, seconds_per_byte: float = 4e-4, selective: bool = True) -> Profile:
+    """Units that save so many bytes; ``full`` keeps a tenth of it for a forward's second, ``selective`` half for a tenth."""
+    count, live, slots, options = len(saved), 0, list[Slot](), list[RecomputeOption]()
+    for u, own in enumerate(saved):
+        slots.append(Slot(u, "F", 1.0, live, live + 2 * own))
+        live += own
+    for u, own in reversed(list(enumerate(saved))):
+        slots.append(Slot(u, "B", 2.0, live, live + own))
+        live -= own
+    for u, own in enumerate(saved):
+        back = count - 1 - u
+        options.append(RecomputeOption(u, "full", (RecomputeUse(u, back, own * 9 // 10, 1.0, own * 19 // 10),)))
+        if selective:
+            options.append(RecomputeOption(u, "selective", (RecomputeUse(u, back, own // 2, 0.1, own * 3 // 2),)))
+    units = tuple(Unit("abcdefgh"[u], (size,), True, (u, u), (count - 1 - u,) * 2) for u in range(count))
+    return Profile(units, tuple(slots), 2, link(seconds_per_byte), ADAM, recompute=tuple(options))
+
+
+DEEP = deep(9000, 7000, 8000, 9000)
+
+
+# ---- rules
+
+
+def test_a_rule_for_all_units_takes_those_that_have_the_option() -> None:
+    profile = replace(DEEP, recompute=DEEP.recompute[:3])  # a: full and selective; b: full
+    assert Uniform("full").choices(profile) == ("full", "full", "none", "none")
+    assert Uniform("selective").choices(profile) == ("selective", "none", "none", "none")
+    assert Uniform().choices(profile) == ("none",) * 4 and Uniform("full").name == "all"
+
+
+def test_a_draw_is_of_what_units_can_do_and_repeats() -> None:
+    drawn = {Random(seed).choices(DEEP) for seed in range(40)}
+    assert len(drawn) > 20 and Random(3).choices(DEEP) == Random(3).choices(DEEP)
+    assert Random(3).choices(chain(8, 8)) == ("none", "none")
+
+
+def test_rules_are_found_by_name() -> None:
+    assert recompute_named("selective") == Uniform("selective") and recompute_named("planned") == Planned()
+    with pytest.raises(ValueError, match="unknown recompute 'some': none, all, selective, random, planned"):
+        recompute_named("some")
+
+
+def test_a_rule_becomes_the_plans() -> None:
+    plan = make_plan(DEEP, Alike("dp"), Wfbp(), recompute=Uniform("full"))
+    assert plan.recompute == ("full",) * 4 and plan.prediction is not None
+    assert plan.prediction.compute_s == pytest.approx(16)
+
+
+# ---- the ladder and the floor
+
+
+def test_the_ladder_goes_from_nothing_to_the_floor_and_needs_ever_less() -> None:
+    steps = ladder(Job(DEEP))
+    needs = [PlanningProblem(step, None).floor for step in steps]
+    assert steps[0].recompute == () and needs == sorted(needs, reverse=True)
+    assert needs[-1] == floor_bytes(DEEP, Planned()) < needs[0] * 2 // 3
+
+
+def test_without_options_there_is_one_step_and_the_floor_stays() -> None:
+    profile = replace(DEEP, recompute=())
+    assert ladder(Job(profile)) == [Job(profile)]
+    assert floor_bytes(profile, Planned()) == floor_bytes(profile) == floor_bytes(DEEP)
+
+
+@pytest.mark.parametrize("profile", [deep(900, 4000, selective=True), deep(5000, 100, 3000, size=900, selective=False)])
+def test_no_choice_and_no_mix_needs_less_than_the_floor(profile: Profile) -> None:
+    units = range(len(profile.units))
+    known = [["none", *(o.choice for o in profile.recompute if o.unit == u)] for u in units]
+    jobs = [Job(profile, recompute=each) for each in itertools.product(*known)]
+    mixes = list(itertools.product(choices(profile), repeat=len(units)))
+    assert floor_bytes(profile, Planned()) == min(PlanningProblem(job, None).peak(mix) for job in jobs for mix in mixes)
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("strategy", [Greedy(), Alike("fsdp")])
+def test_a_plan_fits_every_budget_from_the_lower_floor_on(strategy: StrategyPlanner) -> None:
+    low, high = floor_bytes(DEEP, Planned()), floor_bytes(DEEP)
+    for budget in (low, (low + high) // 2, high):
+        plan = make_plan(DEEP, strategy, Priority(), budget=budget, recompute=Planned())
+        assert plan.prediction is not None and plan.prediction.peak_bytes <= budget
+        assert plan.recompute or budget == high
+    with pytest.raises(InfeasibleBudget) as refused:
+        make_plan(DEEP, strategy, Priority(), budget=low - 1, recompute=Planned())
+    assert refused.value.smallest == low
+
+
+def step_s(budget: int, name: str, profile: Profile = DEEP) -> float:
+    try:
+        plan = make_plan(profile, Greedy(), Priority(), budget=budget, recompute=recompute_named(name))
+    except InfeasibleBudget:
+        return float("inf")
+    assert plan.prediction is not None
+    return plan.prediction.step_s
+
+
+def test_a_planned_mix_is_never_slower_than_a_rule_for_all() -> None:
+    low, high = floor_bytes(DEEP, Planned()), unsharded_bytes(DEEP)
+    for budget in range(low, high, (high - low) // 6):
+        planned = step_s(budget, "planned")
+        assert planned <= min(step_s(budget, name) for name in ("none", "all", "selective")) * 1.001
+
+
+def test_bytes_that_are_freed_buy_strategies_that_send_less() -> None:
+    budget = floor_bytes(DEEP)
+    assert step_s(budget, "planned") < step_s(budget, "none")
+
+
+def test_nothing_is_recomputed_where_it_buys_nothing() -> None:
+    free = replace(DEEP, link=link())
+    assert make_plan(free, Greedy(), Priority(), budget=unsharded_bytes(free), recompute=Planned()).recompute == ()
+    assert make_plan(DEEP, Greedy(), Priority(), recompute=Planned()).recompute == ()  # no budget
+
+
+def test_a_share_divides_what_is_above_the_lower_floor() -> None:
+    low = floor_bytes(DEEP, Planned())
+    plan = make_plan(DEEP, Greedy(), Priority(), budget=2 * low, schedule_share=1.0, recompute=Planned())
+    assert PlanningProblem(plan.job, None).peak(plan.strategies) <= low
+
+
+def test_joint_plans_with_recomputation_within_the_budget() -> None:
+    budget = (floor_bytes(DEEP, Planned()) + floor_bytes(DEEP)) // 2
+    plan = make_plan(DEEP, Joint(seconds=2), budget=budget, recompute=Planned())
+    assert plan.recompute and plan.prediction is not None and plan.prediction.peak_bytes <= budget
+    assert plan.prediction.step_s <= step_s(budget, "planned") * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("profile", [DEEP, deep(4000, 2000, 3000, size=2000)])
+def test_more_bytes_are_never_slower(profile: Profile) -> None:
+    low, high = floor_bytes(profile, Planned()), unsharded_bytes(profile)
+    budgets = [low + i * (high - low) // 49 for i in range(50)]
+    points = front(
+        lambda budget, share: make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=Planned()), budgets
+    )
+    steps = [point.step_s for point in points]
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    assert all(p.plan and p.plan.prediction and p.plan.prediction.peak_bytes <= p.budget for p in points)

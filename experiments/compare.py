@@ -232,7 +232,7 @@ class Comparison:
             bounds = {"traffic": known.traffic_s, "structural": known.structural_s}
         limit = budget.bytes(floor)
         made = [dataclasses.asdict(line) for line in lines(runs, BASE, limit, bounds)]
-        ddp = ideal_ddp_s(plan.profile, plan.micro_steps) if bounds and limit is None else None
+        ddp = ideal_ddp_s(plan.job.profile, plan.micro_steps) if bounds and limit is None else None
         return {"budget_bytes": limit, "over_floor": budget.over_floor, "bounds": bounds, "ideal_ddp_s": ddp, "lines": made}
 
 

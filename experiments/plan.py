@@ -131,13 +131,15 @@ def sweep_table(plans: Sequence[Plan], varied: Sequence[Sequence[str]]) -> Table
 
 def document(plan: Plan, scheduler: Scheduler) -> dict[str, Any]:
     """Everything that `show` prints, for JSON: seconds and bytes."""
+    kept = explain.kept_activations(plan)
     return {
         "schema": SCHEMA,
         **told(plan),
         "bounds": dataclasses.asdict(bounds_of(plan, BOUNDS_S)),
-        "ideal_ddp_s": ideal_ddp_s(plan.profile, plan.micro_steps),
+        "ideal_ddp_s": ideal_ddp_s(plan.job.profile, plan.micro_steps),
         "binding_slot": dataclasses.asdict(explain.binding_slot(plan)),
         "schedule": dataclasses.asdict(explain.schedule_choice(plan)),
+        "kept_activations": None if kept is None else dataclasses.asdict(kept),
         "units": [dataclasses.asdict(choice) for choice in explain.choices(plan, scheduler)],
     }
 
@@ -148,12 +150,18 @@ def show(plan: Plan, scheduler: Scheduler, console: Console) -> None:
     schedule = explain.schedule_choice(plan)
     words = f"{schedule.costs_bytes / MIB:+.2f} MiB and buys {schedule.buys_s * 1e3:+.1f} ms"
     console.print(f"against the sequential one the schedule costs {words}", highlight=False)
+    if (kept := explain.kept_activations(plan)) is not None:
+        console.print(
+            f"{kept.units} units keep their activations: to recompute them frees {kept.frees_bytes / MIB:.2f} MiB at the peak"
+            f" for {kept.costs_s * 1e3:.1f} ms of compute; so many bytes save {kept.buys_s * 1e3:.1f} ms of communication",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if plan.outcome:
         console.print(f"outcome: {plan.outcome}", markup=False, highlight=False)
     console.print()
     console.print(prediction_table(plan))
     console.print(bounds_table(plan))
-    ddp = ideal_ddp_s(plan.profile, plan.micro_steps)
+    ddp = ideal_ddp_s(plan.job.profile, plan.micro_steps)
     console.print(f"an ideal DDP, without a budget, would take {ddp * 1e3:.1f} ms", highlight=False)
     if line := calibration_errors(plan.profile):
         console.print(line, highlight=False, soft_wrap=True)
@@ -187,7 +195,8 @@ def units_table(plan: Plan, scheduler: Scheduler) -> Table:
 def _cells(choice: explain.UnitChoice) -> tuple[str, ...]:
     """The cells of a unit's row after its name."""
     messages = ", ".join(f"{count} {kind}" for kind, count in choice.messages.items())
-    cells = (f"{choice.bytes / 1e6:.2f}", choice.strategy, messages, choice.instead or "–")
+    strategy = choice.strategy if choice.recompute == "none" else f"{choice.strategy}, recompute {choice.recompute}"
+    cells = (f"{choice.bytes / 1e6:.2f}", strategy, messages, choice.instead or "–")
     if choice.costs_bytes is None or choice.buys_s is None:
         return cells
     return (*cells, f"{choice.costs_bytes / MIB:+.2f}", f"{choice.buys_s * 1e3:+.2f}")

@@ -16,7 +16,7 @@ from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.pipeline import make_plan, unsharded_bytes
-from mdcs.planner.recompute import RecomputeRule, recompute_named
+from mdcs.planner.recompute import KEEP, RecomputeRule, recompute_named
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyPlanner, decides_schedule, scheduler_named, strategy_named
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.profile.schema import Profile
@@ -61,14 +61,15 @@ def autoplan(
     ``step`` runs one forward pass on a typical batch and returns the loss. With ``batches``, examples of the sizes that the
     loop draws, ``step`` is given the batch: the plan has room for the largest, and its time is that of the mix.
 
-    ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.registry`); the scheduler is priority unless
-    one is given, and none for a strategy that decides the schedule. ``recompute`` (none, all, selective, random, planned, or a
-    rule) says which units recompute their activations (:mod:`mdcs.planner.recompute`). ``schedule_share`` is that of
-    :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of :class:`mdcs.Job`. ``master_dtype`` and
-    ``grad_dtype`` are for mixed precision, as in :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1
-    so many plans, the one asked for and the best of heuristics, run for a few steps each, and the fastest is returned
-    (:func:`mdcs.profiler.autotune.fastest`). On CPU, activations are measured in processes that are started with
-    :func:`mdcs.telemetry.memory_meter.preload_env`; elsewhere a budget does not count them, with a warning.
+    ``strategy`` and ``scheduler`` are planners or their names (:mod:`mdcs.planner.registry`); the scheduler is priority
+    unless one is given, and none for a strategy that decides the schedule. ``recompute`` (none, all, selective, random,
+    planned, or a rule) says which units recompute their activations (:mod:`mdcs.planner.recompute`). ``schedule_share`` is
+    that of :func:`mdcs.make_plan`; ``micro_steps``, ``cross_iteration`` and ``reserve`` (bytes) are those of
+    :class:`mdcs.Job`. ``master_dtype`` and ``grad_dtype`` are for mixed precision, as in
+    :func:`mdcs.profiler.model_profile.measure_profile`. With ``trials`` above 1 so many plans, the one asked for and the
+    best of heuristics, run for a few steps each, and the fastest is returned (:func:`mdcs.profiler.autotune.fastest`). On
+    CPU, activations are measured in processes that are started with :func:`mdcs.telemetry.memory_meter.preload_env`;
+    elsewhere a budget does not count them, with a warning.
 
     ``seconds`` is the time budget: half of it is for the profile (:func:`mdcs.autoprofile`), and planners that are named, not
     given, have what is left, at least a third. A step that takes seconds, and trials, make it longer. With ``progress`` rank 0
@@ -88,9 +89,11 @@ def autoplan(
     wanted, until = budget_of(budget), end_of(seconds)
     with on_all_ranks(tells=progress):
         if profile is None:
+            within = wanted - reserve if isinstance(wanted, int) else budget
             profile = autoprofile(
                 model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
-                budget=wanted - reserve if isinstance(wanted, int) else budget, seconds=seconds / 2, progress=progress,
+                budget=within if rule == KEEP else None,  # what runs while profiling recomputes nothing
+                seconds=seconds / 2, progress=progress,
             )  # fmt: skip
         if wanted is not None and not any(slot.peak for slot in profile.slots):
             warnings.warn(

@@ -18,6 +18,8 @@ from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.sequential import sequential
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.profile.recompute import NONE
 from mdcs.simulator.simulate import replay
 
 
@@ -28,6 +30,7 @@ class UnitChoice:
     - ``unit``: name of the unit.
     - ``bytes``: bytes of its parameters.
     - ``strategy``: its strategy.
+    - ``recompute``: what it recomputes: none, full or selective.
     - ``messages``: number of its messages by kind. A fused message counts for each of its units.
     - ``instead``: the strategy that it is compared with.
     - ``costs_bytes``: increase of the peak over ``instead``. May be negative.
@@ -39,6 +42,7 @@ class UnitChoice:
     unit: str
     bytes: int
     strategy: str
+    recompute: str
     messages: dict[str, int]
     instead: str | None
     costs_bytes: int | None
@@ -62,6 +66,39 @@ class BindingSlot:
     memory: dict[str, int]
 
 
+@dataclass(frozen=True)
+class KeptActivations:
+    """Units that could recompute their activations, but keep them: what recomputation of all of them would change.
+
+    - ``units``: how many.
+    - ``frees_bytes``: decrease of the peak under the sequential schedule.
+    - ``costs_s``: seconds of compute per iteration.
+    - ``buys_s``: decrease of communication and updates (seconds) if so many bytes more were for strategies (greedy).
+    """
+
+    units: int
+    frees_bytes: int
+    costs_s: float
+    buys_s: float
+
+
+def kept_activations(plan: Plan) -> KeptActivations | None:
+    """Return what recomputation would change where the plan does not recompute. None if it does wherever it can."""
+    profile, now = plan.job.profile, plan.recompute or (NONE,) * len(plan.strategies)
+    options = {o.unit: o for o in sorted(profile.recompute, key=lambda o: o.freed) if now[o.unit] == NONE}
+    if not options:
+        return None
+    more = tuple(options[u].choice if u in options else choice for u, choice in enumerate(now))
+    problem = PlanningProblem(plan.job, None)
+    recomputing = PlanningProblem(dataclasses.replace(plan.job, recompute=more), None)
+    peak = problem.peak(plan.strategies)
+    frees = peak - recomputing.peak(plan.strategies)
+    larger = dataclasses.replace(problem, budget=max(peak + max(0, frees), problem.floor))
+    buys_s = problem.seconds(plan.strategies) - problem.seconds(Greedy().choose(larger).strategies)
+    costs_s = plan.micro_steps * sum(o.seconds for o in options.values())
+    return KeptActivations(len(options), frees, costs_s, max(0.0, buys_s))
+
+
 def choices(plan: Plan, scheduler: Scheduler) -> list[UnitChoice]:
     """Return the comparison of each unit.
 
@@ -81,6 +118,7 @@ def choices(plan: Plan, scheduler: Scheduler) -> list[UnitChoice]:
                 unit=unit.name,
                 bytes=unit.numel * plan.profile.param_bytes,
                 strategy=str(strategy),
+                recompute=plan.recompute[u] if plan.recompute else NONE,
                 messages=dict(kinds[u]),
                 instead=None if other is None else str(other.strategies[u]),
                 costs_bytes=None if other is None else peak - problem.peak(other.strategies),

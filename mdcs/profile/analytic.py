@@ -8,6 +8,9 @@ checkpointing. The output layer takes 2 · T · w · vocab. Seconds are operatio
 bytes per block. With checkpointing 2 · T · w bytes are kept per block, and the rest lives only while its block runs.
 Logits: 6 · T · vocab.
 
+**Recomputation.** Without checkpointing every block has two options. ``full`` is what checkpointing does. ``selective``
+frees the 5 · heads · sequence bytes inside attention, and computes attention again (ibid.).
+
 **Network.** n nodes of g devices. A message of S bytes goes around a ring within each node, then around one ring across
 nodes per device:
 
@@ -28,6 +31,7 @@ from dataclasses import asdict, dataclass
 
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind, Link
+from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
 
 COLLECTIVES = Collectives.default("nccl")
@@ -48,7 +52,7 @@ class Transformer:
     - ``sequence``: tokens per sequence.
     - ``vocab``: tokens in the vocabulary.
     - ``batch``: sequences per device and micro-step.
-    - ``checkpointing``: whether backward recomputes each block (activation checkpointing).
+    - ``checkpointing``: whether backward recomputes each block (activation checkpointing). Else that is an option.
 
     Raises ValueError for a number that is not positive.
     """
@@ -78,6 +82,11 @@ class Transformer:
     def tokens(self) -> int:
         """Tokens per device and micro-step."""
         return self.batch * self.sequence
+
+    @property
+    def block_activations(self) -> int:
+        """Bytes of a block's activations while it runs."""
+        return self.tokens * (34 * self.width + 5 * self.heads * self.sequence)
 
 
 @dataclass(frozen=True)
@@ -190,16 +199,33 @@ def analytic_profile(
         grad_bytes=_WIDTH,
         collectives=COLLECTIVES,
         copy_seconds_per_byte=2 / device.memory_rate,
+        recompute=() if model.checkpointing else _options(model, device),
         about={"model": str(asdict(model)), "device": str(asdict(device)), "network": str(asdict(network)), "group": group},
     )
 
 
+def _options(model: Transformer, device: Device) -> tuple[RecomputeOption, ...]:
+    """Return two options per block. The peak of its backward is the same with each."""
+    output, scores = 2 * model.tokens * model.width, 5 * model.tokens * model.heads * model.sequence
+    freed = {FULL: model.block_activations - output, SELECTIVE: scores}
+    seconds = {FULL: _forward_s(model, device), SELECTIVE: device.seconds(4 * model.tokens * model.sequence * model.width)}
+    return tuple(
+        RecomputeOption(i + 1, choice, (RecomputeUse(i + 1, model.layers - i, size, seconds[choice], size + output),))
+        for i in range(model.layers)
+        for choice, size in freed.items()
+    )
+
+
+def _forward_s(model: Transformer, device: Device) -> float:
+    return device.seconds(model.tokens * (24 * model.width**2 + 4 * model.sequence * model.width))
+
+
 def _slots(model: Transformer, device: Device) -> tuple[Slot, ...]:
     tokens, width = model.tokens, model.width
-    forward = device.seconds(tokens * (24 * width**2 + 4 * model.sequence * width))
+    forward = _forward_s(model, device)
     backward = (3 if model.checkpointing else 2) * forward
     head = device.seconds(2 * tokens * width * model.vocab)
-    inside = tokens * (34 * width + 5 * model.heads * model.sequence)  # bytes of a block while it runs
+    inside = model.block_activations
     output = 2 * tokens * width  # bytes of the output of the embedding, or of a block
     kept = output if model.checkpointing else inside
     logits = 6 * tokens * model.vocab

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.worst_case import min_feasible_budget
-from mdcs.planner.explain import ScheduleChoice, binding_slot, choices, schedule_choice
+from mdcs.planner.explain import KeptActivations, ScheduleChoice, binding_slot, choices, kept_activations, schedule_choice
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.simulator.simulate import replay
-from tests.mdcs.profiles import chain, link, planned
+from tests.mdcs.profiles import chain, link, planned, recomputable
 
 # Forward takes 1 s and backward 2 s per unit. One rank of two sends 16 bytes of a (1 s) and 32 bytes of b (2 s).
 PROFILE = chain(8, 16, link=link(1 / 16))
@@ -65,3 +65,20 @@ def test_the_binding_slot_is_where_the_sum_is_highest() -> None:
     assert found.bytes <= sum(found.memory.values())
     assert found.bytes == replay(planned(PROFILE, "zero2")).peak["total"]
     assert found.memory["parameters"] == 96
+
+
+def test_what_recomputation_would_free_cost_and_buy() -> None:
+    kept = replace(PROFILE, slots=tuple(replace(s, live=1000, peak=1000) for s in PROFILE.slots))
+    plan = planned(recomputable(kept, freed=300, seconds=0.5, peak=700), "fsdp", micro_steps=2)
+    # b is recomputed where a's activations are free already: both slots of the last peak fall by 300 bytes.
+    found = kept_activations(plan)
+    assert found is not None and (found.units, found.costs_s) == (2, 2.0)
+    assert found.frees_bytes == 300 and found.buys_s > 0
+    assert choices(plan, Sequential())[0].recompute == "none"
+
+
+def test_where_all_is_recomputed_nothing_is_left_to_free() -> None:
+    profile = recomputable(PROFILE, 0, freed=0, seconds=0.5)
+    assert kept_activations(planned(profile, "dp", recompute=("full", "none"))) is None
+    assert kept_activations(planned(PROFILE, "dp")) is None
+    assert kept_activations(planned(profile, "dp")) == KeptActivations(1, 0, 0.5, 0.0)

@@ -14,7 +14,6 @@ from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.recompute import Planned, Random, Uniform, ladder, recompute_named
-from mdcs.planner.registry import StrategyPlanner
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
@@ -62,6 +61,11 @@ def test_a_draw_is_of_what_units_can_do_and_repeats() -> None:
     assert Random(3).choices(chain(8, 8)) == ("none", "none")
 
 
+def test_a_rule_that_no_unit_can_follow_is_refused() -> None:
+    with pytest.raises(ValueError, match="recompute all: the profile has no unit that can recompute its activations so"):
+        make_plan(chain(8, 8), Alike("dp"), Wfbp(), recompute=Uniform("full"))
+
+
 def test_rules_are_found_by_name() -> None:
     assert recompute_named("selective") == Uniform("selective") and recompute_named("planned") == Planned()
     with pytest.raises(ValueError, match="unknown recompute 'some': none, all, selective, random, planned"):
@@ -102,15 +106,14 @@ def test_no_choice_and_no_mix_needs_less_than_the_floor(profile: Profile) -> Non
 # ---- plans
 
 
-@pytest.mark.parametrize("strategy", [Greedy(), Alike("fsdp")])
-def test_a_plan_fits_every_budget_from_the_lower_floor_on(strategy: StrategyPlanner) -> None:
+def test_a_plan_fits_every_budget_from_the_lower_floor_on() -> None:
     low, high = floor_bytes(DEEP, Planned()), floor_bytes(DEEP)
     for budget in (low, (low + high) // 2, high):
-        plan = make_plan(DEEP, strategy, Priority(), budget=budget, recompute=Planned())
+        plan = make_plan(DEEP, Greedy(), Priority(), budget=budget, recompute=Planned())
         assert plan.prediction is not None and plan.prediction.peak_bytes <= budget
         assert plan.recompute or budget == high
     with pytest.raises(InfeasibleBudget) as refused:
-        make_plan(DEEP, strategy, Priority(), budget=low - 1, recompute=Planned())
+        make_plan(DEEP, Greedy(), Priority(), budget=low - 1, recompute=Planned())
     assert refused.value.smallest == low
 
 

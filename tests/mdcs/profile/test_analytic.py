@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from mdcs.plan.recompute import recomputing
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
@@ -68,6 +69,19 @@ def test_checkpointing_computes_the_forward_again_and_keeps_outputs_only():
     assert recomputed.slots[5].seconds == pytest.approx(1.5 * kept.slots[5].seconds)
     assert recomputed.slots[3].live == 3 * 2 * 12 * 8
     assert max(s.peak for s in recomputed.slots) < max(s.peak for s in kept.slots)
+
+
+def test_recomputation_of_all_blocks_is_checkpointing():
+    kept, checkpointed = (analytic_profile(replace(SMALL, checkpointing=c), DEVICE, NETWORK) for c in (False, True))
+    assert recomputing(kept, ("none", "full", "full")).slots == checkpointed.slots and not checkpointed.recompute
+
+
+def test_selective_recomputation_frees_what_is_inside_of_attention():
+    kept = analytic_profile(replace(SMALL, checkpointing=False), DEVICE, NETWORK)
+    slots = recomputing(kept, ("none", "selective", "none")).slots
+    assert kept.slots[3].live - slots[3].live == 5 * 12 * 2 * 4  # tokens, heads, sequence
+    assert slots[6].peak == kept.slots[6].peak
+    assert slots[6].seconds == pytest.approx(kept.slots[6].seconds + 4 * 12 * 4 * 8 / 500)
 
 
 def test_nodes_share_the_optimizer_state_of_a_shard():

@@ -110,13 +110,13 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
         with read_write(composed), open_dict(composed):
             del composed["hydra"]
     _check_keys(composed)
-    made = {}
+    made: dict[str, Any] = {}
     for group in OPTION_GROUPS:
         given = composed[group]
-        if not given and group == "recompute":  # configs of older runs
-            made[group] = KEEP
-            continue
-        made[group] = None if given is None and group == "scheduler" else make(group, given, (choices or {}).get(group))
+        if not given and group in _MAY_BE_LEFT_OUT:
+            made[group] = _MAY_BE_LEFT_OUT[group]
+        else:
+            made[group] = make(group, given, (choices or {}).get(group))
     try:
         own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name not in OPTION_GROUPS])
         groups = {name: OmegaConf.to_object(own[name]) for name in own}
@@ -130,6 +130,10 @@ def from_composed(composed: DictConfig, choices: Mapping[str, str] | None = None
         raise ConfigError("scheduler", f"is needed with strategy={config.strategy.name}, got null")
     check(config)
     return config
+
+
+_MAY_BE_LEFT_OUT = {"scheduler": None, "recompute": KEEP}
+"""Groups without which a config is whole: that of a joint strategy, that of an older run."""
 
 
 def as_mapping(config: Config) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def make_plan(config: Config, job: mdcs.Job, floor: int) -> mdcs.Plan:
         )  # fmt: skip
     except mdcs.InfeasibleBudget as error:
         key = "budget.over_floor" if config.budget.gib is None else "budget.gib"
-        raise mdcs.InfeasibleBudget(error.budget, error.smallest, f"{key}: {error.what}", error.is_bound) from error
+        what = f"{key}: {error.what}"
+        raise mdcs.InfeasibleBudget(error.budget, error.smallest, what, error.is_bound, error.recomputed) from error
 
 
 def floor_of(config: Config, job: mdcs.Job) -> int:

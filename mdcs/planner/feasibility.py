@@ -33,18 +33,23 @@ class InfeasibleBudget(ValueError):
     - ``smallest``: the smallest feasible budget (bytes). None: no budget is feasible.
     - ``what``: the part of the plan that does not fit.
     - ``is_bound``: the model has not been measured. ``smallest`` is then a lower bound: every plan needs more.
+    - ``recomputed``: the smallest feasible budget with recomputation (bytes), where that is smaller.
     """
 
-    def __init__(self, budget: int, smallest: int | None, what: str, is_bound: bool = False) -> None:
+    def __init__(
+        self, budget: int, smallest: int | None, what: str, is_bound: bool = False, recomputed: int | None = None
+    ) -> None:
         feasible = "no budget is enough"
         if smallest is not None:
             feasible = "every plan needs more than" if is_bound else "the smallest feasible budget is"
             feasible += f" {smallest} bytes ({math.ceil(smallest / GIB * 1e4) / 1e4:g} GiB)"
+        if recomputed is not None:
+            feasible += f", with recompute=planned {recomputed}"
         super().__init__(f"{what} does not fit {budget} bytes: {feasible}")
-        self.budget, self.smallest, self.what, self.is_bound = budget, smallest, what, is_bound
+        self.budget, self.smallest, self.what, self.is_bound, self.recomputed = budget, smallest, what, is_bound, recomputed
 
-    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool]]:  # rank 0 sends its error to all ranks
-        return type(self), (self.budget, self.smallest, self.what, self.is_bound)
+    def __reduce__(self) -> tuple[type, tuple[int, int | None, str, bool, int | None]]:  # rank 0 sends its error to all ranks
+        return type(self), (self.budget, self.smallest, self.what, self.is_bound, self.recomputed)
 
 
 @dataclass(frozen=True)

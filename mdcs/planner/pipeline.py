@@ -16,7 +16,7 @@ from mdcs.plan.worst_case import check
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.recompute import RecomputeRule, fastest
+from mdcs.planner.recompute import Planned, RecomputeRule, fastest
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
@@ -69,13 +69,31 @@ def make_plan(
     if schedule_share is not None and budget is None:
         raise ValueError("schedule_share divides a budget: set one")
     problem = _problem(Job.of(job), budget, recompute)
+    try:
+        return _made(problem, strategy, scheduler, schedule_share)
+    except InfeasibleBudget as e:
+        if problem.recomputes or problem.job.recompute or not problem.job.profile.recompute or e.smallest is None:
+            raise
+        lower = floor_bytes(problem.job, Planned())
+        if lower >= e.smallest:
+            raise
+        raise InfeasibleBudget(e.budget, e.smallest, e.what, e.is_bound, lower) from e
+
+
+def _made(
+    problem: PlanningProblem,
+    strategy: StrategyPlanner | JointPlanner,
+    scheduler: Scheduler | None,
+    schedule_share: float | None,
+) -> Plan:
     if decides_schedule(strategy):
         if scheduler is not None or schedule_share is not None:
             raise ValueError(f"strategy {strategy.name} decides the schedule and divides the budget itself")
         plan = strategy.plan(_with_fastest_recompute(problem, Greedy(), Priority(), None))
         check(plan)
-        # A solver's bound holds for one recomputation only.
-        return _predicted(dataclasses.replace(plan, bound_s=None) if problem.recomputes else plan, strategy.name)
+        if problem.recomputes:  # a solver's bound and gap hold for one recomputation only
+            plan = dataclasses.replace(plan, bound_s=None, outcome=f"{plan.outcome}, of this recomputation")
+        return _predicted(plan, strategy.name)
     strategy = cast(StrategyPlanner, strategy)
     if scheduler is None:
         raise ValueError(f"strategy {strategy.name} needs a scheduler")

@@ -117,6 +117,12 @@ def test_a_plan_fits_every_budget_from_the_lower_floor_on() -> None:
     assert refused.value.smallest == low
 
 
+def test_a_budget_that_only_recomputation_keeps_is_refused_with_both_floors() -> None:
+    low, high = floor_bytes(DEEP, Planned()), floor_bytes(DEEP)
+    with pytest.raises(InfeasibleBudget, match=f"the smallest feasible budget is {high} bytes .*, with recompute=planned {low}"):
+        make_plan(DEEP, Greedy(), Priority(), budget=high - 1)
+
+
 def step_s(budget: int, name: str, profile: Profile = DEEP) -> float:
     try:
         plan = make_plan(profile, Greedy(), Priority(), budget=budget, recompute=recompute_named(name))

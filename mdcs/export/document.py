@@ -12,8 +12,15 @@ from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
+from mdcs.profile.recompute import FULL, NONE, SELECTIVE
 
 SCHEMA = 2
+
+_RECOMPUTED = {
+    FULL: "recomputes its activations: wrap its modules in torch's checkpoint_wrapper",
+    SELECTIVE: "recomputes all but the outputs of matrix products and attention: wrap its modules in torch's checkpoint_wrapper,"
+    " with a context_fn of create_selective_checkpoint_contexts",
+}
 
 KEYS = {
     "ranks": "ranks that the plan is for; meshes have as many",
@@ -116,6 +123,8 @@ def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -
             )
         elif fsdp2_strategy(strategy) is not g.strategy:
             yield u, f"{strategy} becomes {g.strategy}, that of the largest unit in its fully_shard group"
+        if plan.recompute and plan.recompute[u] != NONE:
+            yield u, f"{_RECOMPUTED[plan.recompute[u]]}, before fully_shard: what is predicted counts on it"
         if g.strategy is Strategy.dp:
             yield u, "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used"
         uses = sum(s.unit == u and s.phase == "F" for s in plan.profile.slots)

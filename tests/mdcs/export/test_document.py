@@ -22,7 +22,7 @@ from mdcs.profile.algorithms import Collectives
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB
-from tests.mdcs.profiles import Job, chain, examples, in_nodes, jobs, link, planned, schedulers, strategies, tied
+from tests.mdcs.profiles import Job, chain, examples, in_nodes, jobs, link, planned, recomputable, schedulers, strategies, tied
 
 NATIVE = Collectives("native")
 
@@ -224,3 +224,13 @@ def test_the_predicted_step_sends_within_nodes() -> None:
     assert {m.kind for m in run.messages} == {Kind.RS_N, Kind.AG_F_N, Kind.AG_B_N, Kind.RS, Kind.AG_F}
     far = of_nodes("sdp", "fsdp", "sdp")
     assert best_steps(plan, groups_of(plan)).prediction.step_s < best_steps(far, groups_of(far)).prediction.step_s
+
+
+def test_recomputation_is_work_for_the_loop_and_is_in_the_prediction() -> None:
+    slots = tuple(replace(s, live=1000, peak=1000) for s in chain(8, 8).slots)
+    profile = recomputable(named(replace(chain(8, 8), slots=slots), "a", "b"), freed=400, peak=0)
+    kept, freed = (planned(profile, "fsdp", recompute=choices) for choices in ((), ("none", "full")))
+    [units] = [units for what, units in lost_of(freed).items() if what.startswith("recomputes its activations: wrap its modules")]
+    assert units == ["b"]
+    before, after = (document(plan)["predicted"]["fsdp2"] for plan in (kept, freed))
+    assert after["step_s"] == before["step_s"] + 1 and after["peak_bytes"] <= before["peak_bytes"]

@@ -123,7 +123,7 @@ def parallelize(
             raise ValueError("the plan has a budget already: give plan= or budget=")
         if batches is not None:
             raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
-        planning = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
+        planning: dict[str, Any] = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
         run._run(Engine(model, optimizer, plan, units, group, options))
         return run

@@ -1,13 +1,14 @@
-"""LoRA by PEFT: frozen weights are sharded, too, and only the adapters have gradients and optimizer state.
+"""LoRA and DoRA by PEFT: frozen weights are sharded, too, and only the adapters have gradients and optimizer state.
 
 LD_PRELOAD=$(python -m mdcs.telemetry.memory_meter) torchrun --nproc-per-node 2 examples/peft_lora.py
 
-PEFT's own `get_peft_model`, `save_pretrained` and `PeftModel.from_pretrained` stay as they are.
+PEFT's own `get_peft_model`, `PeftModel.from_pretrained` and, in `parallel.full_parameters()`, `save_pretrained` stay as they are.
 """
 
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ def train(folder: str, *, ours: bool = True, steps: int = 20, **lora: Any) -> tu
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    whole = run.state_dict(cpu=True) if ours else model.state_dict()
-    model.save_pretrained(folder, state_dict=whole, is_main_process=dist.get_rank() == 0)
+    with run.full_parameters(cpu=True) if ours else nullcontext():
+        model.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
     dist.barrier()
     if ours:
         run.close()

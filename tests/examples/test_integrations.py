@@ -28,8 +28,15 @@ def adapters(lora: dict[str, Any]) -> list[tuple[list[float], float]]:
         return [train(folder, ours=ours, **lora) for folder, ours in zip(folders[0], (True, False), strict=True)]
 
 
+LORA: dict[str, dict[str, Any]] = {
+    "LoRA": {"bias": "lora_only"},
+    "DoRA": {"use_dora": True},
+    "modules_to_save": {"use_rslora": True, "modules_to_save": ["lm_head"]},
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("lora", [{}, {"use_rslora": True, "bias": "lora_only"}], ids=["LoRA", "rsLoRA with biases"])
+@pytest.mark.parametrize("lora", LORA.values(), ids=LORA)
 def test_adapters_train_as_with_ddp_and_are_saved_by_peft(two: Ranks, lora: dict[str, Any]) -> None:
     pytest.importorskip("peft")
     for ours, ddp in two.run(adapters, lora, timeout_s=400):

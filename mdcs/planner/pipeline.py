@@ -16,7 +16,7 @@ from mdcs.plan.worst_case import check
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.recompute import Planned, RecomputeRule, fastest
+from mdcs.planner.recompute import Planned, RecomputeRule, fastest, recompute_named
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
@@ -25,7 +25,7 @@ from mdcs.simulator.kernel import MAX_PERIODS
 from mdcs.simulator.simulate import replay
 
 
-def floor_bytes(job: Job | Profile, recompute: RecomputeRule | None = None) -> int:
+def floor_bytes(job: Job | Profile, recompute: str | RecomputeRule | None = None) -> int:
     """Return the smallest feasible peak in bytes, reserve included, with the recomputation of :func:`make_plan`.
 
     It is the sequential peak of the :func:`mdcs.planner.memory_floor.min_peak_strategies` mix. A profile counts as a
@@ -47,7 +47,7 @@ def make_plan(
     *,
     budget: int | None = None,
     schedule_share: float | None = None,
-    recompute: RecomputeRule | None = None,
+    recompute: str | RecomputeRule | None = None,
 ) -> Plan:
     """Return a plan within ``budget`` bytes per rank (None: unlimited), with the prediction of its replay.
 
@@ -57,9 +57,9 @@ def make_plan(
       floor + (1 - s)·slack, judged with the sequential schedule. The schedule's own memory (its peak minus the
       sequential peak of its mix) is capped at s·slack. None: strategies may use the whole budget, and the schedule the
       rest.
-    - ``recompute``: the rule that says which units recompute their activations (:mod:`mdcs.planner.recompute`). None: as
-      the job says. With :class:`~mdcs.planner.recompute.Planned` the floor is that with recomputation; without a budget
-      nothing is recomputed.
+    - ``recompute``: the rule that says which units recompute their activations, or its name
+      (:mod:`mdcs.planner.recompute`). None: as the job says. With ``planned`` the floor is that with recomputation, and
+      without a budget nothing is recomputed.
 
     Raises InfeasibleBudget, with the smallest feasible budget in bytes, and ValueError for arguments that contradict
     each other.
@@ -126,8 +126,9 @@ def _with_fastest_recompute(
     return PlanningProblem(job, problem.budget)
 
 
-def _problem(job: Job, budget: int | None, rule: RecomputeRule | None) -> PlanningProblem:
+def _problem(job: Job, budget: int | None, rule: str | RecomputeRule | None) -> PlanningProblem:
     """Return the problem, with the recomputation of the rule, or with the job's own."""
+    rule = recompute_named(rule) if isinstance(rule, str) else rule
     choices = job.recompute if rule is None else rule.choices(job.profile)
     job = dataclasses.replace(job, recompute=choices or ())
     return PlanningProblem(job, budget, recomputes=choices is None and bool(job.profile.recompute))

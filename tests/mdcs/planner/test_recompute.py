@@ -147,7 +147,7 @@ def test_bytes_that_are_freed_buy_strategies_that_send_less() -> None:
 def test_nothing_is_recomputed_where_it_buys_nothing() -> None:
     free = replace(DEEP, link=link())
     assert make_plan(free, Greedy(), Priority(), budget=unsharded_bytes(free), recompute=Planned()).recompute == ()
-    assert make_plan(DEEP, Greedy(), Priority(), recompute=Planned()).recompute == ()  # no budget
+    assert make_plan(DEEP, Greedy(), Priority(), recompute="planned").recompute == ()  # no budget
 
 
 def test_a_share_divides_what_is_above_the_lower_floor() -> None:

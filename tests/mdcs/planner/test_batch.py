@@ -1,0 +1,81 @@
+"""Batches under a budget: scaled profiles by hand, the largest batch that fits, the fastest, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mdcs.plan.plan import Plan
+from mdcs.planner.batch import BatchScaling, Make, fastest_batch, largest_batch
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.planner.pipeline import floor_bytes, make_plan
+from mdcs.planner.recompute import Planned, RecomputeRule
+from mdcs.planner.schedulers.sequential import Sequential
+from mdcs.planner.strategies.greedy import Greedy
+from mdcs.profile.schema import Profile, Slot, Unit
+from tests.mdcs.profiles import FREE, chain, recomputable
+
+
+def of_batch(batch: int) -> Profile:
+    """Two units: a sample takes 0.1 s more per slot beside 1 s, and saves 100 bytes beside 50."""
+    units = tuple(Unit(name, (10,), True, (i, i), (1 - i,) * 2) for i, name in enumerate("ab"))
+    saved, seconds = 50 + 100 * batch, 1 + 0.1 * batch
+    forward = [Slot(u, "F", seconds, saved * u, saved * (u + 1)) for u in (0, 1)]
+    backward = [Slot(u, "B", seconds, saved * (u + 1), saved * (u + 1)) for u in (1, 0)]
+    profile = Profile(units, (*forward, *backward), 2, FREE)
+    return recomputable(profile, 0, freed=saved, seconds=seconds, peak=saved)
+
+
+SCALING = BatchScaling(of_batch(2), 2, of_batch(6), 6)
+
+
+def made(budget: int, rule: RecomputeRule | None = None) -> Make:
+    def make(profile: Profile) -> Plan:
+        return make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=rule)
+
+    return make
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 6, 40])
+def test_slots_and_recomputation_are_linear_in_the_batch(batch: int) -> None:
+    found, wanted = SCALING.profile(batch), of_batch(batch)
+    assert [(s.live, s.peak) for s in found.slots] == [(s.live, s.peak) for s in wanted.slots]
+    assert [s.seconds for s in found.slots] == pytest.approx([s.seconds for s in wanted.slots])
+    [a], [b] = found.recompute[0].uses, wanted.recompute[0].uses
+    assert (a.freed, a.peak, a.seconds) == (b.freed, b.peak, pytest.approx(b.seconds))
+
+
+@pytest.mark.parametrize("batch", [1, 5, 37])
+def test_the_largest_batch_fits_and_one_more_does_not(batch: int) -> None:
+    budget = floor_bytes(of_batch(batch)) + 50  # less than a sample needs
+    found = largest_batch(SCALING, made(budget))
+    assert found.batch == batch and found.plan.prediction is not None
+    assert found.plan.prediction.peak_bytes <= budget < floor_bytes(of_batch(batch + 1))
+
+
+def test_recomputation_makes_room_for_a_larger_batch() -> None:
+    budget = floor_bytes(of_batch(10))
+    kept, planned = (largest_batch(SCALING, made(budget, rule)) for rule in (None, Planned()))
+    assert kept.batch == 10 and planned.batch > 10 and planned.plan.recompute
+
+
+def test_a_limit_ends_the_search() -> None:
+    assert largest_batch(SCALING, made(10**9), at_most=24).batch == 24
+
+
+def test_the_fastest_batch_has_most_samples_per_second() -> None:
+    found = fastest_batch(SCALING, made(10**9), at_most=64)
+    assert found.batch == 64 and found.samples_per_s == pytest.approx(64 * 2 / (4 * 7.4))
+
+
+def test_a_batch_of_one_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(InfeasibleBudget):
+        largest_batch(SCALING, made(100))
+
+
+def test_profiles_of_other_jobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="two batches are needed, the smaller first, got 6 and 6"):
+        replace(SCALING, small_batch=6)
+    with pytest.raises(ValueError, match="have other units, slots or options of recomputation"):
+        replace(SCALING, small=chain(10, 10))

@@ -297,7 +297,7 @@ def thaw(strategy: str) -> str:
         one_step(made, parallel)
 
         def unfreeze_and_train() -> None:
-            made.model.requires_grad_(False) if strategy == "zero2" else made.model.blocks[1].requires_grad_(True)
+            made.model.norm.requires_grad_(False) if strategy == "zero2" else made.model.blocks[1].requires_grad_(True)
             one_step(made, parallel, 1)
 
         return said(unfreeze_and_train)

@@ -7,9 +7,10 @@ order of execution, so modules called twice, tied parameters and nested units ne
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -264,15 +265,25 @@ def _refuse_compiled_autograd(unit: ModelUnit) -> None:
         )
 
 
+_MOST_OBJECTS = 10_000  # objects looked into at most: one may refer to a whole program
+_OPAQUE = str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, nn.Module
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from _tensors(v)
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from _tensors(v)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name, None))
+    """Yield the tensors in a value: in containers, and in attributes of objects of any class."""
+    seen: set[int] = set()  # objects may refer to themselves
+    queue = deque([value])
+    while queue and len(seen) < _MOST_OBJECTS:
+        each = queue.popleft()
+        if isinstance(each, Tensor):
+            yield each
+        elif not isinstance(each, _OPAQUE) and id(each) not in seen:
+            seen.add(id(each))
+            if isinstance(each, dict):
+                queue.extendleft(reversed(list(each.values())))
+            elif isinstance(each, (list, tuple)):
+                queue.extendleft(reversed(each))
+            else:
+                slots = (name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()))
+                names = [*getattr(each, "__dict__", ()), *slots]
+                queue.extendleft(getattr(each, name, None) for name in reversed(names))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -106,6 +107,44 @@ class Holder:
         self.hidden = hidden
 
 
+class Slotted:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Wrapped(nn.Module):
+    """Its last unit returns an object."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last = Block(), Block(wrap)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x))
+
+
+def of_inner(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x).hidden["a"][0].hidden
+    return out.square().mean()
+
+
+class Changing(nn.Sequential):
+    """Operations in place behind layers: of modules, and an addition to a view."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0, inplace=True),
+            nn.Linear(WIDTH, WIDTH),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x).squeeze(0)
+        out += x
+        return out.mul_(0.5)
+
+
 class Aside(Block):
     """Has outputs that the loss does not depend on."""
 
@@ -138,6 +177,10 @@ def in_place(block: nn.Module, x: Tensor) -> Tensor:
     return view.squeeze(0).tanh_()
 
 
+def of_an_object(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).hidden.square().mean()
+
+
 def of_what_is_kept(model: Any, x: Tensor) -> Tensor:
     return square(model, x) + sum(block.kept.square().mean() for block in model.blocks)
 
@@ -148,6 +191,11 @@ OUTPUTS = {
     "a named tuple": returning(lambda y: Pair(None, y), lambda out: out.hidden),
     "an object": returning(Holder, lambda out: out.hidden),
     "a dataclass": returning(lambda y: Output(y, {"x": 1}), lambda out: out.hidden),
+    "an object, of the last unit": Case(lambda: Wrapped(Holder), of_an_object),
+    "a namespace, of the last unit": Case(lambda: Wrapped(lambda y: SimpleNamespace(hidden=y)), of_an_object),
+    "slots, of the last unit": Case(lambda: Wrapped(Slotted), of_an_object),
+    "objects in objects, of the last unit": Case(lambda: Wrapped(lambda y: Holder({"a": [Holder(y)]})), of_inner),  # type: ignore[arg-type]
+    "in place behind leaves": Case(lambda: Stack(Changing), policy=LEAVES),
     "outputs without use": Case(lambda: Stack(Aside, lambda block, x: block(x)[0])),
     "inputs by keyword": Case(lambda: Stack(Named, lambda block, x: block(hidden=x, options={}))),
     "changed in place": Case(lambda: Stack(join=in_place)),
@@ -599,8 +647,8 @@ class Keeps(Block):
         return super().forward(x + self.kept["first"])
 
 
-def of_an_object(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).hidden.square().mean()
+def of_a_closure(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)().square().mean()
 
 
 def decay(model: nn.Module, x: Tensor) -> Tensor:
@@ -635,8 +683,8 @@ REFUSED = {
         f"torch.func.{name}": (Case(Stack, loss), r"blocks.0: its forward runs inside of torch.func \([a-z, ]+\).* plain copy")
         for name, loss in TRANSFORMS.items()
     },
-    "an object, of the last unit": (
-        Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(Holder)), of_an_object, mdcs.ByClass(("Block",))),
+    "a closure, of the last unit": (
+        Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(lambda y: lambda: y)), of_a_closure, mdcs.ByClass(("Block",))),
         "1: its gradients come before one reaches the output of any unit",
     ),
     "a view that forward keeps": (

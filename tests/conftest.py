@@ -9,9 +9,9 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 LONG = (
-    "test_on_slurm", "test_machines", "test_worker", "test_engines", "test_ready_experiments", "test_readme", "test_random_plans",
-    "test_random_aliases", "test_trainers", "test_wheel", "test_failures", "test_memory", "test_equality", "test_asynchronous",
-    "test_elastic", "test_train",
+    "test_on_slurm", "test_readme", "test_worker", "test_machines", "test_engines", "test_random_plans", "test_departures",
+    "test_equality", "test_memory", "test_random_aliases", "test_elastic", "test_wheel", "test_trainers", "test_asynchronous",
+    "test_ready_experiments", "test_train",
 )  # fmt: skip
 """Files that take longest: they come first, so that no process has one of them left when the others have ended."""
 

@@ -196,9 +196,9 @@ class Engine:
     def refuse_if_exported(self, call: str) -> None:
         """Raise RunError for a ``call`` after the end, and where the loop has the parameters for something else."""
         if self.is_closed:
-            raise RunError(f"rank {self.rank}: {call} after close()")
+            raise RunError(f"rank {self.rank}: {call} after close(), which has ended the run: call mdcs.parallelize() again")
         if self.sequencer.exported_to:
-            raise self.place.error(f"{call} inside {self.sequencer.exported_to}")
+            raise self.place.error(f"{call} inside {self.sequencer.exported_to}: leave that with block first")
 
     def end_step(self) -> None:
         """End an iteration. Raises RunError if it is not complete, and for changes that the updates did not see."""
@@ -255,7 +255,7 @@ class Engine:
         """Finish all messages and updates, for this ``call`` of the loop, which all ranks make now, in the same step."""
         self.check(call, needs_ranks=needs_ranks)
         if not self.sequencer.at_turn:
-            raise self.place.error(f"{call} inside an iteration")
+            raise self.place.error(f"{call} inside an iteration, between its forward pass and step(): call it after")
         self.excess.skips = True
         with self.place.during(call):
             problem = disagreement(self.groups.agree_on_call(call, self.sequencer.step))

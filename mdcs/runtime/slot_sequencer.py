@@ -120,7 +120,7 @@ class SlotSequencer(SlotPosition):
         storage, slot = self.storages[unit], self.period.slots[self.next_slot - 1]
         self._in_backward = True
         if index in self.gradients.come[unit] or self.has_left(unit):
-            raise self._error(f"{storage.names[index]} got two gradients in one backward pass")
+            raise self._error(f"{storage.names[index]} got two gradients in one pass: checkpoint with use_reentrant=False")
         if not storage.gradients:
             self._allocate_gradient(unit)
         self.gradients.take(unit, index, slot.micro)
@@ -144,7 +144,7 @@ class SlotSequencer(SlotPosition):
     def _slot(self, unit: int, phase: str) -> None:
         self.transport.check()
         if self.exported_to is not None:
-            raise self._error(f"a pass with gradients inside {self.exported_to}")
+            raise self._error(f"a pass with gradients inside {self.exported_to}: leave that with block to train")
         if self.side.is_open:
             self.side.end()
         if phase == "F" and self.step_pending:
@@ -224,7 +224,10 @@ class SlotSequencer(SlotPosition):
         """Make sure that a unit is whole which is used outside of its planned slots."""
         storage, departures = self.storages[unit], self.departures
         if self._in_backward and storage.trainable and self.has_left(unit):
-            raise self._error(f"{storage.name} was used again in backward, after all of its gradients had come")
+            raise self._error(
+                f"{storage.name} was used again in backward, after all of its gradients had come, when it may have been updated: "
+                "use it in forward, or keep a copy there (.clone())"
+            )
         if not self._in_backward:
             departures.note(unit, "ran {} in another order" if unit in departures.passed else "ran {} once more")
             departures.passed.discard(unit)

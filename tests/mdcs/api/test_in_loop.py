@@ -315,7 +315,7 @@ def replanned_inside_a_step() -> str:
 
 def test_a_new_plan_inside_a_step_is_refused(two):
     for rank, told in enumerate(two.run(replanned_inside_a_step, timeout_s=100.0)):
-        assert told == f"rank {rank}, step 1: replan() inside an iteration"
+        assert told.startswith(f"rank {rank}, step 1: replan() inside an iteration, ")
 
 
 def test_it_is_asked_for_after_a_number_of_departures():

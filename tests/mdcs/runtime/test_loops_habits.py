@@ -407,12 +407,12 @@ REFUSED: dict[Callable[[Setup, mdcs.Parallel, Any], None], tuple[str, ...]] = {
     hook_the_optimizer: ("a hook was put on optimizer.step()", "after parallel.step()"),
     copy_the_optimizer: ("weight cannot be used here (deepcopy)",),
     wrap_in_ddp: ("weight cannot be used here (detach)",),
-    save_in_an_evaluation: ("state_dict() inside evaluate()",),
+    save_in_an_evaluation: ("state_dict() inside evaluate(): leave that with block first",),
     evaluate_whole: ("evaluate() inside full_parameters()",),
-    train_whole: ("a pass with gradients inside full_parameters()",),
+    train_whole: ("a pass with gradients inside full_parameters(): leave that with block to train",),
     close_in_an_evaluation: ("close() inside evaluate()",),
-    save_in_an_iteration: ("state_dict() inside an iteration",),
-    step_after_close: ("step() after close()",),
+    save_in_an_iteration: ("state_dict() inside an iteration, between its forward pass and step(): call it after",),
+    step_after_close: ("step() after close(), which has ended the run: call mdcs.parallelize() again",),
     save_after_close: ("state_dict() after close()",),
 }
 

@@ -18,7 +18,7 @@ class DepartingSteps:
 
     def __init__(self, engine: Engine, limit: int | None) -> None:
         self._recorder, self._groups, self._place, self._limit = engine.recorder, engine.groups, engine.place, limit
-        self._most = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._most = torch.frombuffer(bytearray(8), dtype=torch.int64)  # not of the allocator, whose bytes are the budget's
         self._under_way: Any = None
 
     def are_enough(self) -> bool:
@@ -31,6 +31,6 @@ class DepartingSteps:
             with self._place.during("the number of departing steps"):
                 self._under_way.wait()
         enough = int(self._most) >= self._limit
-        self._most = torch.full_like(self._most, self._recorder.departing)
+        self._most.fill_(self._recorder.departing)
         self._under_way = dist.all_reduce(self._most, dist.ReduceOp.MAX, group=self._groups.host_group, async_op=True)
         return enough

@@ -23,7 +23,7 @@ CALLS = (
 )  # fmt: skip
 """The collective calls of the training threads that :meth:`Groups.tell` can compare."""
 
-_RANK_ZERO = {"optimizer_state_dict()": "optimizer.state_dict(), too, gathers from all ranks: not under `if rank == 0:` alone, "}
+_RANK_ZERO = {"optimizer_state_dict()": "optimizer.state_dict() gathers from all ranks, so never under `if rank == 0:` alone; "}
 """By call, what a loop may have written instead of it."""
 
 _WORDS = 4

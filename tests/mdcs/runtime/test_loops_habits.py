@@ -454,6 +454,7 @@ ALONE: dict[str, Callable[[mdcs.Parallel], Any]] = {
     "evaluate()": lambda parallel: parallel.evaluate().__enter__(),
     "state_dict()": lambda parallel: parallel.state_dict(rank0_only=True),
     "full_parameters()": lambda parallel: parallel.full_parameters(rank0_only=True).__enter__(),
+    "optimizer_state_dict()": lambda parallel: parallel.optimizer.state_dict(),
 }
 
 
@@ -470,13 +471,15 @@ def on_rank_zero_alone(strategy: str, call: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "call"),
     [
-        ("fsdp", "evaluate()"),
+        ("fsdp", "evaluate()"), ("dp", "optimizer_state_dict()"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dp", "state_dict()"), ("zero2", "full_parameters()"))),
     ],
 )
 def test_a_call_on_one_rank_says_that_it_is_for_all(two: Ranks, strategy, call):
     first, second = two.outcomes(on_rank_zero_alone, strategy, call)
-    assert first.kind == "RunError" and f"rank 0, step 2: {call}: call it on every rank" in first.message
+    assert first.kind == "RunError" and f"rank 0, step 2: {call}: " in first.message
+    assert "call it on every rank: one did not within 2 s, or is gone" in first.message
+    assert ("optimizer.state_dict() gathers from all ranks" in first.message) == (call == "optimizer_state_dict()")
     assert second.kind == "RunError" and second.message.startswith(("rank 1, step 2: ", "rank 1, step 3: "))
     two.stop()
 

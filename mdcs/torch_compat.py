@@ -89,6 +89,18 @@ def is_backward_compiled() -> bool:
     return compiled is not None and bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
+def run_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function excluded from torch.compile; what it calls may be compiled."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
+    return disabled
+
+
+def operators(*names: str) -> dict[Any, list[str]]:
+    """Return those of ATen's operators with these names that this torch has, each with the names of its arguments."""
+    found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return {packet.default: [a.name for a in packet.default._schema.arguments] for packet in found}
+
+
 def nothing_compiles() -> AbstractContextManager[Any]:
     """Hold off torch.compile: its process-wide flag makes torch's optimizers round differently in all threads."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")

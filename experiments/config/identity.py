@@ -12,6 +12,7 @@ from experiments.config.schema import Config
 from experiments.config.targets import TARGET, plain
 from launch import network
 from mdcs.options import options, shown
+from mdcs.planner.recompute import KEEP
 from mdcs.profile.cache import processor
 
 CODE = "code"
@@ -51,6 +52,7 @@ def machine_identity(config: Config) -> dict[str, str]:
         "congestion_control": network.congestion_control(),
         **hosts_identity(config),
         **({"emulated": f"rank {cluster.rank}"} if cluster.emulated else {}),
+        **({"recomputation": "measured"} if config.recompute != KEEP else {}),
         "threads": str(cluster.resolved_threads()),
         "backend": cluster.resolved_backend(),
         "device": device_name(config),

@@ -16,6 +16,7 @@ from experiments.config.identity import identity
 from experiments.config.schema import Config
 from experiments.job import profiles
 from launch import status
+from mdcs.planner.recompute import KEEP
 from mdcs.profiler.autotune import Trial, candidates, cost_s, fastest
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.profiler.link_timing import MeasuredLink
@@ -104,7 +105,7 @@ class Workload:
             self.model, self.optimizer, self.units, self._trying(), link=MeasuredLink(*emulated, {}) if emulated else None,
             depth=config.link.depth, algorithm=config.collectives.named, master_dtype=self.master_dtype,
             grad_dtype=self.grad_dtype, iterations=config.run.profile_iterations, about=identity(config), emulate=self.emulate,
-            computes=config.model.computes, seconds=_PROFILING_S, progress=False,
+            computes=config.model.computes, seconds=_PROFILING_S, progress=False, recompute=config.recompute != KEEP,
         )  # fmt: skip
 
     def _require_same_units(self, profile: mdcs.Profile) -> None:

@@ -110,17 +110,16 @@ class _Term(torch.autograd.Function):
         few = weight[:: max(1, weight.numel() // _SAMPLED)]
         ctx.root = math.sqrt(few.numel())
         ctx.like = weight.numel(), weight.dtype
-        ctx.clock, ctx.seconds, ctx.kept, ctx.workspace = clock, seconds, kept, workspace
-        ctx.save_for_backward(inputs)
+        ctx.clock, ctx.seconds, ctx.workspace = clock, seconds, workspace
+        ctx.save_for_backward(inputs, kept)
         return total + inputs * (few.sum() / ctx.root)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        [gradient], [inputs] = gradients, ctx.saved_tensors
+        [gradient], [inputs, _] = gradients, ctx.saved_tensors
         workspace = _bytes(ctx.workspace, gradient)
         ctx.clock.wait(ctx.seconds)
         del workspace
-        ctx.kept = None
         numel, dtype = ctx.like
         filled = None
         if ctx.needs_input_grad[2]:

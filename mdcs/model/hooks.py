@@ -101,6 +101,13 @@ class Hooks:
         """Whether this code runs inside a backward pass."""
         return backward_pass() != -1
 
+    def recomputed(self, unit: int) -> None:
+        """Tell the listener that the unit's forward runs again, inside of a backward pass."""
+        if self._begin_backward():
+            self._listener.recomputed(unit)
+        else:
+            self._listener.side_begin(unit, True)
+
     def _model_begins(self, module: nn.Module, args: Any) -> None:
         if not self.in_backward:
             self._enter(self._trained)
@@ -130,10 +137,7 @@ class Hooks:
 
         def hook(module: nn.Module, args: Any) -> None:
             if self.in_backward:  # activation checkpointing: it belongs to the backward slot in which it runs
-                if self._begin_backward():
-                    self._listener.recomputed(unit)
-                else:
-                    self._listener.side_begin(unit, True)
+                self.recomputed(unit)
                 return
             self._end_queued = False  # a backward that raised did not run its callback
             if self._enter(trained):

@@ -41,17 +41,19 @@ def recomputing(profile: Profile, choices: Sequence[str]) -> Profile:
     first = profile.forward_slots
     freed, grown = [0] * len(profile.slots), [0.0] * len(profile.slots)
     peaks: dict[int, int] = defaultdict(int)
+    higher = [0] * len(profile.slots)
     for option in options:
         for use in option.uses:
             backward = first + use.backward
             for s in range(use.forward + 1, backward + 1):
                 freed[s] += use.freed
             grown[backward] += use.seconds
+            higher[use.forward] += use.forward_peak
             peaks[backward] = max(peaks[backward], use.peak)
     slots = []
     for s, slot in enumerate(profile.slots):
         live = max(0, slot.live - freed[s])
-        peak = live + peaks[s] if s in peaks else max(live, slot.peak - freed[s])
+        peak = live + peaks[s] if s in peaks else max(live, slot.peak - freed[s] + higher[s])
         slots.append(dataclasses.replace(slot, seconds=slot.seconds + grown[s], live=live, peak=peak))
     units = tuple(_later(unit, profile, grown) for unit in profile.units)
     return dataclasses.replace(profile, units=units, slots=tuple(slots))
@@ -65,6 +67,7 @@ def peak_changes(profile: Profile, option: RecomputeOption) -> dict[int, int]:
     first, out = profile.forward_slots, dict[int, int]()
     for use in option.uses:
         backward = first + use.backward
+        out[use.forward] = out.get(use.forward, 0) + use.forward_peak
         for s in range(use.forward + 1, backward):
             out[s] = out.get(s, 0) - use.freed
     for use in option.uses:

@@ -20,8 +20,9 @@ class RecomputeUse:
     - ``freed``: bytes less from the end of the forward slot to the start of the backward slot.
     - ``seconds``: growth of the backward slot.
     - ``peak``: the most bytes of activations and workspace during the backward slot, above its new ``live``.
+    - ``forward_peak``: growth of the forward slot's peak; usually negative.
 
-    Raises ValueError for a negative number.
+    Raises ValueError for another number that is negative.
     """
 
     forward: int
@@ -29,6 +30,7 @@ class RecomputeUse:
     freed: int
     seconds: float
     peak: int
+    forward_peak: int = 0
 
     def __post_init__(self) -> None:
         if min(self.forward, self.backward, self.freed, self.seconds, self.peak) < 0:

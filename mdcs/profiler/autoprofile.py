@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mdcs.emulation import Emulation
 from mdcs.model.units import ModelUnit
-from mdcs.planner.pipeline import unsharded_bytes
+from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
 from mdcs.profile.schema import Profile
 from mdcs.profiler.batch_mix import mix, total_s, typical, with_slots_of
 from mdcs.profiler.consensus import (
@@ -63,6 +63,7 @@ def autoprofile(
     budget: int | str | None = None,
     seconds: float = SECONDS,
     progress: bool = True,
+    recompute: bool = False,
 ) -> Profile:
     """Return the profile of this job, the same on all ranks. Collective: call it on every rank.
 
@@ -86,17 +87,22 @@ def autoprofile(
       third phase keep it, and a budget that no plan can keep is refused as soon as that is known. The model itself is
       measured whole: a warning says how much that holds, if it is more.
     - ``seconds``: time budget of the phases. They measure more often while it lasts, and each thing once in any case.
+    - ``recompute``: measure recomputation, too (:attr:`mdcs.Profile.recompute`): three times as many steps of the second phase.
+      A budget is refused if no plan with recomputation can keep it. Of one batch only.
     - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
-    Raises ValueError for a family that the backend does not have and for ``seconds`` that are not above 0, and what
-    :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
+    Raises ValueError for a family that the backend does not have, for ``seconds`` that are not above 0, for ``recompute`` with
+    several batches, and what :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state
+    already is refused here.
     Raises InfeasibleBudget, see above.
     """
     wanted, until = budget_of(budget), end_of(seconds)
     limit = None if isinstance(wanted, Share) else wanted
     refuse_meta(model)  # before the link, whose backend has no such device
     steps = steps_of(step, batches)
+    if recompute and len(steps) > 1:
+        raise ValueError("recomputation is measured with one batch: give the largest")
     processes = dist.get_world_size() if dist.is_initialized() else 1
     world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
     with on_all_ranks(tells=progress):
@@ -119,7 +125,7 @@ def autoprofile(
                 own = measure_profile(
                     model, units, each, optimizer, world=world, link=link.link,
                     collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype,
-                    grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps),
+                    grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps), recompute=recompute,
                 )  # fmt: skip
                 profiles.append(merge_profiles(dataclasses.replace(own, spread=own.spread | link.spread)))
         profile, middle = mix(profiles), typical(profiles)
@@ -129,6 +135,7 @@ def autoprofile(
             require_floor(profile, limit)
             if is_first and known <= limit:
                 warn_profiling_memory(profiling_bytes(units, profile), limit)
+            limit = max(limit, floor_bytes(profile)) if recompute else limit  # the plans below keep all activations
         left = max(0.0, until - time.monotonic())
         phase("running a few plans to see what compute and messages cost each other", max(left, STEPS * total_s(profile)))
         measured = measure_interference(profiles[middle], model, steps[middle], emulate=emulate)

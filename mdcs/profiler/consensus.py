@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mdcs.checkpoint.aux_state import random_state, set_random_state
 from mdcs.profile.link import Link
+from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Unit
 from mdcs.profiler.batch_mix import uses
 from mdcs.profiler.progress import Progress
@@ -161,11 +162,36 @@ def merge_profiles(profile: Profile, link: Link | None = None) -> Profile:
         found = [p.spread[name] for p in alike if name in p.spread]
         spread[name] = min(low for low, _ in found), max(high for _, high in found)
     units = tuple(_merge_units(versions) for versions in zip(*(p.units for p in alike), strict=True))
-    return dataclasses.replace(first, units=units, slots=tuple(slots), link=link or first.link, spread=spread)
+    options = _merge_options(profiles) if len(alike) == len(profiles) else ()
+    return dataclasses.replace(
+        first, units=units, slots=tuple(slots), link=link or first.link, spread=spread, recompute=options
+    )
 
 
 def _order(profile: Profile) -> list[tuple[int, str]]:
     return [(slot.unit, slot.phase) for slot in profile.slots]
+
+
+def _merge_options(profiles: Sequence[Profile]) -> tuple[RecomputeOption, ...]:
+    """Return the options that every rank has, in the same slots, with the fewest bytes freed and the highest peaks."""
+    found = [{(option.unit, option.choice): option.uses for option in p.recompute} for p in profiles]
+    out = []
+    for unit, choice in found[0]:
+        versions = [options[unit, choice] for options in found if (unit, choice) in options]
+        slots = {tuple((use.forward, use.backward) for use in of_rank) for of_rank in versions}
+        if len(versions) == len(profiles) and len(slots) == 1:
+            out.append(RecomputeOption(unit, choice, tuple(map(_merge_uses, zip(*versions, strict=True)))))
+    return tuple(out)
+
+
+def _merge_uses(versions: Sequence[RecomputeUse]) -> RecomputeUse:
+    return dataclasses.replace(
+        versions[0],
+        freed=min(use.freed for use in versions),
+        seconds=statistics.median(use.seconds for use in versions),
+        peak=max(use.peak for use in versions),
+        forward_peak=max(use.forward_peak for use in versions),
+    )
 
 
 def _merge_units(versions: Sequence[Unit]) -> Unit:

@@ -10,8 +10,10 @@ import torch
 
 from mdcs.model.elementwise import state_layout
 from mdcs.model.units import ModelUnit
+from mdcs.plan.job import Job
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes
+from mdcs.profile.recompute import FULL, NONE
 from mdcs.profile.schema import Profile
 from mdcs.sizes import MIB
 
@@ -54,8 +56,13 @@ def require_model_fits(
 
 
 def require_floor(profile: Profile, budget: int) -> None:
-    """Raise InfeasibleBudget for a budget below the floor of the profile: the rest of it is not worth measuring."""
-    floor = floor_bytes(profile)
+    """Raise InfeasibleBudget for a budget below the floor of the profile: the rest of it is not worth measuring.
+
+    Units that can recompute do so, if the profile says that they can.
+    """
+    can = {option.unit for option in profile.recompute if option.choice == FULL}
+    choices = tuple(FULL if u in can else NONE for u in range(len(profile.units)))
+    floor = min(floor_bytes(profile), floor_bytes(Job(profile, recompute=choices)))
     if budget < floor:
         raise InfeasibleBudget(budget, floor, "the model")
 

@@ -14,16 +14,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import Segment, parameter_groups
+from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.layout import Section
@@ -31,11 +34,13 @@ from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.profiler.alias_tracker import AliasTracker
 from mdcs.profiler.model_snapshot import preserve_model
+from mdcs.profiler.recompute_profile import measure_recomputation
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
 from mdcs.profiler.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.runtime.executor import execution_on
 from mdcs.telemetry.memory_meter import Meter, current_meter
+from mdcs.torch_compat import backward_pass
 
 _STABLE = 0.02
 """Relative difference of two passes below which no more are measured."""
@@ -56,6 +61,7 @@ def measure_profile(
     grad_dtype: torch.dtype | None = None,
     about: dict[str, str] | None = None,
     seconds: float = math.inf,
+    recompute: bool = False,
 ) -> Profile:
     """Return this rank's profile: slots (median seconds, most bytes), updates, copies.
 
@@ -67,6 +73,8 @@ def measure_profile(
     - ``about``: stored, with the sizes of the batch.
     - ``master_dtype``: in mixed precision, type of the copy that the optimizer updates; None: the parameters' type.
     - ``grad_dtype``: type in which gradients are summed; None: the parameters' type.
+    - ``recompute``: measure as many steps twice more, in which units free their activations and compute them again
+      (:attr:`Profile.recompute`).
 
     Parameters as wide as these types keep their own. Weights are not changed; buffers such as BatchNorm's statistics
     and the random state are restored.
@@ -92,8 +100,12 @@ def measure_profile(
         with contextlib.suppress(ValueError):  # memory that no meter counts, such as a mapped file
             meter.retag(value, "optimizer")
     batch = BatchSizes(module for unit in units for module in unit.modules)
+    record = partial(_recorded, model, units, step, iterations, warmup, state, limit_s=seconds / (3 if recompute else 1))
+    options, kept = (), {}
     try:
-        recorder = _recorded(model, units, step, iterations, warmup, state, watch=True, limit_s=seconds)
+        recorder = record(watch=True)
+        if recompute:
+            options, kept = measure_recomputation(model, units, recorder, record)
     finally:
         batch.remove()
     groups = parameter_groups(optimizer)
@@ -116,7 +128,8 @@ def measure_profile(
         collectives=collectives or Collectives(),
         execution=execution_on(weight.device),
         copy_seconds_per_byte=copy_seconds_per_byte(weight),
-        about=(about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}),
+        recompute=options,
+        about=(about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}) | kept,
         spread={f"slot {i}": p10_p90(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
 
@@ -165,7 +178,7 @@ def time_compute_alone(model: nn.Module, units: Sequence[ModelUnit], step: Calla
 
 def _recorded(
     model: nn.Module, units: Sequence[ModelUnit], step: Callable[[], Tensor], iterations: int, warmup: int,
-    state: Sequence[Tensor] = (), watch: bool = False, limit_s: float = math.inf,
+    state: Sequence[Tensor] = (), watch: bool = False, limit_s: float = math.inf, selective: dict[int, bool] | None = None,
 ) -> SlotRecorder:
     until = time.monotonic() + limit_s
     device = units[0].parameters[0][1].device
@@ -176,6 +189,7 @@ def _recorded(
         recorder = SlotRecorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         held = attributes_over_parameters(model)
         hooks, before = Hooks(units, recorder, model), _weights(units)
+        recomputation = Recomputation(units, selective or {}, recorder.recomputing)
         loss: Tensor | None = None
         try:
             for kept in _passes(meter, iterations, warmup):
@@ -202,6 +216,7 @@ def _recorded(
                 same_numbers()
                 _watch(recorder, model, step)
         finally:
+            recomputation.remove()
             hooks.remove()
             for guard in recorder.guards:
                 guard.open()
@@ -216,11 +231,20 @@ def _recorded(
 
 def _watch(recorder: SlotRecorder, model: nn.Module, step: Callable[[], Tensor]) -> None:
     """Run one more step, unmeasured, that records where the memory of parameters is used, through any tensor."""
-    with AliasTracker(recorder.model_units, recorder.used) as watch:
-        recorder.begin(Measures(False, False))
-        step().backward()
-        watch.check(model)
+    handle = register_module_forward_pre_hook(lambda module, args: _note_rerun(recorder, module))
+    try:
+        with AliasTracker(recorder.model_units, recorder.used) as watch:
+            recorder.begin(Measures(False, False))
+            step().backward()
+            watch.check(model)
+    finally:
+        handle.remove()
     recorder.check_order()
+
+
+def _note_rerun(recorder: SlotRecorder, module: nn.Module) -> None:
+    if backward_pass() != -1:
+        recorder.rerun.add(module)
 
 
 def _passes(meter: Meter, iterations: int, warmup: int) -> list[Measures]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +49,8 @@ class SlotRecorder:
     late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
     processor: list[float] = field(default_factory=list)  # seconds of the process, by pass whose seconds are kept
     came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradient: (slot, seconds into it)
+    rerun: set[nn.Module] = field(default_factory=set)  # modules whose forward a checkpoint of the model's own runs again
+    recomputations: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)  # (unit, slot, slot again): seconds
 
     def begin(self, kept: Measures) -> None:
         """Begin a pass over the model."""
@@ -62,6 +65,7 @@ class SlotRecorder:
         self._highest = 0  # most bytes of activations in this slot so far
         self._gradients: list[Tensor] = []
         self._arrived: dict[tuple[int, int], tuple[int, DeviceTimestamp]] = {}  # (unit, parameter) -> (slot, time)
+        self._recomputed: list[tuple[tuple[int, int, int], DeviceTimestamp, DeviceTimestamp]] = []
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.guards)
         self._side = 0  # forwards and backwards of side passes under way
@@ -157,6 +161,21 @@ class SlotRecorder:
             if not self._side and not inside and not self._ended:
                 guard.close()
 
+    def recomputing(self, unit: int) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Observe a forward that is computed again (:class:`mdcs.model.recompute.Recomputation`)."""
+        forward = len(self._now) - 1
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            self.recomputed(unit)
+            use, begin = (unit, forward, len(self._now) - 1), DeviceTimestamp(self.device)
+            try:
+                yield
+            finally:  # checkpointing leaves by an exception once all is computed that backward needs
+                self._recomputed.append((use, begin, DeviceTimestamp(self.device)))
+
+        return again
+
     def _extend_backward(self, unit: int, otherwise: str) -> None:
         """Extend the unit's backward span to the present slot. ``otherwise``: the problem if backward has no slot yet."""
         slot = sum(p == "B" for _, p in self._now) - 1
@@ -214,6 +233,8 @@ class SlotRecorder:
         if self._kept.seconds:
             self.processor.append(time.process_time() - self._used)
             self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
+            for use, begin, end in self._recomputed:
+                self.recomputations.setdefault(use, []).append(begin.until(end))
             for key, (slot, mark) in self._arrived.items():
                 self.came.setdefault(key, []).append((slot, self._times[slot].until(mark)))
         if self._kept.bytes:

@@ -18,10 +18,12 @@ from mdcs.emulation import EmulatedCommunicator, pacer_for
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import BatchSizes
+from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.recompute import NONE, SELECTIVE
 from mdcs.runtime import optimizer_state, validation
 from mdcs.runtime.activation_excess import ActivationExcess
 from mdcs.runtime.buffers import Buffers
@@ -151,6 +153,8 @@ class Engine:
         self.access.follow(self.sequencer)
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self.sequencer, model)
+        chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
+        self._recomputation = Recomputation(units, chosen, self._recomputing)
         self._handles = [*batch.handles, *validation.forbid_optimizer_calls(optimizer, self.rank)]
         self._handles.append(validation.refuse_state_dict(model, self.storages, place))
 
@@ -175,6 +179,14 @@ class Engine:
 
         groups = self.groups
         return NodeCommunicator(of(groups.node_group), of(groups.replica_group)) if in_node else of(groups.message_group)
+
+    def _recomputing(self, unit: int) -> Callable[[], AbstractContextManager[None]]:
+        @contextlib.contextmanager
+        def recomputing() -> Iterator[None]:
+            self._hooks.recomputed(unit)
+            yield
+
+        return recomputing
 
     def reset_memory(self) -> None:
         """Restart the peaks of memory."""
@@ -352,6 +364,7 @@ class Engine:
         if self.plan.budget is not None:
             self.executor.limit(None)
         self._hooks.remove()
+        self._recomputation.remove()
         for handle in self._handles:
             handle.remove()
         self.groups.destroy(failed=failed)

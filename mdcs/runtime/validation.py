@@ -20,10 +20,12 @@ from mdcs.model.elementwise import StateLayout, state_layout
 from mdcs.model.guard import GRADIENT, THAW, GuardedParameter
 from mdcs.model.hooks import ModuleHook
 from mdcs.model.optimizers import in_flat_order, parameter_groups
+from mdcs.model.recompute import refuse_recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, refuse_shared_memory
 from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check
+from mdcs.profile.recompute import NONE
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import Buffers, check_buffers, layout
 from mdcs.runtime.errors import ErrorContext, RunError
@@ -98,6 +100,7 @@ def validate(
         check(plan)
         groups = parameter_groups(optimizer)
         found.ordered, found.group_of = _match(plan, units, groups)
+        refuse_recomputation(model, units, [u for u, choice in enumerate(plan.recompute) if choice != NONE])
         found.untrained = [name for unit in units if unit.trainable for name, p in unit.parameters if p not in groups]
         found.initialisation = Initializer(model, units, options.init, device)
         found.state = optimizer_state.histories(found.ordered, groups, optimizer.state, found.layout)

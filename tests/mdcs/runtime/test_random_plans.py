@@ -1,10 +1,10 @@
 """Property: whatever a valid plan says, training is bitwise DDP's, no weight is stale and nothing hangs.
 
-208 plans, each a function of its seed: random mixes, cuts, fusions, issue slots, blocking messages, depths, half of them
-under the smallest budget they can run in, with drains, evaluations (some of which raise), state dicts, saved and loaded,
-loans of whole parameters, looks at gradients, collectives of the loop's own, batches that raise or that are left out, and
-other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no multiple of the
-ranks; every fourth time units of two types, too. Of three times one has a starter for all messages, one for some.
+208 plans, each a function of its seed: random mixes, cuts, fusions, issue slots, blocking messages, depths, units that compute
+their activations again, half of them under the smallest budget they can run in, with drains, evaluations (some of which raise),
+state dicts, saved and loaded, loans of whole parameters, looks at gradients, collectives of the loop's own, batches that raise or
+that are left out, and other plans after close() in between. The model has tied and frozen weights, and units whose sizes are no
+multiple of the ranks; every fourth time units of two types, too. Of three times one has a starter for all messages, one for some.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.profile.algorithms import ALGORITHMS, Collectives
+from mdcs.profile.recompute import CHOICES
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.runtime import thread_transport
 from tests.mdcs.runtime.ranks import Ranks
@@ -35,6 +36,7 @@ from tests.mdcs.runtime.training import (
     distance,
     optimizer_for,
     profile_of,
+    recomputing,
     reference,
     setup,
 )
@@ -47,10 +49,15 @@ BETWEEN = (
 )  # fmt: skip
 
 
-def random_plan(rng: random.Random, profile: mdcs.Profile, micro_steps: int) -> mdcs.Plan:
+def random_plan(
+    rng: random.Random, profile: mdcs.Profile, micro_steps: int, made: Setup, units: list[mdcs.ModelUnit]
+) -> mdcs.Plan:
     mix = tuple(rng.choice(choices(profile)) for _ in profile.units)
     order = RandomOrder(rng.randrange(1 << 30), max_blocks=rng.choice([1, 2, 4]), fuse=rng.choice([0.0, 0.3, 0.9]))
-    plan = order.schedule(StrategyAssignment(mdcs.Job(profile, micro_steps, cross_iteration=rng.random() < 0.7), mix))
+    job = mdcs.Job(profile, micro_steps, cross_iteration=rng.random() < 0.7)
+    again = rng.choice([CHOICES[:1], CHOICES])
+    job = recomputing(job, made.model, units, [rng.choice(again) for _ in units])
+    plan = order.schedule(StrategyAssignment(job, mix))
     blocking = rng.choice([0.0, 0.0, 0.2])
     messages = tuple(dataclasses.replace(m, blocking=rng.random() < blocking) for m in plan.messages)
     plan = dataclasses.replace(plan, messages=messages)
@@ -75,7 +82,7 @@ def train_random_plan(seed: int, double: bool) -> dict[str, Any]:
     losses = []
 
     def start(seed: int) -> mdcs.Parallel:
-        plan = on_rank_zero(lambda: random_plan(random.Random(seed), profile, job.micro_steps))
+        plan = on_rank_zero(lambda: random_plan(random.Random(seed), profile, job.micro_steps, made, units))
         return stack.enter_context(mdcs.parallelize(made.model, optimizer, plan, units, timeout_s=20))
 
     with contextlib.ExitStack() as stack:

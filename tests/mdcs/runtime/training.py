@@ -10,7 +10,8 @@ import copy
 import dataclasses
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,13 +24,16 @@ from torch import Tensor, nn
 import mdcs
 from experiments.tasks.bert import Bert
 from experiments.tasks.gpt2 import Gpt2
+from experiments.tasks.llama import Llama
 from experiments.tasks.model import Model
 from experiments.tasks.resnet import ResNet
+from mdcs.model.recompute import reasons_to_keep
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.registry import SCHEDULERS, STRATEGIES, JointPlanner, Scheduler, StrategyPlanner
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.recompute import CHOICES, RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
@@ -155,6 +159,7 @@ def tied(blocks: int = 3, kind: type[Tied] = Tied) -> Setup:
 TINY: dict[str, Model] = {
     "gpt2": Gpt2(layers=2, width=16, heads=2, sequence=8, vocab=31),
     "bert": Bert(layers=1, width=16, heads=2, sequence=8, vocab=31),
+    "llama": Llama(layers=2, width=16, heads=2, kv_heads=1, inner=32, sequence=8, vocab=31),
     "resnet": ResNet(image=16, depths=(1, 1), hidden_sizes=(64, 128), width_divisor=16, classes=10),
 }
 
@@ -325,6 +330,7 @@ class How:
     collectives: Collectives = Collectives()
     bytes: int = 4000
     per_node: int = 0
+    recompute: str = ""  # of all units that can; "random" by unit
 
 
 SOLVER_S = 2.0  # the other ranks wait for it, and for no more than their timeout
@@ -427,12 +433,27 @@ def all_fsdp_bytes(job: mdcs.Job) -> int:
     return PlanningProblem(job, None).peak([Strategy.fsdp] * len(job.profile.units))
 
 
-def plan_for(job: Job, how: How, profile: Profile) -> mdcs.Plan:
+def recomputing(job: mdcs.Job, model: nn.Module, units: list[mdcs.ModelUnit], choices: Sequence[str]) -> mdcs.Job:
+    """The job in which the units that can compute activations again do as ``choices`` say; bytes and seconds are made up."""
+    reasons, profile = reasons_to_keep(model, units), job.profile
+    able = [u for u, unit in enumerate(profile.units) if unit.backward is not None and not reasons[u] and not unit.aliased]
+    spans = [(unit.forward[0], (unit.backward or (0,))[0]) for unit in profile.units]
+    options = tuple(RecomputeOption(u, choice, (RecomputeUse(*spans[u], 0, 1.0, 0),)) for u in able for choice in CHOICES[1:])
+    chosen = tuple(choice if u in able else "none" for u, choice in enumerate(choices))
+    return dataclasses.replace(job, profile=dataclasses.replace(profile, recompute=options), recompute=chosen)
+
+
+def plan_for(job: Job, how: How, profile: Profile, model: nn.Module | None = None) -> mdcs.Plan:
+    """``model`` is needed where units are to compute activations again."""
     options = {"micro_steps": job.micro_steps, "cross_iteration": how.cross_iteration and job.clip_norm is None}
-    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(mdcs.Job(profile, **options)))
-    return on_rank_zero(
-        lambda: mdcs.make_plan(mdcs.Job(profile, **options), strategy_for(how), scheduler_for(how), budget=budget)
-    )
+    planned = mdcs.Job(profile, **options)
+    if how.recompute:
+        assert model is not None
+        rng, units = random.Random(how.seed), mdcs.partition(model, setup(job.model).policy)
+        choices = [how.recompute if how.recompute != "random" else rng.choice(CHOICES) for _ in units]
+        planned = recomputing(planned, model, units, choices)
+    budget = None if how.budget is None else int(how.budget * all_fsdp_bytes(planned))
+    return on_rank_zero(lambda: mdcs.make_plan(planned, strategy_for(how), scheduler_for(how), budget=budget))
 
 
 @contextmanager
@@ -443,7 +464,7 @@ def parallel_for(
     optimizer = optimizer_for(job.optimizer, made.model)
     units = mdcs.partition(made.model, made.policy)
     if plan is None:
-        plan = plan_for(job, how, profile_of(job, how, made, units, optimizer))
+        plan = plan_for(job, how, profile_of(job, how, made, units, optimizer), made.model)
     with mdcs.parallelize(
         made.model, optimizer, plan, units, clip_norm=job.clip_norm, timeout_s=timeout_s
     ) as parallel:

@@ -1,0 +1,180 @@
+"""Activation checkpointing of units: forwards that free their activations, and that backward computes again.
+
+The checkpointed forward takes the place of ``module.forward``, inside of the module's hooks. So hooks run once, in forward;
+in backward the slot of the module has begun, and its parameters are gathered, before its forward runs again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.torch_compat import has_batch_statistics, operators, run_not_compiled, version_of
+
+Recomputing = Callable[[], AbstractContextManager[Any]]
+"""Returns the context in which a forward is computed again."""
+Observer = Callable[[int], Recomputing]
+"""Called with the unit at each forward."""
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)  # fmt: skip
+_KEPT = operators("mm", "addmm", "bmm", "baddbmm", "convolution", *_ATTENTION)
+"""Operators whose outputs selective checkpointing keeps."""
+
+
+def refuse_recomputation(model: nn.Module, units: Sequence[ModelUnit], chosen: Iterable[int]) -> None:
+    """Raise UnsupportedModel for a chosen unit whose activations cannot be computed again."""
+    reasons = reasons_to_keep(model, units)
+    for u in chosen:
+        if reasons[u]:
+            raise UnsupportedModel(f"{units[u].name}: cannot compute its activations again: {reasons[u]}")
+
+
+def reasons_to_keep(model: nn.Module, units: Sequence[ModelUnit]) -> list[str]:
+    """Return for each unit why its activations cannot be computed again; "" if they can."""
+    inside = {m: unit for unit in units for m in unit.modules}
+    taken: set[nn.Module] = set()
+    out = []
+    for unit in units:
+        module, reason = unit.modules[0], ""
+        if len(unit.modules) > 1:
+            reason = "it has several modules"
+        elif module is model:
+            reason = "it is the whole model"
+        elif module in taken:
+            reason = "its module is another unit's"
+        elif isinstance(module, torch.jit.ScriptModule):
+            reason = "its module is scripted"
+        elif any(m in inside for m in module.modules() if m is not module):
+            reason = "other units run inside of it"
+        taken.update(unit.modules)
+        out.append(reason)
+    return out
+
+
+class Recomputation:
+    """Checkpointed forwards of units; :meth:`remove` gives the modules their own forwards back.
+
+    - ``selective``: for each unit to be computed again, whether outputs of matrix products, convolutions and attention
+      are kept.
+    """
+
+    def __init__(self, units: Sequence[ModelUnit], selective: dict[int, bool], observer: Observer) -> None:
+        self._restore: list[tuple[nn.Module, Any]] = []
+        for u, keeps in selective.items():
+            [module] = units[u].modules
+            self._restore.append((module, vars(module).get("forward")))
+            module.forward = CheckpointedForward(units[u].name, module, keeps, functools.partial(observer, u))
+
+    def remove(self) -> None:
+        """Restore the forwards."""
+        for module, own in self._restore:
+            if own is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = own
+        self._restore.clear()
+
+
+class CheckpointedForward:
+    """The forward of a module, checkpointed while gradients are enabled.
+
+    In a copy or pickle of the module it is a plain call of the module's own forward, which needs no mdcs.
+    """
+
+    def __init__(self, name: str, module: nn.Module, selective: bool, observer: Callable[[], Recomputing]) -> None:
+        self._name, self._module, self._selective, self._observer = name, module, selective, observer
+        self._own, self._forward = vars(module).get("forward"), module.forward
+        self._statistics = [m for m in module.modules() if has_batch_statistics(m)]
+        self._others = [m for m in module.modules() if m._buffers and not has_batch_statistics(m)]
+        functools.update_wrapper(self, self._forward, updated=())  # so that inspect.signature finds the arguments
+        self._call = run_not_compiled(self._checkpointed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        return self._call(args, kwargs) if torch.is_grad_enabled() else self._forward(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        if self._own is not None:
+            return functools.partial, (self._own,)
+        return functools.partial, (type(self._module).forward, self._module)
+
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positional, names, recomputing = len(args), list(kwargs), self._observer()
+
+        def run(*values: Any) -> Any:
+            return self._forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            forward: AbstractContextManager[Any] = contextlib.nullcontext()
+            again = forward
+            if self._selective:
+                forward, again = create_selective_checkpoint_contexts(_policy)
+            return forward, _Again(lambda: self._again(recomputing, again))
+
+        before = self._versions()
+        # Keywords as positions: checkpoint() sees whether a tensor is changed in place before it is used again.
+        out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+        after = self._versions()
+        if any(after.get(place) != seen for place, seen in before.items()):  # one that this forward has made is no change
+            raise UnsupportedModel(
+                f"{self._name}: its forward changes a buffer, so it cannot be computed again with the same result: plan it "
+                "without recomputation"
+            )
+        return out
+
+    def _versions(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """Return identity and version of each buffer, running statistics left out."""
+        held = [((i, name), b) for i, m in enumerate(self._others) for name, b in m._buffers.items() if b is not None]
+        return {place: (id(b), 0 if b.is_inference() else version_of(b)) for place, b in held}
+
+    @contextlib.contextmanager
+    def _again(self, recomputing: Recomputing, operators: AbstractContextManager[Any]) -> Iterator[None]:
+        """Compute again, with copies of running statistics, which the first forward has updated."""
+        kept = [(m, dict(m._buffers)) for m in self._statistics if m.training]
+        for module, buffers in kept:
+            module._buffers.update((name, None if b is None else b.clone()) for name, b in buffers.items())
+        try:
+            with recomputing(), operators:
+                yield
+        finally:
+            for module, buffers in kept:
+                module._buffers.update(buffers)
+
+
+class _Again(contextlib.ExitStack):
+    """A new context at each entry: several backward passes compute one forward again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __enter__(self) -> _Again:
+        self.enter_context(self._make())
+        return self
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator not in _KEPT or _drops_out(operator, args, kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers: if it were not run again, those drawn after it would be others."""
+    names = _KEPT[operator]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))

@@ -1,0 +1,95 @@
+"""Measure what units free, and what it costs, if they compute their activations again.
+
+The model runs twice more: all units that can free their activations keep only their inputs, then also the outputs of
+matrix products. The numbers of each unit are differences to the run in which all activations were kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from mdcs.model.recompute import reasons_to_keep
+from mdcs.model.units import ModelUnit
+from mdcs.profile.recompute import FULL, SELECTIVE, RecomputeOption, RecomputeUse
+from mdcs.profiler.slot_recorder import SlotRecorder
+
+KEPT = "recompute"
+"""Key of ``Profile.about``: units that keep their activations, each with the reason."""
+
+
+def measure_recomputation(
+    model: nn.Module, units: Sequence[ModelUnit], base: SlotRecorder, record: Callable[..., SlotRecorder]
+) -> tuple[tuple[RecomputeOption, ...], dict[str, str]]:
+    """Return the options of all units that free something, and for ``Profile.about`` why others have none.
+
+    - ``base``: the passes in which all activations were kept.
+    - ``record``: measures passes. ``selective`` says which units compute again, and whether they keep matrix products.
+    """
+    reasons = reasons_to_keep(model, units)
+    for u, unit in enumerate(units):
+        if not reasons[u]:
+            reasons[u] = _reason(base, u, unit)
+    options: list[RecomputeOption] = []
+    for choice in (FULL, SELECTIVE):
+        able = [u for u, reason in enumerate(reasons) if not reason]
+        found = _attempt(record, base, able, choice)
+        if isinstance(found, str):
+            # Some unit cannot: find out which, one at a time.
+            alone = {u: _attempt(record, base, [u], choice, iterations=1, warmup=0) for u in able}
+            for u, result in alone.items():
+                if isinstance(result, str) and choice == FULL:
+                    reasons[u] = result
+            able = [u for u, result in alone.items() if not isinstance(result, str)]
+            found = _attempt(record, base, able, choice)
+        if able and not isinstance(found, str):
+            options += _options(base, found, able, choice)
+    with_options = {option.unit for option in options}
+    kept = [f"{units[u].name}: {reasons[u] or 'frees nothing'}" for u in range(len(units)) if u not in with_options]
+    return tuple(options), {KEPT: "; ".join(kept)} if kept else {}
+
+
+def _reason(base: SlotRecorder, u: int, unit: ModelUnit) -> str:
+    """Return why a unit keeps its activations, as the passes show; "" if it need not."""
+    if (u, "F") not in base.spans or (u, "B") not in base.spans:
+        return "no gradient flows through it"
+    if u in base.aliased:
+        return "its parameters are used outside of it"
+    if any(m in base.rerun for m in unit.modules[0].modules()):
+        return "the model checkpoints it already"
+    return ""
+
+
+def _attempt(
+    record: Callable[..., SlotRecorder], base: SlotRecorder, able: Sequence[int], choice: str, **passes: int
+) -> SlotRecorder | str:
+    """Return the passes in which these units compute again, or why they cannot."""
+    try:
+        found = record(selective=dict.fromkeys(able, choice == SELECTIVE), **passes)
+    except (RuntimeError, ValueError) as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return found if found.order == base.order else "its slots come in another order"
+
+
+def _options(base: SlotRecorder, found: SlotRecorder, able: Sequence[int], choice: str) -> list[RecomputeOption]:
+    forward_slots = sum(phase == "F" for _, phase in base.order)
+    less = [before - now for before, now in zip(base.live, found.live, strict=True)]
+    after = [*less[1:], 0]
+    out = []
+    for u in able:
+        uses = []
+        for (unit, forward, backward), seconds in sorted(found.recomputations.items()):
+            if unit == u:
+                freed = min(after[forward] - less[forward], less[backward] - after[backward])
+                peak = found.peak[backward] - found.live[backward]
+                higher = found.peak[forward] - base.peak[forward] + less[forward]  # others free bytes in this slot, too
+                uses.append(
+                    RecomputeUse(
+                        forward, backward - forward_slots, max(0, freed), statistics.median(seconds), max(0, peak), higher
+                    )
+                )
+        if any(use.freed for use in uses):
+            out.append(RecomputeOption(u, choice, tuple(uses)))
+    return out

@@ -1,0 +1,117 @@
+"""What units free, and what it costs, if they compute their activations again: measured with the shim, to the byte."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mdcs
+from mdcs.plan.recompute import recomputing
+from mdcs.profile.recompute import CHOICES, FULL, NONE, SELECTIVE
+from mdcs.profiler.consensus import merge_profiles
+from mdcs.profiler.model_profile import _recorded, measure_profile
+from tests.mdcs.profiles import few
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.training import optimizer_for, setup
+
+LINK = mdcs.Link.uniform(1.0, 50.0)
+
+
+def measured_and_predicted(name: str, shape: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """(measured, predicted) bytes, live and peak of each slot, of several mixes of choices."""
+    made = setup(name, **shape)
+    units = mdcs.partition(made.model, made.policy)
+
+    def step() -> Tensor:
+        return made.loss(made.model, made.batch(0, 0, 0))
+
+    profile = measure_profile(
+        made.model, units, step, optimizer_for("adam", made.model), world=2, link=LINK, iterations=1, recompute=True
+    )
+    assert profile.recompute and mdcs.Profile.from_json(profile.to_json()).recompute == profile.recompute
+    can = {(option.unit, option.choice) for option in profile.recompute}
+    out = []
+    for first in range(3):
+        wanted = itertools.islice(itertools.cycle(CHOICES), first, None)
+        choices = [choice if (u, choice) in can else NONE for u, choice in zip(range(len(units)), wanted, strict=False)]
+        selective = {u: choice == SELECTIVE for u, choice in enumerate(choices) if choice != NONE}
+        found = _recorded(made.model, units, step, 1, 1, selective=selective)
+        slots = recomputing(profile, choices).slots
+        out.append((found.live + found.peak, [s.live for s in slots] + [s.peak for s in slots]))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), few([("gpt2", {"layers": 3}), ("bert", {"layers": 3}), ("resnet", {}), ("llama", {}), ("twice", {})])
+)
+def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(measured: Ranks, name, shape):
+    for rank in measured.run(measured_and_predicted, name, shape):
+        for found, predicted in rank:
+            assert predicted == found
+
+
+class Parts(nn.Module):
+    """Blocks of which one has several gradients, one is checkpointed by the model, and one changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.by_hand, self.inside, self.counts, self.lstm = (self.block() for _ in range(5))
+        self.counts = Counts(self.counts)
+        own = self.inside.forward
+        self.inside.forward = lambda x: checkpoint(own, x, use_reentrant=False)  # type: ignore[method-assign]
+        self.head = nn.Linear(6, 2)
+
+    @staticmethod
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.by_hand, self.plain(x), use_reentrant=False)
+        out: Tensor = self.head(self.counts(self.inside(x)))
+        return out
+
+
+class Counts(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        out: Tensor = self.block(x)
+        return out
+
+
+def options_and_reasons() -> tuple[list[tuple[str, str]], str]:
+    torch.manual_seed(0)
+    model = Parts()
+    del model.lstm
+    units = mdcs.partition(model, mdcs.ByClass(("Sequential", "Counts")))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step() -> Tensor:
+        return model(torch.ones(4000, 6)).square().mean()
+
+    optimizer = optimizer_for("adam", model)
+    profile = merge_profiles(
+        measure_profile(model, units, step, optimizer, world=2, link=LINK, iterations=1, recompute=True)
+    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not measure_profile(model, units, step, optimizer, world=2, link=LINK, iterations=1).recompute
+    return [(units[o.unit].name, o.choice) for o in profile.recompute], profile.about["recompute"]
+
+
+def test_units_that_cannot_keep_their_activations_and_the_profile_says_why(measured: Ranks):
+    for options, reasons in measured.run(options_and_reasons):
+        assert ("plain", FULL) in options
+        assert {name for name, _ in options} <= {"plain", "head"}
+        for said in (
+            "by_hand: the model checkpoints it already", "inside: the model checkpoints it already", "counts", "changes a buffer",
+        ):  # fmt: skip
+            assert said in reasons

@@ -1,0 +1,95 @@
+"""Units whose activations the runtime computes again train as with DistributedDataParallel, and need what the ledger says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import mdcs
+from mdcs.planner.registry import SCHEDULERS
+from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.recompute import CHOICES
+from mdcs.profiler.consensus import merge_profiles, on_rank_zero
+from mdcs.profiler.model_profile import measure_profile
+from tests.mdcs.profiles import few
+from tests.mdcs.runtime import test_loops_models as models
+from tests.mdcs.runtime.ranks import Ranks
+from tests.mdcs.runtime.test_loops_models import STEPS, Case
+from tests.mdcs.runtime.training import How, Job, compare, recomputing
+
+REFUSED = {
+    "spectral_norm": "its forward changes a buffer, so it cannot be computed again with the same result",
+    "an LSTM": "Tensor cached during selective activation checkpoint has been mutated",
+}
+"""Cases in which a unit cannot; where it is measured it has no option."""
+
+
+def trained(case: Case, choice: str) -> dict[str, Tensor]:
+    model, optimizer = case.build()
+    units = mdcs.partition(model, case.policy)
+    profile = merge_profiles(
+        measure_profile(
+            model, units, lambda: case.loss(model, case.batch(0)), optimizer, world=2, link=mdcs.Link.uniform(1.0, 50.0),
+            iterations=1,
+        )
+    )  # fmt: skip
+    rng = random.Random(3)
+    job = recomputing(mdcs.Job(profile), model, units, [choice if choice != "random" else rng.choice(CHOICES) for _ in units])
+    mixed = RandomMix(seed=3) if choice == "random" else Uniform("fsdp")
+    plan = on_rank_zero(lambda: mdcs.make_plan(job, mixed, SCHEDULERS["priority"](block_mib=1e-4)))
+    with mdcs.parallelize(model, optimizer, plan, units, timeout_s=15, broadcast_buffers=True) as parallel:
+        for step in range(STEPS):
+            case.loss(model, case.batch(step)).backward()
+            parallel.step()
+            model.eval()
+            with parallel.evaluate(), torch.no_grad():
+                case.loss(model, case.batch(step))
+            model.train()
+        return parallel.state_dict()
+
+
+def as_with_ddp(group: str, choice: str) -> dict[str, str]:
+    """By case: what differs, or the error that it comes to."""
+    found = {}
+    for name, case in getattr(models, group).items():
+        try:
+            state, wanted = trained(case, choice), models.trained_with_ddp(case)
+            found[name] = str([n for n in wanted if not torch.allclose(state[n], wanted[n], rtol=1e-9, atol=1e-9)])
+        except Exception as e:
+            found[name] = f"{type(e).__name__}: {e}"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    few([(g, c) for c in ("full", "selective", "random") for g in ("LOSSES", "CHECKPOINTS", "HOOKS", "OUTPUTS", "MODELS")], 2),
+)
+def test_models_of_others_train_as_with_ddp(two: Ranks, group, choice):
+    """Dropout, autocast, several forward passes, adapters and frozen weights, checkpoints of the model's own, hooks of others."""
+    for found in two.run(as_with_ddp, group, choice, timeout_s=200):
+        differing = {name: what for name, what in found.items() if what != "[]"}
+        assert [name for name, what in differing.items() if REFUSED.get(name, what + "!") not in what] == []
+
+
+@pytest.mark.parametrize(
+    ("job", "how"),
+    few(
+        [
+            (Job("resnet", steps=4), How("fsdp", "priority", recompute="full")),  # running statistics
+            (Job("gpt2", 2, steps=4), How("random", "random", budget=1.3, seed=1, recompute="random")),  # tied weights
+            (Job("twice", steps=4), How("sdp", "wfbp", recompute="selective")),
+            (Job("frozen", steps=4), How("fsdp", "fusion", recompute="full")),
+            (Job("bert", 2, clip_norm=0.1, exact_norm=True, steps=4), How("zero2", "dear", recompute="selective")),
+            (Job("checkpointed", steps=4), How("fsdp", "partitioning", recompute="full")),
+            (Job("pictures", steps=4), How("dp", "mg_wfbp", recompute="random", seed=2)),
+            (Job("mixed", 3, steps=4), How("random", "sequential", recompute="random", seed=3)),
+        ],
+        3,
+    ),
+)
+def test_two_ranks_are_bitwise_equal(two: Ranks, job, how):
+    assert [result["bitwise"] for result in two.run(compare, job, how)] == [True, True]

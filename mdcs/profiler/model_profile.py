@@ -100,7 +100,10 @@ def measure_profile(
         with contextlib.suppress(ValueError):  # memory that no meter counts, such as a mapped file
             meter.retag(value, "optimizer")
     batch = BatchSizes(module for unit in units for module in unit.modules)
-    record = partial(_recorded, model, units, step, iterations, warmup, state, limit_s=seconds / (3 if recompute else 1))
+    record = partial(
+        _recorded, model, units, step, iterations=iterations, warmup=warmup, state=state,
+        limit_s=seconds / (3 if recompute else 1),
+    )  # fmt: skip
     options, kept = (), {}
     try:
         recorder = record(watch=True)

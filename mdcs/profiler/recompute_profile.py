@@ -41,7 +41,7 @@ def measure_recomputation(
             alone = {u: _attempt(record, base, [u], choice, iterations=1, warmup=0) for u in able}
             for u, result in alone.items():
                 if isinstance(result, str) and choice == FULL:
-                    reasons[u] = result
+                    reasons[u] = result.removeprefix(f"{units[u].name}: ")
             able = [u for u, result in alone.items() if not isinstance(result, str)]
             found = _attempt(record, base, able, choice)
         if able and not isinstance(found, str):

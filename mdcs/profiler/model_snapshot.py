@@ -81,5 +81,5 @@ def preserve_model(model: nn.Module, meter: Meter) -> Iterator[Callable[[], None
     finally:
         if collected:
             gc.enable()
-    buffers.restore()
-    set_random_state(numbers, device)
+        buffers.restore()
+        set_random_state(numbers, device)

@@ -16,7 +16,7 @@ from mdcs.plan.worst_case import check
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.recompute import Planned, RecomputeRule, fastest, recompute_named
+from mdcs.planner.recompute import Planned, RecomputeRule, fastest, recompute_named, refined
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
@@ -92,7 +92,7 @@ def _made(
         plan = strategy.plan(_with_fastest_recompute(problem, Greedy(), Priority(), None))
         check(plan)
         if problem.recomputes:  # a solver's bound and gap hold for one recomputation only
-            plan = dataclasses.replace(plan, bound_s=None, outcome=f"{plan.outcome}, of this recomputation")
+            plan = refined(dataclasses.replace(plan, bound_s=None, outcome=f"{plan.outcome}, of this recomputation"))
         return _predicted(plan, strategy.name)
     strategy = cast(StrategyPlanner, strategy)
     if scheduler is None:
@@ -103,6 +103,8 @@ def _made(
     plan, cap = _proposed(decided, strategy, scheduler, schedule_share, floor)
     if cap is not None:
         plan = fastest_repair(plan, cap)
+        if problem.recomputes and schedule_share is None:  # a share limits activations, too
+            plan = refined(plan)
         check(plan)
     return _predicted(plan, strategy.name)
 

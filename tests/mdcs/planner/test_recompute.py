@@ -13,7 +13,7 @@ from mdcs.planner.curve import front
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.joint import Joint
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
-from mdcs.planner.recompute import Planned, Random, Uniform, ladder, recompute_named
+from mdcs.planner.recompute import Planned, Random, Uniform, ladder, recompute_named, refined
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
@@ -21,6 +21,7 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform as Alike
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Slot, Unit
+from mdcs.simulator.simulate import replay
 from tests.mdcs.profiles import ADAM, chain, link
 
 
@@ -148,6 +149,16 @@ def test_nothing_is_recomputed_where_it_buys_nothing() -> None:
     free = replace(DEEP, link=link())
     assert make_plan(free, Greedy(), Priority(), budget=unsharded_bytes(free), recompute=Planned()).recompute == ()
     assert make_plan(DEEP, Greedy(), Priority(), recompute="planned").recompute == ()  # no budget
+
+
+def test_single_choices_change_as_long_as_a_plan_gets_faster_within_its_budget() -> None:
+    leanest = make_plan(DEEP, Alike("dp"), Wfbp(), recompute=Uniform("full"))
+    assert refined(leanest).recompute == ()  # no budget
+    budget = PlanningProblem(replace(Job(DEEP), recompute=("full", "none", "none", "none")), None).peak(leanest.strategies)
+    tight = make_plan(DEEP, Alike("dp"), Sequential(), recompute=Uniform("full"), budget=budget)
+    found = refined(tight)
+    assert replay(found).period_s < replay(tight).period_s and replay(found).peak["total"] <= budget
+    assert found.messages == tight.messages and found.recompute
 
 
 def test_a_share_divides_what_is_above_the_lower_floor() -> None:

@@ -57,7 +57,7 @@ class SidePasses:
             if period is not None:
                 finish_iteration(self._transport, period * self._transport.queue.n)
             else:
-                with self._transport.lock:
+                with self._transport.runner.account.lock:
                     self._transport.wait_for(self._transport.queue.issued, "the messages in flight")
             self._excess.skips = True
             self._open = [storage.guard.is_open for storage in self._storages]

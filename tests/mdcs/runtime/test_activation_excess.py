@@ -302,5 +302,5 @@ def planned_for(sizes: list[int]) -> tuple[list[float], list[int], str, int, int
 
 
 def test_a_plan_of_several_batches_has_room_for_the_largest(measured: Ranks):
-    for _, over, inputs, peak, budget in measured.run(planned_for, [SAMPLES, 16 * SAMPLES, 4 * SAMPLES]):
+    for _, over, inputs, peak, budget in measured.run(planned_for, [SAMPLES, 16 * SAMPLES, 4 * SAMPLES], timeout_s=200.0):
         assert set(over) == {0} and peak <= budget and inputs == f"{16 * SAMPLES} x {WIDTH}"

@@ -31,6 +31,7 @@ from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 from mdcs.profile.algorithms import Collectives
 from mdcs.profile.layout import Section
 from mdcs.profile.link import Link
+from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import Optimizer, Profile
 from mdcs.profiler.alias_tracker import AliasTracker
 from mdcs.profiler.model_snapshot import preserve_model
@@ -104,7 +105,8 @@ def measure_profile(
         _recorded, model, units, step, iterations=iterations, warmup=warmup, state=state,
         limit_s=seconds / (3 if recompute else 1),
     )  # fmt: skip
-    options, kept = (), {}
+    options: tuple[RecomputeOption, ...] = ()
+    kept: dict[str, str] = {}
     try:
         recorder = record(watch=True)
         if recompute:

@@ -46,13 +46,18 @@ def measured_and_predicted(name: str, shape: dict[str, Any]) -> list[tuple[list[
     return out
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), few([("gpt2", {"layers": 3}), ("bert", {"layers": 3}), ("resnet", {}), ("llama", {}), ("twice", {})])
-)
+SHAPES = [
+    ("gpt2", {"layers": 3}), ("bert", {"layers": 3}), ("resnet", {"image": 64, "samples": 4}), ("llama", {"layers": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape"), few(SHAPES))
 def test_bytes_of_any_mix_of_choices_are_predicted_from_three_runs(measured: Ranks, name, shape):
     for rank in measured.run(measured_and_predicted, name, shape):
         for found, predicted in rank:
-            assert predicted == found
+            assert max(found) == pytest.approx(max(predicted), rel=0.005)
+            # Two units may keep one tensor: to free it takes both, and only one of them is said to.
+            assert predicted == found if name in ("gpt2", "bert") else all(f <= p for f, p in zip(found, predicted, strict=True))
 
 
 class Parts(nn.Module):

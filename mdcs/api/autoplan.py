@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.plan.plan import Plan
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 def autoplan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     units: list[ModelUnit],
     step: Callable[..., Tensor],
     *,

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from mdcs.api.autoplan import SECONDS, autoplan
 from mdcs.emulation import Emulation
 from mdcs.model.blocks import in_words
-from mdcs.model.elementwise import state_layout
+from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
 from mdcs.model.units import ModelUnit, partition
-from mdcs.model.wrappers import without_accelerate, without_ddp
+from mdcs.model.wrappers import without_ddp
 from mdcs.plan.plan import Plan
 from mdcs.profile import cache
 from mdcs.profiler.consensus import on_rank_zero
@@ -34,6 +34,7 @@ from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction
 from mdcs.runtime.optimizer_calls import OptimizerCalls
+from mdcs.runtime.optimizer_state import as_list
 from mdcs.runtime.parallel import Parallel
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.runtime.validation import RunOptions
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 def parallelize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     plan: Plan | None = None,
     units: list[ModelUnit] | None = None,
     *,
@@ -68,11 +69,11 @@ def parallelize(
 ) -> Parallel:
     """Train ``model`` in your own loop, within ``budget`` or as ``plan`` says.
 
-    Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (any
-    elementwise one) keeps its options and learning-rate schedules; its updates run on shards, inside ``backward`` and the
-    next forward. Messages have a process group of their own, so the loop may use ``group`` for its collectives. ``model``
-    may be in DistributedDataParallel, which from then on only calls it, and both may come from ``accelerator.prepare``.
-    Then::
+    Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (or several, in
+    a list, each with some of the parameters) keeps its options and learning-rate schedules; its updates run on shards,
+    inside ``backward`` and the next forward. Messages have a process group of their own, so the loop may use ``group`` for
+    its collectives. ``model`` may be in DistributedDataParallel, which from then on only calls it, and both may come from
+    ``accelerator.prepare``. Then::
 
         for batch in loader:
             loss = model(**batch).loss
@@ -111,7 +112,7 @@ def parallelize(
     message, for later failures. The first step raises what :func:`mdcs.autoplan` raises.
     """
     limit = budget_of(budget)
-    model, optimizer = without_ddp(model), without_accelerate(optimizer)
+    model, optimizers = without_ddp(model), Optimizers(optimizer)
     units = partition(model) if units is None else units
     options = RunOptions(
         clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device), over_budget
@@ -125,18 +126,18 @@ def parallelize(
             raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
         planning: dict[str, Any] = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
-        run._run(Engine(model, optimizer, plan, units, group, options))
+        run._run(Engine(model, optimizers, plan, units, group, options))
         return run
     for given, name in ((group, "group"), (emulate, "emulate"), (init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
     refuse_meta(model)
-    state_layout(optimizer)  # refuses one that cannot run on shards before it has made a step
+    Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
     planning = {"budget": budget, "cross_iteration": not options.needs_norm}
     if batches is not None:
         planning["batches"] = [None, *batches]  # None: the first step's own
     run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
-    run._measure(model, optimizer)
+    run._measure(model, optimizers)
     if profiles is not False:
         run._folder = cache.cache_folder() if profiles is True else Path(profiles)
     if progress and run.rank == 0:
@@ -168,18 +169,26 @@ class PlannedInLoop(Parallel):
 
     def _run(self, engine: Engine) -> None:
         """Go on with a plan."""
-        resumed_after = self._resumed_after
+        resumed_after, stepped = self._resumed_after, self._stepped
         super().__init__(engine, self.units)
-        self._resumed_after = resumed_after
+        self._resumed_after, self._calls.stepped = resumed_after, stepped
         self._departures = DepartingSteps(engine, self._replan_after)
 
-    def _measure(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _measure(self, model: nn.Module, optimizers: Optimizers) -> None:
         """Let the next step be measured."""
-        self.model, self.optimizer, options = model, optimizer, self._options
+        stepped, options = self._stepped, self._options
+        self.model, self._all, self.optimizers = model, optimizers, optimizers.members
+        self.optimizer = self.optimizers[0]
         self._first = FirstStep(
-            model, optimizer, options.clip_norm, options.clip_value, self._resumed_after + 1, options.loss_scale
+            model, self.optimizers, options.clip_norm, options.clip_value, self._resumed_after + 1, options.loss_scale
         )
-        self._calls = OptimizerCalls(optimizer, self)
+        self._calls = OptimizerCalls(self.optimizers, self)
+        self._calls.stepped = stepped
+
+    @property
+    def _stepped(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose ``step()`` the loop has called in this iteration."""
+        return self._calls.stepped if "_calls" in vars(self) else []
 
     def _begin(self, first: FirstStep) -> None:
         """End the measured step, then profile it, plan, and shard the model with the optimizer's state."""
@@ -192,17 +201,17 @@ class PlannedInLoop(Parallel):
         first.forget()
         self._resumed_after += 1
         self._earlier += 1
-        self._run(Engine(self.model, self.optimizer, plan, self.units, self._group, self._options))
+        self._run(Engine(self.model, self._all, plan, self.units, self._group, self._options))
 
     def _plan(self, first: FirstStep) -> Plan:
         """Plan with the profile of an earlier start, if it has kept one, else with one that is measured, and kept."""
         make = functools.partial(
-            autoplan, self.model, self.optimizer, self.units, first.again, micro_steps=first.micro_steps, **self._planning
+            autoplan, self.model, self.optimizers, self.units, first.again, micro_steps=first.micro_steps, **self._planning
         )
         if self._folder is None:
             return make()
         others = "".join(map(described, self._planning.get("batches", ())))
-        path = self._folder / f"{key_of_job(self.model, self.units, self.optimizer, first.in_words() + others)}.json"
+        path = self._folder / f"{key_of_job(self.model, self.units, self._all, first.in_words() + others)}.json"
         known = on_rank_zero(lambda: cache.read(path))
         if known is not None and self.rank == 0 and self._planning["progress"]:
             print(f"mdcs: profile of an earlier start: {path}", file=sys.stderr, flush=True)
@@ -232,7 +241,7 @@ class PlannedInLoop(Parallel):
         self._earlier += done
         del self._engine, self.plan, self._departures
         self._folder = None  # another start would not know in which step this profile is that of its first one
-        self._measure(engine.model, engine.optimizer)
+        self._measure(engine.model, engine.optimizers)
 
     # -- in the first step
 
@@ -305,18 +314,35 @@ class PlannedInLoop(Parallel):
         else:
             self.model.load_state_dict(full)
 
-    def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
+    def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> Any:
         """Return the optimizer's state dict."""
         if self._first is None:
             return super().optimizer_state_dict(rank0_only=rank0_only, cpu=cpu)
-        return {} if rank0_only and self.rank else type(self.optimizer).state_dict(self.optimizer)
+        dicts = [{} if rank0_only and self.rank else self.state_dict_of(optimizer) for optimizer in self.optimizers]
+        return dicts if len(dicts) > 1 else dicts[0]
 
-    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, saved: Any) -> None:
         """Load a plain loop's ``optimizer.state_dict()``."""
         if self._first is None:
             super().load_optimizer_state_dict(saved)
         else:
-            type(self.optimizer).load_state_dict(self.optimizer, dict(saved))
+            for optimizer, own in zip(self.optimizers, as_list(saved), strict=True):
+                self.load_state_dict_of(optimizer, own)
+
+    def check_options(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RunError if the optimizer's options have changed since the iteration's updates."""
+        return super().check_options(optimizer) if self._first is None else None
+
+    def state_dict_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state dict of one of the optimizers."""
+        return super().state_dict_of(optimizer) if self._first is None else type(optimizer).state_dict(optimizer)
+
+    def load_state_dict_of(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        """Load a plain loop's state dict of one of the optimizers."""
+        if self._first is None:
+            super().load_state_dict_of(optimizer, saved)
+        else:
+            type(optimizer).load_state_dict(optimizer, dict(saved))
 
     def records(self, *, flush: bool = False) -> list[StepRecord]:
         """Return the finished iterations; a step that is measured has no record."""
@@ -369,6 +395,6 @@ class PlannedInLoop(Parallel):
             return super()._resume(path)
         from mdcs.runtime.checkpointing import resume_whole  # late: importing DCP takes most of a second
 
-        resumed = resume_whole(path, self.model, self.optimizer, self.units[0].parameters[0][1].device)
+        resumed = resume_whole(path, self.model, self.optimizers, self.units[0].parameters[0][1].device)
         self._resumed_after = 0 if resumed is None else resumed.step
         return resumed

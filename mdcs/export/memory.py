@@ -54,7 +54,7 @@ class GroupBytes:
     @classmethod
     def of(cls, group: Group, job: Job) -> GroupBytes:
         """Compute from the units' layouts. torch pads every parameter by itself; a plan does not know this padding."""
-        profile, opt = job.profile, job.profile.optimizer
+        profile = job.profile
         parts = group.strategy.parts(profile)
         sizes = dict.fromkeys(("shards", "full", "optimizer", "scratch", "gradients", "reduced", "kept"), 0)
         for u in group.units:
@@ -64,9 +64,11 @@ class GroupBytes:
             sizes["shards"] += updated
             sizes["full"] += layout.param_bytes
             if unit.trainable:
-                state = sum(int(own * width * opt.state_tensors) for own, width in shards)
-                sizes["optimizer"] += state + opt.state_fixed * len(unit.segments)
-                sizes["scratch"] = max([sizes["scratch"], *(opt.scratch(own, width) for own, width in shards)])
+                optimizers = [profile.optimizers[s.optimizer] for s in layout.sections]
+                for (own, width), opt in zip(shards, optimizers, strict=True):
+                    sizes["optimizer"] += int(own * width * opt.state_tensors)
+                    sizes["scratch"] = max(sizes["scratch"], opt.scratch(own, width))
+                sizes["optimizer"] += optimizers[0].state_fixed * len(unit.segments)
                 sizes["gradients"] += layout.param_bytes
                 sizes["reduced"] += layout.grad_bytes
                 sizes["kept"] += updated

@@ -1,24 +1,124 @@
-"""Which parameters share an optimizer's options."""
+"""The optimizers of a model: which parameters they have, how these are updated, and in which order that puts them in a unit."""
 
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from mdcs.model.units import ModelUnit
+from mdcs.model.elementwise import StateLayout, state_layouts
+from mdcs.model.units import ModelUnit, UnsupportedModel
+from mdcs.model.wrappers import without_accelerate
 from mdcs.sizes import aligned
 
-
-def parameter_groups(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
-    """Return parameter -> index of its group in ``optimizer.param_groups``."""
-    return {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
 NOT_TRAINED = -1
-"""Parameter group of trainable parameters that the optimizer does not have: reduced, as by DDP, and never updated."""
+"""Parameter group of trainable parameters that no optimizer has: reduced, as by DDP, and never updated."""
+
+GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""The optimizer of a model, or several, each of which has some of the parameters."""
+
+
+class Optimizers:
+    """One or several optimizers. Their parameter groups are numbered through, in the order of the optimizers.
+
+    Raises ValueError for none, and UnsupportedModel for a parameter that two of them have.
+    """
+
+    def __init__(self, given: GivenOptimizers) -> None:
+        self.members = tuple(map(without_accelerate, given if isinstance(given, Sequence) else [given]))
+        if not self.members:
+            raise ValueError("there must be an optimizer: parallelize(model, optimizer) or parallelize(model, [muon, adamw])")
+        owner: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        for optimizer in self.members:
+            for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                if owner.setdefault(p, optimizer) is not optimizer:
+                    raise UnsupportedModel(
+                        f"parameter {number} of {type(optimizer).__name__}, of shape {tuple(p.shape)}: is in "
+                        f"{type(owner[p]).__name__}, too: each parameter has one optimizer"
+                    )
+
+    @property
+    def name(self) -> str:
+        """The classes, in words."""
+        return " and ".join(type(optimizer).__name__ for optimizer in self.members)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """All parameter groups: those of the optimizers themselves."""
+        return [group for optimizer in self.members for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """All state by parameter, in a new dictionary."""
+        return {p: own for optimizer in self.members for p, own in optimizer.state.items()}
+
+    def clear_state(self) -> None:
+        """Drop the state of all."""
+        for optimizer in self.members:
+            optimizer.state.clear()
+
+    def set_state(self, state: dict[Any, dict[str, Any]]) -> None:
+        """Give each optimizer the state of its parameters."""
+        for optimizer in self.members:
+            own = parameters_of(optimizer)
+            optimizer.state.update({p: values for p, values in state.items() if p in own})
+
+
+class UpdatePart(NamedTuple):
+    """Parameter groups of one optimizer that are updated in the same way.
+
+    - ``groups``: their numbers among those of all optimizers. ``param_groups``: the groups.
+    - ``layout``: the state that they keep.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: tuple[int, ...]
+    param_groups: tuple[dict[str, Any], ...]
+    layout: StateLayout
+
+
+class Updates:
+    """How each parameter is updated. Raises UnsupportedModel for an optimizer that cannot run on shards.
+
+    - ``parts``: the first is the first optimizer's.
+    - ``groups``: parameter -> number of its parameter group.
+    """
+
+    def __init__(self, optimizers: Optimizers) -> None:
+        self.optimizers, first = optimizers, 0
+        parts = []
+        for optimizer in optimizers.members:
+            for own in state_layouts(optimizer):
+                groups = tuple(optimizer.param_groups[i] for i in own.groups)
+                parts.append(UpdatePart(optimizer, tuple(first + i for i in own.groups), groups, own.layout))
+            first += len(optimizer.param_groups)
+        self.parts = tuple(parts)
+        self.groups = parameter_groups(optimizers)
+        self._part_of = {group: i for i, part in enumerate(parts) for group in part.groups}
+        # Parameters in no optimizer lie beside those of an elementwise one, if there is one.
+        elementwise = [i for i, part in enumerate(parts) if not part.layout.whole]
+        self._part_of[NOT_TRAINED] = elementwise[0] if elementwise else len(parts)
+
+    def part_of(self, group: int) -> int:
+        """Return the index of the part that updates a parameter group; one behind the last if none does."""
+        return self._part_of[group]
+
+    def layout_of(self, p: Any) -> StateLayout:
+        """Return the state that is kept for a parameter."""
+        return self.parts[min(self._part_of[self.groups.get(p, NOT_TRAINED)], len(self.parts) - 1)].layout
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> set[Any]:
+    """Return the parameters of one optimizer."""
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def parameter_groups(optimizers: Optimizers) -> dict[nn.Parameter, int]:
+    """Return parameter -> number of its parameter group."""
+    return {p: i for i, group in enumerate(optimizers.param_groups) for p in group["params"]}
 
 
 class Segment(NamedTuple):
@@ -26,30 +126,34 @@ class Segment(NamedTuple):
 
     - ``numel``: elements, each parameter with its padding (:func:`mdcs.sizes.aligned`).
     - ``packed``: elements without padding.
+    - ``part``: index of the part that updates them (:class:`Updates`); 0 for frozen parameters.
+    - ``whole``: whether they are updated as wholes.
     """
 
     numel: int
     packed: int
     dtype: torch.dtype
     group: int
+    part: int = 0
+    whole: bool = False
 
 
-def in_flat_order(
-    unit: ModelUnit, groups: dict[nn.Parameter, int]
-) -> tuple[list[tuple[str, nn.Parameter]], tuple[Segment, ...]]:
+def in_flat_order(unit: ModelUnit, updates: Updates) -> tuple[list[tuple[str, nn.Parameter]], tuple[Segment, ...]]:
     """Return the unit's (name, parameter) pairs in flat order, and the segments that they form.
 
-    Parameters are sorted by type, then by parameter group. Types keep the order of the unit's parameters; frozen
-    parameters keep the order of registration.
+    Parameters are sorted by type, then by part, then by parameter group. Types keep the order of the unit's parameters;
+    frozen parameters keep the order of registration.
     """
     types = list(dict.fromkeys(p.dtype for _, p in unit.parameters))
     keyed = []
     for name, p in unit.parameters:
-        group = groups.get(p, NOT_TRAINED) if unit.trainable else 0
-        keyed.append(((types.index(p.dtype), group), (name, p)))
+        group = updates.groups.get(p, NOT_TRAINED) if unit.trainable else 0
+        part = updates.part_of(group) if unit.trainable else 0
+        keyed.append(((types.index(p.dtype), part, group), (name, p)))
     keyed.sort(key=lambda item: item[0])
     segments = []
-    for (t, group), members in itertools.groupby(keyed, key=lambda item: item[0]):
+    for (t, part, group), members in itertools.groupby(keyed, key=lambda item: item[0]):
         sizes = [p.numel() for _, (_, p) in members]
-        segments.append(Segment(sum(map(aligned, sizes)), sum(sizes), types[t], group))
+        whole = unit.trainable and part < len(updates.parts) and updates.parts[part].layout.whole
+        segments.append(Segment(sum(map(aligned, sizes)), sum(sizes), types[t], group, part, whole))
     return [pair for _, pair in keyed], tuple(segments)

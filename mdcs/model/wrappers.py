@@ -15,7 +15,7 @@ def without_ddp(model: nn.Module) -> nn.Module:
     plain = model
     if isinstance(model, DistributedDataParallel):
         plain = model.module
-        model.reducer = model.logger = None  # its hooks and buckets go with it
+        model.reducer = model.logger = None  # type: ignore[assignment]  # its hooks and buckets go with it
         model.forward = plain.__call__  # type: ignore[method-assign]
     for name, module in plain.named_modules():
         if isinstance(module, DistributedDataParallel):

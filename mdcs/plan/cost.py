@@ -13,9 +13,11 @@ The simulator, planners, bounds and calibration read seconds only from this modu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mdcs.plan.strategy import Strategy
+from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 
@@ -49,7 +51,7 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._known: dict[tuple[Kind, int, int, bool, int | None], Cost] = {}
+        self._known: dict[tuple[Kind, int, int, bool, int | None, float | None], Cost] = {}
 
     def payload(self, kind: Kind, elements: int, width: int | None = None) -> int:
         """Return the payload bytes of a message with this many elements of ``width`` bytes.
@@ -89,9 +91,32 @@ class CostModel:
         """
         if kind.is_gather:
             return 0.0
-        ranks = 1 if kind is Kind.AR else self.profile.group(kind)
         optimizer = self.profile.optimizer
-        return elements / ranks * optimizer.seconds_per_element + runs * optimizer.seconds_per_run
+        return elements / self._sharers(kind) * optimizer.seconds_per_element + runs * optimizer.seconds_per_run
+
+    def _sharers(self, kind: Kind) -> int:
+        """Return the number of ranks that share the update after a reduction."""
+        return 1 if kind is Kind.AR else self.profile.group(kind)
+
+    def section_update_s(self, kind: Kind, section: Section, elements: int) -> float:
+        """Return the seconds of the update of a block of a section, by the section's optimizer; 0 for a gather.
+
+        Ranks have unequal shares of whole parameters: the slowest rank counts.
+        """
+        if kind.is_gather:
+            return 0.0
+        if section.is_whole:
+            return max(sum([p.seconds for p in own]) for own in section.owned(self.profile.world, self._sharers(kind)))
+        optimizer = self.profile.optimizers[section.optimizer]
+        return elements / self._sharers(kind) * optimizer.seconds_per_element + optimizer.seconds_per_run
+
+    def updates_s(
+        self, kind: Kind, blocks: Sequence[tuple[int, ...]], parts: Sequence[tuple[int, int]]
+    ) -> float | None:
+        """Return the seconds of the updates after a message, for :meth:`message`; None where all elements are alike."""
+        if not self.profile.has_several_updates:
+            return None
+        return sum([self.section_update_s(kind, self.profile.section(blocks, part), blocks[part[0]][part[1]]) for part in parts])
 
     def lost_s(self, wire: int, work: float) -> float:
         """Return the compute seconds lost to a message of ``wire`` bytes.
@@ -103,19 +128,22 @@ class CostModel:
         return c.compute_per_message + c.compute_per_byte * wire + c.compute_per_work * work
 
     def message(
-        self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False, width: int | None = None
-    ) -> Cost:
+        self, kind: Kind, elements: int, parts: int = 1, blocking: bool = False, width: int | None = None,
+        update: float | None = None,
+    ) -> Cost:  # fmt: skip
         """Return the cost of a message. ``elements``, ``width``: as in :meth:`payload`.
 
         - ``blocking``: compute waits for the message, so compute does not slow it down.
+        - ``update``: seconds of its updates (:meth:`updates_s`); None: those of the profile's one optimizer.
         """
-        key = kind, elements, parts, blocking, width
+        key = kind, elements, parts, blocking, width, update
         if key in self._known:
             return self._known[key]
         payload, link = self.payload(kind, elements, width), self.profile.link
         wire = self.profile.wire(kind, payload)
         idle = link.beta_of(kind) * wire
-        copy, update = self.copy_s(payload, parts), self.update_s(kind, elements, parts)
+        copy = self.copy_s(payload, parts)
+        update = self.update_s(kind, elements, parts) if update is None else update
         transfer = idle if blocking else self.transfer_s(kind, wire)
         lost = self.lost_s(wire, copy + update)
         cost = self._known[key] = Cost(link.alpha_of(kind), link.gap_of(kind), transfer, copy, update, idle, lost)
@@ -130,13 +158,13 @@ class CostModel:
         seconds = 0.0
         for kind in strategy.kinds(u.trainable, u.backward is not None):
             times = micro_steps if kind.is_gather and strategy.sharded else 1
-            parts: dict[int, list[int]] = {}  # width -> elements of each section; a message carries one width
+            parts: dict[tuple[int, bool], list[int]] = {}  # elements of the sections that go together (Profile.by_width)
             for section, elements in zip(layout.sections, layout.sizes, strict=True):
-                parts.setdefault(section.width(kind.is_gather), []).append(elements)
-            for width, together in parts.items():
+                parts.setdefault((section.width(kind.is_gather), section.is_whole), []).append(elements)
+                seconds += self.section_update_s(kind, section, elements)
+            for (width, _), together in parts.items():
                 size = width * sum(together)
                 seconds += times * (self.link_s(kind, self.profile.wire(kind, size)) + self.copy_s(size, len(together)))
-                seconds += sum(self.update_s(kind, elements) for elements in together)
         return seconds
 
     def extra_communication_s(self, sent: dict[str, int]) -> float:

@@ -173,29 +173,36 @@ class AssignmentBytes:
     def __init__(
         self, period: Period, strategies: tuple[Strategy, ...], blocks: Sequence[tuple[int, ...]], rank: int | None = None
     ) -> None:
-        profile, opt = period.profile, period.profile.optimizer
+        profile = period.profile
         self.at_rest = {"parameters": 0, "optimizer": 0}
         self.scratch: dict[tuple[int, int], int] = {}
-        pieces, more = 0, Counter[int]()
+        more = Counter[int]()  # rank -> bytes
         for u, (unit, strategy, layout) in enumerate(zip(profile.units, strategies, profile.layouts, strict=True)):
             parts = strategy.parts(profile)
             for category, size in at_rest(unit_rows(period, u, strategy)).items():
                 self.at_rest[category] = self.at_rest.get(category, 0) + size
             if not unit.trainable:
                 continue
-            own = cuts(layout.segment_ends(unit.segments), blocks[u], parts)
-            pieces += len(blocks[u]) + own.everywhere
-            for part, count in own.on_rank:
-                more.update(dict.fromkeys(range(part, profile.world, parts), count))
-            for b, s in enumerate(sections_of(layout, blocks[u])):
-                updated, largest = layout.sections[s].updated_bytes, own.largest[b]
-                if rank is not None:
-                    largest = max(n for _, n, _ in pieces_of(profile, u, strategy, blocks[u], b, rank))
+            ends, begin, first = layout.segment_ends(unit.segments), 0, 0
+            of = sections_of(layout, blocks[u])
+            for s, (section, end) in enumerate(zip(layout.sections, layout.ends, strict=True)):
+                opt, own = profile.optimizers[section.optimizer], blocks[u][first : first + of.count(s)]
                 # A copy of the gradient in the optimizer's precision.
-                cast = blocks[u][b] // parts * updated if updated != layout.sections[s].grad_bytes else 0
-                self.scratch[u, b] = opt.scratch(largest, updated) + cast
-        pieces += max(more.values(), default=0) if rank is None else more[rank]
-        self.at_rest["optimizer"] += pieces * opt.state_fixed
+                copies = section.updated_bytes if section.updated_bytes != section.grad_bytes else 0
+                if section.is_whole:
+                    self.scratch[u, first] = max(p.scratch for p in section.parameters) + own[0] // parts * copies
+                else:
+                    found = cuts(tuple([e - begin for e in ends if begin < e <= end]), own, parts)
+                    self.at_rest["optimizer"] += (len(own) + found.everywhere) * opt.state_fixed
+                    for part, count in found.on_rank:
+                        more.update(dict.fromkeys(range(part, profile.world, parts), count * opt.state_fixed))
+                    for b, largest in enumerate(found.largest, first):
+                        if rank is not None:
+                            largest = max(n for _, n, _ in pieces_of(profile, u, strategy, blocks[u], b, rank))
+                        cast = blocks[u][b] // parts * copies
+                        self.scratch[u, b] = opt.scratch(largest, section.updated_bytes) + cast
+                begin, first = end, first + len(own)
+        self.at_rest["optimizer"] += max(more.values(), default=0) if rank is None else more[rank]
         self.rest_bytes = sum(self.at_rest.values())
         self.slots = _slots(period, strategies)
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from mdcs.plan.period import Op, Period
 from mdcs.plan.strategy import Strategy
+from mdcs.profile.layout import Section
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 
@@ -63,6 +64,14 @@ class Row(NamedTuple):
     unit: int = -1
 
 
+def state_bytes(profile: Profile, section: Section, parts: int) -> int:
+    """Return the optimizer state of a section, on the rank of ``parts`` that has the most."""
+    if section.is_whole:
+        return max(sum([p.state for p in own]) for own in section.owned(profile.world, parts))
+    tensors = profile.optimizers[section.optimizer].state_tensors
+    return int(section.size(profile.world) // parts * (section.updated_bytes * tensors))
+
+
 @lru_cache(maxsize=1 << 14)
 def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
     """Return the buffers of one unit, without those of its messages.
@@ -78,7 +87,7 @@ def unit_rows(period: Period, unit: int, strategy: Strategy) -> tuple[Row, ...]:
             parameters += size * section.param_bytes // (parts if strategy.sharded else 1)
         optimizer += size // parts * section.master_bytes
         if of.trainable:
-            optimizer += int(size // parts * (section.updated_bytes * profile.optimizer.state_tensors))
+            optimizer += state_bytes(profile, section, parts)
     rows = [Row("parameters", parameters, None, None, unit), Row("optimizer", optimizer, None, None, unit)]
     for kind in strategy.kinds(of.trainable, of.backward is not None):
         for op in [Op(kind, unit, m) for m in range(period.micro_steps)] if kind.is_gather and strategy.sharded else ():

@@ -179,7 +179,12 @@ class Plan:
     def costs(self) -> tuple[Cost, ...]:
         """Seconds of each message. In barrier mode the last reduction takes the update time of all reductions."""
         cost = self.job.cost
-        out = [cost.message(m.kind, self.elements(m), len(m.parts), m.blocking, self.width(m)) for m in self.messages]
+        out = [
+            cost.message(
+                m.kind, self.elements(m), len(m.parts), m.blocking, self.width(m), cost.updates_s(m.kind, self.blocks, m.parts)
+            )
+            for m in self.messages
+        ]
         if self.cross_iteration:
             return tuple(out)
         total = sum(each.update for each in out)

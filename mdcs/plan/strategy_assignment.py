@@ -94,8 +94,8 @@ class StrategyAssignment:
     def partition(self, block_bytes: int) -> tuple[tuple[int, ...], ...]:
         """Return blocks (elements) of about ``block_bytes`` of payload for each unit.
 
-        Cuts are at multiples of 16 elements per rank. If the profile says when gradients become ready, a cut moves to
-        the end of a nearby parameter. Raises ValueError for less than one byte.
+        Cuts are at multiples of 16 elements per rank; a section of whole parameters is one block. If the profile says when
+        gradients become ready, a cut moves to the end of a nearby parameter. Raises ValueError for less than one byte.
         """
         if block_bytes < 1:
             raise ValueError(f"block must be >= 1 byte, got {block_bytes}")
@@ -105,7 +105,7 @@ class StrategyAssignment:
             sizes: list[int] = []
             for section, total in zip(layout.sections, layout.sizes, strict=True):
                 step = max(1, round(block_bytes / section.param_bytes / world / 16)) * 16 * world
-                count = max(1, round(total / step))  # avoids a small last block: every message pays α
+                count = 1 if section.is_whole else max(1, round(total / step))  # avoids a small last block: every message pays α
                 begin = sum(sizes)
                 even = (step * b for b in range(1, count))
                 inner = [

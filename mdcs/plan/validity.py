@@ -14,6 +14,7 @@ from mdcs.plan.job import Job
 from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Period
 from mdcs.plan.strategy import Strategy
+from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind
 from mdcs.profile.schema import Profile
 
@@ -72,6 +73,9 @@ def _expected(period: Period, strategies: tuple[Strategy, ...], blocks: tuple[tu
             raise PlanError(f"unit {unit.name}: blocks {sizes} must be multiples of the world, {world}, and sum to {total}")
         if len(layout.ends) > 1 and not set(layout.ends).issubset(itertools.accumulate(sizes)):
             raise PlanError(f"unit {unit.name}: blocks {sizes} must be cut where its sections end, at {layout.ends}")
+        of = sections_of(layout, sizes)
+        if any(layout.sections[s].is_whole and size != layout.sizes[s] for s, size in zip(of, sizes, strict=True)):
+            raise PlanError(f"unit {unit.name}: blocks {sizes} cut a section of parameters that are updated as wholes")
         for kind in strategy.kinds(unit.trainable, unit.backward is not None):
             micros = period.micro_steps if kind.is_gather and strategy.sharded else 1
             out.update([(kind, u, micro, b) for micro in range(micros) for b in range(len(sizes))])
@@ -85,7 +89,7 @@ def _check_contents(job: Job, strategies: tuple[Strategy, ...], blocks: Blocks, 
     carried = [(m.kind, u, m.micro, b) for m in messages for u, b in m.parts]
     if len(carried) == len(expected) and set(carried) == expected:
         for i, m in enumerate(messages) if job.profile.is_mixed else ():
-            if job.profile.by_width(blocks, m.kind, m.parts) != [m.parts]:
+            if len({job.profile.width(blocks, m.kind, part) for part in m.parts}) > 1:
                 raise PlanError(f"{_where(job, messages, i)}: carries elements of several widths")
         return
     for i, m in enumerate(messages):

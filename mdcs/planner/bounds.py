@@ -23,7 +23,8 @@ from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.slot_model import SlotModel
 from mdcs.planner.ilp.solver import solve
 from mdcs.planner.schedulers.wfbp import as_ready
-from mdcs.profile.schema import Contention, Profile
+from mdcs.profile.contention import Contention
+from mdcs.profile.schema import Profile
 from mdcs.simulator.simulate import replay
 
 _BUCKETS = 8

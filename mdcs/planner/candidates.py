@@ -121,7 +121,8 @@ class Candidates:
         payload, wire = elements * width, profile.wire(kind, elements * width)
         scratch = 0 if kind.is_gather else max(mix.scratch[part] for part in parts)
         rows = message_rows(profile, kind, payload, len(parts), scratch)
-        seconds = cost.message(kind, elements, len(parts), message.blocking, width)
+        update = cost.updates_s(kind, blocks, parts)
+        seconds = cost.message(kind, elements, len(parts), message.blocking, width, update)
         own = {
             "reduces": not kind.is_gather, "scatters": kind.plain is Kind.RS, "is_forward": kind.plain is Kind.AG_F,
             "is_backward": kind.plain is Kind.AG_B, "follows_update": kind.plain is Kind.AG_F and message.micro == 0,

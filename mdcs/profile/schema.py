@@ -15,8 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contention import Contention
 from mdcs.profile.execution import ExecutionModel
-from mdcs.profile.layout import Layout, Section, sections_of
+from mdcs.profile.layout import Layout, Section, WholeParameter, sections_of
 from mdcs.profile.link import Kind, Link
 from mdcs.profile.recompute import RecomputeOption, check_options
 from mdcs.sizes import MIB
@@ -31,7 +32,8 @@ class Unit:
     - ``segments``: lengths (elements) of consecutive parts of the flat buffer. A segment has one type and one optimizer
       parameter group. The lengths sum to ``numel``. Each parameter counts with the padding behind it
       (:func:`mdcs.sizes.aligned`); in profiles of older versions parameters are not padded.
-    - ``sections``: consecutive parts of one type. Empty: all elements have the profile's widths.
+    - ``sections``: consecutive parts of one type and one optimizer. Empty: all elements have the profile's widths and its
+      first optimizer.
     - ``forward``: (first, last) forward slot that uses the unit, as indices into the forward slots of one micro-step.
     - ``backward``: (first, last) backward slot that uses the unit, as indices into the backward slots. None: no gradient
       flows through the unit.
@@ -129,43 +131,6 @@ class Optimizer:
 _LARGEST_BLOCK = 16 * MIB
 
 
-@dataclass(frozen=True)
-class Contention:
-    """The cost of communication where compute, copies and the runtime share the same cores: of the CPU backend only.
-
-    All values are 0 on a GPU. :func:`mdcs.profiler.contention_fit.fit_contention` fits them.
-
-    - ``compute_per_message`` (s): compute time lost per message that completes while computing.
-    - ``compute_per_byte`` (s/byte): compute time lost per byte that the message sends.
-    - ``compute_per_work`` (fraction): compute time lost per second of copying, summing and updating that the message
-      causes.
-    - ``message_seconds`` (s), ``seconds_per_byte`` (s/byte): lower bound on link occupancy while computing. The link's
-      gap and β are measured while nothing computes. The longer of the two counts, never their sum.
-    - ``dispatch_seconds`` (s): delay between the end of a message and the start of the compute that waits for it.
-    - ``turn_seconds`` (s): time of the training loop between backward and the next forward.
-
-    Raises ValueError for a negative number.
-    """
-
-    compute_per_message: float = 0.0
-    compute_per_byte: float = 0.0
-    compute_per_work: float = 0.0
-    message_seconds: float = 0.0
-    seconds_per_byte: float = 0.0
-    dispatch_seconds: float = 0.0
-    turn_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value < 0:
-                raise ValueError(f"contention {name} must be >= 0, got {value}")
-
-    @classmethod
-    def from_dict(cls, data: dict[str, float]) -> Contention:
-        """Return the contention of ``dataclasses.asdict``. Values that older profiles had in addition are dropped."""
-        return cls(**{name: value for name, value in data.items() if name not in ("compute_per_wait", "all_reduce")})
-
-
 def with_tuples(value: Any) -> Any:
     """Return plain containers as read from JSON, with tuples instead of lists: dataclasses can be made of them."""
     if isinstance(value, dict):
@@ -193,6 +158,7 @@ class Profile:
     - ``execution``: how the backend executes messages.
     - ``copy_seconds_per_byte``: cost of packing a fused message.
     - ``recompute``: alternatives to keeping activations, by unit. A unit without any always keeps them.
+    - ``more_optimizers``: those of a model that has several. ``optimizer`` is the first.
     - ``about``: free text for people and for file names: model, device, versions.
     - ``spread``: 10th and 90th percentile of each quantity that was measured several times, by name.
     - ``calibration_runs``: (predicted, measured) seconds per step of the plans that the profile was fitted to, by name.
@@ -216,6 +182,7 @@ class Profile:
     execution: ExecutionModel = ExecutionModel()
     copy_seconds_per_byte: float = 0.0
     recompute: tuple[RecomputeOption, ...] = ()
+    more_optimizers: tuple[Optimizer, ...] = ()
     about: dict[str, str] = field(default_factory=dict, hash=False)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     calibration_runs: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
@@ -269,6 +236,16 @@ class Profile:
         return any(unit.sections for unit in self.units)
 
     @cached_property
+    def has_several_updates(self) -> bool:
+        """Whether there are several optimizers, or one that needs whole parameters: updates then differ by section."""
+        return any(s.optimizer or s.is_whole for unit in self.units for s in unit.sections)
+
+    @cached_property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All optimizers. The last one is none: parameters that it updates stay as they are."""
+        return (self.optimizer, *self.more_optimizers, Optimizer("none"))
+
+    @cached_property
     def has_gradient_times(self) -> bool:
         """Whether some unit says when its gradients are ready."""
         return any(unit.gradients for unit in self.units)
@@ -308,18 +285,26 @@ class Profile:
 
     def width(self, blocks: Sequence[tuple[int, ...]], kind: Kind, part: tuple[int, int]) -> int:
         """Return the bytes of an element of a (unit, block) pair on the wire, in a message of this kind."""
-        layout, block = self.layouts[part[0]], part[1]
-        return layout.sections[sections_of(layout, blocks[part[0]])[block]].width(kind.is_gather)
+        return self.section(blocks, part).width(kind.is_gather)
+
+    def section(self, blocks: Sequence[tuple[int, ...]], part: tuple[int, int]) -> Section:
+        """Return the section of a (unit, block) pair."""
+        layout = self.layouts[part[0]]
+        return layout.sections[sections_of(layout, blocks[part[0]])[part[1]]]
 
     def by_width(
         self, blocks: Sequence[tuple[int, ...]], kind: Kind, parts: tuple[tuple[int, int], ...]
     ) -> list[tuple[tuple[int, int], ...]]:
-        """Return the parts grouped by element width: a message carries elements of one width."""
+        """Return the parts grouped by element width: a message carries elements of one width.
+
+        Sections of whole parameters go alone: what is packed with others costs a copy.
+        """
         if not self.is_mixed:
             return [parts]
-        found: dict[int, list[tuple[int, int]]] = {}
+        found: dict[tuple[int, bool], list[tuple[int, int]]] = {}
         for part in parts:
-            found.setdefault(self.width(blocks, kind, part), []).append(part)
+            section = self.section(blocks, part)
+            found.setdefault((section.width(kind.is_gather), section.is_whole), []).append(part)
         return [tuple(alike) for alike in found.values()]
 
     @property
@@ -332,8 +317,8 @@ class Profile:
         return self.per_node if kind.in_node else self.world
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain containers. Empty ``per_node``, ``gradients``, ``aliased`` and ``recompute`` are
-        left out, and the ``execution`` of CPUs.
+        """Return every field as plain containers. Fields that most profiles do not need are left out where they are empty:
+        ``per_node``, ``gradients``, ``aliased``, ``recompute``, ``more_optimizers``, those of sections, ``execution``.
         """
         data = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         if self.execution == ExecutionModel():
@@ -342,7 +327,14 @@ class Profile:
             del data["link"]["per_node"]
         if not self.recompute:
             del data["recompute"]
+        if not self.more_optimizers:
+            del data["more_optimizers"]
         for unit in data["units"]:
+            for section in unit["sections"]:
+                if not section["parameters"]:
+                    del section["parameters"]
+                if not section["optimizer"]:
+                    del section["optimizer"]
             if not unit["gradients"]:
                 del unit["gradients"]
             if not unit["aliased"]:
@@ -360,7 +352,7 @@ class Profile:
             _check_schema(data["schema"])  # first: another schema may lack fields that are read below
             d = with_tuples(data)
             return cls(
-                units=tuple(Unit(**u | {"sections": tuple(Section(**s) for s in u.get("sections", ()))}) for u in d["units"]),
+                units=tuple(Unit(**u | {"sections": tuple(map(_section, u.get("sections", ())))}) for u in d["units"]),
                 slots=tuple(Slot(**s) for s in d["slots"]),
                 link=Link(**d["link"]),
                 optimizer=Optimizer(**d["optimizer"]),
@@ -368,6 +360,7 @@ class Profile:
                 contention=Contention.from_dict(d["contention"]),
                 execution=ExecutionModel(**d.get("execution", {})),
                 recompute=tuple(map(RecomputeOption.from_dict, d.get("recompute", ()))),
+                more_optimizers=tuple(Optimizer(**o) for o in d.get("more_optimizers", ())),
                 # Strategies of profiles may have old names.
                 calibration_runs={name.replace("zero1", "zero2"): seconds for name, seconds in d["rehearsed"].items()},
                 **{
@@ -385,6 +378,10 @@ class Profile:
     def from_json(cls, text: str) -> Profile:
         """Return the profile of :meth:`to_json`. Raises ValueError for text that is not a profile of this schema."""
         return cls.from_dict(json.loads(text))
+
+
+def _section(data: dict[str, Any]) -> Section:
+    return Section(**data | {"parameters": tuple(WholeParameter(**p) for p in data.get("parameters", ()))})
 
 
 _KEYS = {"calibration_runs": "rehearsed"}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.emulation import Emulation
+from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
 from mdcs.profile.schema import Profile
@@ -28,7 +29,7 @@ from mdcs.profiler.consensus import (
 from mdcs.profiler.contention_fit import STEPS, measure_contention
 from mdcs.profiler.interference import measure_interference
 from mdcs.profiler.link_timing import MeasuredLink, measure_link
-from mdcs.profiler.memory_bounds import profiling_bytes, require_floor, require_model_fits, warn_profiling_memory
+from mdcs.profiler.memory_bounds import profiling_bytes, require_floor, require_model_fits, warn_padding, warn_profiling_memory
 from mdcs.profiler.model_profile import measure_profile, refuse_meta
 from mdcs.sizes import Share, budget_of
 
@@ -46,7 +47,7 @@ def end_of(seconds: float) -> float:
 
 def autoprofile(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     units: list[ModelUnit],
     step: Callable[..., Tensor],
     *,
@@ -129,6 +130,8 @@ def autoprofile(
                 )  # fmt: skip
                 profiles.append(merge_profiles(dataclasses.replace(own, spread=own.spread | link.spread)))
         profile, middle = mix(profiles), typical(profiles)
+        if is_first:
+            warn_padding(profile)
         if isinstance(wanted, Share):
             limit = wanted.of(unsharded_bytes(profile))
         if limit is not None:

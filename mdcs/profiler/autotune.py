@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from mdcs.emulation import Emulation
+from mdcs.model.optimizers import GivenOptimizers, Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import choices
@@ -80,7 +80,7 @@ def fastest(
     model: nn.Module,
     units: Sequence[ModelUnit],
     step: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     *,
     emulate: Emulation | None = None,
 ) -> tuple[Plan, tuple[Trial, ...]]:
@@ -112,7 +112,7 @@ def run_periods(
     model: nn.Module,
     units: Sequence[ModelUnit],
     step: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     count: int,
     *,
     emulate: Emulation | None = None,
@@ -149,13 +149,16 @@ def run_periods(
 
 
 @contextmanager
-def _preserve_optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _preserve_optimizer_state(optimizer: GivenOptimizers) -> Iterator[None]:
     """Run updates that start without state, then restore the optimizer's state."""
-    state, optimizer.state = optimizer.state, defaultdict(dict)
+    before = [(each, each.state) for each in Optimizers(optimizer).members]
+    for each, _ in before:
+        each.state = defaultdict(dict)
     try:
         yield
     finally:
-        optimizer.state = state
+        for each, state in before:
+            each.state = state
 
 
 def _heuristics(plan: Plan) -> Iterator[Plan]:

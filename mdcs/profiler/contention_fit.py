@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.emulation import Emulation
+from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.plan.times import StepTimes
@@ -34,7 +35,8 @@ from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.schema import Contention, Profile
+from mdcs.profile.contention import Contention
+from mdcs.profile.schema import Profile
 from mdcs.profiler.autotune import run_periods
 from mdcs.profiler.consensus import all_gather_object
 from mdcs.profiler.model_profile import time_compute_alone
@@ -84,7 +86,7 @@ def measure_contention(
     model: nn.Module,
     units: Sequence[ModelUnit],
     step: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     *,
     seconds: float = 12.0,
     shares_cores: bool = True,
@@ -226,7 +228,7 @@ def _run(
     model: nn.Module,
     units: Sequence[ModelUnit],
     step: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     emulate: Emulation | None,
 ) -> StepBreakdown:
     """Return medians over the periods, averaged over the ranks."""

@@ -57,11 +57,11 @@ class FirstStep:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, clip_value: float | None = None,
-        step: int = 1, loss_scale: LossScale | None = None,
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], clip_norm: float | None,
+        clip_value: float | None = None, step: int = 1, loss_scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         self._step, self._loss_scale = step, loss_scale
-        self._model, self._optimizer, self._clip_norm, self._clip_value = model, optimizer, clip_norm, clip_value
+        self._model, self._optimizers, self._clip_norm, self._clip_value = model, optimizers, clip_norm, clip_value
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = self._trained[0].device
         self._meter = current_meter(self._device)
@@ -170,9 +170,10 @@ class FirstStep:
             self.norm = float(nn.utils.clip_grad_norm_(self._trained, self._clip_norm))
         if self._clip_value is not None:
             nn.utils.clip_grad_value_(self._trained, self._clip_value)
-        if is_finite:
-            type(self._optimizer).step(self._optimizer)
-        mark_stepped(self._optimizer)
+        for optimizer in self._optimizers:
+            if is_finite:
+                type(optimizer).step(optimizer)
+            mark_stepped(optimizer)
         for p in self._trained:
             p.grad = None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.model.code import code_of, is_installed, version
+from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.profile.cache import key_of, processor
 from mdcs.profiler.consensus import all_gather_object
@@ -23,23 +24,23 @@ _RATES = ("lr", "initial_lr", "params", "param_names")
 """Entries of a parameter group on which no time depends."""
 
 
-def key_of_job(model: nn.Module, units: Sequence[ModelUnit], optimizer: torch.optim.Optimizer, step: str) -> str:
+def key_of_job(model: nn.Module, units: Sequence[ModelUnit], optimizers: Optimizers, step: str) -> str:
     """Return the key under which this job's profile is kept, the same on all ranks. Collective.
 
     It depends on modules (classes, their code, plain attributes), parameters and buffers (names, shapes, types), units, the
-    optimizer's class and options, the ``step`` in words, processors or GPUs, hosts, threads, and versions; not on what
+    optimizers' classes and options, the ``step`` in words, processors or GPUs, hosts, threads, and versions; not on what
     connects the hosts.
     """
     device = units[0].parameters[0][1].device
     own = {
         "modules": "; ".join(f"{name}: {_module(module)}" for name, module in model.named_modules()),
-        "code": " ".join(sorted({_code(type(module)) for module in model.modules()} | {_code(type(optimizer))})),
+        "code": " ".join(sorted({_code(type(each)) for each in (*model.modules(), *optimizers.members)})),
         "parameters": "; ".join(f"{name}: {described(p)}" for name, p in model.named_parameters()),
         "buffers": "; ".join(f"{name}: {described(b)}" for name, b in model.named_buffers()),
         "units": "; ".join(f"{unit.name}: {' '.join(name for name, _ in unit.parameters)}" for unit in units),
         "optimizer": "; ".join(
-            f"{len(group['params'])} {described({k: v for k, v in group.items() if k not in _RATES})}"
-            for group in optimizer.param_groups
+            f"{type(optimizer).__name__} {len(group['params'])} {described({k: v for k, v in group.items() if k not in _RATES})}"
+            for optimizer in optimizers.members for group in optimizer.param_groups
         ),
         "step": step,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mdcs.model.elementwise import state_layout
+from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
 from mdcs.model.units import ModelUnit
 from mdcs.plan.job import Job
 from mdcs.planner.feasibility import InfeasibleBudget
@@ -19,19 +19,20 @@ from mdcs.sizes import MIB
 
 
 def min_peak_bytes(
-    units: Sequence[ModelUnit], optimizer: torch.optim.Optimizer, world: int, master_dtype: torch.dtype | None = None
+    units: Sequence[ModelUnit], optimizer: GivenOptimizers, world: int, master_dtype: torch.dtype | None = None
 ) -> int:
     """Return a lower bound of any plan's peak on some of ``world`` ranks, without activations.
 
     Every unit and its optimizer state in shards of 1/world, and the largest unit whole, as it is while it computes.
     """
-    layout = state_layout(optimizer)
+    updates = Updates(Optimizers(optimizer))
     rest = largest = 0.0
     for unit in units:
         whole = 0
         for _, p in unit.parameters:
             own = p.element_size() if master_dtype is None else max(p.element_size(), master_dtype.itemsize)
-            kept = own * (1 + layout.tensors(own)) if unit.trainable else p.element_size()
+            layout = updates.layout_of(p)  # state of whole parameters may be smaller than they are
+            kept = own * (1 + (0 if layout.whole else layout.tensors(own))) if unit.trainable else p.element_size()
             rest += p.numel() * kept / world
             whole += p.numel() * p.element_size()
         largest = max(largest, whole * (1 - 1 / world))
@@ -47,7 +48,7 @@ def profiling_bytes(units: Sequence[ModelUnit], profile: Profile | None = None) 
 
 
 def require_model_fits(
-    units: Sequence[ModelUnit], optimizer: torch.optim.Optimizer, budget: int, world: int, master_dtype: torch.dtype | None
+    units: Sequence[ModelUnit], optimizer: GivenOptimizers, budget: int, world: int, master_dtype: torch.dtype | None
 ) -> None:
     """Raise InfeasibleBudget for a budget that no plan can keep, whatever the activations are."""
     least = min_peak_bytes(units, optimizer, world, master_dtype)
@@ -65,6 +66,25 @@ def require_floor(profile: Profile, budget: int) -> None:
     floor = min(floor_bytes(profile), floor_bytes(Job(profile, recompute=choices)))
     if budget < floor:
         raise InfeasibleBudget(budget, floor, "the model")
+
+
+_MUCH = 1.25
+
+
+def warn_padding(profile: Profile) -> None:
+    """Warn of the unit that is padded most because ranks own whole parameters, if that is much of the model."""
+    plain = [sum(s.numel * s.param_bytes for s in layout.sections) for layout in profile.layouts]
+    padded = [layout.param_bytes for layout in profile.layouts]
+    if sum(padded) <= _MUCH * sum(plain):
+        return
+    most = max(range(len(plain)), key=lambda u: padded[u] - plain[u])
+    warnings.warn(
+        f"{profile.units[most].name}: parameters are updated whole, each by one of {profile.world} ranks, so "
+        f"{plain[most] / MIB:.1f} MiB take {padded[most] / MIB:.1f} in messages and buffers "
+        f"({sum(plain) / MIB:.1f} and {sum(padded) / MIB:.1f} in all): "
+        "larger units have less padding, and an elementwise optimizer for its largest parameter none",
+        stacklevel=4,
+    )
 
 
 def warn_profiling_memory(size: int, budget: int) -> None:

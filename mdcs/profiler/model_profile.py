@@ -25,11 +25,11 @@ from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.guard import GRADIENT, Guard
 from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import INPUTS, BatchSizes, in_words
-from mdcs.model.optimizers import Segment, parameter_groups
+from mdcs.model.optimizers import GivenOptimizers, Optimizers, Segment, UpdatePart, Updates
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 from mdcs.profile.algorithms import Collectives
-from mdcs.profile.layout import Section
+from mdcs.profile.layout import Section, WholeParameter
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import Optimizer, Profile
@@ -38,8 +38,9 @@ from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.profiler.recompute_profile import measure_recomputation
 from mdcs.profiler.regression import p10_p90
 from mdcs.profiler.slot_recorder import Measures, SlotRecorder
-from mdcs.profiler.update_timing import copy_seconds_per_byte, optimizer_costs
+from mdcs.profiler.update_timing import WholeCosts, copy_seconds_per_byte, optimizer_costs
 from mdcs.runtime.executor import execution_on
+from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import Meter, current_meter
 from mdcs.torch_compat import backward_pass
 
@@ -51,7 +52,7 @@ def measure_profile(
     model: nn.Module,
     units: Sequence[ModelUnit],
     step: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     *,
     world: int,
     link: Link,
@@ -96,7 +97,8 @@ def measure_profile(
     for unit in units:
         for _, p in unit.parameters:
             meter.retag(p.data, "parameters")
-    state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+    updates = Updates(Optimizers(optimizer))
+    state = [v for of in updates.optimizers.state.values() for v in of.values() if isinstance(v, Tensor)]
     for value in state:  # state of training so far: not activations
         with contextlib.suppress(ValueError):  # memory that no meter counts, such as a mapped file
             meter.retag(value, "optimizer")
@@ -113,7 +115,6 @@ def measure_profile(
             options, kept = measure_recomputation(model, units, recorder, record)
     finally:
         batch.remove()
-    groups = parameter_groups(optimizer)
     updated = weight.dtype if master_dtype is None else master_dtype
     wider = {p.dtype for unit in units for _, p in unit.parameters if p.element_size() > updated.itemsize}
     widths = _Widths(
@@ -121,12 +122,20 @@ def measure_profile(
         (grad_dtype or weight.dtype).itemsize,
         0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
     )
+    whole = WholeCosts(updated, meter)
+
+    def sections(ordered: Sequence[nn.Parameter], segments: Sequence[Segment]) -> tuple[Section, ...]:
+        return widths.sections(ordered, segments, lambda p, s: whole.of(p.detach(), updates.parts[s.part], s.group))
+
+    like = weight.new_empty(0, dtype=master_dtype)
+    costs = [_optimizer_costs(part, like, wider, meter) for part in updates.parts]
     return Profile(
-        units=recorder.units(groups, widths.sections),
+        units=recorder.units(updates, sections),
         slots=recorder.slots(),
         world=world,
         link=link,
-        optimizer=_optimizer_costs(optimizer, weight.new_empty(0, dtype=master_dtype), wider, meter),
+        optimizer=costs[0],
+        more_optimizers=tuple(costs[1:]),
         param_bytes=widths.param_bytes,
         grad_bytes=widths.grad_bytes,
         master_bytes=widths.master_bytes,
@@ -153,25 +162,36 @@ class _Widths(NamedTuple):
     grad_bytes: int
     master_bytes: int
 
-    def sections(self, segments: Sequence[Segment]) -> tuple[Section, ...]:
-        """Return a unit's sections; () if all of it has the narrowest width.
+    def sections(
+        self, ordered: Sequence[nn.Parameter], segments: Sequence[Segment],
+        whole_costs: Callable[[nn.Parameter, Segment], WholeParameter],
+    ) -> tuple[Section, ...]:  # fmt: skip
+        """Return a unit's sections; () if all of it has the narrowest width, and one elementwise optimizer.
 
         Gradients are at least as wide as their parameters. There are masters only where they are wider.
         """
-        sections = []
-        for dtype, members in itertools.groupby(segments, key=lambda s: s.dtype):
-            width = dtype.itemsize
+        sections, rest = [], iter(ordered)
+        for (dtype, part, is_whole), members in itertools.groupby(segments, key=lambda s: (s.dtype, s.part, s.whole)):
+            width, numel, whole = dtype.itemsize, 0, list[WholeParameter]()
+            for segment in members:
+                numel, taken = numel + segment.numel, 0
+                while taken < segment.numel:
+                    p = next(rest)
+                    taken += aligned(p.numel())
+                    if is_whole:
+                        whole.append(whole_costs(p, segment))
             master = self.master_bytes if self.master_bytes > width else 0
-            sections.append(Section(sum(s.numel for s in members), width, max(self.grad_bytes, width), master))
-        return () if [s.param_bytes for s in sections] == [self.param_bytes] else tuple(sections)
+            sections.append(Section(numel, width, max(self.grad_bytes, width), master, part, tuple(whole)))
+        narrow = Section(sections[0].numel, self.param_bytes, self.grad_bytes, self.master_bytes)
+        return () if sections == [narrow] else tuple(sections)
 
 
 def _optimizer_costs(
-    optimizer: torch.optim.Optimizer, like: Tensor, others: Iterable[torch.dtype], meter: Meter
+    part: UpdatePart, like: Tensor, others: Iterable[torch.dtype], meter: Meter
 ) -> Optimizer:
     """Return the costs of updates in the type of ``like``, and the fixed scratch of ``others``."""
-    costs = optimizer_costs(optimizer, like, meter)
-    fixed = [(dtype.itemsize, optimizer_costs(optimizer, like.to(dtype), meter).scratch_fixed) for dtype in others]
+    costs = optimizer_costs(part, like, meter)
+    fixed = [(dtype.itemsize, optimizer_costs(part, like.to(dtype), meter).scratch_fixed) for dtype in others]
     return replace(costs, scratch_fixed_of=tuple(sorted(fixed)))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mdcs.model.guard import Guard
-from mdcs.model.optimizers import Segment, in_flat_order
+from mdcs.model.optimizers import Segment, Updates, in_flat_order
 from mdcs.model.units import ModelUnit, UnsupportedModel
 from mdcs.profile.layout import Section
 from mdcs.profile.schema import Slot, Unit
@@ -254,9 +254,9 @@ class SlotRecorder:
         return forward, backward[::-1]
 
     def units(
-        self, groups: dict[nn.Parameter, int], sections_of: Callable[[Sequence[Segment]], tuple[Section, ...]]
+        self, updates: Updates, sections_of: Callable[[Sequence[nn.Parameter], Sequence[Segment]], tuple[Section, ...]]
     ) -> tuple[Unit, ...]:
-        """Return the profile's units. ``sections_of`` gives the sections of a unit's segments."""
+        """Return the profile's units. ``sections_of`` gives the sections of a unit's parameters and their segments."""
         inside = {id(m): u for u, unit in enumerate(self.model_units) for m in unit.modules}
         idle = {
             (u, phase): (slot, slot)
@@ -271,9 +271,10 @@ class SlotRecorder:
                 nested = {inside[id(m)] for root in unit.modules for m in root.modules() if id(m) in inside}
                 ends = [self.spans[n, "B"][1] for n in nested if (n, "B") in self.spans]
                 backward = backward[0], max([backward[1], *ends])
-            ordered, segments = in_flat_order(unit, groups)
-            lengths, sections = tuple(s.numel for s in segments), sections_of(segments)
-            gradients = self._gradients_of(u, [p for _, p in ordered]) if unit.trainable else ()
+            named, segments = in_flat_order(unit, updates)
+            ordered = [p for _, p in named]
+            lengths, sections = tuple(s.numel for s in segments), sections_of(ordered, segments)
+            gradients = self._gradients_of(u, ordered) if unit.trainable else ()
             aliased = u in self.aliased
             out.append(Unit(unit.name, lengths, unit.trainable, forward, backward, sections, gradients, aliased))
         return tuple(out)

@@ -1,4 +1,7 @@
-"""Costs of updates and copies: the optimizer's state, scratch and seconds, measured on runs of two lengths."""
+"""Costs of updates and copies: the optimizer's state, scratch and seconds.
+
+Elementwise ones are measured on runs of two lengths, others on a copy of each parameter.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdcs.model.elementwise import same_options, state_layout
+from mdcs.model.elementwise import same_options
+from mdcs.model.optimizers import UpdatePart
+from mdcs.profile.layout import WholeParameter
 from mdcs.profile.schema import Optimizer
 from mdcs.profiler.timing import seconds_per_call
 from mdcs.runtime.sharded_optimizer import later_step
-from mdcs.sizes import MIB
+from mdcs.sizes import MIB, aligned
 from mdcs.telemetry.memory_meter import Meter
 
 _CACHES = 64 * MIB
@@ -25,24 +30,28 @@ _COPIED_ON_CUDA = 2 * _CACHES  # bytes
 _REPEATS, _IN_A_ROW = 5, 20
 
 
-def optimizer_costs(optimizer: torch.optim.Optimizer, like: Tensor, meter: Meter) -> Optimizer:
+_SCRATCH_OF_WHOLE = 3  # copies of a parameter, where nothing is measured
+
+
+def optimizer_costs(part: UpdatePart, like: Tensor, meter: Meter) -> Optimizer:
     """Return state, scratch and seconds of an update on the device and type of ``like``: a line through two run
     lengths.
 
-    Where ``meter`` measures nothing, scratch is estimated. Raises UnsupportedModel for an
-    optimizer that cannot run on shards.
+    Where ``meter`` measures nothing, scratch is estimated. Of whole parameters (:func:`whole_costs`) only the name counts.
     """
-    layout = state_layout(optimizer)
+    layout, name = part.layout, type(part.optimizer).__name__.lower()
+    if layout.whole:
+        return Optimizer(name, layout.tensors(like.element_size()))
     scratch = layout.scratch
     lengths = _SHORT, _LONG_ON_CUDA if like.device.type == "cuda" else _LONG
-    small, large = (_Update.measure(optimizer, like, n, meter) for n in lengths)
+    small, large = (_Update.measure(part, like, n, meter) for n in lengths)
     elements = large.elements - small.elements
     scratch_fixed = 0
     if small.scratch is not None and large.scratch is not None:
         scratch = (large.scratch - small.scratch) // (elements * like.element_size())
         scratch_fixed = small.scratch - scratch * small.elements * like.element_size()
     return Optimizer(
-        type(optimizer).__name__.lower(), layout.tensors(like.element_size()), layout.fixed, scratch,
+        name, layout.tensors(like.element_size()), layout.fixed, scratch,
         seconds_per_element=max(0.0, large.seconds - small.seconds) / elements,
         seconds_per_run=small.seconds, scratch_fixed=scratch_fixed,
     )  # fmt: skip
@@ -57,25 +66,58 @@ class _Update:
     scratch: int | None
 
     @classmethod
-    def measure(cls, optimizer: torch.optim.Optimizer, like: Tensor, elements: int, meter: Meter) -> _Update:
+    def measure(cls, part: UpdatePart, like: Tensor, elements: int, meter: Meter) -> _Update:
         p = torch.zeros(elements, dtype=like.dtype, device=like.device)
         p.grad = torch.ones_like(p)
-        samples, scratch = [], []
-        timed = _timer(like)
-        for group in optimizer.param_groups:
-            trial = same_options(optimizer, group, p)
-            again = later_step(trial)
-            again()
-            for _ in range(_REPEATS):
-                samples.append(timed(again))
-                meter.window()
-                before = meter.live()
-                again()
-                highest = meter.window()
-                if before is not None and highest is not None:
-                    scratch.append((highest["total"] or 0) - (before["total"] or 0))
-            del trial, again
+        samples: list[float] = []
+        scratch: list[int] = []
+        for group in part.param_groups:
+            _, again = later_step(same_options(part.optimizer, group, p), part.layout)
+            _measure(again, like, meter, samples, scratch)
+            del again
         return cls(elements, statistics.median(samples), max(scratch, default=None))
+
+
+def _measure(again: Callable[[], object], like: Tensor, meter: Meter, seconds: list[float], scratch: list[int]) -> None:
+    """Append seconds and temporary bytes of several updates."""
+    timed = _timer(like)
+    again()
+    for _ in range(_REPEATS):
+        seconds.append(timed(again))
+        meter.window()
+        before = meter.live()
+        again()
+        highest = meter.window()
+        if before is not None and highest is not None:
+            scratch.append((highest["total"] or 0) - (before["total"] or 0))
+
+
+class WholeCosts:
+    """Costs of the updates of whole parameters. Parameters of one shape and one group are measured once.
+
+    ``dtype``: the type that is updated, unless the parameter's own is wider.
+    """
+
+    def __init__(self, dtype: torch.dtype, meter: Meter) -> None:
+        self._dtype, self._meter = dtype, meter
+        self._known: dict[tuple[torch.Size, torch.dtype, int], WholeParameter] = {}
+
+    def of(self, p: Tensor, part: UpdatePart, group: int) -> WholeParameter:
+        """Return the costs of a parameter in a parameter group of ``part``."""
+        dtype = p.dtype if p.element_size() > self._dtype.itemsize else self._dtype
+        key = p.shape, dtype, group
+        if key not in self._known:
+            like = torch.linspace(-1, 1, p.numel(), dtype=dtype, device=p.device).view(p.shape)
+            like.grad = like.flip(0) if like.dim() else like.clone()
+            options = part.param_groups[part.groups.index(group)]
+            run, again = later_step(same_options(part.optimizer, options, like), part.layout)
+            seconds: list[float] = []
+            scratch: list[int] = []
+            _measure(again, like, self._meter, seconds, scratch)
+            state = sum(value.nbytes for value in run.state.values() if isinstance(value, Tensor))
+            most = max(scratch, default=_SCRATCH_OF_WHOLE * like.nbytes)
+            self._known[key] = WholeParameter(aligned(p.numel()), state, most, statistics.median(seconds))
+        return self._known[key]
 
 
 def copy_seconds_per_byte(like: Tensor) -> float:

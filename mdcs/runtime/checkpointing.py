@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Checkpoints:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._rank, self._device = engine, engine.rank, engine.storages[0].device
-        self._model, self._optimizer, self._storages = engine.model, engine.optimizer, engine.storages
+        self._model, self._optimizers, self._storages = engine.model, engine.optimizers, engine.storages
         self._state, self._groups = engine.optimizer_state, engine.groups
         self._names = self._names_by_parameter()
         self._files: dist.ProcessGroup | None = None
@@ -214,17 +214,18 @@ class Checkpoints:
 
     def _group_names(self) -> list[list[str]]:
         named = {p: name for name, p in self._model.named_parameters()} | {p: own[0] for p, own in self._names.items()}
-        return [[named[p] for p in group["params"]] for group in self._optimizer.param_groups]
+        return [[named[p] for p in group["params"]] for group in self._optimizers.param_groups]
 
     def _run(self, step: int) -> dict[str, Any]:
         """Return the values that all ranks have in common."""
         groups = [
             {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "params": names}
-            for group, names in zip(self._optimizer.param_groups, self._group_names(), strict=True)
+            for group, names in zip(self._optimizers.param_groups, self._group_names(), strict=True)
         ]
         scale = self._engine.options.loss_scale
         return {
             "step": step, "world": self._groups.world, "param_groups": groups,
+            "groups_by_optimizer": [len(optimizer.param_groups) for optimizer in self._optimizers.members],
             "loss_scale": None if scale is None else dataclasses.asdict(scale),
         }  # fmt: skip
 
@@ -303,12 +304,12 @@ class Checkpoints:
 
     def _begin_optimizer(self, chosen: Path, run: dict[str, Any], saved: Mapping[Key, TensorStorageMetadata]) -> None:
         """Load options and replicated state, and allocate the state per element. Raises ValueError for another shape."""
-        named, layout = {own[0]: p for p, own in self._names.items()}, self._state.layout
+        named = {own[0]: p for p, own in self._names.items()}
         ours = [path for path in saved if path[: len(STATE)] == STATE and path[-2] in named]
         numbers: FlatState = {
             path: torch.zeros(saved[path].size, dtype=saved[path].properties.dtype)
             for path in ours
-            if path[-1] in layout.replicated
+            if path[-1] in self._state.layout_of(named[path[-2]]).replicated
         }
         dcp_shards.load(chosen, numbers)
         state: dict[Any, dict[str, Any]] = {}
@@ -317,7 +318,7 @@ class Checkpoints:
             empty = torch.empty(saved[path].size, dtype=p.dtype, device="meta")
             state.setdefault(p, {})[key] = numbers.get(path, empty)
         self._state.begin(state)
-        optimizer_state.load_options(self._optimizer, run)
+        optimizer_state.load_options(self._optimizers.param_groups, run)
 
 
 class _Found(dict[Key, Any]):
@@ -346,8 +347,10 @@ def _told(groups: list[list[str]]) -> str:
     return " and ".join(f"{len(names)} parameters from {names[0]} on" for names in groups if names)
 
 
-def resume_whole(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> ResumeInfo | None:
-    """Load a checkpoint into a plain model and its optimizer, whole, on every rank. Returns None where there is none.
+def resume_whole(
+    path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+) -> ResumeInfo | None:
+    """Load a checkpoint into a plain model and its optimizers, whole, on every rank. Returns None where there is none.
 
     Raises CheckpointError as :func:`mdcs.resume` does.
     """
@@ -358,7 +361,8 @@ def resume_whole(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     tree, run = read_checkpoint(chosen), aux_state.load(chosen / RUN)
     try:
         model.load_state_dict(tree["model"])
-        type(optimizer).load_state_dict(optimizer, tree["optimizer"])
+        for optimizer, saved in zip(optimizers, optimizer_state.as_list(tree["optimizer"]), strict=True):
+            type(optimizer).load_state_dict(optimizer, dict(saved))
     except (RuntimeError, ValueError, KeyError) as e:
         raise CheckpointError(f"{chosen}: {e}") from e
     is_same_world = run["world"] == world

@@ -18,6 +18,7 @@ from mdcs.emulation import EmulatedCommunicator, pacer_for
 from mdcs.model.aliases import attributes_over_parameters, still_held
 from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import BatchSizes
+from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.ledger import Ledger
@@ -41,6 +42,7 @@ from mdcs.runtime.initialization import shard_units
 from mdcs.runtime.lending import Lending
 from mdcs.runtime.message_queue import MessageQueue, queued_messages
 from mdcs.runtime.message_runner import MessageRunner
+from mdcs.runtime.optimizer_calls import forbid_optimizer_calls
 from mdcs.runtime.optimizer_state import OptimizerState
 from mdcs.runtime.process_groups import ProcessGroups, disagreement
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
@@ -60,10 +62,10 @@ class Engine:
     """The parts of a run. Hooks tell the sequencer of slots; it issues messages to the queue and waits for them."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit],
+        self, model: nn.Module, optimizers: Optimizers, plan: Plan, units: list[ModelUnit],
         group: dist.ProcessGroup | None, options: RunOptions,
     ) -> None:  # fmt: skip
-        self.model, self.optimizer, self.plan, self.options = model, optimizer, plan, options
+        self.model, self.optimizers, self.plan, self.options = model, optimizers, plan, options
         world = dist.get_world_size(group) if dist.is_initialized() else 1
         rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.rank = rank if options.emulate is None else options.emulate.rank
@@ -73,7 +75,7 @@ class Engine:
 
         # Validation: plan, job and model fit, on every rank. From here on ranks communicate.
         found = validation.validate(
-            model, optimizer, plan, units, options, processes=world, backend=backend_of(group, device), device=device
+            model, optimizers, plan, units, options, processes=world, backend=backend_of(group, device), device=device
         )
         self.groups = groups = ProcessGroups(
             group, device, options.timeout_s, needs_control=options.needs_norm,
@@ -96,7 +98,7 @@ class Engine:
         # Units: flat parameters, shards and gradients. Closed parameters refuse to be used.
         self.meter, self.executor = current_meter(device), executor_for(device)
         self.access = ParameterAccess(place)
-        assert found.initialisation is not None
+        assert found.initialisation is not None and found.updates is not None
         try:
             self.storages = shard_units(
                 model, found.initialisation,
@@ -113,7 +115,7 @@ class Engine:
         self.account = ByteAccount(threading.RLock(), ledger.at_rest)
         self.wire = CollectiveOps(plan, self.storages, self._connect, self.meter)
         self.updates = ShardedOptimizer(
-            plan, self.storages, optimizer, found.layout, found.group_of, self.rank, self.meter, options.clip_value
+            plan, self.storages, found.updates, found.group_of, self.rank, self.meter, options.clip_value
         )
         self.buffers = Buffers(model, options.broadcast_buffers)
 
@@ -155,13 +157,14 @@ class Engine:
         self._hooks = Hooks(in_flat_order, self.sequencer, model)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
         self._recomputation = Recomputation(units, chosen, self._recomputing)
-        self._handles = [*batch.handles, *validation.forbid_optimizer_calls(optimizer, self.rank)]
+        self._handles = [*batch.handles]
+        self._handles += [h for each in optimizers.members for h in forbid_optimizer_calls(each, self.rank)]
         self._handles.append(validation.refuse_state_dict(model, self.storages, place))
 
         # State: units and the optimizer's state, whole, outside of the plan's messages.
         self.optimizer_state = OptimizerState(self.updates, self.storages, self.unsharder, groups.all_gather_object)
-        self.optimizer_state.load(optimizer.state)
-        optimizer.state.clear()  # the state is on shards from now on
+        self.optimizer_state.load(optimizers.state)
+        optimizers.clear_state()  # the state is on shards from now on
 
         for storage in self.storages:
             if not storage.params_are_authoritative:
@@ -222,7 +225,7 @@ class Engine:
             raise place.error(problem or f"step() needs {self.plan.micro_steps} forward and backward passes before it")
         if sequencer.step == 1 and self.buffers.option is None:
             self.buffers.broadcast_created(self.groups, place)
-        problem = validation.find_unseen_change(self.optimizer, self.updates, self.storages, self.buffers, self.plan.world)
+        problem = validation.find_unseen_change(self.updates, self.storages, self.buffers, self.plan.world)
         alias = still_held(self.model, self.aliases) if problem is None and sequencer.step == 1 else None
         if alias is not None:
             problem = str(alias_refused(alias))
@@ -244,7 +247,8 @@ class Engine:
             group = self.groups.message_group if self.executor.runs_ahead else self.groups.host_group
             with run_on_comm_stream(self.executor):
                 self.buffers.broadcast(self.groups, group, place)
-        mark_stepped(self.optimizer)
+        for optimizer in self.optimizers.members:
+            mark_stepped(optimizer)
 
     def wait_for_norm(self) -> bool:
         """Wait until the gradients of this iteration are reduced; return False if the plan does so after this call only.
@@ -340,12 +344,12 @@ class Engine:
             if self.plan.budget is not None:
                 self.executor.limit(None)
             whole = self.optimizer_state.full(keep=True, cpu=False, release=True)
-            state = optimizer_state.for_parameters(whole, self.optimizer_state.layout)
+            state = optimizer_state.for_parameters(whole, self.optimizer_state.layout_of)
             for storage in self.unsharder.one_by_one():
                 storage.detach_plain_params()
             for storage in self.storages:
                 storage.guard.open()
-            self.optimizer.state.update(state)
+            self.optimizers.set_state(state)
         except RuntimeError as e:
             return str(e)
         return ""

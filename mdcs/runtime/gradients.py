@@ -106,7 +106,7 @@ class Scaler:
     Its state is interchangeable with torch's.
     """
 
-    def __init__(self, scale: LossScale | None, step: Callable[[], None]) -> None:
+    def __init__(self, scale: LossScale | None, step: Callable[[torch.optim.Optimizer], object]) -> None:
         self._scale, self._step = scale, step
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ class Scaler:
         """Do nothing: gradients are unscaled before they are clipped."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """End an iteration, as ``parallel.step()``. Its updates are left out if a gradient has overflowed on any rank."""
-        self._step()
+        """End an iteration, as ``optimizer.step()``. Its updates are left out if a gradient has overflowed on any rank."""
+        self._step(optimizer)
 
     def update(self) -> None:
         """Do nothing: the scale adapts when the gradients are reduced."""

@@ -1,19 +1,20 @@
 """The optimizer's state: on shards while a plan runs, whole for a plain loop and for checkpoints.
 
 A state per element is cut as its parameter is. The other state of a parameter, such as a step count, is replicated: it
-is its *history*. Neighbours with one history are updated together.
+is its *history*. Neighbours with one history are updated together. State of a parameter that is updated as a whole is on
+the rank that owns the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mdcs.model.elementwise import StateLayout
-from mdcs.model.optimizers import parameter_groups
+from mdcs.model.optimizers import Updates
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer, UpdateRun
 from mdcs.runtime.state_dict import Fragment, fragments
 from mdcs.runtime.storage import UnitStorage
@@ -26,7 +27,7 @@ History = dict[str, Any]
 
 
 def histories(
-    units: Sequence[Sequence[tuple[str, nn.Parameter]]], groups: Mapping[nn.Parameter, int], state: State, layout: StateLayout
+    units: Sequence[Sequence[tuple[str, nn.Parameter]]], updates: Updates, state: State
 ) -> dict[tuple[int, int], History]:
     """Return the history of each parameter that has state, by unit and place in the unit.
 
@@ -36,7 +37,8 @@ def histories(
     for u, parameters in enumerate(units):
         for i, (name, p) in enumerate(parameters):
             own = {key: value for key, value in state.get(p, {}).items() if value is not None}
-            if p in groups and p.requires_grad and own:
+            if p in updates.groups and p.requires_grad and own:
+                layout = updates.layout_of(p)
                 for key in own.keys() - layout.replicated:
                     shape = getattr(own[key], "shape", ())
                     if shape != p.shape:
@@ -46,7 +48,13 @@ def histories(
 
 
 def _number(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+    """Return a value to compare with: the number, or what identifies a larger tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.tolist()
+    own = value.detach().double().cpu().flatten()
+    return tuple(value.shape), float(own.sum()), float(own.dot(torch.arange(1.0, own.numel() + 1, dtype=own.dtype)))
 
 
 class OptimizerState:
@@ -63,9 +71,8 @@ class OptimizerState:
         exchange: Callable[[Any], list[Any]],
     ) -> None:
         self._updates, self._storages, self._unsharder, self._exchange = updates, storages, unsharder, exchange
-        self._groups = parameter_groups(updates.optimizer)
+        self._groups, self.layout_of = updates.updates.groups, updates.updates.layout_of
         self._places = {p: (u, i) for u, s in enumerate(storages) for i, p in enumerate(s.parameters)}
-        self.layout = updates.layout
         self.kept: dict[Any, dict[str, Any]] = {}
 
     # -- in
@@ -77,7 +84,7 @@ class OptimizerState:
         :func:`histories` does.
         """
         named = [list(zip(s.names, s.parameters, strict=True)) for s in self._storages]
-        wanted = histories(named, self._groups, state, self.layout)
+        wanted = histories(named, self._updates.updates, state)
         trained = {p for storage in self._storages if storage.trainable for p in storage.parameters}
         self.kept = {p: {key: _made(v, p) for key, v in own.items()} for p, own in state.items() if p not in trained}
         self._updates.forget()
@@ -89,24 +96,22 @@ class OptimizerState:
                     self._updates.cut((u, b), [place])
                 history = own
         for u, b, run in self._runs():
-            group = self._updates.optimizer.param_groups[run.group]
+            group, layout = self._updates.optimizers.param_groups[run.group], self._updates.layout_of(run)
             for _, p in self._parameters(u, b, run)[:1]:
                 with self._updates.meter.tag("optimizer"):
                     for key in wanted.get(self._places[p], {}):
-                        run.restore(key, self._value(key, state[p][key], group, run.parameter))
+                        if key in layout.replicated:
+                            run.restore(key, self._replicated(layout, key, state[p][key], group, run.parameter))
+                        else:
+                            run.restore(key, torch.zeros_like(run.parameter, dtype=layout.per_element.get(key)))
         self._updates.make_state()
 
-    def _value(self, key: str, value: Any, group: Mapping[str, Any], p: Tensor) -> Any:
-        """Return a run's value of a key: zeros of state per element, else a copy."""
-        if key in self.layout.replicated:
-            return self._replicated(key, value, group, p)
-        return torch.zeros_like(p, dtype=self.layout.per_element.get(key))
-
-    def _replicated(self, key: str, value: Any, group: Mapping[str, Any], p: Tensor) -> Any:
-        """Return a copy as torch's optimizers keep it: on the host, unless a kernel reads it."""
-        if key in self.layout.plain:
+    def _replicated(self, layout: StateLayout, key: str, value: Any, group: Mapping[str, Any], p: Tensor) -> Any:
+        """Return a copy as torch's optimizers keep it: numbers on the host, unless a kernel reads them."""
+        if key in layout.plain:
             return value.item() if isinstance(value, Tensor) else value
-        device = p.device if group.get("capturable") or group.get("fused") else "cpu"
+        is_number = not isinstance(value, Tensor) or value.dim() == 0
+        device = p.device if group.get("capturable") or group.get("fused") or not is_number else "cpu"
         return torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float32).to(device, copy=True)
 
     def load(self, state: State) -> None:
@@ -127,18 +132,19 @@ class OptimizerState:
         for u, b, run in self._runs():
             storage = self._storages[u]
             start, limit = storage.owned_slice(b).start + run.place.start, None if within is None else within(storage, b)
+            layout = self._updates.layout_of(run)
             for key, value in run.saved.items():
-                if key not in self.layout.replicated:
-                    for fragment in fragments(storage, storage.sections[b], start, value, limit):
+                if key not in layout.replicated:
+                    for fragment in fragments(storage, storage.sections[b], start, run.flat(value), limit):
                         yield key, fragment
 
     def started(self) -> dict[nn.Parameter, tuple[dict[str, Any], list[str]]]:
         """Return by parameter its replicated state and the keys of its state per element, of all ranks. Collective."""
         here: list[tuple[dict[str, Any], list[str], list[tuple[int, int]]]] = []
         for u, b, run in self._runs():
-            own = dict(run.saved)
+            own, layout = dict(run.saved), self._updates.layout_of(run)
             if own:
-                copies = {k: _copy(own.pop(k), cpu=True) for k in list(own) if k in self.layout.replicated}
+                copies = {k: _copy(own.pop(k), cpu=True) for k in list(own) if k in layout.replicated}
                 here.append((copies, sorted(own), [self._places[p] for _, p in self._parameters(u, b, run)]))
         return {
             self._storages[u].parameters[i]: (copies, keys)
@@ -147,20 +153,24 @@ class OptimizerState:
             for u, i in places
         }
 
-    def full(self, *, keep: bool, cpu: bool, release: bool = False) -> dict[nn.Parameter, dict[str, Any]]:
+    def full(
+        self, *, keep: bool, cpu: bool, release: bool = False, of: Collection[Any] | None = None
+    ) -> dict[nn.Parameter, dict[str, Any]]:
         """Return whole state by parameter, in the shards' precision, on ranks that ``keep`` it. Collective; nothing in
         flight.
 
-        Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered.
+        Gathers one state of one unit at a time. ``release``: free the shards' state of each unit once gathered. ``of``:
+        parameters, None: all.
         """
         found = {p: {key: _copy(value, cpu) for key, value in own.items()} for p, own in self.kept.items()} if keep else {}
-        started = self.started()
+        started = {p: own for p, own in self.started().items() if of is None or p in of}
         for u, storage in enumerate(self._storages):
             for p in storage.parameters if keep else ():
                 if p in started:
-                    group, own = self._updates.optimizer.param_groups[self._groups[p]], started[p][0]
+                    group, own = self._updates.optimizers.param_groups[self._groups[p]], started[p][0]
                     found[p] = {
-                        key: _copy(value, cpu) if cpu else self._replicated(key, value, group, p) for key, value in own.items()
+                        key: _copy(value, cpu) if cpu else self._replicated(self.layout_of(p), key, value, group, p)
+                        for key, value in own.items()
                     }
             for key in sorted({key for p in storage.parameters for key in started.get(p, ({}, ()))[1]}):
                 values = self._unsharder.gather_by_parameter(u, self._parts(u, key), "optimizer state")
@@ -173,11 +183,15 @@ class OptimizerState:
 
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
         """Return this rank's part of one state of a unit, by block: flat, zeros where there is none."""
-        storage, dtype = self._storages[u], self.layout.per_element.get(key)
-        parts = {b: torch.zeros_like(storage.owned_shard(b), dtype=dtype) for b in range(len(storage.blocks))}
+        storage = self._storages[u]
+        kept = {storage.places[self._places[p][1]].section: self.layout_of(p) for p in storage.parameters if p in self._groups}
+        parts = {}
+        for b, section in enumerate(storage.sections):
+            dtype = kept[section].per_element.get(key) if section in kept else None
+            parts[b] = torch.zeros_like(storage.owned_shard(b), dtype=dtype)
         for _, b, run in self._runs(u):
-            if key in run.saved:
-                parts[b][run.place] = run.saved[key]
+            if key in run.saved and key not in self._updates.layout_of(run).replicated:
+                parts[b][run.place] = run.flat(run.saved[key])
         return parts
 
     def _runs(self, unit: int | None = None) -> Iterator[tuple[int, int, UpdateRun]]:
@@ -190,7 +204,7 @@ class OptimizerState:
         """Return the parameters of a run, each with its first element in this rank's part of the block."""
         storage = self._storages[u]
         start = storage.owned_slice(b).start
-        own = fragments(storage, storage.sections[b], start + run.place.start, run.parameter)
+        own = fragments(storage, storage.sections[b], start + run.place.start, run.flat(run.parameter))
         offsets = {p: place.offset for p, place in zip(storage.parameters, storage.places, strict=True)}
         return sorted(
             ((max(offsets[f.parameter] - start, run.place.start), f.parameter) for f in own), key=lambda found: found[0]
@@ -210,10 +224,14 @@ def _copy(value: Any, cpu: bool) -> Any:
 # ---- in the form of torch.optim
 
 
-def for_parameters(state: State, layout: StateLayout) -> dict[Tensor, dict[str, Any]]:
+def for_parameters(state: State, layout_of: Callable[[Any], StateLayout]) -> dict[Tensor, dict[str, Any]]:
     """Return state for a plain loop's optimizer: in the parameters' own precision."""
-    own = {key for key, dtype in layout.per_element.items() if dtype is not None} | layout.replicated
-    return {p: {k: v if k in own else v.to(p.dtype) for k, v in state[p].items()} for p in state}
+    found = {}
+    for p, values in state.items():
+        layout = layout_of(p)
+        own = {key for key, dtype in layout.per_element.items() if dtype is not None} | layout.replicated
+        found[p] = {k: v if k in own else v.to(p.dtype) for k, v in values.items()}
+    return found
 
 
 def to_state_dict(optimizer: torch.optim.Optimizer, state: State) -> dict[str, Any]:
@@ -223,7 +241,7 @@ def to_state_dict(optimizer: torch.optim.Optimizer, state: State) -> dict[str, A
     for group in optimizer.param_groups:
         own = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": own})
-    return {"state": {numbers[p]: dict(own) for p, own in state.items()}, "param_groups": groups}
+    return {"state": {numbers[p]: dict(own) for p, own in state.items() if p in numbers}, "param_groups": groups}
 
 
 def from_state_dict(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> State:
@@ -241,7 +259,12 @@ def from_state_dict(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
     return {parameters[number]: own for number, own in saved["state"].items()}
 
 
-def load_options(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load learning rate and other options, as ``load_state_dict()`` does."""
-    for group, their in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+def load_options(groups: Sequence[dict[str, Any]], saved: Mapping[str, Any]) -> None:
+    """Load learning rate and other options of parameter groups, as ``load_state_dict()`` does."""
+    for group, their in zip(groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in their.items() if key not in ("params", "param_names")})
+
+
+def as_list(saved: Any) -> list[Mapping[str, Any]]:
+    """Return state dicts of optimizers as a list: there is one where a single state dict is given."""
+    return [saved] if isinstance(saved, Mapping) else list(saved)

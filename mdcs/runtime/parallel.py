@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.emulation import Emulation
-from mdcs.model.optimizers import parameter_groups
+from mdcs.model.optimizers import GivenOptimizers, Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
-from mdcs.runtime import optimizer_state, state_dict
+from mdcs.runtime import state_dict
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import OverBudget, RunError
 from mdcs.runtime.executor import with_index
@@ -25,6 +25,7 @@ from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.gradients import Gradients, Scaler
 from mdcs.runtime.initialization import InitFunction
 from mdcs.runtime.optimizer_calls import OptimizerCalls
+from mdcs.runtime.optimizer_dicts import OptimizerDicts
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.timeline import Interval
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 def parallelize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: GivenOptimizers,
     plan: Plan,
     units: list[ModelUnit],
     *,
@@ -59,7 +60,7 @@ def parallelize(
     options = RunOptions(
         clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device), over_budget
     )
-    return Parallel(Engine(model, optimizer, plan, units, group, options), units)
+    return Parallel(Engine(model, Optimizers(optimizer), plan, units, group, options), units)
 
 
 def resume(parallel: Parallel, path: str | Path) -> ResumeInfo | None:
@@ -73,21 +74,24 @@ def resume(parallel: Parallel, path: str | Path) -> ResumeInfo | None:
     return parallel._resume(Path(path))
 
 
-class Parallel(Gradients):
+class Parallel(Gradients, OptimizerDicts):
     """A model in training. ``plan`` is the running plan; :meth:`close` (or leaving a ``with`` block) ends the run.
 
     ``optimizer`` is the loop's own. Its ``step()`` is :meth:`step`, its ``state_dict()`` :meth:`optimizer_state_dict`, and its
     ``load_state_dict()`` :meth:`load_optimizer_state_dict`, so trainers and schedules of the learning rate use it as ever;
-    after ``step()`` there is nothing for ``zero_grad()`` to do.
+    after ``step()`` there is nothing for ``zero_grad()`` to do. ``optimizers`` are all of them, of which ``optimizer`` is the
+    first.
     """
 
     def __init__(self, engine: Engine, units: list[ModelUnit]) -> None:
         super().__init__(engine)
         self.units = units
-        self.model, self.optimizer, self.plan, self.rank = engine.model, engine.optimizer, engine.plan, engine.rank
+        self.model, self.plan, self.rank = engine.model, engine.plan, engine.rank
+        self.optimizers = engine.optimizers.members
+        self.optimizer = self.optimizers[0]
         self._checkpoints: Checkpoints | None = None
         self._resumed_after = 0
-        self._calls = OptimizerCalls(engine.optimizer, self)
+        self._calls = OptimizerCalls(self.optimizers, self)
 
     def __enter__(self) -> Parallel:
         return self
@@ -121,7 +125,7 @@ class Parallel(Gradients):
     @property
     def scaler(self) -> Scaler:
         """The ``loss_scale`` in the form of torch.amp.GradScaler, for a loop that has one."""
-        return Scaler(self._options.loss_scale, self.step)
+        return Scaler(self._options.loss_scale, self._calls.step)
 
     def drain(self) -> None:
         """Finish all messages in flight and every update: before evaluation, state dicts and exit.
@@ -218,34 +222,6 @@ class Parallel(Gradients):
         """Load a plain model's state dict (the same on every rank). Raises KeyError or ValueError by name."""
         self._engine.drain("load_state_dict()")
         state_dict.load_full_state_dict(self.model, self._engine.storages, full)
-
-    @torch.no_grad()
-    @torch.inference_mode(False)
-    def optimizer_state_dict(self, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
-        """Return the ``optimizer.state_dict()`` of a plain loop, on every rank or on rank 0 (else empty); drains first.
-
-        Units are gathered one by one, and kept on the CPU with ``cpu``. State of masters has their precision.
-        Collective.
-        """
-        self._engine.drain("optimizer_state_dict()", needs_ranks=True)
-        keep = not rank0_only or self.rank == 0
-        found = self._engine.optimizer_state.full(keep=keep, cpu=cpu)
-        return optimizer_state.to_state_dict(self.optimizer, found) if keep else {}
-
-    @torch.no_grad()
-    @torch.inference_mode(False)
-    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a plain loop's ``optimizer.state_dict()``, or :meth:`optimizer_state_dict` (the same on every rank).
-
-        Options, such as the learning rate, are loaded too. Raises ValueError for the state of another optimizer.
-        """
-        engine = self._engine
-        engine.drain("load_optimizer_state_dict()")
-        found = optimizer_state.from_state_dict(self.optimizer, saved)
-        named = [list(zip(s.names, s.parameters, strict=True)) for s in engine.storages]
-        optimizer_state.histories(named, parameter_groups(self.optimizer), found, engine.optimizer_state.layout)
-        optimizer_state.load_options(self.optimizer, saved)
-        engine.optimizer_state.load(found)
 
     @property
     def steps(self) -> int:

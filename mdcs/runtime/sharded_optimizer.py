@@ -1,25 +1,26 @@
-"""The optimizer on shards, run by run, so that a block is updated as soon as it is reduced.
+"""The optimizers on shards, run by run, so that a block is updated as soon as it is reduced.
 
 A run (:func:`mdcs.plan.runs.runs`) is a view of the rank's part of a block, with one parameter group's options. It is
 updated as one tensor, as :mod:`mdcs.runtime.update_rules` says. Elementwise optimizers give the same bits on any cut.
-Where the histories of neighbours differ, such as their step counts, runs are cut further.
+Where the histories of neighbours differ, such as their step counts, runs are cut further. Where the optimizer needs
+whole parameters, each parameter that the rank owns is a run.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mdcs.model.elementwise import StateLayout, state_layout
-from mdcs.model.optimizers import NOT_TRAINED
+from mdcs.model.elementwise import StateLayout
+from mdcs.model.optimizers import NOT_TRAINED, Updates
 from mdcs.plan.plan import Plan
 from mdcs.plan.runs import runs
 from mdcs.plan.strategy import Strategy
-from mdcs.runtime.storage import UnitStorage
+from mdcs.runtime.storage import ParameterPlace, UnitStorage
 from mdcs.runtime.update_rules import rule_for
 from mdcs.telemetry.memory_meter import Meter
 from mdcs.torch_compat import nothing_compiles, version_of
@@ -31,18 +32,28 @@ Part = tuple[int, int]
 class UpdateRun:
     """A piece of a block that is updated as one tensor.
 
-    - ``group``: index of its parameter group in the optimizer.
+    - ``group``: number of its parameter group (:class:`mdcs.model.optimizers.Optimizers`).
     - ``place``: its slice in this rank's part of the block.
-    - ``parameter``: what is updated [elements of the run].
+    - ``parameter``: what is updated [elements of the run, or ``whole`` in its shape].
     - ``state``: as in ``optimizer.state[parameter]``. Empty until it is made.
     - ``started``: whether the state comes from an update; if not, it is not saved.
     """
 
-    __slots__ = ("group", "parameter", "place", "started", "state")
+    __slots__ = ("group", "parameter", "place", "started", "state", "whole")
 
-    def __init__(self, group: int, place: slice, parameter: Tensor) -> None:
-        self.group, self.place, self.parameter = group, place, parameter
+    def __init__(self, group: int, place: slice, part: Tensor, whole: ParameterPlace | None = None) -> None:
+        self.group, self.place, self.whole = group, place, whole
+        self.parameter = self.piece(part)
         self.clear()
+
+    def piece(self, part: Tensor) -> Tensor:
+        """Return this run's elements of the rank's part of the block [flat], in the shape that is updated."""
+        flat = part[self.place]
+        return flat if self.whole is None else self.whole.shaped(flat)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the shape that is updated as it lies in the flat buffers."""
+        return tensor if self.whole is None else self.whole.flattened(tensor)
 
     def clear(self) -> None:
         """Drop the state."""
@@ -62,10 +73,12 @@ class UpdateRun:
 
     def cut(self, at: int) -> tuple[UpdateRun, UpdateRun]:
         """Return the two sides of element ``at`` of this rank's part, each with its part of the state."""
+        assert self.whole is None
         middle, whole = at - self.place.start, self.parameter.shape
         sides = []
         for own, place in ((slice(middle), slice(self.place.start, at)), (slice(middle, None), slice(at, self.place.stop))):
-            side = UpdateRun(self.group, place, self.parameter[own])
+            side = UpdateRun(self.group, slice(None), self.parameter[own])
+            side.place = place
             side.state = {
                 key: value if not isinstance(value, Tensor) else value[own] if value.shape == whole else value.clone()
                 for key, value in self.state.items()
@@ -76,44 +89,56 @@ class UpdateRun:
 
 
 class ShardedOptimizer:
-    """Updates the blocks of all units. ``group_of[unit]``: the optimizer's parameter group of each segment.
+    """Updates the blocks of all units. ``group_of[unit]``: the parameter group of each segment.
 
     ``clip_value``: limit of the elements of gradients.
     ``runs``: the runs of each (unit, block) that this rank updates.
     """
 
     def __init__(
-        self, plan: Plan, storages: list[UnitStorage], optimizer: torch.optim.Optimizer, layout: StateLayout,
-        group_of: list[list[int]], rank: int, meter: Meter, clip_value: float | None = None,
+        self, plan: Plan, storages: list[UnitStorage], updates: Updates, group_of: list[list[int]], rank: int, meter: Meter,
+        clip_value: float | None = None,
     ) -> None:  # fmt: skip
-        self.optimizer, self.storages, self.layout, self.meter = optimizer, storages, layout, meter
-        self._plan, self._group_of, self._rank = plan, group_of, rank
-        self._rule, self._clip_value = rule_for(optimizer, layout, meter), clip_value
+        self.optimizers, self.updates, self.storages, self.meter = updates.optimizers, updates, storages, meter
+        self._plan, self._group_of, self._rank, self._clip_value = plan, group_of, rank, clip_value
+        rules = [rule_for(part.optimizer, part.layout, meter) for part in updates.parts]
+        self.groups = len(self.optimizers.param_groups)
+        self._rules = [rules[updates.part_of(group)] for group in range(self.groups)]
         self.runs: dict[Part, list[UpdateRun]] = {}
         self.forget()
         self.captured_gradients: dict[int, dict[int, Tensor]] = {}  # watched unit -> {block: gradient of its last update}
-        self.groups = len(optimizer.param_groups)
         self.freeze_options()
+
+    def layout_of(self, run: UpdateRun) -> StateLayout:
+        """Return the state that is kept for a run."""
+        return self.updates.parts[self.updates.part_of(run.group)].layout
 
     def make_state(self) -> None:
         """Make the state of all runs that have none."""
         for run in itertools.chain.from_iterable(self.runs.values()):
             if not run.state:
                 with self.meter.tag("optimizer"):
-                    run.state = self._rule.reserve(self._now[run.group], run.parameter)
+                    run.state = self._rules[run.group].reserve(self._now[run.group], run.parameter)
 
     def forget(self) -> None:
         """Drop all state, and the cuts that it needed. Parameters that are in no optimizer have no runs."""
         for u, storage in enumerate(self.storages):
             for b in range(len(storage.blocks) if storage.trainable else 0):
-                pieces, local = runs(self._plan, u, b, self._rank), storage.owned_shard(b)
-                places = [slice(begin - pieces[0][0], begin - pieces[0][0] + length) for begin, length, _ in pieces]
-                groups = [self._group_of[u][segment] for *_, segment in pieces]
-                self.runs[u, b] = [
-                    UpdateRun(group, place, local[place])
-                    for group, place in zip(groups, places, strict=True)
-                    if group != NOT_TRAINED
-                ]
+                self.runs[u, b] = list(self._whole_runs(storage, b) if storage.is_whole(b) else self._flat_runs(u, b))
+
+    def _flat_runs(self, u: int, b: int) -> Iterator[UpdateRun]:
+        pieces, local = runs(self._plan, u, b, self._rank), self.storages[u].owned_shard(b)
+        for begin, length, segment in pieces:
+            if self._group_of[u][segment] != NOT_TRAINED:
+                start = begin - pieces[0][0]
+                yield UpdateRun(self._group_of[u][segment], slice(start, start + length), local)
+
+    def _whole_runs(self, storage: UnitStorage, b: int) -> Iterator[UpdateRun]:
+        own, local = storage.owned_slice(b), storage.owned_shard(b)
+        for p, place in zip(storage.parameters, storage.places, strict=True):
+            if place.section == storage.sections[b] and own.start <= place.offset < own.stop:
+                start = place.offset - own.start
+                yield UpdateRun(self.updates.groups[p], slice(start, start + place.numel), local, place)
 
     def cut(self, part: Part, at: Iterable[int]) -> None:
         """Cut a block's runs at these elements of this rank's part: from now on each side has a state of its own."""
@@ -127,7 +152,7 @@ class ShardedOptimizer:
 
     def _options(self, index: int) -> dict[str, Any]:
         """Return the options of a parameter group; tensors are copied, because schedules change them in place."""
-        group = self.optimizer.param_groups[index]
+        group = self.optimizers.param_groups[index]
         return {
             k: v.detach().clone() if isinstance(v, Tensor) else v
             for k, v in group.items()
@@ -136,14 +161,20 @@ class ShardedOptimizer:
 
     def freeze_options(self) -> None:
         """Fix learning rate and other options for the updates of this iteration (schedules change them later)."""
-        self._now = [self._options(i) for i in range(len(self.optimizer.param_groups))]
+        self._now = [self._options(i) for i in range(self.groups)]
         # A tensor's version counter shows changes without a wait for its device.
-        self._versions = [_versions(group) for group in self.optimizer.param_groups]
+        self._versions = [_versions(group) for group in self.optimizers.param_groups]
 
-    def changed_option(self) -> tuple[int, str] | None:
-        """Return (parameter group, name) of an option that changed since the snapshot; None if none did."""
+    def changed_option(self, of: torch.optim.Optimizer | None = None) -> tuple[int, str] | None:
+        """Return (parameter group, name) of an option that changed since the snapshot; None if none did.
+
+        ``of``: one of the optimizers, None: all.
+        """
+        groups = self.optimizers.param_groups
         for i, (now, versions) in enumerate(zip(self._now, self._versions, strict=True)):
-            group = self.optimizer.param_groups[i]
+            group = groups[i]
+            if of is not None and not any(group is own for own in of.param_groups):
+                continue
             if versions != _versions(group):
                 return i, next(iter(dict(versions.items() ^ _versions(group).items())))
             for name, value in now.items():
@@ -180,24 +211,26 @@ class ShardedOptimizer:
                     # Only fused updates of the gradient itself need no scratch: one call updates all runs of a message. Others
                     # go one by one, and no name holds a copy of a gradient while the next one is made.
                     if self._now[run.group].get("fused") and not is_copy:
-                        together.setdefault((run.group, dtype, run.started), []).append((run, gradient[run.place]))
+                        together.setdefault((run.group, dtype, run.started), []).append((run, run.piece(gradient)))
                     else:
-                        self._rule.update(self._now[run.group], [(run, gradient[run.place])])
+                        self._rules[run.group].update(self._now[run.group], [(run, run.piece(gradient))])
             for (group, *_), updates in together.items():
-                self._rule.update(self._now[group], updates)
+                self._rules[group].update(self._now[group], updates)
         for unit, block in gradients:
             if self.storages[unit].strategy is Strategy.dp:  # of other units the gather places it
                 self.storages[unit].copy_shard_into_flat(block)
 
 
-def later_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Return a call that updates as the runtime does, for timing. ``optimizer`` has one parameter, with a gradient."""
+def later_step(optimizer: torch.optim.Optimizer, layout: StateLayout) -> tuple[UpdateRun, Callable[[], object]]:
+    """Return a run and a call that updates it as the runtime does, for timing. ``optimizer`` has one parameter, with a
+    gradient.
+    """
     (group,) = optimizer.param_groups
     (p,) = group["params"]
-    rule, run = rule_for(optimizer, state_layout(optimizer), Meter()), UpdateRun(0, slice(None), p.detach())
+    rule, run = rule_for(optimizer, layout, Meter()), UpdateRun(0, slice(None), p.detach())
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     run.state = rule.reserve(options, run.parameter)
-    return lambda: rule.update(options, [(run, p.grad)])
+    return run, lambda: rule.update(options, [(run, p.grad)])
 
 
 def _versions(group: dict[str, Any]) -> dict[str, tuple[int, int]]:

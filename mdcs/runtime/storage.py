@@ -1,8 +1,9 @@
 """The flat buffers of one unit: full parameters, the shard at rest, gradients. Freed buffers free their storage.
 
 Each section of the unit has its own buffers, of one dtype. Parameters are views of the full buffer (``p.data = view``);
-the views stay valid for autograd while the storage is resized to nothing and back. Parameters are in the model's order,
-begin at 16 bytes (:func:`mdcs.sizes.aligned`), and keep their strides: a ``channels_last`` weight stays one.
+the views stay valid for autograd while the storage is resized to nothing and back. Parameters are in flat order
+(:func:`mdcs.model.optimizers.in_flat_order`), or by owner where they are updated as wholes. They begin at 16 bytes
+(:func:`mdcs.sizes.aligned`), and keep their strides: a ``channels_last`` weight stays one.
 Rank r, of the world or of a node, owns the r-th part of every *block*: a block is contiguous on the wire, and a shard
 is the concatenation of its parts.
 """
@@ -35,9 +36,16 @@ class ParameterPlace(NamedTuple):
     shape: torch.Size
     order: tuple[int, ...]
 
+    def flattened(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the parameter's shape as its elements lie in the flat buffers: a view, if it is dense."""
+        return tensor.permute(self.order).reshape(-1)
+
     def view(self, flats: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
         """Return the parameter's part of flat tensors by section, in its shape and strides."""
-        flat = flats[self.section][self.offset : self.offset + self.numel]
+        return self.shaped(flats[self.section][self.offset : self.offset + self.numel])
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Return the parameter's elements [flat] in its shape and strides."""
         if self.order == tuple(range(len(self.shape))):
             return flat.view(self.shape)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -106,15 +114,20 @@ class UnitStorage:
         sizes = [aligned(p.numel()) for p in self.parameters]
         if sum(sizes) != numel:  # a profile of an older version, which knows no padding between parameters
             sizes = [p.numel() for p in self.parameters]
-        places, gaps, section, offset = [], [], 0, 0
+        places, section, offset, count = [], 0, 0, 0
         for p, size in zip(self.parameters, sizes, strict=True):
             if offset + size > self.layout.sections[section].numel:
-                section, offset = section + 1, 0
-            places.append(ParameterPlace(section, offset, p.numel(), p.shape, dense_order(p)))
-            offset += size
-            end = offset if offset < self.layout.sections[section].numel else self.layout.sizes[section]
-            gaps.append((section, slice(offset - size + p.numel(), end)))
-        return places, [(section, gap) for section, gap in gaps if gap.start < gap.stop]
+                section, offset, count = section + 1, 0, 0
+            of = self.layout.sections[section]
+            begin = of.offsets(self.plan.world)[count] if of.is_whole else offset
+            places.append(ParameterPlace(section, begin, p.numel(), p.shape, dense_order(p)))
+            offset, count = offset + size, count + 1
+        gaps = []
+        for s, end in enumerate(self.layout.sizes):
+            own = sorted((place.offset, place.offset + place.numel) for place in places if place.section == s)
+            begins = [*(begin for begin, _ in own[1:]), end]
+            gaps += [(s, slice(stop, begin)) for (_, stop), begin in zip(own, begins, strict=True) if stop < begin]
+        return places, gaps
 
     def init_shards(self) -> None:
         """Keep the buffers that the strategy keeps between steps: make shards, free full parameters."""
@@ -154,6 +167,10 @@ class UnitStorage:
             if p.data_ptr() != full.data_ptr() + place.offset * full.element_size():
                 return name
         return None
+
+    def is_whole(self, block: int) -> bool:
+        """Whether the parameters of a block are updated as wholes."""
+        return self.layout.sections[self.sections[block]].is_whole
 
     def block_slice(self, block: int) -> slice:
         """Return the slice of a block in the flat buffers of its section."""

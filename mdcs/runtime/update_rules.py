@@ -1,7 +1,7 @@
 """How a run is updated: by torch's functional kernels for SGD, Adam and AdamW, by the optimizer's own class otherwise.
 
-A run is a flat piece of parameters (:class:`mdcs.runtime.sharded_optimizer.UpdateRun`) with the state that torch's
-optimizer would keep for it. A rule holds no state.
+A run is a flat piece of parameters, or a whole one (:class:`mdcs.runtime.sharded_optimizer.UpdateRun`), with the state that
+torch's optimizer would keep for it. A rule holds no state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Options = Mapping[str, Any]
 
 
 class Piece(Protocol):
-    """A run to update: ``parameter`` [flat] with its ``state``. ``started``: whether the state comes from an update."""
+    """A run to update: ``parameter`` [flat, or whole in its shape] with its ``state``.
+
+    ``started``: whether the state comes from an update.
+    """
 
     parameter: Tensor
     state: dict[str, Any]
@@ -44,7 +47,7 @@ class Rule(Protocol):
 
 
 def rule_for(optimizer: torch.optim.Optimizer, layout: StateLayout, meter: Meter) -> Rule:
-    """Return the rule of an optimizer that passed the trial (:func:`mdcs.model.elementwise.state_layout`)."""
+    """Return the rule of an optimizer that passed the trial (:func:`mdcs.model.elementwise.state_layouts`)."""
     return Functional(type(optimizer)) if type(optimizer) in FUNCTIONAL else OwnClass(optimizer, layout, meter)
 
 
@@ -105,7 +108,9 @@ class OwnClass:
         self._flat, self._layout, self._meter = FlatOptimizer(optimizer), layout, meter
 
     def reserve(self, options: Options, parameter: Tensor) -> dict[str, Any]:
-        """Return memory for the state per element."""
+        """Return memory for the state per element. Only the class knows the shapes of a whole parameter's state."""
+        if self._layout.whole:
+            return {}
         return {key: torch.empty_like(parameter, dtype=dtype) for key, dtype in self._layout.per_element.items()}
 
     def update(self, options: Options, updates: Sequence[tuple[Piece, Tensor]]) -> None:

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from mdcs.emulation import Emulation
-from mdcs.model.elementwise import StateLayout, state_layout
 from mdcs.model.guard import GRADIENT, THAW, GuardedParameter
 from mdcs.model.hooks import ModuleHook
-from mdcs.model.optimizers import in_flat_order, parameter_groups
+from mdcs.model.optimizers import Optimizers, Updates, in_flat_order
 from mdcs.model.recompute import refuse_recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, refuse_shared_memory
 from mdcs.plan.plan import Plan
@@ -72,38 +71,37 @@ class ValidationResult:
     - ``ordered``: by unit, its (name, parameter) pairs in flat order.
     - ``group_of``: by unit, the optimizer's parameter group of each segment.
     - ``untrained``: names of trainable parameters that are in no optimizer.
-    - ``layout``: the state that the optimizer keeps. ``state``: the histories of parameters that have some.
+    - ``updates``: how parameters are updated; None if that is the problem. ``state``: the histories of parameters that have some.
     """
 
     problem: ValueError | None = None
     ordered: list[list[tuple[str, nn.Parameter]]] = field(default_factory=list)
     group_of: list[list[int]] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
-    layout: StateLayout = field(default_factory=StateLayout)
+    updates: Updates | None = None
     state: dict[tuple[int, int], optimizer_state.History] = field(default_factory=dict)
     initialisation: Initializer | None = None
 
 
 def validate(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, units: list[ModelUnit], options: RunOptions,
+    model: nn.Module, optimizers: Optimizers, plan: Plan, units: list[ModelUnit], options: RunOptions,
     *, processes: int, backend: str, device: torch.device,
 ) -> ValidationResult:  # fmt: skip
     """Check plan, job and model on this rank. ``device`` is where parameters are, or will be made."""
     found = ValidationResult()
     try:
         _fits_processes(plan, processes, backend, options.emulate, device)
-        _covers(model, units, optimizer)
+        _covers(model, units, optimizers)
         keeps_order(model, backend)
         check_buffers(model)
-        found.layout = state_layout(optimizer)
-        _fits_job(plan, options, optimizer, found.layout)
+        found.updates = updates = Updates(optimizers)
+        _fits_job(plan, options, updates)
         check(plan)
-        groups = parameter_groups(optimizer)
-        found.ordered, found.group_of = _match(plan, units, groups)
+        found.ordered, found.group_of = _match(plan, units, updates)
         refuse_recomputation(model, units, [u for u, choice in enumerate(plan.recompute) if choice != NONE])
-        found.untrained = [name for unit in units if unit.trainable for name, p in unit.parameters if p not in groups]
+        found.untrained = [name for unit in units if unit.trainable for name, p in unit.parameters if p not in updates.groups]
         found.initialisation = Initializer(model, units, options.init, device)
-        found.state = optimizer_state.histories(found.ordered, groups, optimizer.state, found.layout)
+        found.state = optimizer_state.histories(found.ordered, updates, optimizers.state)
     except ValueError as e:
         found.problem = e
     return found
@@ -142,29 +140,35 @@ def _fits_processes(plan: Plan, processes: int, backend: str, emulate: Emulation
         raise PlanError("the plan has rings, which gloo has for CPUs alone: plan with Collectives('native', 'gloo') on a GPU")
 
 
-def _fits_job(plan: Plan, options: RunOptions, optimizer: torch.optim.Optimizer, layout: StateLayout) -> None:
-    """Raise PlanError or ValueError if clipping, loss scale or optimizer are not those that the plan was made for."""
+def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
+    """Raise PlanError or ValueError if clipping, loss scale or optimizers are not those that the plan was made for."""
     for given, what in ((options.clip_norm, "clipping the global norm"), (options.loss_scale, "a dynamic loss scale")):
         if given is not None and plan.cross_iteration:
             raise PlanError(f"{what} needs all gradients first: plan with cross_iteration=False")
     for name, limit in (("clip_norm", options.clip_norm), ("clip_value", options.clip_value)):
         if limit is not None and not limit > 0:
             raise ValueError(f"{name} must be > 0, got {limit}")
-    planned, state = plan.profile.optimizer, layout.tensors(plan.profile.master_bytes or plan.profile.param_bytes)
-    if (state, layout.fixed) != (planned.state_tensors, planned.state_fixed):
-        raise ValueError(
-            f"{type(optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {planned.name} "
-            f"with {planned.state_tensors}"
-        )
-    if any(step_hooks(optimizer)):
-        raise ValueError(f"{type(optimizer).__name__} has hooks on step(), which is not called: call them after parallel.step()")
+    planned = plan.profile.optimizers[:-1]  # the last one is none
+    if len(updates.parts) != len(planned):
+        raise ValueError(f"the plan was made for {' and '.join(o.name for o in planned)}, not for {updates.optimizers.name}")
+    for part, theirs in zip(updates.parts, planned, strict=True):
+        state = part.layout.tensors(plan.profile.master_bytes or plan.profile.param_bytes)
+        if not part.layout.whole and (state, part.layout.fixed) != (theirs.state_tensors, theirs.state_fixed):
+            raise ValueError(
+                f"{type(part.optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {theirs.name} "
+                f"with {theirs.state_tensors}"
+            )
+    for optimizer in updates.optimizers.members:
+        if any(step_hooks(optimizer)):
+            name = type(optimizer).__name__
+            raise ValueError(f"{name} has hooks on step(), which is not called: call them after parallel.step()")
 
 
-def _covers(model: nn.Module, units: list[ModelUnit], optimizer: torch.optim.Optimizer) -> None:
+def _covers(model: nn.Module, units: list[ModelUnit], optimizers: Optimizers) -> None:
     """Raise UnsupportedModel for a parameter that would not be trained, or not by this runtime alone."""
     names = {p: name for name, p in model.named_parameters()}
     held = {p for unit in units for _, p in unit.parameters}
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [p for group in optimizers.param_groups for p in group["params"]]
     for number, p in enumerate(trained):
         if p.requires_grad and p not in held and p.numel():  # a parameter without elements needs no training
             name = names.get(p) or f"parameter {number} of the optimizer, of shape {tuple(p.shape)}"
@@ -195,9 +199,9 @@ def keeps_order(model: nn.Module, backend: str) -> None:
 
 
 def _match(
-    plan: Plan, units: list[ModelUnit], groups: dict[nn.Parameter, int]
+    plan: Plan, units: list[ModelUnit], updates: Updates
 ) -> tuple[list[list[tuple[str, nn.Parameter]]], list[list[int]]]:
-    """Return, for every unit, its (name, parameter) pairs in flat order, and the optimizer's group of each segment.
+    """Return, for every unit, its (name, parameter) pairs in flat order, and the parameter group of each segment.
 
     Raises ValueError where plan and model differ.
     """
@@ -205,7 +209,7 @@ def _match(
         raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}")
     parameters, group_of = [], []
     for unit, planned, flat in zip(units, plan.profile.units, plan.profile.layouts, strict=True):
-        ordered, found = in_flat_order(unit, groups)
+        ordered, found = in_flat_order(unit, updates)
         is_packed = planned.segments == tuple(s.packed for s in found)  # as in profiles of older versions
         segments = planned.segments if is_packed else tuple(s.numel for s in found)
         if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
@@ -213,15 +217,16 @@ def _match(
                 f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
                 f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}"
             )
-        types: dict[torch.dtype, int] = {}
+        together: dict[tuple[torch.dtype, int, bool], int] = {}
         for s, n in zip(found, segments, strict=True):
-            types[s.dtype] = types.get(s.dtype, 0) + n
+            together[s.dtype, s.part, s.whole] = together.get((s.dtype, s.part, s.whole), 0) + n
         wanted = [(s.numel, s.param_bytes) for s in flat.sections]
-        if [(n, dtype.itemsize) for dtype, n in types.items()] != wanted:
-            raise ValueError(
-                f"unit {unit.name} has {', '.join(f'{n} {dtype}' for dtype, n in types.items())}; the plan is for "
-                f"{', '.join(f'{n} of {width} bytes' for n, width in wanted)}"
-            )
+        if [(n, dtype.itemsize) for (dtype, *_), n in together.items()] != wanted:
+            has = ", ".join(f"{n} {dtype}" for (dtype, *_), n in together.items())
+            planned_for = ", ".join(f"{n} of {width} bytes" for n, width in wanted)
+            raise ValueError(f"unit {unit.name} has {has}; the plan is for {planned_for}")
+        if [(part, whole) for _, part, whole in together] != [(s.optimizer, s.is_whole) for s in flat.sections]:
+            raise ValueError(f"unit {unit.name}: other optimizers update its parameters than the plan was made for")
         parameters.append(ordered)
         group_of.append([s.group for s in found])
     return parameters, group_of
@@ -267,11 +272,12 @@ _THAWED = "{}: what is trained is fixed while a plan runs: close(), change requi
 
 
 def find_unseen_change(
-    optimizer: torch.optim.Optimizer, updates: ShardedOptimizer, storages: Sequence[UnitStorage], buffers: Buffers, world: int
+    updates: ShardedOptimizer, storages: Sequence[UnitStorage], buffers: Buffers, world: int
 ) -> str | None:
     """Return a sentence about a change by the loop in this iteration that had no effect on it; None if there is none.
     """
-    if len(optimizer.param_groups) != updates.groups:
+    optimizers = updates.optimizers
+    if len(optimizers.param_groups) != updates.groups:
         return "the optimizer got another parameter group: close(), then partition and plan with it"
     changed = updates.changed_option()
     if changed is not None:
@@ -279,14 +285,15 @@ def find_unseen_change(
             f"{changed[1]} of the optimizer's group {changed[0]} was changed between backward and step(), when updates "
             "may have run with its former value: change it before backward or after step()"
         )
-    before, after = step_hooks(optimizer)
-    if before > 1 or after:  # one is refuse_calls'
-        return "a hook was put on optimizer.step(), which is not called: call it after parallel.step()"
-    if optimizer.state:
-        return (
-            "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
-            "parallel.load_optimizer_state_dict()"
-        )
+    for optimizer in optimizers.members:
+        before, after = step_hooks(optimizer)
+        if before > 1 or after:  # one is refuse_calls'
+            return "a hook was put on optimizer.step(), which is not called: call it after parallel.step()"
+        if optimizer.state:
+            return (
+                "the optimizer was given state, and its updates run elsewhere: load it before parallelize(), or with "
+                "parallel.load_optimizer_state_dict()"
+            )
     thawed = changed_training(storage for storage in storages if not storage.trainable)
     if thawed is not None:
         return thawed
@@ -300,9 +307,7 @@ def find_unseen_change(
 
 
 def taken_away(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
-    """Return a sentence about a parameter that got no gradient because the loop took it out of the model, or froze it;
-    None if there is none.
-    """
+    """Return a sentence about a parameter without a gradient because the loop took it out, or froze it; None if there is none."""
     for storage in storages:
         for i in storage.unused:
             name = storage.names[i]
@@ -325,23 +330,6 @@ def changed_training(storages: Iterable[UnitStorage]) -> str | None:
                 if p.requires_grad != storage.trainable:
                     return _THAWED.format(name)
     return None
-
-
-def forbid_optimizer_calls(optimizer: torch.optim.Optimizer, rank: int) -> list[Any]:
-    """Make optimizer calls that would have no effect, or lose state, raise RunError; return handles to undo this."""
-
-    def refusal(what: str) -> Any:
-        def hook(*_: Any) -> None:
-            raise RunError(f"rank {rank}: {what}")
-
-        return hook
-
-    on_shards = "the optimizer's state is on shards while a plan runs: use parallel."
-    return [
-        optimizer.register_step_pre_hook(refusal("call step() of the optimizer itself, or parallel.step()")),
-        optimizer.register_state_dict_pre_hook(refusal(f"{on_shards}optimizer_state_dict()")),
-        optimizer.register_load_state_dict_pre_hook(refusal(f"{on_shards}load_optimizer_state_dict()")),
-    ]
 
 
 def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: ErrorContext) -> Any:

@@ -10,7 +10,7 @@ from mdcs.plan.ledger import AssignmentBytes, Ledger
 from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import SlotDependencies
-from mdcs.profile.schema import Contention
+from mdcs.profile.contention import Contention
 from mdcs.simulator import kernel
 from mdcs.simulator.kernel import MessageArrays, PeriodArrays, ReplayArrays
 from mdcs.simulator.machine_code import for_loops, numbers

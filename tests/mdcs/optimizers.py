@@ -53,7 +53,64 @@ class Lamb(optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), count=0)
+                state["count"] += 1
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                scale = float(p.norm() / (state["exp_avg"].norm() + 1e-6))
+                p.add_(state["exp_avg"], alpha=-group["lr"] * scale)
+
+
+class Shampoo(optim.Optimizer):
+    """Matrices are multiplied from both sides, by what it keeps of their rows and columns."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                g, state = p.grad, self.state[p]
+                if not state:
+                    state.update(left=torch.eye(p.shape[0]).to(p), right=torch.eye(p.shape[1]).to(p))
+                state["left"] += g @ g.T
+                state["right"] += g.T @ g
+                p.sub_(torch.linalg.solve(state["left"], g) @ torch.linalg.inv(state["right"]), alpha=group["lr"])
+
+
+class ByRow(optim.SGD):
+    """Matrices of groups with ``by_row`` get no gradient that moves the mean of a row."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, by_row: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("by_row", by_row)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = p.grad.mean(1, keepdim=True) if group["by_row"] and p.dim() > 1 else 0
+                    p.sub_(p.grad - mean, alpha=group["lr"])
+
+
+class Joint(optim.SGD):
+    """Its step depends on the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / norm)
 
 
 class Counting(optim.Optimizer):
@@ -106,3 +163,31 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
     "maximizing": lambda ps: optim.RMSprop(ps, lr=1e-4, maximize=True),
     "maximizing amsgrad": lambda ps: optim.AdamW(ps, lr=1e-4, maximize=True, amsgrad=True),
 }
+
+WHOLE: dict[str, Callable[[list[nn.Parameter]], list[optim.Optimizer]]] = {
+    "muon": lambda ps: [optim.Muon(matrices(ps), lr=0.02), optim.AdamW(others(ps), lr=3e-3, weight_decay=0.01)],
+    "adafactor": lambda ps: [optim.Adafactor(ps, lr=0.05)],
+    "lamb": lambda ps: [Lamb(ps, lr=1e-2)],
+    "shampoo": lambda ps: [optim.SGD(others(ps), lr=0.05, momentum=0.9), Shampoo(matrices(ps))],
+    "by row": lambda ps: [ByRow([{"params": others(ps)}, {"params": matrices(ps), "by_row": True}], lr=0.05)],
+}
+"""Optimizers that need whole parameters, with those that take the rest."""
+
+SEVERAL: dict[str, Callable[[list[nn.Parameter]], list[optim.Optimizer]]] = {
+    "three": lambda ps: [
+        optim.AdamW(matrices(ps), lr=1e-2), optim.SGD(others(ps)[1:], lr=0.05, momentum=0.9),
+        optim.RMSprop(others(ps)[:1], lr=1e-3),
+    ],
+    **{name: make for name, make in WHOLE.items() if name in ("muon", "shampoo")},
+}  # fmt: skip
+"""Several optimizers, each with some of the parameters."""
+
+
+def matrices(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of hidden layers: the first is the embedding."""
+    return [p for p in parameters[1:] if p.dim() == 2]
+
+
+def others(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The rest: embedding, norms and biases."""
+    return [p for i, p in enumerate(parameters) if not i or p.dim() != 2]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 
 from mdcs.plan.cost import CostModel
-from mdcs.profile.schema import Contention, Profile
+from mdcs.profile.contention import Contention
+from mdcs.profile.schema import Profile
 
 
 def linearize_costs(profile: Profile) -> Profile:

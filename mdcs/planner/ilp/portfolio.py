@@ -19,7 +19,7 @@ from mdcs.planner.schedulers.fusion import fuse_neighbours
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.greedy import Greedy
-from mdcs.profile.schema import Contention
+from mdcs.profile.contention import Contention
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB
 

@@ -17,7 +17,8 @@ from experiments.config.schema import Config, ConfigError
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, emulated, known
 from mdcs.profile.cache import cache_folder
-from mdcs.profile.schema import Contention, Profile
+from mdcs.profile.contention import Contention
+from mdcs.profile.schema import Profile
 from tests.experiments import one_process
 
 PROFILE = Path(__file__).parents[1] / "profile.json"

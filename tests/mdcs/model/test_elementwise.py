@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import nn, optim
 
-from mdcs.model.elementwise import state_layout
+from mdcs.model.elementwise import StateLayout, state_layouts
 from mdcs.model.units import UnsupportedModel
-from tests.mdcs.optimizers import OPTIMIZERS, Counting, Lamb, Remembering
+from tests.mdcs.optimizers import OPTIMIZERS, ByRow, Counting, Joint, Lamb, Remembering, Shampoo
+
+
+def state_layout(optimizer: optim.Optimizer) -> StateLayout:
+    """The state of an optimizer whose groups are all updated in one way."""
+    [(_, layout)] = state_layouts(optimizer)
+    return layout
 
 
 def parameters() -> list[nn.Parameter]:
@@ -68,12 +74,11 @@ def test_state_may_have_a_type_of_its_own():
 
 
 REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], str]] = {
-    "Adafactor": (optim.Adafactor, "it updates matrices as a whole, and a shard is a flat piece of them"),
-    "Lamb": (Lamb, "it updates matrices as a whole"),
+    "Joint": (Joint, "a parameter becomes another one where it is updated alone"),
     "LBFGS": (optim.LBFGS, "its step() needs a closure"),
     "SparseAdam": (optim.SparseAdam, "does not support dense gradients"),
     "Counting": (Counting, "its step() changes k of its parameter groups"),
-    "Remembering": (Remembering, "becomes another one where it is updated piece by piece"),
+    "Remembering": (Remembering, "its last is another one where a parameter is updated alone"),
 }
 
 
@@ -84,26 +89,34 @@ def test_what_cannot_run_on_shards_is_refused_with_its_reason(name: str):
         state_layout(make(parameters()))
 
 
-@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 and later")
-def test_muon_is_refused_because_it_takes_matrices():
-    with pytest.raises(UnsupportedModel, match="optimizer Muon: it updates matrices as a whole.* raises ValueError"):
-        state_layout(optim.Muon([p for p in parameters() if p.dim() == 2]))
+WHOLE: dict[str, tuple[Callable[[list[nn.Parameter]], optim.Optimizer], set[str], set[str]]] = {
+    "adafactor": (optim.Adafactor, {"variance"}, {"step", "row_var", "col_var"}),
+    "lamb": (Lamb, {"exp_avg"}, {"count"}),
+    "muon": (lambda ps: optim.Muon([p for p in ps if p.dim() == 2]), {"momentum_buffer"}, set()),
+    "shampoo": (lambda ps: Shampoo([p for p in ps if p.dim() == 2]), set(), {"left", "right"}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_whole_parameters_is_found(name: str):
+    make, per_element, replicated = WHOLE[name]
+    found = state_layout(make(parameters()))
+    assert found.whole and (set(found.per_element), found.replicated) == (per_element, replicated)
+
+
+def test_groups_of_one_optimizer_may_be_updated_in_two_ways():
+    """As optimizers that are published as one class: Muon for some groups, AdamW for the others."""
+    ours = parameters()
+    groups = [{"params": [p for p in ours if p.dim() != 2]}, {"params": [p for p in ours if p.dim() == 2], "by_row": True}]
+    flat, whole = state_layouts(ByRow(groups, lr=0.1))
+    assert (flat.groups, flat.layout.whole, whole.groups, whole.layout.whole) == ((0,), False, (1,), True)
 
 
 def test_a_norm_of_a_vector_counts_only_where_there_are_vectors():
     """An optimizer is tried on the shapes that it has: this one treats matrices alone as wholes."""
-
-    class ByRow(optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(p.grad - (p.grad.mean(1, keepdim=True) if p.dim() > 1 else 0), alpha=group["lr"])
-
     biases = [p for p in parameters() if p.dim() == 1]
-    assert state_layout(ByRow(biases)).per_element == {}
-    with pytest.raises(UnsupportedModel, match="ByRow: it updates matrices as a whole"):
-        state_layout(ByRow(parameters()))
+    assert not state_layout(ByRow(biases, lr=0.1, by_row=True)).whole
+    assert state_layout(ByRow(parameters(), lr=0.1, by_row=True)).whole
 
 
 def test_a_trial_changes_nothing():

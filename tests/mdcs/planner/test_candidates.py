@@ -20,7 +20,8 @@ from mdcs.planner.candidates import Candidate, Candidates
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.neighborhood import MOVES, PLAN_MOVES
 from mdcs.planner.registry import SCHEDULERS
-from mdcs.profile.schema import Contention, Unit
+from mdcs.profile.contention import Contention
+from mdcs.profile.schema import Unit
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import plans
 from tests.mdcs.planner.test_every_plan import job

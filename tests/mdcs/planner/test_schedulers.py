@@ -27,9 +27,10 @@ from mdcs.planner.schedulers.random_order import RandomOrder
 from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp, in_ready_order
 from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.profile.contention import Contention
 from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind, Link
-from mdcs.profile.schema import Contention, Optimizer, Profile, Unit
+from mdcs.profile.schema import Optimizer, Profile, Unit
 from mdcs.simulator.simulate import replay, steady_state, undelayed
 from mdcs.sizes import MIB
 from tests.mdcs.profiles import Job, chain, examples, jobs, link, planned, schedulers, seeds, tied

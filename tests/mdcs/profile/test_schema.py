@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from mdcs.profile.schema import Contention, Profile, Slot, Unit
+from mdcs.profile.contention import Contention
+from mdcs.profile.schema import Profile, Slot, Unit
 from tests.mdcs.profiles import FREE, chain, examples, profiles
 
 A_FORWARD, A_BACKWARD = Slot(0, "F", 1.0, 0, 0), Slot(0, "B", 2.0, 0, 0)

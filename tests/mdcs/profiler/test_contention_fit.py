@@ -14,8 +14,9 @@ from mdcs.model.units import ByLeaf, partition
 from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.contention import Contention
 from mdcs.profile.link import Link
-from mdcs.profile.schema import Contention, Profile
+from mdcs.profile.schema import Profile
 from mdcs.profiler.consensus import merge_profiles
 from mdcs.profiler.contention_fit import CALIBRATION_PLANS, StepBreakdown, _nearest, fit_contention, measure_contention
 from mdcs.profiler.model_profile import measure_profile

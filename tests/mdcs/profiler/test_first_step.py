@@ -58,7 +58,7 @@ def begun(clip_norm: float | None = None) -> tuple[Net, torch.optim.Optimizer, F
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return net, optimizer, FirstStep(net, optimizer, clip_norm)
+    return net, optimizer, FirstStep(net, [optimizer], clip_norm)
 
 
 @pytest.mark.parametrize("passes", [one_output, two_outputs, two_calls, two_losses, in_bfloat16])
@@ -115,7 +115,7 @@ def test_a_scaled_step_is_a_plain_one_and_an_overflow_is_left_out() -> None:
     scale = mdcs.LossScale(value=4.0, growth_interval=1)
     before = net.last.weight.clone()
     for step, factor in ((1, float("inf")), (2, 1.0)):
-        scaled = FirstStep(net, optimizer, None, None, step, scale)
+        scaled = FirstStep(net, [optimizer], None, None, step, scale)
         (net(batch(0))["logits"].mean() * scale.value * factor).backward()
         scaled.finish()
         assert scale.value == 2.0 * step and scale.skipped == 1

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mdcs.profile.contention import Contention
 from mdcs.profile.link import Kind, Link
-from mdcs.profile.schema import Contention
 from mdcs.profiler import interference as measurement
 from mdcs.profiler.interference import Sample, interference, measure_interference
 

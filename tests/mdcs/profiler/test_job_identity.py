@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import mdcs
+from mdcs.model.optimizers import Optimizers
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import described, key_of_job
 
@@ -23,11 +24,11 @@ def key(
     if change is not None:
         change(model)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), **{"lr": 0.1} | options)
-    first = FirstStep(model, optimizer, None)
+    first = FirstStep(model, [optimizer], None)
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         model(torch.zeros(batch, 4)).sum().backward()
     first.stop()
-    return key_of_job(model, mdcs.partition(model), optimizer, first.in_words())
+    return key_of_job(model, mdcs.partition(model), Optimizers(optimizer), first.in_words())
 
 
 def test_a_second_start_has_the_key_of_the_first_whatever_its_rate_and_weights_are() -> None:

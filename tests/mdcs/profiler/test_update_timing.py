@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mdcs.model.optimizers import Optimizers, Updates
 from mdcs.profiler.update_timing import copy_seconds_per_byte, optimizer_costs
 from mdcs.telemetry.memory_meter import Meter
 from tests.mdcs.profiler.gpu import CUDA, Gpu
@@ -37,6 +38,6 @@ def test_an_update_costs_what_the_device_takes_for_it(monkeypatch: pytest.Monkey
     gpu.take_the_place_of_cuda(monkeypatch)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
     with gpu:
-        found = optimizer_costs(optimizer, LIKE, Meter())
+        found = optimizer_costs(Updates(Optimizers(optimizer)).parts[0], LIKE, Meter())
     assert found.seconds_per_run == pytest.approx(KERNEL, rel=0.02, abs=0)
     assert found.seconds_per_element == pytest.approx(4 / RATE, rel=0.02, abs=0)

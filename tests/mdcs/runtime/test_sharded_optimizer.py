@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from mdcs.model.elementwise import same_options, state_layout
+from mdcs.model.elementwise import same_options, state_layouts
+from mdcs.model.optimizers import Optimizers, Updates
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.strategy_assignment import StrategyAssignment
@@ -58,7 +59,7 @@ def job(
     mine = make(ours)
     storage = UnitStorage(plan, 0, [(str(i), p) for i, p in enumerate(ours)], rank, Meter())
     storage.init_shards()
-    updates = ShardedOptimizer(plan, [storage], mine, state_layout(mine), [[0, 1]], rank, Meter())
+    updates = ShardedOptimizer(plan, [storage], Updates(Optimizers(mine)), [[0, 1]], rank, Meter())
     updates.make_state()
     return updates, storage, mine, alone, make(alone)
 
@@ -89,9 +90,9 @@ def test_blocks_add_up_to_one_optimizer(optimizer: str, strategy: str, rank: int
 
 def by_run(updates: ShardedOptimizer) -> dict[tuple[int, int], list[tuple[slice, torch.optim.Optimizer]]]:
     """An optimizer of torch of its own for a copy of every run."""
-    groups = updates.optimizer.param_groups
+    (optimizer,), groups = updates.optimizers.members, updates.optimizers.param_groups
     return {
-        part: [(run.place, same_options(updates.optimizer, groups[run.group], run.parameter.clone())) for run in runs]
+        part: [(run.place, same_options(optimizer, groups[run.group], run.parameter.clone())) for run in runs]
         for part, runs in updates.runs.items()
     }
 
@@ -138,7 +139,7 @@ def test_state_is_made_at_the_start_and_saved_after_an_update(optimizer: str):
 def test_a_step_that_is_timed_is_one(optimizer: str):
     ours, theirs = (torch.randn(14, generator=torch.Generator().manual_seed(0)) for _ in range(2))
     mine, its_own = (OPTIMIZERS[optimizer]([{"params": [p], "weight_decay": 0.1}]) for p in (ours, theirs))
-    again = later_step(mine)
+    _, again = later_step(mine, state_layouts(mine)[0].layout)
     for step in range(3):
         ours.grad = torch.randn(14)
         theirs.grad = ours.grad.clone()

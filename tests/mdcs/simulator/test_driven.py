@@ -12,8 +12,8 @@ from mdcs.plan.plan import Plan
 from mdcs.plan.worst_case import min_feasible_budget
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.strategies.random_mix import RandomMix
+from mdcs.profile.contention import Contention
 from mdcs.profile.execution import UPDATES, ExecutionModel
-from mdcs.profile.schema import Contention
 from mdcs.simulator.engine import run
 from tests.mdcs.profiles import Job, examples, jobs, schedulers, seeds
 from tests.mdcs.simulator.driven import DrivenReplay

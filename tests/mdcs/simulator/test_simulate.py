@@ -28,8 +28,9 @@ from mdcs.planner.schedulers.wfbp import Partitioning, Wfbp
 from mdcs.planner.strategies.random_mix import RandomMix
 from mdcs.planner.strategies.uniform import Uniform
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.contention import Contention
 from mdcs.profile.link import Kind
-from mdcs.profile.schema import Contention, Optimizer, Profile
+from mdcs.profile.schema import Optimizer, Profile
 from mdcs.simulator import kernel
 from mdcs.simulator.simulate import replay
 from mdcs.sizes import MIB

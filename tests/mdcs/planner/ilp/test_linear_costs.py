@@ -8,7 +8,7 @@ import pytest
 
 from mdcs.plan.cost import CostModel
 from mdcs.planner.ilp.linear_costs import linearize_costs
-from mdcs.profile.schema import Contention
+from mdcs.profile.contention import Contention
 from tests.mdcs.profiles import chain, link
 
 

@@ -26,7 +26,8 @@ from mdcs.planner.ilp.slot_model import SlotDecision
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
-from mdcs.profile.schema import Contention, Optimizer
+from mdcs.profile.contention import Contention
+from mdcs.profile.schema import Optimizer
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.test_every_plan import job
 from tests.mdcs.profiles import chain, few, link

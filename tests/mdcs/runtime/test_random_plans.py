@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -50,13 +51,15 @@ BETWEEN = (
 
 
 def random_plan(
-    rng: random.Random, profile: mdcs.Profile, micro_steps: int, made: Setup, units: list[mdcs.ModelUnit]
+    rng: random.Random, profile: mdcs.Profile, micro_steps: int, made: Setup | None = None, units: Sequence[mdcs.ModelUnit] = ()
 ) -> mdcs.Plan:
+    """``made`` and its units: some compute their activations again."""
     mix = tuple(rng.choice(choices(profile)) for _ in profile.units)
     order = RandomOrder(rng.randrange(1 << 30), max_blocks=rng.choice([1, 2, 4]), fuse=rng.choice([0.0, 0.3, 0.9]))
     job = mdcs.Job(profile, micro_steps, cross_iteration=rng.random() < 0.7)
     again = rng.choice([CHOICES[:1], CHOICES])
-    job = recomputing(job, made.model, units, [rng.choice(again) for _ in units])
+    if made is not None:
+        job = recomputing(job, made.model, list(units), [rng.choice(again) for _ in units])
     plan = order.schedule(StrategyAssignment(job, mix))
     blocking = rng.choice([0.0, 0.0, 0.2])
     messages = tuple(dataclasses.replace(m, blocking=rng.random() < blocking) for m in plan.messages)

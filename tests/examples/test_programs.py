@@ -76,6 +76,7 @@ TRIED = [
     (PROGRAMS / "wav2vec2.py", 3, 0.0),
     (PROGRAMS / "vit_ema.py", 5, 0.0),
     (PROGRAMS / "dcgan.py", 4, 1e-4),
+    (PROGRAMS / "muon.py", 2, 0.0),
     (EXAMPLES / "accelerate_loop.py", 3, 0.0),
 ]
 """Programs with the lines changed, and how far losses may be from DDP's: torch's norm of gradients rounds otherwise."""

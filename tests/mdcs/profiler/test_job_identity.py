@@ -42,7 +42,7 @@ def test_a_second_start_has_the_key_of_the_first_whatever_its_rate_and_weights_a
         {"change": lambda model: model[0].requires_grad_(False)}, {"change": lambda model: setattr(model[1], "heads", 2)},
         {"change": lambda model: model.eval()},
     ],
-    ids=str,
+    ids=lambda other: next(iter(other)) if callable(next(iter(other.values()))) else str(other),
 )  # fmt: skip
 def test_what_a_profile_depends_on_makes_another_key(other: dict[str, Any]) -> None:
     assert key(**other) != key()

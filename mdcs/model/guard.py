@@ -24,6 +24,12 @@ The use is a torch function's name, GRADIENT or THAW.
 """
 
 
+def only_reads(use: str) -> bool:
+    """Return whether a use computes with a parameter, and neither changes nor copies the parameter itself."""
+    changes = use.endswith("_") and not use.endswith("__") or use in ("__setitem__", ".data =", GRADIENT, THAW)
+    return not (changes or use in ("deepcopy", "pickle"))
+
+
 _TENSOR: Any = Tensor  # typed Any: its attributes are descriptors, and its annotations do not say so
 
 
@@ -53,7 +59,7 @@ _LIKE = {
 }
 """Functions that take shape, type or device from their first argument and do not read its values."""
 _NAMES = {
-    _TENSOR.data.__get__: ".data", _TENSOR.data.__set__: ".data", _TENSOR.grad.__get__: GRADIENT,
+    _TENSOR.data.__get__: ".data", _TENSOR.data.__set__: ".data =", _TENSOR.grad.__get__: GRADIENT,
     _TENSOR.grad.__set__: GRADIENT, _TENSOR.grad.__delete__: GRADIENT,
     _TENSOR.requires_grad.__set__: THAW, _TENSOR.requires_grad_: THAW,
 }  # fmt: skip

@@ -1,7 +1,10 @@
 """Module and gradient hooks that turn passes into slots, which the profiler measures and the runtime schedules.
 
 A slot begins when the forward of a unit's module begins, or when the gradient of its output is ready. Slots follow the
-order of execution, so modules called twice, tied parameters and nested units need no special case.
+order of execution, so modules called twice, tied parameters and nested units need no special case. Parameters can be used
+without a call of their module (``F.linear(x, self.embedding.weight)``, ``block.forward(x)``): the guard of closed
+parameters tells (:meth:`Hooks.used_outside`). And outputs can be out of the hooks' reach, in a closure for example: then a
+backward slot begins with the unit's first gradient, or with the first computation of a backward pass.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ class Listener(Protocol):
     def backward_begin(self, unit: int) -> None:
         """A backward slot of the unit begins: the gradient of one of its outputs is ready."""
 
+    def used_outside(self, unit: int, is_side: bool) -> None:
+        """A closed parameter of the unit is used in forward without a call of the unit's modules."""
+
     def recomputed(self, unit: int) -> None:
         """The unit's forward runs again inside backward (activation checkpointing) and uses the parameters now."""
 
@@ -73,6 +79,8 @@ class Hooks:
         self.updates = 0
         self._end_queued = False
         self._in_side_backward = False
+        self._begun: set[int] = set()  # units with a slot in this backward pass
+        self._graded: set[int] = set()  # units of which a forward pass has had gradients
         self._depth = self._side_depth = 0  # forwards of units under way, in passes of the step and in side passes
         self._trained = [p for unit in reversed(units) if unit.trainable for _, p in reversed(unit.parameters)]
         self._handles: list[Any] = []
@@ -102,11 +110,19 @@ class Hooks:
         return backward_pass() != -1
 
     def recomputed(self, unit: int) -> None:
-        """Tell the listener that the unit's forward runs again, inside of a backward pass."""
-        if self._begin_backward():
+        """Note that the unit's forward runs again, inside of a backward pass."""
+        begins = not self._end_queued  # the loss itself is computed again, before there is a gradient
+        if begins or not self._begin_backward():
+            self._begin_slot(unit)
+        if not self._in_side_backward:
             self._listener.recomputed(unit)
+
+    def used_outside(self, unit: int) -> None:
+        """Note that a closed parameter of the unit is used without a call of the unit's modules."""
+        if self.in_backward:
+            self.recomputed(unit)
         else:
-            self._listener.side_begin(unit, True)
+            self._listener.used_outside(unit, self._side_depth > 0 or self._listener.accumulates)
 
     def _model_begins(self, module: nn.Module, args: Any) -> None:
         if not self.in_backward:
@@ -137,8 +153,15 @@ class Hooks:
 
         def hook(module: nn.Module, args: Any) -> None:
             if self.in_backward:  # activation checkpointing: it belongs to the backward slot in which it runs
+                if unit not in self._graded:
+                    raise UnsupportedModel(
+                        f"{of.name}: runs without gradients in forward, and with them in backward: call "
+                        "checkpoint(…, use_reentrant=False), or wrap the modules around the checkpoint"
+                    )
                 self.recomputed(unit)
                 return
+            if not trained or torch.is_grad_enabled():
+                self._graded.add(unit)
             self._end_queued = False  # a backward that raised did not run its callback
             if self._enter(trained):
                 _refuse_transforms(of)
@@ -166,10 +189,7 @@ class Hooks:
                         raise UnsupportedModel(
                             f"{of.name}: backward() through a forward pass of an earlier step: its weights have changed since"
                         )
-                    if hooks._begin_backward():
-                        hooks._listener.backward_begin(unit)
-                    else:
-                        hooks._listener.side_begin(unit, True)
+                    hooks._begin_slot(unit)
 
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -194,14 +214,24 @@ class Hooks:
                     f"{name}: backward(create_graph=True) is not supported here: its gradient is taken at once. Use "
                     "torch.autograd.grad(…, create_graph=True), or put the pass into parallel.no_sync()"
                 )
+            if unit not in self._begun:
+                self._begin_slot(unit)
             self._listener.gradient(unit, index, p)
 
         return hook
+
+    def _begin_slot(self, unit: int) -> None:
+        if self._begin_backward():
+            self._begun.add(unit)
+            self._listener.backward_begin(unit)
+        else:
+            self._listener.side_begin(unit, True)
 
     def _begin_backward(self) -> bool:
         """Begin the backward pass that calls this; return whether it is one of the step's."""
         if not self._end_queued:
             self._end_queued = True
+            self._begun.clear()
             self._in_side_backward = self._listener.accumulates or not any(map(will_get_gradient, self._trained))
             at_end_of_backward(self._end_backward)
         return not self._in_side_backward

@@ -31,7 +31,7 @@ from mdcs.profiler.interference import measure_interference
 from mdcs.profiler.link_timing import MeasuredLink, measure_link
 from mdcs.profiler.memory_bounds import profiling_bytes, require_floor, require_model_fits, warn_padding, warn_profiling_memory
 from mdcs.profiler.model_profile import measure_profile, refuse_meta
-from mdcs.sizes import Share, budget_of
+from mdcs.sizes import MIB, Share, budget_of
 
 SECONDS = 16.0
 """Default time budget of a profile."""
@@ -132,6 +132,8 @@ def autoprofile(
         profile, middle = mix(profiles), typical(profiles)
         if is_first:
             warn_padding(profile)
+        if line := used_outside(profile):
+            phase(line)
         if isinstance(wanted, Share):
             limit = wanted.of(unsharded_bytes(profile))
         if limit is not None:
@@ -153,3 +155,15 @@ def steps_of(step: Callable[..., Tensor], batches: Sequence[Any] | None) -> list
     if batches is not None and not len(batches):
         raise ValueError("batches must have at least one batch")
     return [step] if batches is None else [partial(step, batch) for batch in batches]
+
+
+def used_outside(profile: Profile) -> str:
+    """Return one line about units that a step uses outside of their modules' forward, and what that costs; "" for none."""
+    found = [(unit.name, layout.param_bytes) for unit, layout in zip(profile.units, profile.layouts, strict=True) if unit.aliased]
+    if not found:
+        return ""
+    names = ", ".join([name for name, _ in found][:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
+    return (
+        f"used outside of their modules' forward: {names}. They are whole from their first to their last use in a step, "
+        f"{sum(size for _, size in found) / MIB:.3g} MiB"
+    )

@@ -12,6 +12,7 @@ import itertools
 import math
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mdcs.model.aliases import attributes_over_parameters, still_held
-from mdcs.model.guard import GRADIENT, Guard
+from mdcs.model.guard import GRADIENT, Guard, only_reads
 from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import INPUTS, BatchSizes, in_words
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, Segment, UpdatePart, Updates
@@ -210,11 +211,20 @@ def _recorded(
     meter = current_meter(device)
     with preserve_model(model, meter) as same_numbers:
         known = [*(p for unit in units for _, p in unit.parameters), *model.buffers(), *state]  # buffers: their copies
-        guards = [Guard(unit.parameters, _used_outside) for unit in units]
+
+        def used(unit: int, name: str, what: str) -> UnsupportedModel | None:
+            hooks = listening()
+            if hooks is None or not only_reads(what):
+                return None if what == GRADIENT else _changed_outside(name, what)
+            hooks.used_outside(unit)
+            return None
+
+        guards = [Guard(unit.parameters, lambda name, what, u=u: used(u, name, what)) for u, unit in enumerate(units)]
         recorder = SlotRecorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         held = attributes_over_parameters(model)
         hooks, before = Hooks(units, recorder, model), _weights(units)
         recomputation = Recomputation(units, selective or {}, recorder.recomputing)
+        listening = weakref.ref(hooks)  # weak: guards must not keep the model alive until the next collection
         loss: Tensor | None = None
         try:
             for kept in _passes(meter, iterations, warmup):
@@ -296,9 +306,8 @@ def _weights(units: Sequence[ModelUnit]) -> dict[str, tuple[int, str]]:
     return {n: (p.data_ptr(), str(torch.linalg.vector_norm(p.detach()).item())) for u in units for n, p in u.parameters}
 
 
-def _used_outside(name: str, what: str) -> UnsupportedModel | None:
-    if what == GRADIENT:
-        return None
+def _changed_outside(name: str, what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{name}: is used without a call of its module's forward ({what}), when it may be in pieces; wrap the module that uses it"
+        f"{name}: is changed or copied in forward ({what}), when it may be in pieces: change and copy weights between steps, in "
+        "full_parameters()"
     )

@@ -20,6 +20,7 @@ from mdcs.profile.schema import Slot, Unit
 from mdcs.profiler.timing import DeviceTimestamp
 from mdcs.sizes import aligned
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Meter, Reading
+from mdcs.torch_compat import backward_pass
 
 
 class Measures(NamedTuple):
@@ -46,6 +47,7 @@ class SlotRecorder:
     marks: bool = True  # bump weights' versions at their gradients; off if backward objects
     uses: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # slots in which the memory of parameters is used
     aliased: set[int] = field(default_factory=set)  # units whose memory forward uses outside of their modules
+    whole: set[int] = field(default_factory=set)  # units that no hook announces: needed from their first use to their last
     late: set[int] = field(default_factory=set)  # units of which a parameter is used after its gradient has come
     processor: list[float] = field(default_factory=list)  # seconds of the process, by pass whose seconds are kept
     came: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)  # gradient: (slot, seconds into it)
@@ -68,6 +70,7 @@ class SlotRecorder:
         self._recomputed: list[tuple[tuple[int, int, int], DeviceTimestamp, DeviceTimestamp]] = []
         self._spans: dict[tuple[int, str], list[int]] = {}
         self._inside = [0] * len(self.guards)
+        self._outside: set[int] = set()  # units whose parameters stay open for the rest of the pass
         self._side = 0  # forwards and backwards of side passes under way
         self._ended = False
         self._used = time.process_time()
@@ -112,7 +115,7 @@ class SlotRecorder:
         """Extend the unit's span to the present slot."""
         self._spans[unit, "F"][1] = sum(p == "F" for _, p in self._now) - 1
         self._inside[unit] -= 1
-        if not self._inside[unit]:
+        if not self._inside[unit] and unit not in self._outside:
             self.guards[unit].close()
 
     def backward_begin(self, unit: int) -> None:
@@ -121,14 +124,21 @@ class SlotRecorder:
             guard.open()
         self._slot(unit, "B")
 
+    def used_outside(self, unit: int, is_side: bool) -> None:
+        """Begin a slot if this is the unit's first use; the unit is whole from now on."""
+        self.aliased.add(unit)
+        self.guards[unit].open()
+        if not is_side:
+            self.whole.add(unit)
+            self._outside.add(unit)
+            if (unit, "F") not in self._spans:
+                self._slot(unit, "F")
+
     def recomputed(self, unit: int) -> None:
         """Extend the unit's backward span: checkpointing runs its forward again."""
         # Its parameters are needed now, before the gradient of its output is ready.
         self.guards[unit].open()
-        self._extend_backward(
-            unit, "is computed again before any unit's backward has begun (reentrant checkpointing, or the loss inside of "
-            "the checkpointed function): not supported"
-        )  # fmt: skip
+        self._extend_backward(unit)
 
     @property
     def accumulates(self) -> bool:
@@ -157,8 +167,8 @@ class SlotRecorder:
 
     def _end_side(self, left: int) -> None:
         self._side = max(0, left)
-        for guard, inside in zip(self.guards, self._inside, strict=True):
-            if not self._side and not inside and not self._ended:
+        for unit, guard in enumerate(self.guards):
+            if not (self._side or self._inside[unit] or unit in self._outside or self._ended):
                 guard.close()
 
     def recomputing(self, unit: int) -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -176,11 +186,9 @@ class SlotRecorder:
 
         return again
 
-    def _extend_backward(self, unit: int, otherwise: str) -> None:
-        """Extend the unit's backward span to the present slot. ``otherwise``: the problem if backward has no slot yet."""
+    def _extend_backward(self, unit: int) -> None:
+        """Extend the unit's backward span to the present slot."""
         slot = sum(p == "B" for _, p in self._now) - 1
-        if slot < 0:
-            raise UnsupportedModel(f"{self.model_units[unit].name}: {otherwise}")
         self._spans.setdefault((unit, "B"), [slot, slot])[1] = slot
 
     def gradient(self, unit: int, index: int, parameter: nn.Parameter) -> None:
@@ -196,17 +204,17 @@ class SlotRecorder:
         self._arrived[unit, index] = len(self._now) - 1, DeviceTimestamp(self.device)
         if self.marks:
             torch.autograd.graph.increment_version(parameter)
-        self._extend_backward(
-            unit, "its gradients come before one reaches the output of any unit: return tensors from its forward, in tuples, "
-            "lists, dictionaries or dataclasses"
-        )  # fmt: skip
+        self._extend_backward(unit)
 
     def used(self, unit: int, index: int) -> None:
         """Note that the memory of the unit's parameter ``index`` is used now."""
         if not self._now or self._side:
             return
         phase = self._now[-1][1]
-        slot = sum(p == phase for _, p in self._now) - 1
+        if phase == "F" and backward_pass() != -1:  # before the first slot of backward: no hook of its own gathers it
+            phase = "B"
+            self.whole.add(unit)
+        slot = max(0, sum(p == phase for _, p in self._now) - 1)
         span = self.uses.setdefault((unit, phase), [slot, slot])
         span[:] = min(span[0], slot), max(span[1], slot)
         if phase == "F" and not self._inside[unit]:
@@ -282,7 +290,17 @@ class SlotRecorder:
     def _span(self, unit: int, phase: str) -> tuple[int, int] | None:
         """Return first and last slot in which the unit computes, or its memory is used."""
         slots = [*self.spans.get((unit, phase), ()), *self.uses.get((unit, phase), ())]
-        return (min(slots), max(slots)) if slots else None
+        if not slots:
+            return None
+        if unit not in self.whole:
+            return min(slots), max(slots)
+        # Through the turn, so that it is not freed between its forward and its backward.
+        return (min(slots), self._forward_slots - 1) if phase == "F" else (0, max(slots))
+
+    @property
+    def _forward_slots(self) -> int:
+        """Number of forward slots of the profile, those of no time included."""
+        return sum(phase == "F" for _, phase in self.order) + len(self.idle[0])
 
     def _gradients_of(self, unit: int, ordered: list[nn.Parameter]) -> tuple[tuple[int, float], ...]:
         """Return (elements, fraction of the last backward slot at which they are ready) in flat order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import uuid
 import weakref
@@ -44,6 +45,7 @@ from mdcs.runtime.message_queue import MessageQueue, queued_messages
 from mdcs.runtime.message_runner import MessageRunner
 from mdcs.runtime.optimizer_calls import forbid_optimizer_calls
 from mdcs.runtime.optimizer_state import OptimizerState
+from mdcs.runtime.parameter_access import ParameterAccess
 from mdcs.runtime.process_groups import ProcessGroups, disagreement
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.side_passes import SidePasses
@@ -53,7 +55,7 @@ from mdcs.runtime.storage import UnitStorage
 from mdcs.runtime.stream_transport import StreamTransport, comm_stream_pool_bytes
 from mdcs.runtime.thread_transport import ThreadTransport
 from mdcs.runtime.unshard import Unsharder
-from mdcs.runtime.validation import ParameterAccess, RunOptions
+from mdcs.runtime.validation import RunOptions
 from mdcs.telemetry.memory_meter import current_meter
 from mdcs.torch_compat import mark_stepped
 
@@ -102,7 +104,9 @@ class Engine:
         try:
             self.storages = shard_units(
                 model, found.initialisation,
-                lambda u: UnitStorage(plan, u, found.ordered[u], self.rank, self.meter, self.access.refuse, device),
+                lambda u: UnitStorage(
+                    plan, u, found.ordered[u], self.rank, self.meter, functools.partial(self.access.refuse, u), device
+                ),
                 groups.message_group, place,
             )  # fmt: skip
         except BaseException:
@@ -152,9 +156,9 @@ class Engine:
             plan, ledger, self.storages, self.transport, self.updates, self.account, self.executor, self.recorder,
             self.meter, self.excess, departures, side,
         )  # fmt: skip
-        self.access.follow(self.sequencer)
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
         self._hooks = Hooks(in_flat_order, self.sequencer, model)
+        self.access.follow(self.sequencer, self._hooks)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
         self._recomputation = Recomputation(units, chosen, self._recomputing)
         self._handles = [*batch.handles]
@@ -167,7 +171,7 @@ class Engine:
         optimizers.clear_state()  # the state is on shards from now on
 
         for storage in self.storages:
-            if not storage.params_are_authoritative:
+            if not storage.is_open_between_steps:
                 storage.guard.close()
         self.is_closed = False
         self.recorder.step(0, self.executor.record_timestamp())
@@ -279,7 +283,7 @@ class Engine:
             raise self.place.error(f"{call}: {problem}")
         self._finish(self.sequencer.periods)
         for storage in self.storages:
-            if storage.strategy.value == "dp" and storage.params_are_authoritative:
+            if storage.strategy.value == "dp" and storage.is_open_between_steps:
                 storage.guard.open()
 
     @contextlib.contextmanager

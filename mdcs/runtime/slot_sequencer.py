@@ -107,6 +107,10 @@ class SlotSequencer(SlotPosition):
         """Note that ``.grad`` may have gradients that are not in the plan's pass."""
         self.side.had_backward = True
 
+    def used_outside(self, unit: int, is_side: bool) -> None:
+        """Enter a forward slot that begins with the use of a parameter, or make the unit whole again."""
+        self.side_begin(unit, False) if is_side else self._slot(unit, "F")
+
     def recomputed(self, unit: int) -> None:
         """Make sure that a unit is whole which activation checkpointing computes again."""
         if self.exported_to is None:

@@ -107,7 +107,7 @@ def full_parameters(
             storages[u].move_back(keep_changes=False)
             unsharder.reshard(u)
         for storage in storages:
-            storage.guard.open() if storage.params_are_authoritative else storage.guard.close()
+            storage.guard.open() if storage.is_open_between_steps else storage.guard.close()
 
 
 @torch.no_grad()

@@ -154,10 +154,12 @@ class UnitStorage:
         return self.rank // self.parts, self.plan.world // self.parts
 
     @property
-    def params_are_authoritative(self) -> bool:
-        """Whether the parameters are all there is of the unit between updates: it can be read and changed through them.
+    def is_open_between_steps(self) -> bool:
+        """Whether the unit can be read and changed through its parameters between updates.
+
+        They are all there is of it, and no use of them begins a slot, which only a closed guard would tell.
         """
-        return not self.strategy.sharded and all(shard is None for shard in self.shards)
+        return not (self.strategy.sharded or self.is_aliased) and all(shard is None for shard in self.shards)
 
     def find_rebound_param(self) -> str | None:
         """Return the name of a parameter that left the flat buffer, as after ``model.half()``; None if there is none.

@@ -83,7 +83,7 @@ class Unsharder:
             with self._account.lock:
                 storage.free_full()
                 self._account.record("full_parameters", -storage.full_bytes)
-        if not storage.params_are_authoritative:
+        if not storage.is_open_between_steps:
             storage.guard.close()
 
     def gather_by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:

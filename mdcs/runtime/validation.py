@@ -6,7 +6,6 @@ Every message says what to do instead; docs/loops.md lists the mistakes of a loo
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from mdcs.emulation import Emulation
-from mdcs.model.guard import GRADIENT, THAW, GuardedParameter
+from mdcs.model.guard import GuardedParameter
 from mdcs.model.hooks import ModuleHook
 from mdcs.model.optimizers import Optimizers, Updates, in_flat_order
 from mdcs.model.recompute import refuse_recomputation
@@ -27,12 +26,11 @@ from mdcs.plan.worst_case import check
 from mdcs.profile.recompute import NONE
 from mdcs.runtime import optimizer_state
 from mdcs.runtime.buffers import Buffers, check_buffers, layout
-from mdcs.runtime.errors import ErrorContext, RunError
+from mdcs.runtime.errors import ErrorContext
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.runtime.initialization import InitFunction, Initializer
 from mdcs.runtime.process_groups import ProcessGroups
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
-from mdcs.runtime.slot_sequencer import SlotSequencer
 from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import has_gradient_hooks, step_hooks, without_torch_function
 
@@ -268,7 +266,7 @@ def agree_on_validation(
 
 # ---- during the loop
 
-_THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, then partition and plan again"
+THAWED = "{}: what is trained is fixed while a plan runs: close(), change requires_grad, then partition and plan again"
 
 
 def find_unseen_change(
@@ -318,7 +316,7 @@ def taken_away(model: nn.Module, storages: Sequence[UnitStorage]) -> str | None:
             if not is_there:
                 return f"{name} was replaced or removed while a plan runs: close(), then partition and plan again"
             if not storage.parameters[i].requires_grad:
-                return _THAWED.format(name)
+                return THAWED.format(name)
     return None
 
 
@@ -328,7 +326,7 @@ def changed_training(storages: Iterable[UnitStorage]) -> str | None:
         for storage in storages:
             for name, p in zip(storage.names, storage.parameters, strict=True):
                 if p.requires_grad != storage.trainable:
-                    return _THAWED.format(name)
+                    return THAWED.format(name)
     return None
 
 
@@ -343,46 +341,3 @@ def refuse_state_dict(model: nn.Module, storages: Sequence[UnitStorage], place: 
             )
 
     return model.register_state_dict_pre_hook(ModuleHook(hook))
-
-
-class ParameterAccess:
-    """Decides whether a closed parameter may be used (:data:`mdcs.model.guard.Refuse`).
-
-    ``ended``: the reason for parameters that are not whole after the end of the run; None before.
-    """
-
-    def __init__(self, place: ErrorContext) -> None:
-        self._place = place
-        self._sequencer: weakref.ref[SlotSequencer] | None = None  # weak: closed parameters must not keep the run alive
-        self.ended: str | None = None
-
-    def follow(self, sequencer: SlotSequencer) -> None:
-        """Decide by the slot in which ``sequencer`` is; before, modules are being initialised."""
-        self._sequencer = weakref.ref(sequencer)
-
-    def refuse(self, name: str, what: str) -> RunError | None:
-        """Return the error for a use of parameter ``name``, or None to allow the use."""
-        sequencer = None if self._sequencer is None else self._sequencer()
-        if self.ended is None and sequencer is None and self._sequencer is not None:
-            self.ended = "it is gone"
-        if self.ended is not None:
-            return RunError(
-                f"rank {self._place.rank}: {name} is in pieces, parallel is closed and could not gather it ({self.ended}): "
-                "load a state dict into a plain model"
-            )
-        if sequencer is None:
-            return self._place.error(f"the initialisation of a module used {name} ({what}), which is of another unit")
-        if what == GRADIENT:
-            if not sequencer.has_gradients:
-                return None
-            return self._place.error(
-                f"the gradient of {name} was taken by the runtime: clip with parallel.clip_grad_norm_() or clip_grad_value_(), "
-                "scale with parallel.scaler, read parallel.grad_norm after step(), and zero gradients only after it"
-            )
-        if what == THAW:  # parameters may be frozen for some passes
-            is_trained = any(name in storage.names for storage in sequencer.storages if storage.trainable)
-            return None if is_trained else self._place.error(_THAWED.format(name))
-        return self._place.error(
-            f"{name} cannot be used here ({what}): outside of its unit's forward and backward it is in pieces, or being "
-            "updated; use parallel.state_dict(), or with parallel.full_parameters()"
-        )

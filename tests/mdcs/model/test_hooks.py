@@ -36,6 +36,9 @@ class Log:
     def backward_begin(self, unit: int) -> None:
         self.events.append(f"{self.name(unit)}*")
 
+    def used_outside(self, unit: int, is_side: bool) -> None:
+        self.events.append(f"{self.name(unit)}!")
+
     def recomputed(self, unit: int) -> None:
         self.events.append(f"{self.name(unit)}~")
 

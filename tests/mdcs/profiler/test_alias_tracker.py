@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mdcs
+from mdcs.profiler.autoprofile import used_outside
 
 
 class Table(nn.Module):
@@ -69,3 +70,40 @@ def test_what_hands_its_memory_to_numpy_is_refused():
     model = Net(lambda w: (2 * w, w.detach().numpy()), lambda x, t: x * t[0])
     with pytest.raises(mdcs.UnsupportedModel, match="table.weight: its memory is handed to numpy"):
         profile_of(model)
+
+
+class Tied(nn.Module):
+    """The root's forward reads the weight of its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.second(self.first(x)), self.first.weight)
+
+
+def test_a_unit_that_is_used_outside_of_its_module_is_whole_through_the_turn_and_said_so():
+    profile = profile_of(Tied())
+    first, second = profile.units
+    assert (first.forward, first.backward, first.aliased) == ((0, 1), (0, 1), True)
+    assert (second.forward, second.backward, second.aliased) == ((1, 1), (0, 0), False)
+    assert used_outside(profile).startswith("used outside of their modules' forward: first. ")
+    assert not used_outside(profile_of(nn.Sequential(nn.Linear(4, 4))))
+
+
+class Heads(nn.Module):
+    """Calls of ``forward``, which no hook of the layers sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second.forward(self.first.forward(x))
+
+
+def test_slots_begin_with_the_first_use_of_a_weight_where_no_module_is_called():
+    profile = profile_of(Heads())
+    assert [(slot.unit, slot.phase) for slot in profile.slots] == [(0, "F"), (1, "F"), (1, "B"), (0, "B")]
+    assert [(u.forward, u.backward) for u in profile.units] == [((0, 1), (0, 1)), ((1, 1), (0, 0))]

@@ -675,27 +675,6 @@ def test_the_last_accumulation_may_be_short(two: Ranks, strategy, micro_steps, c
 # ---- models
 
 
-class Projected(nn.Module):
-    """Its head is the embedding's weight, used where it is not the embedding's forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.body = nn.Embedding(5, 4), nn.Linear(4, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.linear(self.body(self.embedding(tokens)), self.embedding.weight)
-
-
-def test_a_weight_used_outside_of_its_modules_forward_is_refused_when_profiled():
-    model = Projected()
-    with pytest.raises(mdcs.UnsupportedModel, match="embedding.weight: is used without a call of its module's forward"):
-        measure_profile(
-            model, mdcs.partition(model, mdcs.ByLeaf()), lambda: model(torch.arange(5)).sum(),
-            torch.optim.Adam(model.parameters()), world=2, link=mdcs.Link.uniform(1.0, 50.0),
-        )  # fmt: skip
-    assert copy.deepcopy(model).embedding.weight.norm() > 0  # as it was
-
-
 class Codebook(nn.Module):
     """Forward reads a buffer that it changes, as vector quantisation does."""
 

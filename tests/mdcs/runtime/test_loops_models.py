@@ -647,20 +647,6 @@ class Keeps(Block):
         return super().forward(x + self.kept["first"])
 
 
-def of_a_closure(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)().square().mean()
-
-
-def decay(model: nn.Module, x: Tensor) -> Tensor:
-    return square(model, x) + sum(p.square().sum() for p in model.parameters())
-
-
-def detached(model: nn.Module, x: Tensor) -> Tensor:
-    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
-    out: Tensor = torch.func.functional_call(model, copies, (x,))
-    return out.mean()
-
-
 def of_function(transform: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Loss:
     return lambda model, x: square(model, x) + transform(lambda x: model(x).sum(), x).square().mean()
 
@@ -683,17 +669,10 @@ REFUSED = {
         f"torch.func.{name}": (Case(Stack, loss), r"blocks.0: its forward runs inside of torch.func \([a-z, ]+\).* plain copy")
         for name, loss in TRANSFORMS.items()
     },
-    "a closure, of the last unit": (
-        Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(lambda y: lambda: y)), of_a_closure, mdcs.ByClass(("Block",))),
-        "1: its gradients come before one reaches the output of any unit",
-    ),
     "a view that forward keeps": (
         Case(lambda: Queried(keeps=True), policy=LEAVES), "queries.kept: shares memory with the parameter queries.weight",
     ),
     "a view made once": (Case(lambda: Queried(once=True), policy=LEAVES), "queries.weight: .* older than the step"),
-    "weights in the loss": (Case(Stack, decay), "blocks.0.one.weight: is used without a call of its module's forward"),
-    "copies of weights": (Case(Stack, detached), "blocks.0.one.weight: is used without a call of its module's forward"),
-    "attention, leaves": (Case(encoder, policy=LEAVES), "out_proj.weight: is used without a call of its module's forward"),
     "max_norm": (Case(lambda: Stack(lambda: Changes("max_norm"))), "blocks.0.words.weight: is changed by forward"),
     "clamping": (Case(lambda: Stack(lambda: Changes("clamping"))), "blocks.0.one.weight: is changed by forward"),
     "data": (Case(lambda: Stack(lambda: Changes("data"))), "blocks.0.one.weight: is changed by forward"),

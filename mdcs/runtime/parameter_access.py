@@ -1,0 +1,71 @@
+"""Decides what happens when a closed parameter is used."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from mdcs.model.guard import GRADIENT, THAW, only_reads
+from mdcs.model.hooks import Hooks
+from mdcs.runtime.errors import ErrorContext, RunError
+from mdcs.runtime.slot_sequencer import SlotSequencer
+from mdcs.runtime.validation import THAWED
+
+
+class ParameterAccess:
+    """Decides whether a closed parameter may be used (:data:`mdcs.model.guard.Refuse`).
+
+    ``ended``: the reason for parameters that are not whole after the end of the run; None before.
+    """
+
+    def __init__(self, place: ErrorContext) -> None:
+        self._place = place
+        # Weak: closed parameters must not keep the run alive.
+        self._sequencer: weakref.ref[SlotSequencer] | None = None
+        self._hooks: weakref.ref[Hooks] | None = None
+        self.ended: str | None = None
+
+    def follow(self, sequencer: SlotSequencer, hooks: Hooks) -> None:
+        """Decide by the slot in which ``sequencer`` is; before, modules are being initialised."""
+        self._sequencer, self._hooks = weakref.ref(sequencer), weakref.ref(hooks)
+
+    def refuse(self, unit: int, name: str, what: str) -> RunError | None:
+        """Return the error for a use of the unit's parameter ``name``, or None to allow the use, with the unit whole."""
+        sequencer = None if self._sequencer is None else self._sequencer()
+        if self.ended is None and sequencer is None and self._sequencer is not None:
+            self.ended = "it is gone"
+        if self.ended is not None:
+            return RunError(
+                f"rank {self._place.rank}: {name} is in pieces, parallel is closed and could not gather it ({self.ended}): "
+                "load a state dict into a plain model"
+            )
+        if sequencer is None:
+            return self._place.error(f"the initialisation of a module used {name} ({what}), which is of another unit")
+        if what == GRADIENT:
+            if not sequencer.has_gradients:
+                return None
+            return self._place.error(
+                f"the gradient of {name} was taken by the runtime: clip with parallel.clip_grad_norm_() or clip_grad_value_(), "
+                "scale with parallel.scaler, read parallel.grad_norm after step(), and zero gradients only after it"
+            )
+        if what == THAW:  # parameters may be frozen for some passes
+            is_trained = any(name in storage.names for storage in sequencer.storages if storage.trainable)
+            return None if is_trained else self._place.error(THAWED.format(name))
+        hooks = None if self._hooks is None else self._hooks()
+        if hooks is not None and only_reads(what) and _may_be_used(unit, sequencer):
+            hooks.used_outside(unit)
+            return None
+        return self._place.error(
+            f"{name} cannot be used here ({what}): outside of its unit's forward and backward it is in pieces, or being "
+            "updated; use parallel.state_dict(), or with parallel.full_parameters()"
+        )
+
+
+def _may_be_used(unit: int, sequencer: SlotSequencer) -> bool:
+    """Return whether a closed parameter can be used now: inside of a step, or where a pass begins with it."""
+    if sequencer.exported_to is not None or sequencer.entered is not None:
+        return sequencer.exported_to is None
+    slot = sequencer.period.slots[sequencer.next_slot]
+    begins = (slot.unit, slot.phase) == (unit, "F") and sequencer.storages[unit].is_aliased
+    return torch.is_grad_enabled() and (begins or sequencer.accumulates)

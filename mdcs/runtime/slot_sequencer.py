@@ -1,16 +1,14 @@
 """Follows the slots of the plan with the training thread: the work at every slot boundary.
 
 Arriving at a slot ends the one before it (its gathered buffers are freed) and issues the messages of the slot. Entering
-it waits for the messages that it needs and for its bytes. Between backward and the next forward (the turn) compute has
-arrived at the first forward slot but not entered it. Reductions at the head of a slot's messages are issued earlier,
-inside of the slot before, once their gradients are ready (:mod:`mdcs.plan.gradient_readiness`).
+it waits for its messages and bytes. In the turn compute has arrived at the first forward slot but not entered it.
+Reductions at the head of a slot's messages are issued inside of the slot before, once their gradients are ready.
 
-Compute may depart from the plan. Slots of units that do not come are passed over: their messages go, and gradients that
-do not come are left out. In forward every slot can be passed over. In backward a slot after which a gradient is reduced
-is passed over once autograd will not come to that gradient any more; until then units are used out of their turn, and
-later messages wait. What ends a pass passes over the rest, so each rank sends all messages, whatever the others do. A
-backward pass is a micro-step, with the forward passes before it, if there are any. In side passes
-(:mod:`mdcs.runtime.side_passes`) the plan waits.
+Compute may depart from the plan. Slots of units that do not come are passed over: their messages go, without gradients
+that do not come. In forward every slot can be passed over; in backward a slot after which a gradient is reduced is once
+autograd will not come to that gradient any more: until then units are used out of their turn, and later messages wait.
+What ends a pass passes over the rest, so each rank sends all messages, whatever the others do. A backward pass is a
+micro-step, with the forward passes before it. In side passes (:mod:`mdcs.runtime.side_passes`) the plan waits.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from tests.mdcs.runtime.training import How, Job, compare, optimizer_for, recomp
 REFUSED = {
     "spectral_norm": "its forward changes a buffer, so it cannot be computed again with the same result",
     "an LSTM": "Tensor cached during selective activation checkpoint has been mutated",
+    "with a gradient penalty": "only allowed to backward once on any region computed under selective activation checkpoint",
 }
 """Cases in which a unit cannot; where it is measured it has no option."""
 

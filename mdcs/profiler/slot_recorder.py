@@ -252,7 +252,10 @@ class SlotRecorder:
     def check_order(self) -> None:
         """Raise UnsupportedModel if the slots of this pass came in another order than before."""
         if self._now != self.order:
-            raise UnsupportedModel("the model's units run in another order from step to step: not supported")
+            raise UnsupportedModel(
+                "the model's units run in another order from pass to pass while it is measured: give it a step of one order. "
+                "Later steps may have others"
+            )
 
     @property
     def idle(self) -> tuple[list[int], list[int]]:

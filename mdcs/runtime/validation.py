@@ -34,6 +34,8 @@ from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.storage import UnitStorage
 from mdcs.torch_compat import has_gradient_hooks, step_hooks, without_torch_function
 
+_ANEW = "partition the model as it was then, or make a new plan (mdcs.autoplan)"
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -148,13 +150,14 @@ def _fits_job(plan: Plan, options: RunOptions, updates: Updates) -> None:
             raise ValueError(f"{name} must be > 0, got {limit}")
     planned = plan.profile.optimizers[:-1]  # the last one is none
     if len(updates.parts) != len(planned):
-        raise ValueError(f"the plan was made for {' and '.join(o.name for o in planned)}, not for {updates.optimizers.name}")
+        made_for = " and ".join(o.name for o in planned)
+        raise ValueError(f"the plan was made for {made_for}, not for {updates.optimizers.name}: {_ANEW}")
     for part, theirs in zip(updates.parts, planned, strict=True):
         state = part.layout.tensors(plan.profile.master_bytes or plan.profile.param_bytes)
         if not part.layout.whole and (state, part.layout.fixed) != (theirs.state_tensors, theirs.state_fixed):
             raise ValueError(
                 f"{type(part.optimizer).__name__} holds {state} state tensors per parameter; the plan was made for {theirs.name} "
-                f"with {theirs.state_tensors}"
+                f"with {theirs.state_tensors}: {_ANEW}"
             )
     for optimizer in updates.optimizers.members:
         if any(step_hooks(optimizer)):
@@ -204,7 +207,7 @@ def _match(
     Raises ValueError where plan and model differ.
     """
     if len(units) != len(plan.profile.units):
-        raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}")
+        raise ValueError(f"the plan has {len(plan.profile.units)} units, the model {len(units)}: {_ANEW}")
     parameters, group_of = [], []
     for unit, planned, flat in zip(units, plan.profile.units, plan.profile.layouts, strict=True):
         ordered, found = in_flat_order(unit, updates)
@@ -213,7 +216,7 @@ def _match(
         if (unit.name, segments, unit.trainable) != (planned.name, planned.segments, planned.trainable):
             raise ValueError(
                 f"unit {unit.name} has {segments} elements{'' if unit.trainable else ', frozen'}; the plan was made "
-                f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}"
+                f"for {planned.name} with {planned.segments}{'' if planned.trainable else ', frozen'}: {_ANEW}"
             )
         together: dict[tuple[torch.dtype, int, bool], int] = {}
         for s, n in zip(found, segments, strict=True):
@@ -222,9 +225,9 @@ def _match(
         if [(n, dtype.itemsize) for (dtype, *_), n in together.items()] != wanted:
             has = ", ".join(f"{n} {dtype}" for (dtype, *_), n in together.items())
             planned_for = ", ".join(f"{n} of {width} bytes" for n, width in wanted)
-            raise ValueError(f"unit {unit.name} has {has}; the plan is for {planned_for}")
+            raise ValueError(f"unit {unit.name} has {has}; the plan is for {planned_for}: {_ANEW}")
         if [(part, whole) for _, part, whole in together] != [(s.optimizer, s.is_whole) for s in flat.sections]:
-            raise ValueError(f"unit {unit.name}: other optimizers update its parameters than the plan was made for")
+            raise ValueError(f"unit {unit.name}: other optimizers update its parameters than the plan was made for: {_ANEW}")
         parameters.append(ordered)
         group_of.append([s.group for s in found])
     return parameters, group_of

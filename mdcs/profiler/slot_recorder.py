@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -251,11 +252,12 @@ class SlotRecorder:
 
     def check_order(self) -> None:
         """Raise UnsupportedModel if the slots of this pass came in another order than before."""
-        if self._now != self.order:
-            raise UnsupportedModel(
-                "the model's units run in another order from pass to pass while it is measured: give it a step of one order. "
-                "Later steps may have others"
-            )
+        for now, before in itertools.zip_longest(self._now, self.order):
+            if now != before:
+                raise UnsupportedModel(
+                    f"{self.model_units[(now or before)[0]].name}: runs in another order from pass to pass while the model is "
+                    "measured: measure a step of one order. Later steps may have others"
+                )
 
     @property
     def idle(self) -> tuple[list[int], list[int]]:

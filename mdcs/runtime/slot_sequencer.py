@@ -149,6 +149,11 @@ class SlotSequencer(SlotPosition):
             raise self._error(f"a pass with gradients inside {self.exported_to}: leave that with block to train")
         if self.side.is_open:
             self.side.end()
+        if phase == "F" and self._in_backward:
+            raise self._error(
+                f"forward of {self.storages[unit].name} ran after a backward pass that raised: call parallel.abandon() on "
+                "every rank"
+            )
         if phase == "F" and self.step_pending:
             raise self._error(f"a forward pass after the last backward pass of the step, whose updates have begun. {MORE}")
         expected = self.period.slots[self.next_slot]
@@ -168,11 +173,6 @@ class SlotSequencer(SlotPosition):
         """Let compute use a unit where the plan has another slot."""
         if phase == "B" and self.entered is None:
             self._begin_backward()
-        if phase == "F" and self._in_backward:
-            raise self._error(
-                f"forward of {self.storages[unit].name} ran after a backward pass that raised: call parallel.abandon() on "
-                "every rank"
-            )
         self._in_backward = phase == "B"
         target = self.ahead(unit, phase)
         while target is not None and self.next_slot != target:

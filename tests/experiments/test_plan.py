@@ -36,8 +36,8 @@ def test_a_plan_is_shown_with_its_units_prediction_bounds_and_memory():
 
 def test_units_that_are_alike_are_one_row(monkeypatch):
     monkeypatch.setattr(program, "_MANY", 3)
-    last = UnitChoice("head", 10, "fsdp", {"RS": 1}, "sdp", 0, 0.001)
-    blocks = [UnitChoice(f"h.{i}", 10, "fsdp", {"RS": 1}, "sdp", 0, 0.001 + 1e-9 * i) for i in range(5)]
+    last = UnitChoice("head", 10, "fsdp", "none", {"RS": 1}, "sdp", 0, 0.001)
+    blocks = [UnitChoice(f"h.{i}", 10, "fsdp", "none", {"RS": 1}, "sdp", 0, 0.001 + 1e-9 * i) for i in range(5)]
     blocks[3] = replace(blocks[3], strategy="dp")  # … and two that are too few
     monkeypatch.setattr(program.explain, "choices", lambda plan, scheduler: [*blocks, last])
     table = program.units_table(make_plan(PROFILE, Uniform("fsdp"), Wfbp()), Wfbp())

@@ -113,7 +113,7 @@ WRONG = {
         "scheduler: no such option joint; options: dear, fusion, memory_aware, mg_wfbp, partitioning, priority, random,"
         " sequential, wfbp"
     ),
-    "~scheduler": "scheduler: needs a _target_: package.module.Class",
+    "~scheduler": "scheduler: is needed with strategy=dp, got null",
     "strategy=joint strategy.seconds=50": "strategy.seconds: must be at most half of cluster.timeout_s=60, got 50",
     "scheduler=memory_aware scheduler.seconds=50": (
         "scheduler.seconds: must be at most half of cluster.timeout_s=60, got 50"
@@ -247,7 +247,7 @@ WRONG = {
         "engine.plan: says what to reshard and prefetch itself; got reshard=always, prefetch=1"
     ),
     "engine=fsdp2 engine.plan=/no/such": (
-        "engine.plan: is not a file of experiments/export.py: [Errno 2] No such file or directory: '/no/such'"
+        "engine.plan: is not a file of mdcs export: [Errno 2] No such file or directory: '/no/such'"
     ),
     "engine=ddp strategy=fsdp": "strategy: has no effect with engine=ddp, got fsdp",
     "engine=ddp strategy=joint": "strategy: has no effect with engine=ddp, got joint",
@@ -426,7 +426,7 @@ PLAN = {"schema": 2, "ranks": 2, "groups": [{"mesh": [2, 1]}]}
         ({}, "engine.reduce_scatter=all_to_all", "engine.reduce_scatter: must be own where a plan has dp or shards within nodes"),
         ({"ranks": 4}, "", "engine.plan: is for 4 ranks, cluster.ranks=2"),
         ({"schema": 1, "groups": [{"replicate": True}]}, "", "has schema 1, not 2: export the plan again"),
-        ({"groups": [{}]}, "", "engine.plan: is not a file of experiments/export.py: 'mesh'"),
+        ({"groups": [{}]}, "", "engine.plan: is not a file of mdcs export: 'mesh'"),
     ],
 )
 def test_a_plan_that_was_taken_home_is_checked_before_anything_starts(tmp_path, said, override, problem):

@@ -178,7 +178,7 @@ def test_cuda_without_a_number_is_the_current_device(fake_cuda: SimpleNamespace,
     assert isinstance(executor, CudaExecutor) and executor.device == torch.device("cuda", 1)
     monkeypatch.setattr(parallel, "Engine", lambda *arguments: arguments)
     monkeypatch.setattr(parallel, "Parallel", lambda made, units: made)
-    *_, options = parallel.parallelize(None, None, None, [], device="cuda")  # type: ignore[arg-type, misc]
+    *_, options = parallel.parallelize(None, torch.optim.SGD([torch.zeros(1)]), None, [], device="cuda")  # type: ignore[arg-type, misc]
     assert options.device == torch.device("cuda", 1)
 
 

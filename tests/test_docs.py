@@ -37,7 +37,7 @@ def test_every_line_of_what_loops_may_do_names_tests_that_there_are():
     rows = [row for table in tables for row in table.splitlines()]
     assert len(rows) > 60
     files = {"models": "loops_models", "habits": "loops_habits", "aliases": "random_aliases", "calls": "optimizer_calls"}
-    files |= {"side": "side_passes"}
+    files |= {"side": "side_passes", "otherwise": "modules_otherwise"}
     for row in rows:
         cell = row.rsplit("|", 2)[1]
         assert re.fullmatch(r" `\w+\.\w+`(, `\w+\.\w+`)* ", cell), row

@@ -129,6 +129,15 @@ def a_penalty_on_gradients_of_weights(model: Any, step: int, no_sync: Context) -
     (first + 0.1 * sum(slope.square().sum() for slope in slopes)).backward()
 
 
+def sharpness_aware(model: Any, step: int, no_sync: Context) -> None:
+    """SAM: the gradient at weights a little uphill of these, which stay as they are."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    slopes = torch.autograd.grad(loss(model(batch(step))), list(trained.values()))
+    length = torch.stack([slope.norm() for slope in slopes]).norm()
+    uphill = {name: p + 0.05 * slope / length for (name, p), slope in zip(trained.items(), slopes, strict=True)}
+    loss(torch.func.functional_call(model, uphill, (batch(step),))).backward()
+
+
 def for_another_model(model: Any, step: int, no_sync: Context) -> None:
     x = batch(step, 1).requires_grad_()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -186,7 +195,7 @@ LOOPS: dict[str, Loop] = {
     loop.__name__: loop
     for loop in (
         pseudo_labels, a_reference_between_the_passes, generation, one_on_each_rank_and_two_on_the_second, an_attack,
-        an_attack_by_backward, a_penalty, a_penalty_on_gradients_of_weights, for_another_model, two_losses,
+        an_attack_by_backward, a_penalty, a_penalty_on_gradients_of_weights, sharpness_aware, for_another_model, two_losses,
         two_forwards_then_two_backwards, one_pass_more_than_planned, as_many_as_the_rank_likes, all_before_the_step,
         of_some_weights,
     )

@@ -180,8 +180,9 @@ class PlannedInLoop(Parallel):
         self.model, self._all, self.optimizers = model, optimizers, optimizers.members
         self.optimizer = self.optimizers[0]
         self._first = FirstStep(
-            model, self.optimizers, options.clip_norm, options.clip_value, self._resumed_after + 1, options.loss_scale
-        )
+            model, self.optimizers, options.clip_norm, options.clip_value, self._resumed_after + 1, options.loss_scale,
+            [module for unit in self.units for module in unit.modules],
+        )  # fmt: skip
         self._calls = OptimizerCalls(self.optimizers, self)
         self._calls.stepped = stepped
 

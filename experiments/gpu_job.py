@@ -20,15 +20,15 @@ from mdcs.torch_compat import copy_all
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the measurements. ``large`` is (layers, width) of the model of the trade-off curve."""
+    """Sizes of the measurements. ``large`` is (layers, width, batch) of the trade-off curve."""
 
     device: torch.device
     layers: int = 24
     width: int = 1024
     vocabulary: int = 50_304
     sequence: int = 1024
-    batch: int = 8
-    large: tuple[int, int] = (48, 1600)
+    batch: int = 24
+    large: tuple[int, int, int] = (48, 1600, 8)
     worlds: tuple[int, ...] = (8, 64)
     rates_gbit: tuple[float, ...] = (100.0, 200.0, 400.0)
     rounds: int = 3

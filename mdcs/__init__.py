@@ -34,7 +34,7 @@ from mdcs.simulator.simulate import replay
 
 if TYPE_CHECKING:
     from mdcs.api.autoplan import autoplan
-    from mdcs.api.in_loop import parallelize
+    from mdcs.api.start import parallelize
     from mdcs.checkpoint.directory import CheckpointError
     from mdcs.checkpoint.plain import read_checkpoint
     from mdcs.emulation import Emulation
@@ -52,7 +52,7 @@ _LAZY = {
     "autoprofile": "mdcs.profiler.autoprofile",
     "measure_profile": "mdcs.profiler.model_profile",
     "Parallel": "mdcs.runtime.parallel",
-    "parallelize": "mdcs.api.in_loop",
+    "parallelize": "mdcs.api.start",
     "resume": "mdcs.runtime.parallel",
     "CheckpointError": "mdcs.checkpoint.directory",
     "read_checkpoint": "mdcs.checkpoint.plain",

@@ -1,11 +1,11 @@
-"""One call for a start: the plan is made at the loop's first step, which is also the profile's, and anew when asked for."""
+"""A run whose plan is made at the loop's first step, which is also the profile's, and anew when asked for."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,135 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdcs.api.autoplan import SECONDS, autoplan
-from mdcs.emulation import Emulation
-from mdcs.model.blocks import in_words
-from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
-from mdcs.model.units import ModelUnit, partition
-from mdcs.model.wrappers import without_ddp
+from mdcs.api.autoplan import autoplan
+from mdcs.model.optimizers import Optimizers
+from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.profile import cache
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import described, key_of_job
-from mdcs.profiler.model_profile import refuse_meta
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.departing_steps import DepartingSteps
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.errors import RunError
-from mdcs.runtime.executor import with_index
-from mdcs.runtime.gradient_scaling import LossScale
-from mdcs.runtime.initialization import InitFunction
 from mdcs.runtime.optimizer_calls import OptimizerCalls
 from mdcs.runtime.optimizer_state import as_list
 from mdcs.runtime.parallel import Parallel
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.runtime.validation import RunOptions
-from mdcs.sizes import budget_of
 
 if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import ResumeInfo
-
-
-def parallelize(
-    model: nn.Module,
-    optimizer: GivenOptimizers,
-    plan: Plan | None = None,
-    units: list[ModelUnit] | None = None,
-    *,
-    budget: int | str | None = None,
-    over_budget: str = "warn",
-    batches: Sequence[Any] | None = None,
-    seconds: float = SECONDS,
-    progress: bool = True,
-    profiles: bool | str | Path = True,
-    replan_after: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
-    loss_scale: LossScale | None = None,
-    broadcast_buffers: bool | None = None,
-    timeout_s: float = 300.0,
-    emulate: Emulation | None = None,
-    init: InitFunction | None = None,
-    device: torch.device | str = "cpu",
-) -> Parallel:
-    """Train ``model`` in your own loop, within ``budget`` or as ``plan`` says.
-
-    Call it on every rank after ``init_process_group``. Parameters are broadcast from rank 0. ``optimizer`` (or several, in
-    a list, each with some of the parameters) keeps its options and learning-rate schedules; its updates run on shards,
-    inside ``backward`` and the next forward. Messages have a process group of their own, so the loop may use ``group`` for
-    its collectives. ``model`` may be in DistributedDataParallel, which from then on only calls it, and both may come from
-    ``accelerator.prepare``. Then::
-
-        for batch in loader:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()         # or parallel.step(), after plan.micro_steps backward passes
-
-    - ``plan``: its hash is compared. None: the first step runs as with DistributedDataParallel. It is then measured for
-      about ``seconds``, and the plan is made (:func:`mdcs.autoplan`); random numbers, buffers and weights stay as they
-      are. Until then the model is whole on every rank, above the budget if need be.
-    - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
-    - ``budget``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
-    - ``batches``: batches of other sizes than the first step's, for a plan that is made here: the plan has room for all of
-      them. The model is called with a batch's keywords (dict), arguments (tuple or list), or with the batch.
-    - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in seconds.
-      True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
-    - ``replan_after``: calls :meth:`Parallel.replan` once a rank has departed from the plan in so many steps.
-    - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which go on;
-      "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
-      (:func:`mdcs.autoplan`).
-    - ``clip_norm``: clips the global gradient norm. Clipping is a barrier: the plan must have cross_iteration off.
-    - ``clip_value``: clips every element of the gradients to [-clip_value, clip_value]. No barrier.
-    - ``loss_scale``: dynamic loss scale for float16, also a barrier. Call
-      ``parallel.scaled(loss).backward()`` then, or let ``parallel.scaler`` take the place of a GradScaler.
-    - ``broadcast_buffers``: True broadcasts rank 0's buffers after every step, as DDP does; False leaves each rank its
-      own. None broadcasts them when training pauses, and refuses a model whose forward changes buffers other than
-      BatchNorm's.
-    - ``timeout_s``: bounds every wait (seconds).
-    - ``emulate``: this one process is a rank of the plan's world, on its emulated link (:mod:`mdcs.emulation`).
-    - ``init``: initialises a module's own parameters and buffers if they are on the meta device; None: the module's
-      ``reset_parameters()``.
-    - ``device``: where parameters and buffers from the meta device are made, unit by unit.
-
-    Masters, where the plan's profile has them, start as the model's parameters. docs/loops.md says what a loop may do
-    with model and optimizer during the run. Raises PlanError (it names ranks with another plan), ValueError for a plan
-    that does not fit the model and for a parameter that would not be trained, and RunError, naming rank, step and
-    message, for later failures. The first step raises what :func:`mdcs.autoplan` raises.
-    """
-    limit = budget_of(budget)
-    model, optimizers = without_ddp(model), Optimizers(optimizer)
-    units = partition(model) if units is None else units
-    options = RunOptions(
-        clip_norm, clip_value, loss_scale, broadcast_buffers, timeout_s, emulate, init, with_index(device), over_budget
-    )
-    if replan_after is not None and replan_after < 1:
-        raise ValueError(f"replan_after must be >= 1, got {replan_after}")
-    if plan is not None:
-        if limit is not None:
-            raise ValueError("the plan has a budget already: give plan= or budget=")
-        if batches is not None:
-            raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
-        planning: dict[str, Any] = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
-        run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
-        run._run(Engine(model, optimizers, plan, units, group, options))
-        return run
-    for given, name in ((group, "group"), (emulate, "emulate"), (init, "init")):
-        if given is not None:
-            raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
-    refuse_meta(model)
-    Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
-    planning = {"budget": budget, "cross_iteration": not options.needs_norm}
-    if batches is not None:
-        planning["batches"] = [None, *batches]  # None: the first step's own
-    run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
-    run._measure(model, optimizers)
-    if profiles is not False:
-        run._folder = cache.cache_folder() if profiles is True else Path(profiles)
-    if progress and run.rank == 0:
-        print(f"mdcs: {in_words([(u.name, u.modules) for u in units])}", file=sys.stderr, flush=True)
-    return run
 
 
 class PlannedInLoop(Parallel):

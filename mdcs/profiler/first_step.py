@@ -217,11 +217,18 @@ class FirstStep:
     def again(self, batch: Any = None) -> Tensor:
         """Run the forward passes of the first micro-step again; return a loss with the same gradients of the outputs.
 
-        With another ``batch``, whose outputs may have other sizes, only their size is right, and so are the loss's bytes.
-        Raises RunError for one where the step called parts of the model.
+        With another ``batch``, whose outputs may have other sizes, only their size is right, and so are the loss's bytes. A
+        ``batch`` that is a function runs passes of its own, and returns their loss: where the step called parts of the model
+        everything else raises RunError.
         """
+        if callable(batch):
+            own: Tensor = batch()
+            return own
         if batch is not None and any(call.module is not self._model for call in self._calls):
-            raise RunError(f"rank {self._rank}, step {self._step}: batches= needs a loop that calls model(…), not parts of it")
+            raise RunError(
+                f"rank {self._rank}, step {self._step}: the loop calls parts of the model, so what they do with a batch is not "
+                "known: give functions that return its loss, batches=[lambda: loss_of(model, batch)]"
+            )
         outputs = [t for call in self._calls for t in _tensors(call.again(batch)) if t.requires_grad]
         gradients = [g for call in self._calls for g in call.gradients]
         pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]

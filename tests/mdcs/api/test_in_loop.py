@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import mdcs
 from mdcs.api import in_loop
+from mdcs.model.inputs import INPUTS
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform
@@ -389,3 +391,39 @@ def started_twice(folder: str) -> list[tuple[bool, list[float], int]]:
 def test_a_second_start_has_the_profile_of_the_first_and_a_new_plan_has_its_own(two, tmp_path):
     first, second = two.run(started_twice, str(tmp_path), timeout_s=100.0)
     assert [(known, files) for known, _, files in first] == [(False, 1), (True, 1)] == [(k, n) for k, _, n in second]
+
+
+def of_several_batches(batches: list[Any] | None) -> tuple[list[float], mdcs.Plan | None]:
+    """Three steps of a loop that calls methods; one process."""
+    torch.manual_seed(0)
+    model = Autoencoder()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+
+    def loss_of(samples: int) -> Tensor:
+        x = torch.rand(samples, 8, generator=torch.Generator().manual_seed(samples))
+        return (model.decoder(model.encode(x).tanh()) - x).square().mean()
+
+    parallel = None
+    if batches is not None:
+        given = [functools.partial(loss_of, each) if isinstance(each, int) else each for each in batches]
+        parallel = mdcs.parallelize(model, optimizer, batches=given, seconds=0.2, progress=False)
+    losses = []
+    for _ in range(3):
+        loss = loss_of(6)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    plan = None if parallel is None else parallel.plan
+    if parallel is not None:
+        parallel.close()
+    return losses, plan
+
+
+def test_a_loop_that_calls_parts_of_the_model_gives_its_batches_as_functions():
+    wanted, _ = of_several_batches(None)
+    found, plan = of_several_batches([4, 24])
+    assert found == wanted
+    assert plan is not None and plan.profile.about[INPUTS] == "24 x 8"
+    with pytest.raises(mdcs.RunError, match=r"the loop calls parts of the model, .* batches=\[lambda: loss_of\(model, batch\)\]"):
+        of_several_batches([torch.rand(24, 8)])

@@ -67,6 +67,11 @@ PARTS = (
     Part("overlap", 60, "overlap"),
     Part("allocator", 60, "allocator"),
     Part("allocator, expandable", 60, "allocator", EXPANDABLE),
+    Part("recompute", 150, "recompute"),
+    Part("fp16", 60, "fp16"),
+    Part("checkpointing", 60, "checkpointing"),
+    Part("compiled", 120, "compiled"),
+    Part("ResNet-152", 90, "resnet"),
 )
 
 
@@ -105,9 +110,10 @@ def main() -> int:
         console.print(NO_GPU)
         return 0
     if arguments.part:
-        from experiments import gpu_job, gpu_parts
+        from experiments import gpu_job, gpu_parts, gpu_variants
 
-        rows = getattr(gpu_parts, arguments.part)(gpu_job.FULL, arguments.out)
+        measure = getattr(gpu_parts, arguments.part, None) or getattr(gpu_variants, arguments.part)
+        rows = measure(gpu_job.FULL, arguments.out)
         (arguments.out / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         return 0
     wanted = [name.strip() for name in arguments.only.split(",") if name.strip()]
@@ -210,7 +216,8 @@ def findings(results: Sequence[Result]) -> list[Finding]:
     """The lines of the table, for all parts that have rows."""
     say = {
         "tests": _of_tests, "world of one": _of_one, "worlds": _of_emulated, "curve": _of_curve, "overlap": _of_overlap,
-        "allocator": _of_allocator, "allocator, expandable": _of_allocator,
+        "allocator": _of_allocator, "allocator, expandable": _of_allocator, "recompute": _of_curve,
+        "fp16": _of_variant, "checkpointing": _of_variant, "compiled": _of_variant, "ResNet-152": _of_resnet,
     }  # fmt: skip
     return [finding for r in results if r.rows for finding in say[r.name](r.name, r.rows)]
 
@@ -285,6 +292,25 @@ def _of_allocator(part: str, rows: Sequence[Row]) -> list[Finding]:
     return out
 
 
+def _of_variant(part: str, rows: Sequence[Row]) -> list[Finding]:
+    out = []
+    for row in rows:
+        found = f"{row['over_plain']:.3f} × ({row['plain_s'] * 1e3:.1f} ms)"
+        out.append(Finding(part, f"{row['plan']}: step, as a multiple of the plain loop's", "", found, None))
+        out.append(Finding(part, f"{row['plan']}: losses beside the plain loop's", "within 0.5 %", f"{row['losses']:.2%}",
+                           row["losses"] <= 0.005))  # fmt: skip
+    return out
+
+
+def _of_resnet(part: str, rows: Sequence[Row]) -> list[Finding]:
+    out = []
+    for row in rows:
+        error = row["peak_bytes"] / row["predicted_bytes"] - 1
+        found = f"{row['peak_bytes'] / MIB:.0f} MiB, predicted {row['predicted_bytes'] / MIB:.0f}"
+        out.append(Finding(part, f"{row['plan']}, {row['precision']}: peak", "within 1 %", found, abs(error) <= 0.01))
+    return out
+
+
 def table(found: Sequence[Finding], about: Mapping[str, str]) -> Table:
     """A table with one line per finding."""
     title = f"{about['device']} · torch {about['torch']} · CUDA {about['cuda']} · driver {about['driver']} · {about['date'][:10]}"
@@ -302,7 +328,7 @@ def table(found: Sequence[Finding], about: Mapping[str, str]) -> Table:
 def picture(results: Sequence[Result], path: Path) -> bool:
     """Draw measured over predicted step times, and the trade-off curves. Return False where neither was measured."""
     rows = {r.name: r.rows for r in results if r.rows}
-    if not {"worlds", "curve"} & set(rows):
+    if not {"worlds", "curve", "recompute"} & set(rows):
         return False
     import matplotlib.pyplot as plt
 
@@ -317,7 +343,7 @@ def picture(results: Sequence[Result], path: Path) -> bool:
         left.plot(ends, ends, "--", color="grey", label="as predicted")
         left.legend()
     left.set(xlabel="step time, predicted (ms)", ylabel="step time, measured (ms)", title="emulated worlds")
-    curve = rows.get("curve", [])
+    curve = rows.get("curve", []) + rows.get("recompute", [])
     for i, name in enumerate(dict.fromkeys(row["planner"] for row in curve)):
         own = sorted((row for row in curve if row["planner"] == name), key=lambda row: row["budget"])
         budgets = [row["budget"] / GIB for row in own]

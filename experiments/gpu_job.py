@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ from mdcs.torch_compat import copy_all
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the measurements. ``large`` is (layers, width, batch) of the trade-off curve."""
+    """Sizes of the measurements.
+
+    - ``large``: (layers, width, batch) of the trade-off curve.
+    - ``stages``: (blocks, channels) of the ResNet's stages.
+    """
 
     device: torch.device
     layers: int = 24
@@ -29,11 +34,12 @@ class Scale:
     sequence: int = 1024
     batch: int = 24
     large: tuple[int, int, int] = (48, 1600, 8)
+    stages: tuple[list[int], list[int]] = ([3, 8, 36, 3], [256, 512, 1024, 2048])
     worlds: tuple[int, ...] = (8, 64)
     rates_gbit: tuple[float, ...] = (100.0, 200.0, 400.0)
     rounds: int = 3
     steps: int = 4
-    budgets: int = 5
+    budgets: int = 6
     solver_s: float = 10.0
 
 
@@ -43,8 +49,8 @@ FULL = Scale(torch.device("cuda", 0))
 # ---- model, data, optimizer
 
 
-def model_of(scale: Scale, layers: int, width: int) -> nn.Module:
-    """A GPT-2 in bf16. Its weights are the same at every call."""
+def model_of(scale: Scale, layers: int, width: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A GPT-2. Its weights are the same at every call."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -54,7 +60,7 @@ def model_of(scale: Scale, layers: int, width: int) -> nn.Module:
     )  # fmt: skip
     with scale.device:
         model: nn.Module = GPT2LMHeadModel(config)
-    return model.to(torch.bfloat16)
+    return model.to(dtype)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -72,9 +78,10 @@ def tokens_of(scale: Scale) -> Tensor:
 
 
 class Masters:
-    """An optimizer of fp32 masters for bf16 parameters, as in a plain loop."""
+    """An optimizer of fp32 masters for narrower parameters, as in a plain loop."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.scaler = scaler or torch.amp.GradScaler(enabled=False)
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.copies: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self.parameters]
         self.optimizer = torch.optim.AdamW(self.copies, lr=1e-4, fused=True)
@@ -85,7 +92,8 @@ class Masters:
         for copy, p in zip(self.copies, self.parameters, strict=True):
             assert p.grad is not None
             copy.grad, p.grad = p.grad.float(), None
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         for copy in self.copies:
             copy.grad = None
         copy_all(self.parameters, self.copies)
@@ -172,7 +180,7 @@ def ours(scale: Scale, tokens: Tensor, stack: ExitStack, strategy: Any, schedule
     """mdcs with a plan for one rank."""
     model = model_of(scale, scale.layers, scale.width)
     optimizer, units = optimizer_of(model), units_of(model)
-    profile = profile_of(model, units, optimizer, tokens, mdcs.Link.uniform(400.0, 10.0, depth=1), 1)
+    profile = profile_of(model, units, optimizer, partial(loss_of, model, tokens), mdcs.Link.uniform(400.0, 10.0, depth=1), 1)
     plan = mdcs.make_plan(profile, strategy, scheduler)
     parallel = stack.enter_context(mdcs.parallelize(model, optimizer, plan, units))
 
@@ -188,10 +196,11 @@ def units_of(model: nn.Module) -> list[mdcs.ModelUnit]:
 
 
 def profile_of(
-    model: nn.Module, units: list[mdcs.ModelUnit], optimizer: torch.optim.Optimizer, tokens: Tensor, link: mdcs.Link, world: int
-) -> mdcs.Profile:
-    backend = "nccl" if tokens.device.type == "cuda" else "gloo"
+    model: nn.Module, units: list[mdcs.ModelUnit], optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor],
+    link: mdcs.Link, world: int, *, recompute: bool = False,
+) -> mdcs.Profile:  # fmt: skip
+    backend = "nccl" if next(model.parameters()).device.type == "cuda" else "gloo"
     return mdcs.measure_profile(
-        model, units, lambda: loss_of(model, tokens), optimizer, world=world, link=link, master_dtype=torch.float32,
-        collectives=Collectives.default(backend),
+        model, units, loss, optimizer, world=world, link=link, master_dtype=torch.float32,
+        collectives=Collectives.default(backend), recompute=recompute,
     )  # fmt: skip

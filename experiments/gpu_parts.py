@@ -107,6 +107,7 @@ def worlds(scale: Scale, folder: Path) -> list[Row]:
         for rate in scale.rates_gbit:
             link = mdcs.Link.uniform(rate, 15.0, depth=1, emulated=True)
             for strategy, scheduler in ((Uniform("fsdp"), Priority()), (Uniform("zero2"), Fusion())):
+
                 def make(profile: mdcs.Profile, strategy: Any = strategy, scheduler: Any = scheduler) -> mdcs.Plan:
                     budget = mdcs.make_plan(profile, strategy, scheduler).prediction.peak_bytes  # type: ignore[union-attr]
                     return mdcs.make_plan(profile, strategy, scheduler, budget=budget)
@@ -120,19 +121,20 @@ def worlds(scale: Scale, folder: Path) -> list[Row]:
 def emulated(scale: Scale, model: nn.Module, link: mdcs.Link, world: int, make: Callable[[mdcs.Profile], mdcs.Plan]) -> Row:
     """Run a few steps of rank 1 of the world, and return them with the prediction."""
     tokens, units, optimizer = tokens_of(scale), units_of(model), optimizer_of(model)
-    plan = make(profile_of(model, units, optimizer, tokens, link, world))
-    return run(scale, model, optimizer, units, plan, tokens)
+    loss = partial(loss_of, model, tokens)
+    return run(scale, model, optimizer, units, make(profile_of(model, units, optimizer, loss, link, world)), loss)
 
 
 def run(
-    scale: Scale, model: nn.Module, optimizer: torch.optim.Optimizer, units: list[mdcs.ModelUnit], plan: mdcs.Plan, tokens: Tensor
-) -> Row:
+    scale: Scale, model: nn.Module, optimizer: torch.optim.Optimizer, units: list[mdcs.ModelUnit], plan: mdcs.Plan,
+    loss: Callable[[], Tensor],
+) -> Row:  # fmt: skip
     """Train with a plan on its emulated link."""
     assert plan.prediction is not None
     retries = _retries(scale.device)
     with mdcs.parallelize(model, optimizer, plan, units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
         for step in range(2 + scale.steps):
-            loss_of(model, tokens).backward()
+            loss().backward()
             parallel.step()
             if step == 1:
                 parallel.reset_memory()
@@ -145,9 +147,9 @@ def run(
         parallel.close(whole=False)
     measured = (memory["measured"] or memory["predicted"])["total"]
     return {
-        "plan": f"{plan.strategy} + {plan.scheduler}", "predicted_s": plan.prediction.step_s, "measured_s": seconds,
-        "budget": plan.budget, "predicted_bytes": plan.prediction.peak_bytes, "peak_bytes": measured, "reserved_bytes": reserved,
-        "pools": pools, "retries": _retries(scale.device) - retries,
+        "plan": f"{plan.strategy} + {plan.scheduler}", "messages": len(plan.messages), "budget": plan.budget,
+        "predicted_s": plan.prediction.step_s, "measured_s": seconds, "predicted_bytes": plan.prediction.peak_bytes,
+        "peak_bytes": measured, "reserved_bytes": reserved, "pools": pools, "retries": _retries(scale.device) - retries,
     }  # fmt: skip
 
 
@@ -167,23 +169,35 @@ def _reserved(device: torch.device) -> tuple[int, list[int]]:
 
 def curve(scale: Scale, folder: Path) -> list[Row]:
     """Step time over budgets from the floor to the peak of all dp, for heuristics and for the joint plan."""
+    planners = {"greedy + priority": (Greedy(), Priority()), "joint": (Joint(seconds=scale.solver_s), None)}
+    return _curve(scale, folder, planners, "none")
+
+
+def recompute(scale: Scale, folder: Path) -> list[Row]:
+    """The same with a joint plan that may recompute activations, from its own floor."""
+    return _curve(scale, folder, {"joint, recomputing": (Joint(seconds=scale.solver_s), None)}, "planned")
+
+
+def _curve(scale: Scale, folder: Path, planners: dict[str, tuple[Any, Any]], rule: str) -> list[Row]:
     layers, width, batch = scale.large
     scale = replace(scale, layers=layers, width=width, batch=batch)
     link = mdcs.Link.uniform(scale.rates_gbit[0], 15.0, depth=1, emulated=True)
-    model = model_of(scale, layers, width)
-    tokens, units, optimizer = tokens_of(scale), units_of(model), optimizer_of(model)
-    profile = profile_of(model, units, optimizer, tokens, link, scale.worlds[0])
-    floor = mdcs.floor_bytes(mdcs.Job(profile))
+    model, tokens = model_of(scale, layers, width), tokens_of(scale)
+    units, optimizer = units_of(model), optimizer_of(model)
+    loss = partial(loss_of, model, tokens)
+    profile = profile_of(model, units, optimizer, loss, link, scale.worlds[0], recompute=rule != "none")
+    (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+    floor = mdcs.floor_bytes(mdcs.Job(profile), rule)
     dp = mdcs.make_plan(profile, Uniform("dp"), Wfbp()).prediction
     assert dp is not None
-    del model, optimizer, units  # their memory is that of the plans below
+    del model, optimizer, units, loss  # their memory is that of the plans below
     rows = []
     for k in range(scale.budgets):
-        budget = floor + (dp.peak_bytes - floor) * (k + 1) // scale.budgets
-        for name, planners in (("greedy + priority", (Greedy(), Priority())), ("joint", (Joint(seconds=scale.solver_s), None))):
-            plan = mdcs.make_plan(profile, *planners, budget=budget)
+        budget = floor + (dp.peak_bytes - floor) * k**2 // (scale.budgets - 1) ** 2  # close to each other near the floor
+        for name, (strategy, scheduler) in planners.items():
+            plan = mdcs.make_plan(profile, strategy, scheduler, budget=budget, recompute=rule)
             model = model_of(scale, layers, width)
-            row = run(scale, model, optimizer_of(model), units_of(model), plan, tokens)
+            row = run(scale, model, optimizer_of(model), units_of(model), plan, partial(loss_of, model, tokens))
             rows.append({"planner": name, "world": profile.world, **row})
             (folder / "so-far.json").write_text(json.dumps(rows), encoding="utf-8")
     return rows
@@ -196,11 +210,12 @@ def overlap(scale: Scale, folder: Path) -> list[Row]:
     for strategy, scheduler in ((Uniform("dp"), Wfbp()), (Uniform("fsdp"), Priority())):
         model = model_of(scale, scale.layers, scale.width)
         tokens, units, optimizer = tokens_of(scale), units_of(model), optimizer_of(model)
-        plan = mdcs.make_plan(profile_of(model, units, optimizer, tokens, link, scale.worlds[0]), strategy, scheduler)
+        loss = partial(loss_of, model, tokens)
+        plan = mdcs.make_plan(profile_of(model, units, optimizer, loss, link, scale.worlds[0]), strategy, scheduler)
         with mdcs.parallelize(model, optimizer, plan, units, emulate=mdcs.Emulation(1, plan.world)) as parallel:
 
-            def step(model: nn.Module = model, tokens: Tensor = tokens, parallel: mdcs.Parallel = parallel) -> None:
-                loss_of(model, tokens).backward()
+            def step(loss: Callable[[], Tensor] = loss, parallel: mdcs.Parallel = parallel) -> None:
+                loss().backward()
                 parallel.step()
 
             for _ in range(2):
@@ -273,5 +288,3 @@ def hidden_share(kernels: Sequence[Kernel]) -> float:
 
 def _communicates(name: str) -> bool:
     return "nccl" in name.lower() or "spin_kernel" in name or "mdcs_pause" in name
-
-

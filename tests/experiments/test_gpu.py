@@ -12,14 +12,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments import gpu, gpu_parts
+from experiments import gpu, gpu_parts, gpu_variants
 from experiments.gpu import PARTS, Part, Result, Row
 
 ABOUT = {"device": "H200, 139 GiB", "torch": "2.13.0", "cuda": "13.0", "driver": "580", "date": "2026-11-22T18:00:00+00:00"}
 QUIET = Console(file=io.StringIO())
 SMALL = gpu_parts.Scale(
-    torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, large=(2, 64, 1), worlds=(4,), rates_gbit=(1.0,),
-    rounds=1, steps=2, budgets=2, solver_s=2.0,
+    torch.device("cpu"), layers=2, width=64, vocabulary=64, sequence=8, batch=1, large=(2, 64, 1), worlds=(4,),
+    stages=([1, 1], [8, 16]), rates_gbit=(1.0,), rounds=1, steps=2, budgets=2, solver_s=2.0,
 )  # fmt: skip
 
 
@@ -128,6 +128,10 @@ def test_the_parts_run_on_a_small_scale(tmp_path: Path):
         Result("curve", 0.0, gpu_parts.curve(SMALL, tmp_path)),
         Result("overlap", 0.0, gpu_parts.overlap(SMALL, tmp_path)),
         Result("allocator", 0.0, gpu_parts.allocator(SMALL, tmp_path)),
+        Result("recompute", 0.0, gpu_parts.recompute(SMALL, tmp_path)),
+        Result("checkpointing", 0.0, gpu_variants.checkpointing(SMALL, tmp_path)),
+        Result("fp16", 0.0, gpu_variants.fp16(SMALL, tmp_path)),
+        Result("ResNet-152", 0.0, gpu_variants.resnet(SMALL, tmp_path)),
         Result("world of one", 0.0, gpu_parts.world_of_one(SMALL, tmp_path)),
     ]
     assert {f.part for f in gpu.findings(found)} == {r.name for r in found}

@@ -5,10 +5,11 @@
     mdcs plan strategy=fsdp scheduler=dear budget.gib=72 profile=gpt3-1024 profile.group=node
     mdcs plan --format json strategy=greedy budget.gib=0.5
     mdcs plan -m strategy=greedy scheduler=priority,dear budget.over_floor=0.05,0.1,0.2
+    mdcs plan strategy=greedy scheduler=priority recompute=planned budget.gib=0.1 batch.find=largest
 
 A known profile (named, calculated, or kept by an earlier job) is used at once. Else the job's own ranks are started to
 measure one. With -m there is a row for every plan, and the plans share measured profiles. `--format json` prints one
-JSON document and nothing else.
+JSON document and nothing else. With batch.find the plan is that of the largest batch within the budget, or of the fastest.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ from rich.table import Table
 
 from analysis.table import WIDTH, milliseconds
 from experiments.config.schema import Config
-from experiments.job import app, checkpointing
+from experiments.job import app, batch, checkpointing
 from experiments.job import run as jobs
 from experiments.job.profiles import Profiles, calibration_errors, ranks
 from mdcs.plan.plan import Plan
 from mdcs.planner import explain
+from mdcs.planner.batch import PlannedBatch
 from mdcs.planner.bounds import bounds_of, ideal_ddp_s
 from mdcs.planner.pipeline import floor_bytes
 from mdcs.planner.registry import Scheduler
 from mdcs.planner.schedulers.priority import Priority
+from mdcs.profile.recompute import NONE
 from mdcs.sizes import MIB
 
 SCHEMA = 2
@@ -62,10 +65,15 @@ def main(module: str = jobs.WORKER) -> int:
     console = Console(stderr=as_json)
     console.width = console.width if console.is_terminal else WIDTH
 
-    known, plans = Profiles(), list[Plan]()
+    known, plans, chosen = Profiles(), list[Plan](), list[PlannedBatch | None]()
 
     def plan(config: Config, folder: Path) -> str:
-        in_sweep = config.run.sweep is not None
+        in_sweep, asked, found = config.run.sweep is not None, config, None
+        if asked.batch.find is not None:
+            found, reason = batch.find(asked, folder, console, known=known, module=module)
+            if reason:
+                return reason
+            config = batch.with_batch(asked, found, folder)
         config, reason = checkpointing.decide(config, folder, console, known=known, module=module)
         reason = reason or jobs.plan(config, folder, Console(quiet=True) if in_sweep else console, known=known, worker=module)
         if reason:
@@ -75,9 +83,12 @@ def main(module: str = jobs.WORKER) -> int:
         scheduler = Priority() if config.scheduler is None or hasattr(config.scheduler, "seconds") else config.scheduler
         if in_sweep:
             plans.append(made)
+            chosen.append(None if found is None else found.wanted(asked))
         elif as_json:
-            print(json.dumps(document(made, scheduler), indent=1))
+            print(json.dumps(document(made, scheduler) | ({} if found is None else batches_document(found, asked)), indent=1))
         else:
+            if found is not None:
+                console.print(batches_table(found))
             show(made, scheduler, console)
             console.print(f"the plan is in {folder}", markup=False, highlight=False, soft_wrap=True)
         return ""
@@ -85,12 +96,12 @@ def main(module: str = jobs.WORKER) -> int:
     def show_all(session: app.Session) -> None:
         planned = [result for result in session.results if result.status == "ok"]
         if as_json:
-            rows = [{"overrides": each.overrides, "folder": str(each.folder), **told(made)}
-                    for each, made in zip(planned, plans, strict=True)]  # fmt: skip
+            rows = [{"overrides": each.overrides, "folder": str(each.folder), **told(made), **_told_batch(found)}
+                    for each, made, found in zip(planned, plans, chosen, strict=True)]  # fmt: skip
             print(json.dumps({"schema": SCHEMA, "plans": rows}, indent=1))
         else:
             asked = [each.overrides for each in planned]
-            console.print(sweep_table(plans, [app.varied(each, asked, but=_COLUMNS) for each in asked]))
+            console.print(sweep_table(plans, [app.varied(each, asked, but=_COLUMNS) for each in asked], chosen))
             console.print(f"{len(plans)} plans in {session.sweep}", markup=False, highlight=False, soft_wrap=True)
 
     return app.run(app.Program(plan, on_sweep_end=show_all))
@@ -106,23 +117,66 @@ def told(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sweep_table(plans: Sequence[Plan], varied: Sequence[Sequence[str]]) -> Table:
+def _told_batch(found: PlannedBatch | None) -> dict[str, Any]:
+    return {} if found is None else {"batch": found.batch, "samples_per_s": found.samples_per_s}
+
+
+def batches_document(found: batch.Found, asked: Config) -> dict[str, Any]:
+    """Batches that fit, samples and samples per second, each with its plan; how far off the rule of scaling was."""
+    return _told_batch(found.wanted(asked)) | {
+        "batches": [_told_batch(each) | told(each.plan) for each in found.batches], "profiled_batches": found.profiled,
+        "scaling_errors": {size: off._asdict() for size, off in found.errors.items()},
+    }  # fmt: skip
+
+
+def batches_table(found: batch.Found) -> Table:
+    """A row for each batch that fits: samples per second and what its plan is predicted to take."""
+    first = found.batches[0].plan
+    title = f"batches per rank within {(first.budget or 0) / MIB:.1f} MiB"
+    used = dict.fromkeys((*found.profiled[:1], *found.profiled[-1:]))
+    title += f", from profiles of {' and '.join(map(str, used))}" if used else ""
+    errors = (
+        f"batch {size} as calculated and as measured: {off.seconds:+.1%} compute, {off.peak:+.1%} activations"
+        for size, off in found.errors.items()
+    )
+    caption = "\n".join(errors) or None
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("batch", "samples/s", "step ms", "exposed ms", "recomputing", "peak MiB", ""):
+        table.add_column(heading, justify="right" if heading else "left")
+    for each in found.batches:
+        p = each.plan.prediction
+        assert p is not None
+        units = sum(choice != NONE for choice in each.plan.recompute)
+        named = [name for name, of in ((batch.LARGEST, found.largest), (batch.FASTEST, found.fastest)) if of is each]
+        table.add_row(
+            str(each.batch), f"{each.samples_per_s:.1f}", milliseconds(p.step_s), milliseconds(p.exposed_s),
+            f"{units} of {len(each.plan.strategies)}", f"{p.peak_bytes / MIB:.1f}", ", ".join(named),
+        )  # fmt: skip
+    return table
+
+
+def sweep_table(
+    plans: Sequence[Plan], varied: Sequence[Sequence[str]], batches: Sequence[PlannedBatch | None] = ()
+) -> Table:
     """A row for each plan, in the order of the jobs.
 
     varied: for each plan, the settings KEY=VALUE that distinguish it from the others, besides the columns of every
-    table.
+    table. batches: the batches that were found for the plans, if any.
     """
     table = Table(title="predicted for one step", title_justify="left", box=box.SIMPLE_HEAD)
     swept = list(dict.fromkeys(setting.partition("=")[0] for settings in varied for setting in settings))
     for heading in ("strategy", "scheduler"):
         table.add_column(heading)
-    for heading in (*swept, "budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"):
+    of_batches = batches if any(batches) else [None] * len(plans)
+    sizes = ("batch", "samples/s") if any(batches) else ()
+    for heading in (*swept, *sizes, "budget MiB", "step ms", "exposed ms", "overlap ratio", "peak MiB", "messages"):
         table.add_column(heading, justify="right")
-    for plan, settings in zip(plans, varied, strict=True):
+    for plan, settings, found in zip(plans, varied, of_batches, strict=True):
         p, told = plan.prediction, dict(setting.split("=", 1) for setting in settings)
         assert p is not None
         table.add_row(
             plan.strategy, plan.scheduler, *(told.get(key, "") for key in swept),
+            *(() if not sizes else ("", "") if found is None else (str(found.batch), f"{found.samples_per_s:.1f}")),
             "–" if plan.budget is None else f"{plan.budget / MIB:.1f}", milliseconds(p.step_s),
             milliseconds(p.exposed_s), f"{p.overlap_ratio:.2f}", f"{p.peak_bytes / MIB:.1f}", str(len(plan.messages)),
         )  # fmt: skip

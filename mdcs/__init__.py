@@ -25,6 +25,7 @@ from mdcs.plan.message import Message
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.planner.batch import BatchScaling, fastest_batch, largest_batch
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.profile.algorithms import Collectives
@@ -65,10 +66,10 @@ _LAZY = {
 
 __version__ = "0.1.0"
 __all__ = [
-    "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget", "Job", "Kind", "Link",
-    "LossScale", "Message", "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy", "UnsupportedModel",
-    "autoplan", "autoprofile", "floor_bytes", "make_plan", "materialize", "measure_profile",
-    "parallelize", "partition", "read_checkpoint", "replay", "resume",
+    "BatchScaling", "ByClass", "ByLeaf", "BySize", "CheckpointError", "Collectives", "Emulation", "InfeasibleBudget", "Job",
+    "Kind", "Link", "LossScale", "Message", "ModelUnit", "Parallel", "Plan", "PlanError", "Profile", "RunError", "Strategy",
+    "UnsupportedModel", "autoplan", "autoprofile", "fastest_batch", "floor_bytes", "largest_batch", "make_plan",
+    "materialize", "measure_profile", "parallelize", "partition", "read_checkpoint", "replay", "resume",
 ]  # fmt: skip
 
 

@@ -245,6 +245,7 @@ def _check_combinations(config: Config) -> None:
             raise ConfigError("budget.over_floor", "needs model.checkpointing=true or false, the floor depends on it; got auto")
         if config.profile.name != "measured" or config.profile.path is not None or not config.engine.plans:
             raise ConfigError("model.checkpointing", "auto needs a plan and a profile that is measured; use true or false")
+    _check_batch(config)
     try:
         config.data.require(config.model.inputs)
     except ValueError as error:
@@ -262,6 +263,23 @@ def _check_combinations(config: Config) -> None:
             raise ConfigError("profile.refresh", f"measures a profile, and profile.path={profile.path} is one")
         _check_profile(config, Path(profile.path))
     _check_engine(config)
+
+
+def _check_batch(config: Config) -> None:
+    batch, budget = config.batch, config.budget
+    if batch.find is None:
+        for name in ("profiles", "at_most"):
+            if (value := getattr(batch, name)) != getattr(type(batch)(), name):
+                raise ConfigError(f"batch.{name}", f"has no effect without batch.find, got {shown(value)}")
+        return
+    if budget.over_floor is not None:
+        raise ConfigError("budget.over_floor", "needs a batch that is given, the floor depends on it: set budget.gib")
+    if budget.gib is None:
+        raise ConfigError("batch.find", f"{batch.find} needs a budget: set budget.gib")
+    if config.model.checkpointing == "auto":
+        raise ConfigError("model.checkpointing", "must be true or false with batch.find; got auto")
+    if batch.profiles and (config.profile.path is not None or config.profile.name == "analytic"):
+        raise ConfigError("batch.profiles", f"are measured, and the profile is another one; got {shown(batch.profiles)}")
 
 
 HALF = ("bf16", "fp16")

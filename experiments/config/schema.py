@@ -249,6 +249,21 @@ class TradeoffConfig:
     measure: str = option("none", "what to train as well", choices=("none", "stop", "curve", "front", "all"))
 
 
+@dataclass
+class BatchConfig:
+    """A batch that mdcs plan finds, in the place of `data.batch_size`, within `budget.gib`."""
+
+    find: str | None = option(
+        None, "largest: most samples per rank; fastest: most predicted samples per second; null: data.batch_size",
+        choices=("largest", "fastest"),
+    )
+    profiles: list[int] = option(
+        [], "batches that are profiled: others follow from the smallest and the largest, the rest is a check; "
+        "none: data.batch_size and four times as many", at_least=1,
+    )
+    at_most: int = option(4096, "the largest batch that is tried", at_least=1)
+
+
 @dataclass(frozen=True)
 class EngineOptions(Checked, ABC):
     """The engine that trains the model, as a config chooses it. `name` is a class attribute; fields are the options."""
@@ -299,6 +314,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
 
 
 def schema() -> DictConfig:

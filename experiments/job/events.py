@@ -46,7 +46,7 @@ _NOT_SETTINGS = (
     "run.varied", "run.resume", "run.save_every", "run.keep", "run.save_beside", "profile.path", "profile.cache",
     "profile.refresh", "budget.gib", "budget.over_floor", "budget.schedule_share", "cluster.name", "cluster.ranks",
     "cluster.rank", "cluster.rate_gbit", "cluster.timeout_s", "cluster.startup_s", "link.name", "run.cross_iteration",
-    "recompute.each",
+    "recompute.each", "batch.",
 )  # fmt: skip
 """Keys or groups that have their own column in tables, or on which no measurement depends."""
 

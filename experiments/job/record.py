@@ -22,7 +22,9 @@ FILE = "status.json"
 SCHEMA = 1
 HANDED_IN, RUNNING, OK, FAILED, INTERRUPTED, PREEMPTED = "handed in", "running", "ok", "failed", "interrupted", "preempted"
 
-_NOT_OF_A_JOB = {"tracker": None, "sweep": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume", "varied")}
+_NOT_OF_A_JOB = {
+    "tracker": None, "sweep": None, "batch": None, "profile": ("path", "cache", "refresh"), "run": ("sweep", "resume", "varied"),
+}  # fmt: skip
 """Groups (None: all keys) and keys that may differ between runs of one job."""
 
 _CODE_OF = ("model", "data", "optimizer", "strategy", "scheduler", "engine")

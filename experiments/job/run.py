@@ -82,7 +82,7 @@ def run(
     - for an analytic profile, and for joined ranks without `start`;
     - for a shaped link that is impossible on this machine or for this user;
     - for a strategy within nodes without several nodes of several ranks each;
-    - for checkpointing that is not decided;
+    - for checkpointing or a batch that is not decided;
     - for an engine that cannot run here or, with `only`, makes no plan;
     - for checkpoints that would be mixed with another run's;
     - for a folder that another job is in.
@@ -204,7 +204,7 @@ def known_profile(
 ) -> tuple[Config, Profile] | None:
     """Write the resolved config and its profile into the folder and return them, if no ranks are needed; else None.
 
-    Raises ConfigError for an engine that makes no plan, for checkpointing that is not decided, and for a folder that
+    Raises ConfigError for an engine that makes no plan, for checkpointing or a batch that is not decided, and for a folder that
     another job is in.
     """
     _require_plan(config)
@@ -278,6 +278,8 @@ def _require_plan(config: Config) -> None:
 def _require_decided(config: Config) -> None:
     if config.model.checkpointing == "auto":
         raise ConfigError("model.checkpointing", "only train.py and plan.py decide auto; here it must be true or false")
+    if config.batch.find is not None:
+        raise ConfigError("batch.find", "only mdcs plan finds a batch; here data.batch_size says it")
 
 
 def _require_nodes(config: Config) -> None:

@@ -1,23 +1,28 @@
 """Batches under a budget: the largest that fits, and the one of most samples per second.
 
-Profiles of two batches give that of any batch: seconds and bytes of slots, and of recomputation, are taken to be linear in
-the batch (a fixed part and a part per sample). All else is that of the larger batch. A third batch that is profiled
-shows how far that holds.
+Profiles of a smaller and a larger batch give that of any batch: seconds and bytes of slots, and of recomputation, are taken
+to be linear in the batch (a fixed part and a part per sample). All else is that of the larger batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mdcs.plan.plan import Plan
 from mdcs.planner.feasibility import InfeasibleBudget
-from mdcs.profile.recompute import RecomputeUse
+from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Slot
 
+ProfileOf = Callable[[int], Profile]
+"""Batch -> profile, such as :meth:`BatchScaling.profile`."""
 Make = Callable[[Profile], Plan]
 """Profile -> plan with its prediction (:func:`mdcs.planner.pipeline.make_plan` with a budget). Raises InfeasibleBudget."""
+
+_ROUNDS = 2  # of batches between the fastest and its neighbours
 
 
 @dataclass(frozen=True)
@@ -34,27 +39,53 @@ class PlannedBatch:
         return self.batch * self.plan.micro_steps * self.plan.world / self.plan.prediction.step_s
 
 
+class ScalingError(NamedTuple):
+    """Calculated divided by measured, minus 1, of a batch that the scaling does not use.
+
+    - ``seconds``: of all slots.
+    - ``peak``: the most bytes of activations and workspace in a slot.
+    """
+
+    seconds: float
+    peak: float
+
+
 @dataclass(frozen=True)
 class BatchScaling:
-    """Profiles of one job with two batches. Raises ValueError unless they differ in the batch alone."""
+    """The profile of any batch, from profiles of one job.
 
-    small: Profile
-    small_batch: int
-    large: Profile
-    large_batch: int
+    - ``profiles``: by batch. The smallest and the largest batch give the others; those between show how far that holds
+      (:meth:`errors`). Of one profile all seconds and bytes count as proportional to the batch, which is too much for larger
+      batches, and too little for smaller ones.
+
+    Raises ValueError unless the profiles differ in the batch alone.
+    """
+
+    profiles: Mapping[int, Profile]
 
     def __post_init__(self) -> None:
-        if not 0 < self.small_batch < self.large_batch:
-            raise ValueError(f"two batches are needed, the smaller first, got {self.small_batch} and {self.large_batch}")
-        if _shape(self.small) != _shape(self.large):
-            raise ValueError("the profiles of the two batches have other units, slots or options of recomputation")
+        if not self.profiles or min(self.profiles) < 1:
+            raise ValueError(f"profiles of batches >= 1 are needed, got {[*self.profiles]}")
+        for batch, profile in self.profiles.items():
+            if _shape(profile) != _shape(self._large[1]):
+                raise ValueError(f"the profiles of batches {batch} and {self._large[0]} have other units or slots")
+
+    @property
+    def _small(self) -> tuple[int, Profile]:
+        return min(self.profiles.items(), key=lambda each: each[0])
+
+    @property
+    def _large(self) -> tuple[int, Profile]:
+        return max(self.profiles.items(), key=lambda each: each[0])
 
     def profile(self, batch: int) -> Profile:
         """Return the profile of a batch."""
-        part = (batch - self.small_batch) / (self.large_batch - self.small_batch)
+        (less, small), (more, large) = self._small, self._large
+        is_proportional = less == more
+        part = batch / more if is_proportional else (batch - less) / (more - less)
 
         def at(small: float, large: float) -> float:
-            return max(0.0, small + part * (large - small))
+            return max(0.0, part * large if is_proportional else small + part * (large - small))
 
         def slot(a: Slot, b: Slot) -> Slot:
             live, peak = round(at(a.live, b.live)), round(at(a.peak, b.peak))
@@ -64,43 +95,90 @@ class BatchScaling:
             freed, peak = round(at(a.freed, b.freed)), round(at(a.peak, b.peak))
             return dataclasses.replace(b, seconds=at(a.seconds, b.seconds), freed=freed, peak=peak)
 
+        known = {_uses(option): option for option in small.recompute}  # one may free too little of a small batch to be there
         options = tuple(
             dataclasses.replace(b, uses=tuple(map(use, a.uses, b.uses)))
-            for a, b in zip(self.small.recompute, self.large.recompute, strict=True)
+            for b in large.recompute
+            if (a := known.get(_uses(b))) is not None
         )
-        slots = tuple(map(slot, self.small.slots, self.large.slots))
-        return dataclasses.replace(self.large, slots=slots, recompute=options)
+        return dataclasses.replace(large, slots=tuple(map(slot, small.slots, large.slots)), recompute=options)
+
+    def errors(self) -> dict[int, ScalingError]:
+        """Return by how much calculated profiles are off, for all batches but the smallest and the largest."""
+        out = {}
+        for batch in sorted(self.profiles)[1:-1]:
+            measured, calculated = self.profiles[batch], self.profile(batch)
+            seconds, peak = (_ratio(of(calculated), of(measured)) for of in (_seconds, _peak))
+            out[batch] = ScalingError(seconds, peak)
+        return out
 
 
 def _shape(profile: Profile) -> object:
-    options = [(o.unit, o.choice, [(use.forward, use.backward) for use in o.uses]) for o in profile.recompute]
     units = [(unit.name, unit.segments, unit.sections) for unit in profile.units]
-    return units, [(slot.unit, slot.phase) for slot in profile.slots], options, profile.world
+    return units, [(slot.unit, slot.phase) for slot in profile.slots], profile.world
 
 
-def largest_batch(scaling: BatchScaling, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:
+def _uses(option: RecomputeOption) -> object:
+    return option.unit, option.choice, tuple((use.forward, use.backward) for use in option.uses)
+
+
+def _seconds(profile: Profile) -> float:
+    return sum(slot.seconds for slot in profile.slots)
+
+
+def _peak(profile: Profile) -> float:
+    return max(slot.peak for slot in profile.slots)
+
+
+def _ratio(calculated: float, measured: float) -> float:
+    return calculated / measured - 1 if measured else math.inf if calculated else 0.0
+
+
+def largest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:
     """Return the largest batch that ``make`` has a plan for, up to ``at_most``. Larger batches are taken not to fit either.
 
     Raises InfeasibleBudget if a batch of one does not fit.
     """
-    best, too_large = PlannedBatch(1, make(scaling.profile(1))), at_most + 1
+    best, too_large = PlannedBatch(1, make(profile_of(1))), at_most + 1
     ask = 2
     while best.batch + 1 < too_large:
         batch = min(ask, (best.batch + too_large) // 2)
         try:
-            best, ask = PlannedBatch(batch, make(scaling.profile(batch))), 2 * batch
+            best, ask = PlannedBatch(batch, make(profile_of(batch))), 2 * batch
         except InfeasibleBudget:
             too_large = batch
     return best
 
 
-def fastest_batch(scaling: BatchScaling, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:
-    """Return the batch of most predicted samples per second: of the largest that fits, and halves of it.
+def batches_that_fit(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> tuple[PlannedBatch, ...]:
+    """Return some batches with their plans, smallest first: the largest that fits, halves of it, and more near the fastest.
 
     Raises InfeasibleBudget as :func:`largest_batch` does.
     """
-    found = [largest_batch(scaling, make, at_most=at_most)]
-    while found[-1].batch > 1:
-        batch = found[-1].batch // 2
-        found.append(PlannedBatch(batch, make(scaling.profile(batch))))
-    return max(found, key=lambda each: each.samples_per_s)
+    largest = largest_batch(profile_of, make, at_most=at_most)
+    found = {largest.batch: largest}
+
+    def ask(batch: int) -> None:
+        if batch not in found:
+            found[batch] = PlannedBatch(batch, make(profile_of(batch)))
+
+    for halved in range(1, largest.batch.bit_length()):
+        ask(largest.batch >> halved)
+    for _ in range(_ROUNDS):
+        known, best = sorted(found), _fastest(found.values()).batch
+        at = known.index(best)
+        for other in known[max(0, at - 1) : at + 2]:
+            ask((best + other) // 2)
+    return tuple(found[batch] for batch in sorted(found))
+
+
+def fastest_batch(profile_of: ProfileOf, make: Make, *, at_most: int = 1 << 16) -> PlannedBatch:
+    """Return the batch of most predicted samples per second, of :func:`batches_that_fit`.
+
+    Raises InfeasibleBudget as :func:`largest_batch` does.
+    """
+    return _fastest(batches_that_fit(profile_of, make, at_most=at_most))
+
+
+def _fastest(batches: Iterable[PlannedBatch]) -> PlannedBatch:
+    return max(batches, key=lambda each: each.samples_per_s)

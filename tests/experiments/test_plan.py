@@ -89,3 +89,27 @@ def test_a_program_of_one_job_takes_no_sweep(tmp_path):
     done = one_process.call(profile, tmp_path, "-m", "strategy=dp", "hydra.sweep.dir=out")
     assert done.returncode == 2
     assert done.stderr == "--multirun: this program takes one job\n"
+
+
+BATCHES = ("strategy=dp", "model=mlp", "data=digits", "optimizer=sgd", "optimizer.momentum=0", "budget.gib=2e-5",
+           f"profile.path={Path(__file__).with_name('profile.json')}")  # fmt: skip
+
+
+def test_the_batches_that_fit_are_a_table_before_the_plan(tmp_path):
+    done = one_process.call(program, tmp_path, *BATCHES, "batch.find=fastest", "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert any("batches per rank within 0.0 MiB, from profiles of 4" in " ".join(line) for line in lines)
+    assert ["batch", "samples/s", "step", "ms", "exposed", "ms", "recomputing", "peak", "MiB"] in lines
+    assert any(line[-2:] == ["largest,", "fastest"] for line in lines)
+    assert (tmp_path / "out/largest/plan.json").exists() and (tmp_path / "out/fastest/plan.json").exists()
+
+
+def test_a_sweep_over_what_is_found_has_a_column_for_the_batch(tmp_path):
+    grid = ("-m", *BATCHES, "batch.find=largest", "budget.gib=1.5e-5,2e-5", "hydra.sweep.dir=out")
+    done = one_process.call(program, tmp_path, "--format", "json", *grid)
+    assert done.returncode == 0, done.stderr
+    small, large = json.loads(done.stdout)["plans"]
+    assert 1 < small["batch"] < large["batch"] and small["samples_per_s"] > 0
+    table = one_process.call(program, tmp_path, *grid).stdout
+    assert "batch   samples/s" in table

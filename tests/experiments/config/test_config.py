@@ -193,6 +193,16 @@ WRONG = {
     "model.checkpointing=auto engine=ddp": (
         "model.checkpointing: auto needs a plan and a profile that is measured; use true or false"
     ),
+    "batch.find=most": "batch.find: must be one of largest, fastest; got most",
+    "batch.find=largest": "batch.find: largest needs a budget: set budget.gib",
+    "batch.find=largest budget.over_floor=0.1":
+        "budget.over_floor: needs a batch that is given, the floor depends on it: set budget.gib",
+    "batch.find=largest budget.gib=1 model.checkpointing=auto":
+        "model.checkpointing: must be true or false with batch.find; got auto",
+    "batch.at_most=8": "batch.at_most: has no effect without batch.find, got 8",
+    "batch.find=fastest budget.gib=1 batch.profiles=[0]": "batch.profiles: must be >= 1, got 0",
+    "batch.find=fastest budget.gib=1 batch.profiles=[2] profile=gpt3-1024":
+        "batch.profiles: are measured, and the profile is another one; got [2]",
     "model.width=10 model.heads=3": "model.heads: must divide width=10, got 3",
     "model.vocab=100": "data: stdlib_bytes needs a vocabulary of 256, the model has 100",
     "model.weights=/no/such/folder": "model.weights: must be a folder with a model's config.json, got /no/such/folder",

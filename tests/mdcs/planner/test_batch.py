@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mdcs.plan.plan import Plan
-from mdcs.planner.batch import BatchScaling, Make, fastest_batch, largest_batch
+from mdcs.planner.batch import BatchScaling, Make, batches_that_fit, fastest_batch, largest_batch
 from mdcs.planner.feasibility import InfeasibleBudget
 from mdcs.planner.pipeline import floor_bytes, make_plan
 from mdcs.planner.recompute import Planned, RecomputeRule
@@ -27,7 +27,8 @@ def of_batch(batch: int) -> Profile:
     return recomputable(profile, 0, freed=saved, seconds=seconds, peak=saved)
 
 
-SCALING = BatchScaling(of_batch(2), 2, of_batch(6), 6)
+SCALING = BatchScaling({2: of_batch(2), 6: of_batch(6)})
+PROFILE_OF = SCALING.profile
 
 
 def made(budget: int, rule: RecomputeRule | None = None) -> Make:
@@ -49,33 +50,61 @@ def test_slots_and_recomputation_are_linear_in_the_batch(batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 5, 37])
 def test_the_largest_batch_fits_and_one_more_does_not(batch: int) -> None:
     budget = floor_bytes(of_batch(batch)) + 50  # less than a sample needs
-    found = largest_batch(SCALING, made(budget))
+    found = largest_batch(PROFILE_OF, made(budget))
     assert found.batch == batch and found.plan.prediction is not None
     assert found.plan.prediction.peak_bytes <= budget < floor_bytes(of_batch(batch + 1))
 
 
 def test_recomputation_makes_room_for_a_larger_batch() -> None:
     budget = floor_bytes(of_batch(10))
-    kept, planned = (largest_batch(SCALING, made(budget, rule)) for rule in (None, Planned()))
+    kept, planned = (largest_batch(PROFILE_OF, made(budget, rule)) for rule in (None, Planned()))
     assert kept.batch == 10 and planned.batch > 10 and planned.plan.recompute
 
 
 def test_a_limit_ends_the_search() -> None:
-    assert largest_batch(SCALING, made(10**9), at_most=24).batch == 24
+    assert largest_batch(PROFILE_OF, made(10**9), at_most=24).batch == 24
 
 
 def test_the_fastest_batch_has_most_samples_per_second() -> None:
-    found = fastest_batch(SCALING, made(10**9), at_most=64)
+    found = fastest_batch(PROFILE_OF, made(10**9), at_most=64)
     assert found.batch == 64 and found.samples_per_s == pytest.approx(64 * 2 / (4 * 7.4))
 
 
 def test_a_batch_of_one_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InfeasibleBudget):
-        largest_batch(SCALING, made(100))
+        largest_batch(PROFILE_OF, made(100))
 
 
 def test_profiles_of_other_jobs_are_refused() -> None:
-    with pytest.raises(ValueError, match="two batches are needed, the smaller first, got 6 and 6"):
-        replace(SCALING, small_batch=6)
-    with pytest.raises(ValueError, match="have other units, slots or options of recomputation"):
-        replace(SCALING, small=chain(10, 10))
+    with pytest.raises(ValueError, match=r"profiles of batches >= 1 are needed, got \[\]"):
+        BatchScaling({})
+    with pytest.raises(ValueError, match="the profiles of batches 2 and 6 have other units or slots"):
+        BatchScaling({2: chain(10, 20), 6: of_batch(6)})
+
+
+def test_batches_between_show_how_far_the_rule_holds() -> None:
+    assert BatchScaling({1: of_batch(1), 4: of_batch(4), 6: of_batch(6)}).errors() == {4: pytest.approx((0, 0))}
+    slower = replace(of_batch(4), slots=tuple(replace(s, seconds=s.seconds * 2) for s in of_batch(4).slots))
+    assert BatchScaling({1: of_batch(1), 4: slower, 6: of_batch(6)}).errors() == {4: pytest.approx((-0.5, 0))}
+
+
+def test_one_profile_counts_as_proportional() -> None:
+    found = BatchScaling({6: of_batch(6)}).profile(12)
+    assert [s.peak for s in found.slots] == [2 * s.peak for s in of_batch(6).slots]
+    assert found.slots[0].seconds == pytest.approx(3.2) and found.recompute[0].freed == 1300
+
+
+def test_recomputation_that_frees_nothing_of_a_small_batch_is_left_out() -> None:
+    scaling = BatchScaling({2: replace(of_batch(2), recompute=()), 6: of_batch(6)})
+    assert scaling.profile(4).recompute == ()
+
+
+def test_batches_near_the_fastest_are_planned_too() -> None:
+    def jagged(batch: int) -> Profile:
+        """Beyond 20 samples a slot takes five times as long."""
+        profile = of_batch(batch)
+        return profile if batch <= 20 else replace(profile, slots=tuple(replace(s, seconds=5 * s.seconds) for s in profile.slots))
+
+    found = batches_that_fit(jagged, made(10**9), at_most=32)
+    assert [each.batch for each in found] == [1, 2, 4, 8, 12, 14, 16, 20, 24, 32]
+    assert fastest_batch(jagged, made(10**9), at_most=32).batch == 20

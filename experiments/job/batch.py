@@ -1,0 +1,139 @@
+"""Decide `batch.find`: the largest batch within the budget, or the one of most samples per second.
+
+Profiles of a few batches are measured, and those of the others calculated from them (:mod:`mdcs.planner.batch`); where the
+config calculates its profile, each batch has its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.config.identity import job_identity
+from experiments.config.schema import BatchConfig, BudgetConfig, Config
+from experiments.job import profiles
+from experiments.job import run as jobs
+from experiments.job.planning import job_of, make_plan, write_plan
+from experiments.job.profiles import Profiles
+from mdcs.plan.plan import Plan
+from mdcs.planner.batch import BatchScaling, PlannedBatch, ProfileOf, ScalingError, batches_that_fit
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.profile.schema import Profile
+
+LARGEST, FASTEST = "largest", "fastest"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Batches that fit, smallest first.
+
+    - ``profiled``: batches whose profile was measured; empty if all are calculated from the config.
+    - ``errors``: of the calculated profiles of those that are not needed.
+    """
+
+    batches: tuple[PlannedBatch, ...]
+    profiled: tuple[int, ...] = ()
+    errors: dict[int, ScalingError] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> PlannedBatch:
+        """The largest batch."""
+        return self.batches[-1]
+
+    @property
+    def fastest(self) -> PlannedBatch:
+        """The batch of most predicted samples per second."""
+        return max(self.batches, key=lambda each: each.samples_per_s)
+
+
+    def wanted(self, config: Config) -> PlannedBatch:
+        """The batch that `batch.find` asks for."""
+        return self.largest if config.batch.find == LARGEST else self.fastest
+
+
+def find(
+    config: Config, folder: Path, console: Console, *, known: Profiles | None = None, module: str = jobs.WORKER
+) -> tuple[Found, str]:
+    """Return the batches within the budget, and the reason if there is none (else empty).
+
+    The folders `largest` and `fastest` of the job's folder get their profiles and plans, and a folder `profile-N` each profile
+    that is measured, of N samples.
+    """
+    if config.profile.name == "analytic":
+        profile_of, profiled, errors = _calculated(config), (), dict[int, ScalingError]()
+    else:
+        measured, reason = _measured(config, folder, console, known or Profiles(), module)
+        if reason:
+            return Found(()), reason
+        try:
+            scaling = BatchScaling(measured)
+        except ValueError as error:
+            return Found(()), f"batch.profiles: {error}"
+        profile_of, profiled, errors = scaling.profile, tuple(sorted(measured)), scaling.errors()
+
+    def plan(profile: Profile) -> Plan:
+        return make_plan(config, job_of(config, profile), floor=0)  # no budget is over a floor here
+
+    try:
+        found = Found(batches_that_fit(profile_of, plan, at_most=config.batch.at_most), profiled, errors)
+    except InfeasibleBudget as error:
+        return Found(()), f"batch.find={config.batch.find}: no batch fits, not even of one sample: {error}"
+    except ValueError as error:
+        return Found(()), str(error)
+    for name, each in ((LARGEST, found.largest), (FASTEST, found.fastest)):
+        _write(config, folder / name, each, profiled)
+    return found, ""
+
+
+def with_batch(config: Config, found: Found, folder: Path) -> Config:
+    """The config of a job with the batch that it asks for, and its profile from the folder."""
+    batch, profile = found.wanted(config).batch, config.profile
+    if profile.name == "analytic":
+        return replace(config, batch=BatchConfig(), profile=replace(profile, batch=batch))
+    path = str(folder / str(config.batch.find) / "profile.json")
+    return replace(_sized(config, batch), profile=replace(profile, path=path, refresh=False))
+
+
+def _sized(config: Config, batch: int) -> Config:
+    return replace(config, batch=BatchConfig(), data=replace(config.data, batch_size=batch))
+
+
+def _calculated(config: Config) -> ProfileOf:
+    def profile_of(batch: int) -> Profile:
+        profile = profiles.known(replace(config, profile=replace(config.profile, batch=batch)))
+        assert profile is not None
+        return profile
+
+    return profile_of
+
+
+def _measured(
+    config: Config, folder: Path, console: Console, known: Profiles, module: str
+) -> tuple[dict[int, Profile], str]:
+    """The profiles by batch, of equal jobs or measured now; and the reason of a failure, else empty."""
+    own, out = config.data.batch_size, dict[int, Profile]()
+    asked = [own] if config.profile.path is not None else config.batch.profiles or [own, 4 * own]
+    for batch in asked:
+        place, job = folder / f"profile-{batch}", replace(_sized(config, batch), budget=BudgetConfig())
+        if jobs.known_profile(job, place, console, known=known) is None:
+            outcome = jobs.run(job, place, console, known=known, only="profile", worker=module)
+            if not outcome.ok:
+                return {}, f"the profile of batch {batch}: {outcome.reason} (its logs are in {place})"
+        out[batch] = Profile.from_json((place / "profile.json").read_text(encoding="utf-8"))
+    return out, ""
+
+
+def _write(config: Config, folder: Path, planned: PlannedBatch, profiled: tuple[int, ...]) -> None:
+    """Write the plan, and a profile with the identity of the job of this batch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = planned.plan.profile
+    if profiled:
+        from mdcs.model.inputs import INPUTS  # late: importing torch takes seconds
+
+        about = {key: value for key, value in profile.about.items() if key != INPUTS}
+        about |= job_identity(_sized(config, planned.batch))
+        about["calculated"] = f"from batches of {' and '.join(map(str, profiled))}"
+        (folder / "profile.json").write_text(replace(profile, about=about).to_json(), encoding="utf-8")
+    write_plan(folder, planned.plan)

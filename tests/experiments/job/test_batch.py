@@ -1,0 +1,110 @@
+"""The largest batch within a budget and the fastest, from profiles of equal jobs with other batches."""
+
+import dataclasses
+import functools
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments.config import checks
+from experiments.config.schema import Config, ConfigError
+from experiments.job import batch
+from experiments.job import run as jobs
+from experiments.job.profiles import Profiles
+from mdcs.plan.plan import Plan
+from mdcs.planner.pipeline import floor_bytes
+from mdcs.profile.schema import Profile
+
+FOUR = Profile.from_json((Path(__file__).parents[1] / "profile.json").read_text())
+QUIET = Console(file=io.StringIO())
+
+
+def of_batch(size: int, overhead: float = 1.0) -> Profile:
+    """Bytes grow with the batch, seconds as well beyond half of those of four samples."""
+    slots = tuple(
+        dataclasses.replace(
+            s, seconds=overhead * s.seconds * (0.5 + 0.125 * size), live=s.live * size // 4, peak=s.peak * size // 4
+        )
+        for s in FOUR.slots
+    )  # fmt: skip
+    return dataclasses.replace(FOUR, slots=slots)
+
+
+@functools.cache
+def composed(*overrides: str) -> Config:
+    with checks.composing():
+        return checks.compose_config(["strategy=greedy", *overrides])
+
+
+PLAIN = composed()
+
+
+def found(tmp_path: Path, budget: int, *overrides: str, **profiles: Profile) -> tuple[batch.Found, str, Config]:
+    """What the job finds when these profiles are known, by `of_N`."""
+    known = Profiles()
+    for name, profile in profiles.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "profile.json").write_text(profile.to_json())
+        size = int(name.removeprefix("of_"))
+        known.keep(dataclasses.replace(PLAIN, data=dataclasses.replace(PLAIN.data, batch_size=size)), tmp_path / name)
+    config = composed("batch.find=largest", f"budget.gib={budget / 2**30!r}", *overrides)
+    return *batch.find(config, tmp_path / "job", QUIET, known=known), config
+
+
+def test_the_largest_batch_is_that_of_the_budget(tmp_path):
+    budget = floor_bytes(of_batch(11))
+    batches, reason, config = found(tmp_path, budget, of_4=of_batch(4), of_16=of_batch(16))
+    assert (reason, batches.largest.batch, batches.profiled, batches.errors) == ("", 11, (4, 16), {})
+    assert batches.largest.plan.prediction.peak_bytes <= budget < floor_bytes(of_batch(12))
+    assert batches.wanted(config) is batches.largest
+    assert Plan.from_json((tmp_path / "job/largest/plan.json").read_text()).prediction == batches.largest.plan.prediction
+
+
+def test_the_job_goes_on_with_the_batch_and_its_profile(tmp_path):
+    batches, _, config = found(tmp_path, floor_bytes(of_batch(11)), of_4=of_batch(4), of_16=of_batch(16))
+    decided = batch.with_batch(config, batches, tmp_path / "job")
+    assert (decided.data.batch_size, decided.batch.find) == (11, None)
+    checks.check(decided)  # the profile is accepted as one of 11 samples
+    assert jobs.plan(decided, tmp_path / "planned", QUIET) == ""
+    made = Plan.from_json((tmp_path / "planned/plan.json").read_text())
+    assert made.prediction == batches.largest.plan.prediction
+    assert made.profile.about["calculated"] == "from batches of 4 and 16" and "inputs" not in made.profile.about
+
+
+def test_a_batch_between_checks_the_rule(tmp_path):
+    profiles = {"of_2": of_batch(2), "of_4": of_batch(4, overhead=2), "of_8": of_batch(8)}
+    batches, reason, _ = found(tmp_path, 10**9, "batch.profiles=[8,2,4]", "batch.at_most=8", **profiles)
+    assert reason == "" and batches.profiled == (2, 4, 8) and batches.largest.batch == 8
+    assert batches.errors == {4: pytest.approx((-0.5, 0), abs=1e-5)}
+
+
+def test_a_profile_that_is_named_counts_as_proportional(tmp_path):
+    (tmp_path / "profile.json").write_text(FOUR.to_json())
+    batches, reason, _ = found(tmp_path, 10**9, f"profile.path={tmp_path / 'profile.json'}", "batch.at_most=8")
+    assert reason == "" and batches.profiled == (4,)
+    assert batches.largest.plan.prediction.compute_s == pytest.approx(2 * sum(s.seconds for s in FOUR.slots), rel=0.3)
+
+
+def test_a_calculated_profile_is_calculated_for_every_batch(tmp_path):
+    job = ("profile=gpt3-1024", "strategy=fsdp", "scheduler=sequential", "profile.layers=4")
+    batches, reason, config = found(tmp_path, 20 * 2**30, *job)
+    assert reason == "" and batches.profiled == () and batches.largest.batch > 1
+    decided = batch.with_batch(config, batches, tmp_path / "job")
+    assert decided.profile.batch == batches.largest.batch and decided.profile.path is None
+
+
+def test_a_budget_below_one_sample_is_one_error(tmp_path):
+    batches, reason, _ = found(tmp_path, 10**4, of_4=of_batch(4), of_16=of_batch(16))
+    assert batches == batch.Found(())
+    assert reason.startswith("batch.find=largest: no batch fits, not even of one sample: budget.gib: even all")
+    assert reason.count("smallest feasible budget is") == 1 and not (tmp_path / "job/largest").exists()
+
+
+def test_programs_that_train_take_a_number(tmp_path):
+    config = composed("batch.find=largest", "budget.gib=1")
+    for program in (jobs.run, jobs.known_profile):
+        with pytest.raises(ConfigError, match=r"batch\.find: only mdcs plan finds a batch; here data\.batch_size says it"):
+            program(config, tmp_path, QUIET)
+    assert not list(tmp_path.iterdir())

@@ -266,9 +266,11 @@ class Profile:
         """Default partition size of units, in payload bytes.
 
         The size saturates the link. It also keeps the fixed cost of a message while computing to at most a tenth of its
-        total, up to a limit of 16 MiB.
+        total, or the host's time for it where the host enqueues ahead, up to a limit of 16 MiB.
         """
-        each = max(self.contention.message_seconds, self.contention.compute_per_message)
+        each = max(
+            self.contention.message_seconds, self.contention.compute_per_message, self.execution.host_seconds_per_message
+        )
         per_byte = max(self.link.beta) * (self.world - 1) / self.world
         return max(self.link.block, int(min(9 * each / per_byte, _LARGEST_BLOCK)) if per_byte else 0)
 

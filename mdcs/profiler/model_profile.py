@@ -30,10 +30,12 @@ from mdcs.model.optimizers import GivenOptimizers, Optimizers, Segment, UpdatePa
 from mdcs.model.recompute import Recomputation
 from mdcs.model.units import ModelUnit, UnsupportedModel, alias_refused
 from mdcs.profile.algorithms import Collectives
+from mdcs.profile.execution import ExecutionModel
 from mdcs.profile.layout import Section, WholeParameter
 from mdcs.profile.link import Link
 from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import Optimizer, Profile
+from mdcs.profiler import host_timing
 from mdcs.profiler.alias_tracker import AliasTracker
 from mdcs.profiler.model_snapshot import preserve_model
 from mdcs.profiler.recompute_profile import measure_recomputation
@@ -65,6 +67,7 @@ def measure_profile(
     about: dict[str, str] | None = None,
     seconds: float = math.inf,
     recompute: bool = False,
+    host: bool = True,
 ) -> Profile:
     """Return this rank's profile: slots (median seconds, most bytes), updates, copies.
 
@@ -78,6 +81,7 @@ def measure_profile(
     - ``grad_dtype``: type in which gradients are summed; None: the parameters' type.
     - ``recompute``: measure as many steps twice more, in which units free their activations and compute them again
       (:attr:`Profile.recompute`).
+    - ``host``: measure the host's time for a message, where the device executes behind the host.
 
     Parameters as wide as these types keep their own. Weights are not changed; buffers such as BatchNorm's statistics
     and the random state are restored.
@@ -141,12 +145,23 @@ def measure_profile(
         grad_bytes=widths.grad_bytes,
         master_bytes=widths.master_bytes,
         collectives=collectives or Collectives(),
-        execution=execution_on(weight.device),
+        execution=_execution(weight.device, host),
         copy_seconds_per_byte=copy_seconds_per_byte(weight),
         recompute=options,
         about=(about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}) | kept,
         spread={f"slot {i}": p10_p90(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
+
+
+def _execution(device: torch.device, host: bool) -> ExecutionModel:
+    """Return how messages are executed on a device, with the host's time where it matters."""
+    execution = execution_on(device)
+    if not host or not execution.has_own_updates:
+        return execution
+    model, optimizer, units = host_timing.tiny(device)
+    step = partial(host_timing.forward, model)
+    profile = measure_profile(model, units, step, optimizer, world=2, link=host_timing.NO_TIME, host=False)
+    return replace(execution, host_seconds_per_message=host_timing.seconds_per_message(profile, device))
 
 
 def refuse_meta(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ streams: streams wait for events, the host does not. ``docs/gpu.md`` has the rul
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -158,9 +159,10 @@ class CpuExecutor:
 _SEGMENTS = 2 * (2 + 20) << 20
 """Bytes that torch's allocator may cache beyond requests: per stream a segment for small and one for larger tensors."""
 
-_FRAGMENTED = 0.2
-"""Part of the requested bytes that the allocator may hold in fragments. Measured on an H200: 0.12, and 0.08 with
-expandable segments (docs/gpu.md). Requests themselves are kept within the budget by the byte account."""
+_FRAGMENTED = 0.5
+"""Part of the requested bytes that the allocator may hold in fragments. Measured on an H200: 0.05 to 0.12, and 0.33 where
+units recompute and a few tensors are large (docs/gpu.md). The byte account keeps requests within the budget; this limit
+is the net below."""
 
 _FINE_SECONDS = 10.0
 """Span over which event times are exact to about a microsecond (single precision); over hours only to a millisecond."""
@@ -184,12 +186,12 @@ class DeviceTimestamp:
     ``cuda``: torch.cuda, or its stand-in in tests; None: torch.cuda for a CUDA device.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = None) -> None:
+    def __init__(self, device: torch.device, cuda: Any = None, stream: Any = None) -> None:
         cuda = torch.cuda if cuda is None and device.type == "cuda" else cuda
         self._event = None if cuda is None else cuda.Event(enable_timing=True)
         self._seconds = time.perf_counter()
         if self._event is not None:
-            self._event.record(cuda.current_stream(_number(device)))
+            self._event.record(cuda.current_stream(_number(device)) if stream is None else stream)
 
     def query(self) -> bool:
         """Return whether it has come."""
@@ -209,6 +211,29 @@ class DeviceTimestamp:
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
+class _Entered(threading.local):
+    """The stream that this thread is on by :class:`_OnStream`. torch.cuda needs several microseconds to say it."""
+
+    stream: Any = None
+
+
+class _OnStream:
+    """torch.cuda.stream, in less of the host's time."""
+
+    def __init__(self, executor: CudaExecutor, stream: Any) -> None:
+        self._executor, self._stream = executor, stream
+
+    def __enter__(self) -> None:
+        executor = self._executor
+        self._outer, self._before = executor.entered.stream, executor.current_stream()
+        executor.cuda.set_stream(self._stream)
+        executor.entered.stream = self._stream
+
+    def __exit__(self, *error: object) -> None:
+        self._executor.cuda.set_stream(self._before)
+        self._executor.entered.stream = self._outer
+
+
 class CudaExecutor:
     """CUDA: a communication stream, an update stream, and events. ``cuda`` is torch.cuda, or its stand-in in tests."""
 
@@ -216,7 +241,8 @@ class CudaExecutor:
     execution = ExecutionModel("stream")
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self.device, self._cuda = device, cuda
+        self.device, self.cuda = device, cuda
+        self.entered = _Entered()
         self.stream = cuda.Stream(device, priority=-1)
         self.update_stream = cuda.Stream(device)
         self._number = _number(device)
@@ -228,23 +254,26 @@ class CudaExecutor:
 
     def on_comm_stream(self) -> AbstractContextManager[Any]:
         """Enter the communication stream."""
-        entered: AbstractContextManager[Any] = self._cuda.stream(self.stream)
-        return entered
+        return _OnStream(self, self.stream)
 
     def on_update_stream(self) -> AbstractContextManager[Any]:
         """Enter the update stream."""
-        entered: AbstractContextManager[Any] = self._cuda.stream(self.update_stream)
-        return entered
+        return _OnStream(self, self.update_stream)
+
+    def current_stream(self) -> Any:
+        """Return the caller's stream."""
+        entered = self.entered.stream
+        return self.cuda.current_stream(self._number) if entered is None else entered
 
     def record_event(self) -> Any:
         """Record an event on the caller's stream."""
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(self._number))
+        event = self.cuda.Event()
+        event.record(self.current_stream())
         return event
 
     def wait_event(self, mark: Any) -> None:
         """Make the caller's stream wait for the event; the host does not wait."""
-        self._cuda.current_stream(self._number).wait_event(mark)
+        self.current_stream().wait_event(mark)
 
     def query(self, mark: Any) -> bool:
         """Return whether the event has happened."""
@@ -267,20 +296,20 @@ class CudaExecutor:
     def sleep(self, seconds: float) -> None:
         """Launch a kernel that spins. The first call compiles it, or measures the length of a cycle and waits for it."""
         if self._pause is None:
-            self._pause = pause_kernel(self._cuda) or self._cycles()
-        self._pause(seconds, self._cuda.current_stream(self._number))
+            self._pause = pause_kernel(self.cuda) or self._cycles()
+        self._pause(seconds, self.current_stream())
 
     def _cycles(self) -> Callable[[float, Any], None]:
         """Return a pause by cycles, which is right as long as the device keeps its clock."""
-        spin(_RAISING_CYCLES, self._cuda)
+        spin(_RAISING_CYCLES, self.cuda)
         begin = self.record_timestamp()
-        spin(_CYCLES, self._cuda)
+        spin(_CYCLES, self.cuda)
         length = begin.until(self.record_timestamp()) / _CYCLES
-        return lambda seconds, _: spin(int(seconds / length), self._cuda)
+        return lambda seconds, _: spin(int(seconds / length), self.cuda)
 
     def record_timestamp(self) -> DeviceTimestamp:
         """Record the time on the caller's stream."""
-        return DeviceTimestamp(self.device, self._cuda)
+        return DeviceTimestamp(self.device, self.cuda, self.current_stream())
 
     def seconds(self, stamp: DeviceTimestamp) -> float:
         """Return the time of a stamp; waits for it. Raises RunError if it does not happen in time."""
@@ -296,20 +325,20 @@ class CudaExecutor:
         """Set this process's memory fraction; see :meth:`Executor.limit`."""
         if size is None:
             if self._share_before is not None:
-                self._cuda.set_per_process_memory_fraction(self._share_before, self.device)
+                self.cuda.set_per_process_memory_fraction(self._share_before, self.device)
             self._share_before = None
             return
         if self._share_before is None:
-            known = getattr(self._cuda, "get_per_process_memory_fraction", None)  # newer than torch 2.6
+            known = getattr(self.cuda, "get_per_process_memory_fraction", None)  # newer than torch 2.6
             self._share_before = 1.0 if known is None else float(known(self.device))
-        self._cuda.empty_cache()  # cached memory of profiling would count
-        whole = self._cuda.get_device_properties(self.device).total_memory
+        self.cuda.empty_cache()  # cached memory of profiling would count
+        whole = self.cuda.get_device_properties(self.device).total_memory
         share = min(self._share_before, (size * (1 + _FRAGMENTED) + _SEGMENTS) / whole)
-        self._cuda.set_per_process_memory_fraction(share, self.device)
+        self.cuda.set_per_process_memory_fraction(share, self.device)
 
     def retries(self) -> int:
         """Return the number of allocation retries since the process began."""
-        return int(self._cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+        return int(self.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
 def _number(device: torch.device) -> Any:

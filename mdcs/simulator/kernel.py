@@ -336,6 +336,8 @@ def run(c: PeriodArrays, m: MessageArrays, t: ReplayArrays, issued: Numbers, nee
                 settled = before >= 0
                 before = before if settled else -1 - before
                 now += turn_s
+                if now > host:  # a loop looks at the device once a step: at its loss, or in the model
+                    host = now
             awaited = base + needed[q] - 1
             if awaited >= 0 and done[awaited] > now:
                 if contended and p > 0:

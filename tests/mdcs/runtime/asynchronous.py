@@ -127,6 +127,9 @@ class Device(TorchDispatchMode):
     def current_stream(self, device: Any = None) -> Stream:
         return self.current
 
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream

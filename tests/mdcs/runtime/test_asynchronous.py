@@ -210,7 +210,7 @@ def _after(which: str) -> Callable[[pytest.MonkeyPatch], None]:
     after = CudaExecutor.wait_event
 
     def only_other(self: CudaExecutor, mark: Any) -> None:
-        if self._cuda.current_stream().name != which:
+        if self.cuda.current_stream().name != which:
             after(self, mark)
 
     return lambda patch: patch.setattr(CudaExecutor, "wait_event", only_other)

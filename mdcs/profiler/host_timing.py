@@ -1,0 +1,62 @@
+"""The host's time for a message, where the device executes behind the host: steps of a model that take the device no time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mdcs.emulation import Emulation
+from mdcs.model.units import ByClass, ModelUnit, partition
+from mdcs.plan.job import Job
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.schedulers.wfbp import Partitioning
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.link import Link
+from mdcs.profile.schema import Profile
+from mdcs.runtime.parallel import parallelize
+from mdcs.sizes import MIB
+
+_WIDTH, _BLOCKS = 256, (4, 64)
+_STEPS = 7
+
+NO_TIME = Link.uniform(1e6, 0.0, depth=1, emulated=True)
+"""A link that takes no time."""
+
+
+def tiny(device: torch.device) -> tuple[nn.Linear, torch.optim.Optimizer, list[ModelUnit]]:
+    """Return a model whose blocks are sent in no time, its optimizer and its unit."""
+    model = nn.Linear(_WIDTH, _WIDTH, bias=False, device=device)
+    return model, torch.optim.SGD(model.parameters(), lr=0.0), partition(model, ByClass(("Linear",)))
+
+
+def forward(model: nn.Linear) -> Tensor:
+    """Return the loss of a :func:`tiny` model."""
+    loss: Tensor = model(model.weight.new_ones(1, _WIDTH)).sum()
+    return loss
+
+
+def seconds_per_message(profile: Profile, device: torch.device) -> float:
+    """Return the host's seconds to enqueue one message: a line through steps with few and with many messages.
+
+    ``profile``: of a :func:`tiny` model in an emulated world. A kernel stands for the collective.
+    """
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True) if dist.is_initialized() else None
+    found = []
+    for blocks in _BLOCKS:
+        model, optimizer, units = tiny(device)
+        plan = make_plan(Job(profile), Uniform("zero2"), Partitioning(block_mib=_WIDTH * _WIDTH * 4 / MIB / blocks))
+        with parallelize(model, optimizer, plan, units, group=group, emulate=Emulation(0, plan.world)) as parallel:
+            ends = [time.perf_counter()]
+            for _ in range(_STEPS):
+                forward(model).backward()
+                parallel.step()
+                ends.append(time.perf_counter())
+            parallel.close(whole=False)
+        steps = [b - a for a, b in zip(ends[2:], ends[3:], strict=False)]
+        found.append((len(plan.messages), statistics.median(steps)))
+    (few, short), (many, long) = found
+    return max(0.0, (long - short) / (many - few))

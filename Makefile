@@ -33,7 +33,7 @@ sweep: $(STAMP) ## train 2 ranks with every strategy and schedule, print the tab
 	$(RUN) experiments/train.py experiment=quick hydra.sweep.dir="$(OUT)"
 
 bench: $(STAMP) ## how much faster than no overlap the schedulers are, in interleaved runs (minutes)
-	$(RUN) experiments/bench.py
+	$(RUN) experiments/compare.py experiment=bench hydra.run.dir=results/bench
 
 gpu: $(STAMP) ## qualify a machine with a GPU: tests, steps beside DDP's and FSDP2's, emulated worlds (under ten minutes)
 	$(RUN) experiments/gpu.py

@@ -34,8 +34,8 @@ class Line:
     """An engine under a budget.
 
     Times are those of :class:`mdcs.plan.times.StepTimes`. ratio: its step time as a multiple of the base's. predicted_s: that of
-    its plan. processor_s: what a rank's threads compute in a step. above: by how much of each bound its step is longer than that
-    bound. fits: whether no rank of any run held more than the budget; None where memory was not measured.
+    its plan. bound_s: what no plan for its job and budget is faster than. processor_s: what a rank's threads compute in a step.
+    fits: whether no rank of any run held more than the budget; None where memory was not measured.
     """
 
     engine: str
@@ -43,6 +43,7 @@ class Line:
     step_s: Spread
     ratio: Spread | None
     predicted_s: float | None
+    bound_s: float | None
     processor_s: float | None
     compute_s: float | None
     communication_s: float | None
@@ -50,13 +51,11 @@ class Line:
     stalled_s: float | None
     overlap_ratio: float | None
     sent_bytes: float | None
+    messages: float | None
     peak_bytes: float | None
-    above: Mapping[str, float]
 
 
-def lines(
-    runs: Mapping[str, Sequence[Row]], base: str, budget_bytes: int | None, bounds: Mapping[str, float]
-) -> list[Line]:
+def lines(runs: Mapping[str, Sequence[Row]], base: str, budget_bytes: int | None) -> list[Line]:
     """A line per engine, the fastest first; ``runs`` has a row per round of each. ``base`` may be missing."""
     made = []
     for engine, rows in runs.items():
@@ -65,14 +64,14 @@ def lines(
         ratios = [own / other for own, other in zip(steps, of_base, strict=False)]
         peak = None if any(p is None for p in peaks) else max(peaks)
         fits = True if budget_bytes is None else None if peak is None else peak <= budget_bytes
-        step = Spread.of(steps)
         made.append(
             Line(
                 engine=engine,
                 fits=fits,
-                step_s=step,
+                step_s=Spread.of(steps),
                 ratio=Spread.of(ratios) if ratios else None,
                 predicted_s=_median(rows, "predicted_step_s"),
+                bound_s=_median(rows, "bound_s"),
                 processor_s=_median(rows, "processor_s"),
                 compute_s=_median(rows, "compute_s"),
                 communication_s=_median(rows, "communication_s"),
@@ -80,8 +79,8 @@ def lines(
                 stalled_s=_median(rows, "stalled_s"),
                 overlap_ratio=_median(rows, "overlap_ratio"),
                 sent_bytes=_median(rows, "bytes_total"),
+                messages=_median(rows, "messages_total"),
                 peak_bytes=peak,
-                above={name: step.median / bound - 1 for name, bound in bounds.items() if bound > 0},
             )
         )
     return sorted(made, key=lambda line: line.step_s.median)

@@ -1,7 +1,8 @@
-"""What ``experiments/compare.py`` prints: a table for each budget, one over all budgets, and whether the losses are equal."""
+"""Tables of ``experiments/compare.py``: a table for each budget, one over all budgets, and whether the losses are equal."""
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from rich import box
@@ -20,13 +21,15 @@ def show(document: dict[str, Any]) -> None:
     console.width = console.width if console.is_terminal else WIDTH
     for part in document["budgets"]:
         console.print(table(document, part))
-        if others := [line for line in part["lines"] if not line["fits"]]:
+        if others := [line for line in part["lines"] if line["fits"] is False]:
             console.print("do not fit: " + ", ".join(f"{line['engine']} ({_mib(line['peak_bytes'])} MiB)" for line in others))
         if part["ideal_ddp_s"] is not None:
             console.print(over_ddp(document, part))
         console.print()
     if len(document["budgets"]) > 1:
         console.print(overview(document))
+    if errors := [abs(e) for part in document["budgets"] for line in part["lines"] if (e := _error(line)) is not None]:
+        console.print(f"{len(errors)} predictions: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
     losses = document["losses"]
     for engine, difference in losses["differences"].items():
         if difference is None or difference > losses["tolerance"]:
@@ -54,6 +57,7 @@ def over_ddp(document: dict[str, Any], part: dict[str, Any]) -> str:
 
 
 def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
+    """A row per candidate that fits the budget, the fastest first."""
     limit = "no limit" if part["budget_bytes"] is None else f"budget {part['budget_bytes'] / MIB:.1f} MiB"
     if part["over_floor"] is not None:
         limit += f" (floor + {part['over_floor']:.0%})"
@@ -61,24 +65,31 @@ def table(document: dict[str, Any], part: dict[str, Any]) -> Table:
     link = f" behind {document['shaped_link']}" if document["shaped_link"] else ""
     title = f"{document['model']}, {document['world']} ranks{link}, medians of {document['rounds']} rounds; {limit}"
     made = Table(title=f"{title}\n{bounds}", title_justify="left", box=box.SIMPLE_HEAD)
-    made.add_column("engine", no_wrap=True)
-    headings = ("step ms\n[range]", "pred.\nms", f"× {document['base']}\n[range]", "stalled\nms", "exposed\nms",
-                "overlap\nratio", "CPU\nms", "peak\nMiB", *(f"above\n{name}" for name in part["bounds"]))  # fmt: skip
+    made.add_column("candidate", no_wrap=True)
+    headings = ("step ms\n[range]", "predicted\nms", "error", "bound\nms", "×\nbound", f"× {document['base']}\n[range]",
+                "stalled\nms", "exposed\nms", "overlap\nratio", "messages", "CPU\nms", "peak\nMiB")  # fmt: skip
     for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
     for line in part["lines"]:
-        if line["fits"]:
-            step, ratio = line["step_s"], line["ratio"]
+        if line["fits"] is not False:
+            step, ratio, bound = line["step_s"], line["ratio"], line["bound_s"]
+            error = _error(line)
             made.add_row(
                 line["engine"], f"{step['median'] * 1e3:.1f} [{step['low'] * 1e3:.1f}–{step['high'] * 1e3:.1f}]",
-                milliseconds(line["predicted_s"]),
+                milliseconds(line["predicted_s"]), "–" if error is None else f"{error:+.1%}",
+                milliseconds(bound), f"{step['median'] / bound:.3f}" if bound else "–",
                 "–" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}–{ratio['high']:.2f}]",
                 milliseconds(line["stalled_s"]), milliseconds(line["exposed_s"]),
                 "–" if line["overlap_ratio"] is None else f"{line['overlap_ratio']:.2f}",
-                milliseconds(line["processor_s"]),
-                _mib(line["peak_bytes"]), *(f"{above:+.0%}" for above in line["above"].values()),
+                "–" if line["messages"] is None else f"{line['messages']:.0f}",
+                milliseconds(line["processor_s"]), _mib(line["peak_bytes"]),
             )  # fmt: skip
     return made
+
+
+def _error(line: dict[str, Any]) -> float | None:
+    """The prediction's error as a share of the measured step."""
+    return None if line["predicted_s"] is None else line["predicted_s"] / line["step_s"]["median"] - 1
 
 
 def overview(document: dict[str, Any]) -> Table:
@@ -92,11 +103,11 @@ def overview(document: dict[str, Any]) -> Table:
     for heading in ("budget", *families, f"other plans\nof {base}", base, "predicted", "structural\nbound", "best peer\n× mdcs"):
         table.add_column(heading, justify="left" if heading == "budget" else "right")
     for part in document["budgets"]:
-        fitting = {line["engine"]: line for line in part["lines"] if line["fits"]}
+        fitting = {line["engine"]: line for line in part["lines"] if line["fits"] is not False}
         steps = {name: line["step_s"]["median"] for name, line in fitting.items()}
-        peers = {name: step for name, step in steps.items() if name.partition(" ")[0] != base}
+        peers = {name: step for name, step in steps.items() if fitting[name]["predicted_s"] is None}
         best = [_best({name: step for name, step in peers.items() if _family(name) == of}) for of in families.values()]
-        others = {name: step for name, step in steps.items() if name.startswith(f"{base} ")}
+        others = {name: step for name, step in steps.items() if name not in peers and name != base}
         own = steps.get(base)
         ratio = min(peers.values()) / own if peers and own else None
         limit = "none" if part["budget_bytes"] is None else (

@@ -25,44 +25,47 @@ PROGRAMS = {
     "search": "experiments/search.py",
     "export": "experiments/export.py",
     "memory": "experiments/memory.py",
+    "collectives": "experiments/collectives.py",
+    "gpu": "experiments/gpu.py",
     "report": "analysis/__main__.py",
 }
 """File of each command, from the checkout's root."""
 
-MEASURING = {
-    "accuracy": "experiments/accuracy.py",
-    "bench": "experiments/bench.py",
-    "collectives": "experiments/collectives.py",
-    "gpu": "experiments/gpu.py",
-    "messages": "experiments/messages.py",
+DEV = {
+    "messages": "experiments/dev/messages.py",
     "planners": "experiments/planners.py",
-    "ranks": "experiments/ranks.py",
-    "replays": "experiments/replays.py",
+    "replays": "experiments/dev/replays.py",
 }
-"""The same of the commands that measure mdcs itself and the machine."""
+"""The same of `mdcs dev NAME`, which measures mdcs itself."""
+
+RENAMED = {name: f"experiments/{name}.py" for name in ("accuracy", "bench", "messages", "ranks", "replays")}
+"""Old names, each answered with the new command."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line: the name of a program, then its arguments. Return the exit code: 2 for an unknown name."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    command, programs = "mdcs", PROGRAMS
+    if arguments[:1] == ["dev"]:
+        command, programs, arguments = "mdcs dev", DEV, arguments[1:]
     name = arguments[0] if arguments else "--help"
     if not (_CHECKOUT / PROGRAMS["train"]).is_file():
         how = "clone the repository, and pip install -e '.[experiments]' there"
         print(f"mdcs: the programs are not in the wheel; {how}", file=sys.stderr)
         return 2
     if name in ("-h", "--help"):
-        print(_help())
+        print(_help(command, programs))
         return 0
-    programs = PROGRAMS | MEASURING
-    if name not in programs:
+    path = programs.get(name) or RENAMED.get(name)
+    if path is None:
         near = difflib.get_close_matches(name, programs, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(programs)}"
-        print(f"mdcs: no command {name}; {hint}", file=sys.stderr)
+        print(f"{command}: no command {name}; {hint}", file=sys.stderr)
         return 2
-    sys.argv = [f"mdcs {name}", *arguments[1:]]
+    sys.argv = [f"{command} {name}", *arguments[1:]]
     sys.path[0] = str(_CHECKOUT)  # instead of the folder of the command
     try:
-        runpy.run_path(str(_CHECKOUT / programs[name]), run_name="__main__")
+        runpy.run_path(str(_CHECKOUT / path), run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int) or end.code is None:
             return end.code or 0
@@ -70,11 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _help() -> str:
-    lines = ["usage: mdcs COMMAND [--help] [GROUP=OPTION …] [KEY=VALUE …]", ""]
-    for programs in (PROGRAMS, MEASURING):
-        lines += [f"  {name:<12} {_about(path)}" for name, path in programs.items()] + [""]
-    return "\n".join([*lines, "mdcs COMMAND --help explains a command, with all its options."])
+def _help(command: str, programs: dict[str, str]) -> str:
+    lines = [f"usage: {command} COMMAND [--help] [GROUP=OPTION …] [KEY=VALUE …]", ""]
+    lines += [f"  {name:<12} {_about(path)}" for name, path in programs.items()]
+    if programs is PROGRAMS:
+        lines.append(f"  {'dev':<12} Measure mdcs itself: {', '.join(DEV)}.")
+    return "\n".join([*lines, "", f"{command} COMMAND --help explains a command, with all its options."])
 
 
 def _about(path: str) -> str:

@@ -53,12 +53,12 @@ class OptionError(ValueError):
 def option(default: T, about: str, **limits: Any) -> T:
     """Return a dataclass field with a description and limits.
 
-    - ``default``: the default value. A list is copied for every object.
+    - ``default``: the default value. A list or dict is copied for every object.
     - ``about``: a few words that describe the option, with its unit.
     - ``limits``: limits by the names in :data:`LIMITS`. Other names are kept as metadata for the code that declares the
       class.
     """
-    how: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    how: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, (list, dict)) else {"default": default}
     made: T = dataclasses.field(**how, metadata={"about": about, **limits})
     return made
 
@@ -74,6 +74,8 @@ def shown(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(map(str, value))}}}"
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 

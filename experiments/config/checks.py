@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.config.budgets import on_front
+from experiments.config.budgets import Budget, on_front
 from experiments.config.errors import explain
 from experiments.config.files import CONF
 from experiments.config.identity import CODE, hosts_identity, job_identity
@@ -77,17 +77,6 @@ def positive(text: str) -> int:
     return value
 
 
-def parse_with_overrides(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line with `overrides` anywhere, also after an option that takes several values.
-
-    A word with = that does not start with - is an override. So no option of the program may have such a value.
-    """
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    arguments = parser.parse_intermixed_args([word for word in words if word not in overrides])
-    arguments.overrides = [*arguments.overrides, *overrides]
-    return arguments
-
-
 def compose_config(overrides: Sequence[str]) -> Config:
     """Compose the config of a command line; Hydra must be initialized. Raises ConfigError for every kind of error."""
     try:
@@ -137,10 +126,11 @@ _MAY_BE_LEFT_OUT = {"scheduler": None, "recompute": KEEP}
 
 
 def as_mapping(config: Config) -> dict[str, Any]:
-    """The config as nested dicts of plain values, for YAML and JSON."""
+    """The job's config as nested dicts of plain values, for YAML and JSON."""
     return {
         field.name: plain(value) if field.name in OPTION_GROUPS else dataclasses.asdict(value)
         for field in dataclasses.fields(config)
+        if field.name != "compare"
         for value in [getattr(config, field.name)]
     }
 
@@ -219,6 +209,11 @@ def _check_combinations(config: Config) -> None:
             on_front(asked)
         except ValueError as error:
             raise ConfigError("tradeoff.budgets", str(error)) from error
+    for asked in config.compare.budgets:
+        try:
+            Budget.parse(asked)
+        except ValueError as error:
+            raise ConfigError("compare.budgets", str(error)) from error
     for group in ("strategy", "scheduler"):  # the other ranks wait for the solver, at most timeout_s
         seconds = getattr(getattr(config, group), "seconds", 0.0)
         if seconds > config.cluster.timeout_s / 2:

@@ -264,6 +264,18 @@ class BatchConfig:
     at_most: int = option(4096, "the largest batch that is tried", at_least=1)
 
 
+@dataclass
+class CompareConfig:
+    """Settings of mdcs compare; other programs ignore them, and they are no part of a job."""
+
+    vary: dict[str, str] = option({}, "who takes turns: names, and overrides of the job; values with commas are several")
+    base: str | None = option(None, "ratios and losses are compared with it; null: the first")
+    only: list[str] = option([], "names of those to run; none: all that can run here")
+    rounds: int = option(3, "how often each runs", at_least=1)
+    budgets: list[str] = option([], "budgets of those with a plan, e.g. 10% over the floor, 1.5GiB, none; none: the job's own")
+    tolerance: float = option(5e-3, "greatest relative difference of equal losses", at_least=0)
+
+
 @dataclass(frozen=True)
 class EngineOptions(Checked, ABC):
     """The engine that trains the model, as a config chooses it. `name` is a class attribute; fields are the options."""
@@ -315,6 +327,7 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     tradeoff: TradeoffConfig = field(default_factory=TradeoffConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
 
 
 def schema() -> DictConfig:

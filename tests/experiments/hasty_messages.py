@@ -1,9 +1,9 @@
-"""`experiments.messages` in a hurry: one round of small blocks, two cuts of them."""
+"""`experiments.dev.messages` in a hurry: one round of small blocks, two cuts of them."""
 
 import sys
 from pathlib import Path
 
-from experiments import messages
+from experiments.dev import messages
 
 messages.CASES = (("zero2", 0.25), ("zero2", 0.0625))
 messages.BLOCKS, messages.ELEMENTS = 3, (1 << 20) // 4

@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_program_but_train_is_refused_as_one_of_several_tasks(tmp_path):
-    programs = [path for path in sorted((ROOT / "experiments").glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
+    files = [*sorted(ROOT.glob("experiments/*.py")), *sorted(ROOT.glob("experiments/dev/*.py"))]
+    programs = [path for path in files if '__name__ == "__main__"' in path.read_text()]
     assert len(programs) > 10
     for program in programs:
         if program.name == "train.py":

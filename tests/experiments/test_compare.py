@@ -1,18 +1,21 @@
-"""`compare.py`: who takes turns, what is asked of whom, and what is said in the end. The runs are made up."""
+"""`mdcs compare`: who takes turns, what is asked of whom, and what is said in the end. The runs are made up."""
 
 import importlib.util
 import json
+import signal
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 
 import mdcs
 from analysis.events import METRICS
 from experiments import compare
-from experiments.config.files import groups
+from experiments.config.files import CONF, groups
 from experiments.job import run as jobs
-from experiments.job.events import job_event
+from experiments.job.events import job_event, start_event
 from experiments.job.tracking import JsonLines
 from launch.elastic import Outcome
 from mdcs.planner.bounds import Bounds
@@ -48,6 +51,8 @@ def ranks(monkeypatch, tmp_path):
             (folder / "plan.json").write_text(plan.to_json())
         with JsonLines(folder / METRICS) as metrics:
             metrics.write(job_event(config))
+            if name == "mdcs":
+                metrics.write(start_event(config, plan, 1000))
             for step in (1, 2, 3):
                 off = 0.5 if wrong.get(name) == "differs" else 0
                 told = {"step": step, "warmup": step == 1, "loss": 1 / step + off, "step_s": STEP_S[name]}
@@ -62,14 +67,28 @@ def ranks(monkeypatch, tmp_path):
     return calls, wrong
 
 
+BUDGETS = "a budget is 300MiB, 1.5GiB, a share of the floor beyond it (10%) or none"
+CANDIDATES = yaml.safe_load((CONF / "compare/engines.yaml").read_text())["vary"]
+
+
+def only(*names):
+    return f"compare.only=[{','.join(('mdcs', *names))}]"
+
+
 def asked(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments, *COMMON])
-    return compare.main()
+    monkeypatch.setattr(sys, "argv", ["compare.py", "hydra.run.dir=results/compare", *arguments, *COMMON])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which programs change
+        terminate = signal.getsignal(signal.SIGTERM)
+        try:
+            return compare.main()
+        finally:
+            signal.signal(signal.SIGTERM, terminate)
 
 
 def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatch, capsys):
     calls, _ = ranks
-    assert asked(monkeypatch, "--rounds", "2", "--engines", "ddp,fsdp2", "--budgets", "50%,none", "strategy=greedy") == 0
+    assert asked(monkeypatch, "compare.rounds=2", only("ddp", "fsdp2"), "compare.budgets=[50%,none]", "strategy=greedy") == 0
     names = [(config.engine.name, config.budget.over_floor) for config in calls]
     first = [("mdcs", 0.5), ("mdcs", None), ("ddp", None), ("fsdp2", None)]
     assert names == [*first, *first[1:], first[0]]
@@ -84,31 +103,32 @@ def test_engines_take_turns_and_every_budget_has_a_run_of_mdcs(ranks, monkeypatc
     [limited] = [line for line in printed.splitlines() if line.startswith("  floor + 50%")]
     assert limited.split()[3:] == ["–"] * 6 + ["80.0", "–"]
     [unlimited] = [line for line in printed.splitlines() if line.startswith("  none")]
-    assert unlimited.split() == ["none", "150.0", "400.0", "–", "–", "100.0", "–", "80.0", "1.50"]
+    predicted = unlimited.split()[6]
+    assert unlimited.split() == ["none", "150.0", "400.0", "–", "–", "100.0", predicted, "80.0", "1.50"] and float(predicted) > 0
 
 
-def test_json_is_all_that_is_printed_and_is_what_is_written(ranks, monkeypatch, capsys):
-    plan = ("--mdcs", "strategy=fsdp scheduler=wfbp")
-    wanted = ("--rounds", "3", "--engines", "ddp,fsdp2", "--budgets", "0.005,none", *plan, "--format", "json")
-    assert asked(monkeypatch, *wanted) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document == json.loads(Path("results/compare/comparison.json").read_text())
+def test_a_candidate_of_one_s_own_stands_beside_the_others(ranks, monkeypatch, capsys):
+    plan = "+compare.vary.plan='strategy=fsdp scheduler=wfbp,dear'"
+    names = only("ddp", "fsdp2", "plan wfbp")
+    assert asked(monkeypatch, "compare.rounds=3", names, "compare.budgets=[0.005,none]", plan) == 0
+    document = json.loads(Path("results/compare/comparison.json").read_text())
     limited, unlimited = document["budgets"]
     assert limited["budget_bytes"] == int(0.005 * 2**30) and unlimited["budget_bytes"] is None
     assert {line["engine"]: line["fits"] for line in limited["lines"]} == {
-        "mdcs": True, "mdcs fsdp wfbp": True, "ddp": False, "fsdp2": True,
+        "mdcs": True, "plan wfbp": True, "ddp": False, "fsdp2": True,
     }  # fmt: skip
     by_name = {line["engine"]: line for line in unlimited["lines"]}
     assert by_name["mdcs"]["ratio"]["median"] == 1 and by_name["ddp"]["peak_bytes"] == 8 * MIB
     assert by_name["ddp"]["exposed_s"] is by_name["ddp"]["stalled_s"] is None  # the made-up runs do not tell
     assert unlimited["bounds"] == {"traffic": 0.05, "structural": 0.08}
-    assert by_name["ddp"]["above"] == pytest.approx({"traffic": 0.15 / 0.05 - 1, "structural": 0.15 / 0.08 - 1})
+    assert by_name["ddp"]["bound_s"] == by_name["mdcs"]["bound_s"] == 0.08 and by_name["ddp"]["predicted_s"] is None
+    assert "× mdcs" in capsys.readouterr().out
 
 
 def test_an_engine_that_fails_is_left_alone_and_the_others_go_on(ranks, monkeypatch, capsys):
     calls, wrong = ranks
     wrong["fsdp2"] = "fails"
-    assert asked(monkeypatch, "--rounds", "2", "--engines", "fsdp2,fairscale") == 1
+    assert asked(monkeypatch, "compare.rounds=2", only("fsdp2", "fairscale")) == 1
     assert [config.engine.name for config in calls] == ["mdcs", "fsdp2", "fairscale", "fairscale", "mdcs"]
     printed = capsys.readouterr().out
     assert "failed: fsdp2: rank 1 was killed" in printed and "fairscale" in printed.partition("all losses")[0]
@@ -118,7 +138,7 @@ def test_an_engine_that_fails_is_left_alone_and_the_others_go_on(ranks, monkeypa
 def test_what_was_measured_before_an_interruption_is_shown(ranks, monkeypatch, capsys, at, rounds, engines):
     calls, wrong = ranks
     wrong["interrupted at"] = at
-    assert asked(monkeypatch, "--rounds", "3", "--engines", "ddp,fsdp2") == 130
+    assert asked(monkeypatch, "compare.rounds=3", only("ddp", "fsdp2")) == 130
     document = json.loads(Path("results/compare/comparison.json").read_text())
     assert (document["rounds"], len(calls)) == (rounds, at)
     assert {line["engine"] for line in document["budgets"][0]["lines"]} == engines
@@ -126,24 +146,43 @@ def test_what_was_measured_before_an_interruption_is_shown(ranks, monkeypatch, c
     assert "interrupted: all ranks were ended" in printed.err and "medians of 1 rounds" in printed.out
 
 
-def test_overrides_may_come_before_between_and_behind_options(ranks, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        ("schedulers", [f"scheduler {name}" for name in ("sequential", "wfbp", "partitioning", "dear", "priority")]),
+        ("ranks", [f"ranks {count}" for count in (2, 3, 4, 6, 8)]),
+        ("accuracy", ["zero2", "fsdp", "greedy", "joint", "dp", "sdp", "sequential", "memory_aware"]),
+    ],
+)
+def test_what_varies_is_a_list_of_overrides(ranks, monkeypatch, capsys, chosen, names):
     calls, _ = ranks
-    words = [*COMMON, "--rounds", "1", "strategy=greedy", "--engines", "ddp", "run.seed=7"]
-    monkeypatch.setattr(sys, "argv", ["compare.py", *words])
+    emulated = ("link=emulated",) if chosen == "accuracy" else ()
+    assert asked(monkeypatch, f"compare={chosen}", "compare.rounds=1", "strategy=zero2", *emulated) == 0
+    assert [config.run.name for config in calls] == names
+    document = json.loads(Path("results/compare/comparison.json").read_text())
+    assert document["base"] == names[0] and sorted(line["engine"] for line in document["budgets"][0]["lines"]) == sorted(names)
+    assert list(document["losses"]["differences"]) == (names[:1] if chosen == "ranks" else names)  # of equal batches
+    assert f"{len(names)} predictions: median error " in capsys.readouterr().out
+
+
+def test_an_experiment_chooses_what_is_compared(ranks, monkeypatch, capsys):
+    calls, _ = ranks
+    monkeypatch.setattr(sys, "argv", ["compare.py", "experiment=bench", "compare.rounds=1", "hydra.run.dir=results/compare"])
     assert compare.main() == 0
-    assert {config.run.seed for config in calls} == {7} and calls[0].strategy.name == "greedy"
+    assert [config.scheduler.name for config in calls] == ["sequential", "wfbp", "partitioning", "dear", "priority"]
+    assert {config.link.name for config in calls} == {"emulated"}
 
 
 def test_losses_that_differ_are_an_error(ranks, monkeypatch, capsys):
     _, wrong = ranks
     wrong["ddp"] = "differs"
-    assert asked(monkeypatch, "--rounds", "1", "--engines", "ddp,fsdp2") == 1
+    assert asked(monkeypatch, "compare.rounds=1", only("ddp", "fsdp2")) == 1
     printed = capsys.readouterr().out
     assert "losses of ddp differ by 1.5 of those of mdcs" in printed and "all losses are equal" not in printed
 
 
 def test_under_a_budget_below_the_floor_peers_run_alone(ranks, monkeypatch, capsys):
-    assert asked(monkeypatch, "--rounds", "1", "--engines", "ddp", "--budgets", "0.0000001") == 0
+    assert asked(monkeypatch, "compare.rounds=1", only("ddp"), "compare.budgets=[0.0000001]") == 0
     assert "left out: mdcs @ 1e-07 GiB: the smallest feasible budget is " in capsys.readouterr().out
 
 
@@ -153,20 +192,23 @@ def test_what_cannot_run_here_is_left_out_unless_it_was_asked_for(ranks, monkeyp
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))
     monkeypatch.setitem(STEP_S, "ddp_no_overlap", 0.3)
     monkeypatch.setitem(PEAK_MIB, "ddp_no_overlap", 8)
-    assert asked(monkeypatch, "--rounds", "1") == 0
+    assert asked(monkeypatch, "compare.rounds=1") == 0
     said = capsys.readouterr().out
     assert "left out: zero-3: engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'" in said
     assert "left out: fairscale-fsdp: engine: fairscale_fsdp needs cluster.device=cuda, got cpu" in said
-    assert asked(monkeypatch, "--engines", "zero-3") == 2
+    assert asked(monkeypatch, only("zero-3")) == 2
     assert capsys.readouterr().err == "engine: deepspeed is not installed: pip install 'mdcs[deepspeed]'\n"
 
 
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
-        ("link=emulated", "link.name: an emulated link paces mdcs alone: peers are compared on a real one"),
-        ("budget.gib=1", "budget.gib: is chosen with --budgets here"),
-        ("engine=ddp", "engine: is chosen with --engines here"),
+        ("link=emulated", "link.name: an emulated link paces mdcs alone: engines are compared on a real one"),
+        ("compare.only=[horovod]", f"compare.only: no such candidate horovod; candidates: {', '.join(CANDIDATES)}"),
+        ("compare.base=horovod", "compare.base: no such candidate horovod"),
+        ("compare.rounds=0", "compare.rounds: must be >= 1, got 0"),
+        ("compare.budgets=[x%]", f"compare.budgets: {BUDGETS}; got x%"),
+        ("+compare.vary.mine=strategy", "compare.vary.mine: must be overrides KEY=VALUE …, got strategy"),
         ("strategy=foo", f"strategy: no such option foo; options: {', '.join(groups()['strategy'])}"),
     ],
 )
@@ -176,8 +218,6 @@ def test_a_wrong_override_is_one_line_and_starts_nothing(ranks, monkeypatch, cap
     assert capsys.readouterr().err == line + "\n" and calls == []
 
 
-@pytest.mark.parametrize("arguments", [("--budgets", "-1"), ("--budgets", "x%"), ("--engines", "horovod"), ("--rounds", "0")])
-def test_a_wrong_argument_is_said_by_name(monkeypatch, capsys, arguments):
-    with pytest.raises(SystemExit, match="2"):
-        asked(monkeypatch, *arguments)
-    assert f"argument {arguments[0]}: " in capsys.readouterr().err
+def test_a_budget_is_chosen_in_one_place(ranks, monkeypatch, capsys):
+    assert asked(monkeypatch, "compare.budgets=[10%]", "budget.gib=1", only("ddp")) == 2
+    assert capsys.readouterr().err == "budget.gib: is chosen with compare.budgets here\n"

@@ -9,24 +9,40 @@ from mdcs import cli
 
 
 def test_the_list_says_what_every_program_does(capsys):
-    assert cli.main([]) == cli.main(["--help"]) == 0
+    assert cli.main([]) == cli.main(["--help"]) == cli.main(["dev"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for name, path in (cli.PROGRAMS | cli.MEASURING).items():
+    for name, path in (cli.PROGRAMS | cli.DEV).items():
         [about] = {line for line in lines if line.startswith(f"  {name} ")}
         assert about.endswith("."), path
 
 
 def test_every_program_of_the_checkout_has_a_name():
-    known = {path for path in (cli.PROGRAMS | cli.MEASURING).values() if path.startswith("experiments/")}
-    programs = {file for file in (cli._CHECKOUT / "experiments").glob("*.py") if "def main(" in file.read_text()}
-    assert known == {f"experiments/{file.name}" for file in programs}
+    known = {path for path in (cli.PROGRAMS | cli.DEV).values() if path.startswith("experiments/")}
+    files = [*cli._CHECKOUT.glob("experiments/*.py"), *cli._CHECKOUT.glob("experiments/dev/*.py")]
+    programs = {file for file in files if "def main(" in file.read_text()}
+    assert known == {str(file.relative_to(cli._CHECKOUT)) for file in programs}
 
 
-@pytest.mark.parametrize(("typed", "hint"), [("trian", "did you mean train?"), ("xyz", "commands: train, profile, plan, ")])
-def test_a_mistyped_name_is_one_line(capsys, typed, hint):
-    assert cli.main([typed]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"mdcs: no command {typed}; {hint}")
+@pytest.mark.parametrize("name", cli.RENAMED)
+def test_an_old_name_answers_with_the_new_command(name):
+    with pytest.raises(SystemExit, match=f"mdcs {name} has a new name: mdcs ") as end:
+        cli.main([name])
+    new = str(end.value).partition(": mdcs ")[2].split()
+    assert new[0] in cli.PROGRAMS or new[0] == "dev" and new[1] in cli.DEV
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (["trian"], "mdcs: no command trian; did you mean train?"),
+        (["xyz"], "mdcs: no command xyz; commands: train, profile, plan, "),
+        (["dev", "replay"], "mdcs dev: no command replay; did you mean replays?"),
+    ],
+)
+def test_a_mistyped_name_is_one_line(capsys, typed, line):
+    assert cli.main(typed) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(line)
 
 
 def test_without_a_checkout_it_says_where_the_programs_are(capsys, monkeypatch, tmp_path):

@@ -1,6 +1,5 @@
 """Every config composes, and every wrong value is one line with its full key."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -452,19 +451,3 @@ def test_a_plan_that_was_taken_home_belongs_to_a_runs_identity_by_what_is_in_it(
         (tmp_path / name).write_text(json.dumps(PLAN | {"predicted": step}))
         found.add((identity_of(composed("engine=fsdp2", f"engine.plan={tmp_path / name}")), step))
     assert len(found) == 2 == len({identity for identity, _ in found})
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--ranks 2 4 experiment=timed-8 strategy.seconds=10",
-        "experiment=timed-8 strategy.seconds=10 --ranks 2 4",
-        "experiment=timed-8 --ranks 2 4 strategy.seconds=10",
-    ],
-)
-def test_overrides_may_stand_behind_an_option_of_several_values(words: str):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=checks.positive, nargs="+")
-    parser.add_argument("overrides", nargs="*")
-    arguments = checks.parse_with_overrides(parser, words.split())
-    assert arguments.ranks == [2, 4] and arguments.overrides == ["experiment=timed-8", "strategy.seconds=10"]

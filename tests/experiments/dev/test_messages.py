@@ -1,4 +1,4 @@
-"""`messages.py` measures what a message costs in processor time."""
+"""`mdcs dev messages` measures what a message costs in processor time."""
 
 import io
 import json
@@ -6,8 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from experiments import messages as program
 from experiments.config.checks import compose_config, composing
+from experiments.dev import messages as program
 from tests.experiments import one_process
 
 

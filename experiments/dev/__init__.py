@@ -1,0 +1,1 @@
+"""Tools that measure mdcs itself, for its developers: `mdcs dev NAME`."""

@@ -71,6 +71,16 @@ def will_get_gradient(parameter: nn.Parameter) -> bool:
         return False
 
 
+def in_function_forward() -> bool:
+    """Whether this runs in the forward of a custom autograd function, as in a reentrant checkpoint; no_grad() is none."""
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
+def may_hold_checkpoints() -> bool:
+    """Whether reentrant checkpoints may run in this backward pass: not in autograd.grad, nor with ``inputs=``."""
+    return bool(torch.autograd.Variable._execution_engine.is_checkpoint_valid())
+
+
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether the parameter has hooks for its accumulated gradient: the runtime's would take it away from them."""
     return bool(parameter._post_accumulate_grad_hooks)

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mdcs.model.reentrant import ReentrantPasses
 from mdcs.model.units import ModelUnit, UnsupportedModel
-from mdcs.torch_compat import at_end_of_backward, backward_pass, base_of, is_backward_compiled, transforms, will_get_gradient
+from mdcs.torch_compat import at_end_of_backward, backward_pass, base_of, in_function_forward, is_backward_compiled, transforms
 
 
 class Listener(Protocol):
@@ -71,18 +72,22 @@ class Hooks:
     """Installed hooks that call ``listener``; :meth:`remove` removes them.
 
     A forward pass is a side pass or not from its outermost module on, which is ``model`` or a unit's. ``updates``: the
-    listener's owner counts here how often the parameters were updated.
+    listener's owner counts here how often the parameters were updated. ``reentrant``: shared with the listener.
     """
 
-    def __init__(self, units: Sequence[ModelUnit], listener: Listener, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, units: Sequence[ModelUnit], listener: Listener, model: nn.Module | None = None,
+        reentrant: ReentrantPasses | None = None,
+    ) -> None:  # fmt: skip
         self._listener = listener
         self.updates = 0
         self._end_queued = False
         self._in_side_backward = False
         self._begun: set[int] = set()  # units with a slot in this backward pass
-        self._graded: set[int] = set()  # units of which a forward pass has had gradients
+        self._current: int | None = None  # unit of its last slot
         self._depth = self._side_depth = 0  # forwards of units under way, in passes of the step and in side passes
         self._trained = [p for unit in reversed(units) if unit.trainable for _, p in reversed(unit.parameters)]
+        self.reentrant = reentrant or ReentrantPasses(self._trained)
         self._handles: list[Any] = []
         for u, unit in enumerate(units):
             for module in unit.modules:
@@ -111,9 +116,12 @@ class Hooks:
 
     def recomputed(self, unit: int) -> None:
         """Note that the unit's forward runs again, inside of a backward pass."""
-        begins = not self._end_queued  # the loss itself is computed again, before there is a gradient
-        if begins or not self._begin_backward():
+        is_first = not self._end_queued  # the loss itself is computed again, before there is a gradient
+        is_reentrant = self.reentrant.note_again(unit)
+        if is_first or not self._begin_backward():
             self._begin_slot(unit)
+        elif is_reentrant:
+            self._continue_slot(unit)
         if not self._in_side_backward:
             self._listener.recomputed(unit)
 
@@ -122,6 +130,7 @@ class Hooks:
         if self.in_backward:
             self.recomputed(unit)
         else:
+            self.reentrant.note_forward(unit)
             self._listener.used_outside(unit, self._side_depth > 0 or self._listener.accumulates)
 
     def _model_begins(self, module: nn.Module, args: Any) -> None:
@@ -131,13 +140,15 @@ class Hooks:
     def _model_returned(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.in_backward:
             self._leave()
+            # The first gradients may come in a pass inside of the backward pass, and that ends before it.
+            self._call_in_backward(output, "the model", Hooks._begin_backward)
 
     def _enter(self, trained: Sequence[nn.Parameter]) -> bool:
         """Begin a forward of a module with these parameters; return whether it belongs to a side pass."""
         if self._side_depth or self._depth:
             is_side = self._side_depth > 0
         else:  # a frozen unit alone often runs without gradients, as part of the step
-            has_gradients = not trained or torch.is_grad_enabled() and trained[0].requires_grad
+            has_gradients = not trained or trained[0].requires_grad and (torch.is_grad_enabled() or in_function_forward())
             is_side = self._listener.accumulates or not has_gradients
         self._side_depth, self._depth = self._side_depth + is_side, self._depth + (not is_side)
         return is_side
@@ -152,16 +163,9 @@ class Hooks:
         trained = [p for _, p in of.parameters] if of.trainable else []
 
         def hook(module: nn.Module, args: Any) -> None:
-            if self.in_backward:  # activation checkpointing: it belongs to the backward slot in which it runs
-                if unit not in self._graded:
-                    raise UnsupportedModel(
-                        f"{of.name}: runs without gradients in forward, and with them in backward: call "
-                        "checkpoint(…, use_reentrant=False), or wrap the modules around the checkpoint"
-                    )
+            if self.in_backward:  # activation checkpointing
                 self.recomputed(unit)
                 return
-            if not trained or torch.is_grad_enabled():
-                self._graded.add(unit)
             self._end_queued = False  # a backward that raised did not run its callback
             if self._enter(trained):
                 _refuse_transforms(of)
@@ -169,6 +173,7 @@ class Hooks:
             else:
                 _refuse_transforms(of)
                 _refuse_compiled_autograd(of)
+                self.reentrant.note_forward(unit)
                 self._listener.forward_begin(unit)
 
         return hook
@@ -176,28 +181,11 @@ class Hooks:
     def _after(self, unit: int, of: ModelUnit) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.in_backward:
+                if torch.is_grad_enabled():  # a reentrant checkpoint runs a backward pass for what this forward computed
+                    self._call_in_backward(output, of.name, lambda hooks: hooks._continue_slot(unit))
                 return
             is_side = self._leave()
-            seen: set[int] = set()  # backward passes seen: an output of several tensors begins one slot in each pass
-            self_ref, updates = weakref.ref(self), self.updates
-
-            def begin(grad: Tensor) -> None:
-                hooks, now = self_ref(), backward_pass()
-                if hooks is not None and now not in seen:
-                    seen.add(now)
-                    if updates != hooks.updates:
-                        raise UnsupportedModel(
-                            f"{of.name}: backward() through a forward pass of an earlier step: its weights have changed since"
-                        )
-                    hooks._begin_slot(unit)
-
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(begin)
-                    # Autograd rebuilds a view that is changed in place from its base; the view's own hook is lost.
-                    base = base_of(tensor)
-                    if base is not None and base.grad_fn is not None:
-                        base.register_hook(begin)
+            self._call_in_backward(output, of.name, lambda hooks: hooks._begin_slot(unit))
             if is_side:
                 self._listener.side_end(unit)
             else:
@@ -205,9 +193,34 @@ class Hooks:
 
         return hook
 
+    def _call_in_backward(self, output: Any, name: str, begin: Callable[[Hooks], Any]) -> None:
+        """Call ``begin`` once in every backward pass that comes to a tensor of the output of module ``name``."""
+        seen: set[int] = set()  # backward passes
+        self_ref, updates = weakref.ref(self), self.updates
+
+        def hook(grad: Tensor) -> None:
+            hooks, now = self_ref(), backward_pass()
+            if hooks is not None and now not in seen:
+                seen.add(now)
+                if updates != hooks.updates:
+                    raise UnsupportedModel(
+                        f"{name}: backward() through a forward pass of an earlier step: its weights have changed since"
+                    )
+                begin(hooks)
+
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:  # a parameter itself would keep the hook in later passes
+                tensor.register_hook(hook)
+                # Autograd rebuilds a view that is changed in place from its base; the view's own hook is lost.
+                base = base_of(tensor)
+                if base is not None and base.grad_fn is not None:
+                    base.register_hook(hook)
+
     def _accumulated(self, unit: int, index: int, name: str) -> Any:
         def hook(p: nn.Parameter) -> None:
-            if not self._begin_backward():
+            is_of_step = self._begin_backward()
+            self.reentrant.note_gradient(p)
+            if not is_of_step:
                 return
             if p.grad is not None and p.grad.requires_grad:
                 raise UnsupportedModel(
@@ -220,8 +233,14 @@ class Hooks:
 
         return hook
 
+    def _continue_slot(self, unit: int) -> None:
+        if self._current != unit:
+            self._begin_slot(unit)
+
     def _begin_slot(self, unit: int) -> None:
-        if self._begin_backward():
+        is_of_step = self._begin_backward()
+        self._current = unit
+        if is_of_step:
             self._begun.add(unit)
             self._listener.backward_begin(unit)
         else:
@@ -232,12 +251,14 @@ class Hooks:
         if not self._end_queued:
             self._end_queued = True
             self._begun.clear()
-            self._in_side_backward = self._listener.accumulates or not any(map(will_get_gradient, self._trained))
+            self._current = None
+            self._in_side_backward = self._listener.accumulates or not self.reentrant.begin_backward()
             at_end_of_backward(self._end_backward)
         return not self._in_side_backward
 
     def _end_backward(self) -> None:
         self._end_queued = False
+        self.reentrant.end_backward()
         if self._in_side_backward:
             self._listener.side_backward_end()
         else:

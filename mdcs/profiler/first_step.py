@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.model.hooks import ModuleHook, _tensors
+from mdcs.model.reentrant import ReentrantPasses
 from mdcs.profiler.job_identity import described
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.gradient_scaling import LossScale
 from mdcs.telemetry.memory_meter import TOTAL, UNTAGGED, Reading, current_meter
-from mdcs.torch_compat import at_end_of_backward, backward_pass, mark_stepped, version_of, will_get_gradient
+from mdcs.torch_compat import at_end_of_backward, backward_pass, in_function_forward, mark_stepped, version_of
 
 _ONE_CALL = "the measured step's loss must come from the outputs of model(…), or of its layers"
 
@@ -87,12 +88,14 @@ class FirstStep:
     def forget(self) -> None:
         """Give up the passes so far, and their gradients."""
         self._calls: list[Call] = []  # before the first backward pass; those in no_sync() as long as there are no others
+        self._checkpointed: list[Call] = []  # in reentrant checkpoints, which backward has not run again
         self._are_side, self._forwards, self.micro_steps = False, 0, 0
         self._in_backward = self._in_side_backward = False
         self._depth = 0  # calls under way, one inside of the other
         self._loss_bytes = 0
         self._before_loss: Reading | None = None
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        self._reentrant = ReentrantPasses(self._trained)
         for p in self._trained:
             p.grad = None
 
@@ -100,12 +103,14 @@ class FirstStep:
 
     @property
     def _has_gradients(self) -> bool:
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self._trained)
+        return (torch.is_grad_enabled() or in_function_forward()) and any(p.requires_grad for p in self._trained)
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if backward_pass() != -1:  # activation checkpointing
-            return
         self._depth += 1
+        if backward_pass() != -1:  # activation checkpointing
+            self._begin_backward()
+            return
+        self._reentrant.note_forward(0)
         if self._depth > 1:
             return
         if not self._has_gradients or self.accumulates and self._calls and not self._are_side:
@@ -118,33 +123,46 @@ class FirstStep:
             self._calls.append(Call(module, _leaf(args), _leaf(kwargs), *_autocast(self._device)))
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        if backward_pass() != -1:
-            return
         self._depth = max(0, self._depth - 1)
         if self._depth or not self._has_gradients or not self._calls:
             return
+        if backward_pass() != -1:
+            again = next((call for call in self._checkpointed if call.module is module), None)
+            if again is not None and torch.is_grad_enabled():
+                self._checkpointed.remove(again)
+                self._keep_gradients(again, output)
+            return
         is_kept = not self.micro_steps and self._are_side == self.accumulates
         call = self._calls[-1] if is_kept else Call(module, (), {}, *_autocast(self._device))
+        if torch.is_grad_enabled():
+            self._keep_gradients(call, output)
+        else:
+            self._checkpointed.append(call)
+        self._meter.window()
+        self._before_loss = self._meter.live()
+
+    def _keep_gradients(self, call: Call, output: Any) -> None:
         outputs = [t for t in _tensors(output) if t.requires_grad]
         call.gradients = [None] * len(outputs)
         for i, tensor in enumerate(outputs):
             tensor.register_hook(self._gradient_of(call, i))
-        self._meter.window()
-        self._before_loss = self._meter.live()
 
     def _gradient_of(self, call: Call, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if not self._in_backward:
-                self._in_backward = True
-                self._in_side_backward = not any(map(will_get_gradient, self._trained))
-                self._loss_bytes = max(self._loss_bytes, _untagged(self._meter.window()) - _untagged(self._before_loss))
-                at_end_of_backward(self._backward_ended)
+            self._begin_backward()
             if call in self._calls and not self._in_side_backward:
                 with self._meter.tag("parameters"):  # no part of a step: must not count as activations
                     known = call.gradients[index]
                     call.gradients[index] = gradient.detach().clone() if known is None else known + gradient.detach()
 
         return hook
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._in_side_backward = not self._reentrant.begin_backward()
+            self._loss_bytes = max(self._loss_bytes, _untagged(self._meter.window()) - _untagged(self._before_loss))
+            at_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._in_backward = False

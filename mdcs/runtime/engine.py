@@ -21,6 +21,7 @@ from mdcs.model.hooks import Hooks
 from mdcs.model.inputs import BatchSizes
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
+from mdcs.model.reentrant import ReentrantPasses
 from mdcs.model.units import ModelUnit, alias_refused
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
@@ -151,13 +152,14 @@ class Engine:
         self.unsharder = Unsharder(self.storages, self.wire, self.account, self.queue, self.executor, place)
         self.evaluation = Evaluation(units, self.storages, ledger, self.unsharder, groups, place)
         departures = Departures(plan, self.storages, self.transport, self.account, lending)
+        reentrant = ReentrantPasses([p for storage in self.storages if storage.trainable for p in storage.parameters])
         side = SidePasses(self.evaluation, self.storages, departures, self.transport, self.excess, groups, place)
         self.sequencer = SlotSequencer(
             plan, ledger, self.storages, self.transport, self.updates, self.account, self.executor, self.recorder,
-            self.meter, self.excess, departures, side,
+            self.meter, self.excess, departures, side, reentrant,
         )  # fmt: skip
         in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
-        self._hooks = Hooks(in_flat_order, self.sequencer, model)
+        self._hooks = Hooks(in_flat_order, self.sequencer, model, reentrant)
         self.access.follow(self.sequencer, self._hooks)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
         self._recomputation = Recomputation(units, chosen, self._recomputing)

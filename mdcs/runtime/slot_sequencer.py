@@ -4,11 +4,11 @@ Arriving at a slot ends the one before it (its gathered buffers are freed) and i
 it waits for its messages and bytes. In the turn compute has arrived at the first forward slot but not entered it.
 Reductions at the head of a slot's messages are issued inside of the slot before, once their gradients are ready.
 
-Compute may depart from the plan. Slots of units that do not come are passed over: their messages go, without gradients
-that do not come. In forward every slot can be passed over; in backward a slot after which a gradient is reduced is once
-autograd will not come to that gradient any more: until then units are used out of their turn, and later messages wait.
-What ends a pass passes over the rest, so each rank sends all messages, whatever the others do. A backward pass is a
-micro-step, with the forward passes before it. In side passes (:mod:`mdcs.runtime.side_passes`) the plan waits.
+Compute may depart from the plan. Slots of units that do not come are passed over: their messages go. In forward every
+slot can be passed over; in backward a slot after which a gradient is reduced is once autograd will not come to that
+gradient any more: until then units are used out of their turn, and later messages wait. The end of a pass passes over the
+rest, so each rank sends all messages, whatever the others do. A backward pass is a micro-step, with the forward passes
+before it. In side passes (:mod:`mdcs.runtime.side_passes`) the plan waits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from mdcs.model.reentrant import ReentrantPasses
 from mdcs.plan.ledger import Ledger
 from mdcs.plan.plan import Plan
 from mdcs.plan.worst_case import SlotDependencies
@@ -26,7 +27,7 @@ from mdcs.runtime.byte_account import ByteAccount
 from mdcs.runtime.departures import Departures
 from mdcs.runtime.errors import RunError
 from mdcs.runtime.executor import Executor
-from mdcs.runtime.pass_gradients import PassGradients
+from mdcs.runtime.pass_gradients import LATE, PassGradients
 from mdcs.runtime.sharded_optimizer import ShardedOptimizer
 from mdcs.runtime.side_passes import CALL, MORE, SidePasses
 from mdcs.runtime.slot_position import SlotPosition
@@ -45,7 +46,7 @@ class SlotSequencer(SlotPosition):
     def __init__(
         self, plan: Plan, ledger: Ledger, storages: list[UnitStorage], transport: ThreadTransport | StreamTransport,
         updates: ShardedOptimizer, account: ByteAccount, executor: Executor, recorder: StepRecorder, meter: Meter,
-        excess: ActivationExcess, departures: Departures, side: SidePasses,
+        excess: ActivationExcess, departures: Departures, side: SidePasses, reentrant: ReentrantPasses,
     ) -> None:  # fmt: skip
         super().__init__(plan)
         self.ledger, self.storages = ledger, storages
@@ -57,7 +58,7 @@ class SlotSequencer(SlotPosition):
         self.exported_to: str | None = None  # call of the loop that uses the parameters now, besides training
         self.memory: dict[int, SlotMemory] = {}  # by slot, the last seen
         self._in_backward = False
-        self.gradients, self._tables = PassGradients(plan, storages), SlotTables(plan, storages)
+        self.gradients, self._tables = PassGradients(plan, storages, reentrant), SlotTables(plan, storages)
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -119,10 +120,9 @@ class SlotSequencer(SlotPosition):
         """Take a parameter's gradient, which is complete for this micro-step."""
         if self.entered is None:
             self._begin_backward()
-        storage, slot = self.storages[unit], self.period.slots[self.next_slot - 1]
-        self._in_backward = True
-        if index in self.gradients.come[unit] or self.has_left(unit):
-            raise self._error(f"{storage.names[index]} got two gradients in one pass: checkpoint with use_reentrant=False")
+        self._in_backward, storage, slot = True, self.storages[unit], self.period.slots[self.next_slot - 1]
+        if self.has_left(unit) or index in self.gradients.come[unit] and self._sent_early:
+            raise self._error(f"{storage.names[index]} {LATE}")
         if not storage.gradients:
             self._allocate_gradient(unit)
         self.gradients.take(unit, index, slot.micro)
@@ -277,7 +277,7 @@ class SlotSequencer(SlotPosition):
         """Issue the messages that may leave before the slot ends, have all their gradients, and fit."""
         live = self.ledger.slots[self.next_slot - 1].peak
         for carried in self._tables.early[self.next_slot][self._sent_early :]:
-            if not all(self.gradients.come[u].issuperset(own) for u, own in carried.items()):
+            if not all(self.gradients.has_all(u, own) for u, own in carried.items()):
                 return
             if not self.transport.has_room(live):
                 return

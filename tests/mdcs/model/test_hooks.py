@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +168,31 @@ def test_a_recomputed_forward_is_part_of_the_backward_slot_it_runs_in() -> None:
     inner = log.take()
     assert inner.startswith("a( a.layer( ) ) b( b.layer( ) ) c( ) c* c+ b* b~ b.layer~ ")
     assert inner.count("(") == 5 and inner.count("*") == 5  # the layers inside have their backward slots, too
+
+
+def test_a_reentrant_checkpoint_runs_its_units_in_backward_slots_of_their_own() -> None:
+    def run(body: Callable[[nn.Module, Tensor], Tensor], policy: WrapPolicy | None = None) -> str:
+        model = Checkpointed()
+        log, _ = hooked(model, policy)
+        x = torch.ones(2, 3, requires_grad=True)
+        model.c(body(model, x)).sum().backward()
+        return log.take()
+
+    def again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(function, x, use_reentrant=True)
+        return out
+
+    blocks, forward = ByClass(("Block",)), "a( ) b( ) c( ) c* c+ "
+    each = run(lambda model, x: again(model.b, again(model.a, x)), blocks)
+    assert each == forward + "b* b~ b+ b+ a* a~ a+ a+ end"
+    both = run(lambda model, x: again(lambda x: model.b(model.a(x)), x), blocks)
+    assert both == forward + "a* a~ b* b~ b+ b+ a* a+ a+ end"
+    nested = run(lambda model, x: again(lambda x: model.b(again(model.a, x)), x), blocks)
+    assert nested == forward + "a~ b* b~ b+ b+ a* a~ a+ a+ end"
+    twice = run(lambda model, x: again(model.a, again(model.a, x)), blocks)
+    assert twice == "a( ) a( ) c( ) c* c+ a* a~ a+ a+ a~ a+ a+ end"
+    leaves = run(lambda model, x: again(model.a, x))
+    assert leaves == "a( a.layer( ) ) c( ) c* c+ a* a~ a.layer* a.layer~ a* a.layer* a.layer+ a+ end"
 
 
 def test_frozen_units_have_slots_but_no_gradient() -> None:

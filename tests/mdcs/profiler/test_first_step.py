@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mdcs
 from mdcs.profiler.first_step import FirstStep
@@ -53,6 +54,16 @@ def of_parts(net: Net) -> None:
     (net.last(hidden).square().mean() + hidden.sum()).backward()
 
 
+def in_a_checkpoint(net: Net) -> None:
+    logits: Tensor = checkpoint(lambda x: net(x)["logits"], batch(0).requires_grad_(), use_reentrant=True)
+    logits.square().mean().backward()
+
+
+def of_parts_in_checkpoints(net: Net) -> None:
+    hidden = checkpoint(net.first, batch(0).requires_grad_(), use_reentrant=True).tanh()
+    checkpoint(net.last, hidden, use_reentrant=True).square().mean().backward()
+
+
 def in_bfloat16(net: Net) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = net(batch(0))["logits"].float().square().mean()
@@ -66,7 +77,10 @@ def begun(clip_norm: float | None = None) -> tuple[Net, torch.optim.Optimizer, F
     return net, optimizer, FirstStep(net, [optimizer], clip_norm, parts=[net.first, net.last])
 
 
-@pytest.mark.parametrize("passes", [one_output, two_outputs, two_calls, two_losses, of_parts, in_bfloat16])
+@pytest.mark.parametrize(
+    "passes",
+    [one_output, two_outputs, two_calls, two_losses, of_parts, in_a_checkpoint, of_parts_in_checkpoints, in_bfloat16],
+)
 def test_the_passes_of_a_step_are_run_again_with_the_same_gradients(passes: Callable[[Net], None]) -> None:
     net, _, first = begun()
     passes(net)

@@ -83,32 +83,6 @@ def training(
 # ---- before step 1
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        out: torch.Tensor = checkpoint(self.block, self.first(x), use_reentrant=True)
-        return out
-
-
-def profile_reentrant() -> None:
-    model = Reentrant()
-    units = mdcs.partition(model, mdcs.ByLeaf())
-    measure_profile(
-        model, units, lambda: model(torch.ones(2, 4)).sum(), torch.optim.Adam(model.parameters()), world=2,
-        link=mdcs.Link.uniform(1.0, 50.0),
-    )  # fmt: skip
-
-
-def test_reentrant_checkpointing(ranks: Ranks):
-    for o in errors(ranks, profile_reentrant):
-        assert o.kind == "UnsupportedModel" and "block" in o.message
-
-
 def profile_with(optimizer: str) -> None:
     made = setup("tied")
     unknown = getattr(torch.optim, optimizer)([p for p in made.model.parameters() if p.requires_grad])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -208,6 +209,28 @@ class Sometimes(Stack):
         return out + self.blocks[0].one.weight.sum() if x.sum() > 0 else out
 
 
+class Lends(nn.Module):
+    """Gives its parameter away as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Borrows(Stack):
+    """Its outputs are parameters, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lends, self.scale = Lends(), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * self.lends()), self.scale
+
+
 OUTSIDE = {
     "a scale at the root": Case(Clip, contrastive),
     "a scale in the loss": Case(Clip, contrastive_of_methods),
@@ -223,6 +246,8 @@ OUTSIDE = {
     "a norm without gradients": Case(Stack, normalised),
     "attention, leaves": Case(attention, policy=LEAVES),
     "in some steps": Case(Sometimes, departs=True),
+    "outputs that are parameters": Case(Borrows, lambda model, x: torch.mul(*model(x)).square().mean()),
+    "outputs that are parameters, leaves": Case(Borrows, lambda model, x: torch.mul(*model(x)).square().mean(), LEAVES),
 }
 
 # ---- outputs
@@ -354,6 +379,97 @@ OUTPUTS = {
 }  # fmt: skip
 
 
+# ---- reentrant checkpoints
+
+
+class Reentrant(Stack):
+    """Checkpoints of each block, of all of them, of one in another, of blocks that come twice."""
+
+    def __init__(self, what: str, mix: Callable[[nn.Module], Any] = lambda model: None) -> None:
+        super().__init__()
+        self.what = what
+        mix(self)
+
+    def body(self, x: Tensor) -> Tensor:
+        x, run = x.clone().requires_grad_(), super().body  # else there are no gradients
+        if self.what == "all":
+            return again(run, x)
+        if self.what == "nested":
+            return again(lambda x: self.blocks[2](again(lambda x: self.blocks[1](self.blocks[0](x)), x)), x)
+        if self.what == "twice":
+            return again(self.blocks[0], again(lambda x: self.blocks[1](self.blocks[0](x)), x))
+        if self.what == "used outside":
+            return again(lambda x: F.linear(x, self.blocks[0].one.weight).tanh() @ self.blocks[0].one.weight, run(x))
+        if self.what == "plain":
+            return run(x)
+        if self.what == "used before":
+            x = again(lambda x: x * self.blocks[2].one.weight.sum(), self.blocks[0](x))
+            return self.blocks[2](self.blocks[1](x))
+        for block in self.blocks:
+            x = again(block, x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "loss":
+            return again(lambda x: super(Reentrant, self).forward(x).square().mean(), x.clone().requires_grad_())
+        if self.what == "tied loss":
+            return again(lambda h: (h @ self.head.weight.t()).square().mean(), self.head(self.body(x)) @ self.head.weight)
+        return super().forward(x)
+
+
+def again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(function, x, use_reentrant=True)
+    return out
+
+
+def parts_again(model: Stack, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    for block in model.blocks:
+        x = again(block, x)
+    out: Tensor = model.head(x)
+    return out.square().mean()
+
+
+def changing(*what: str) -> Loss:
+    """The loss of a model that is checkpointed otherwise in each step."""
+
+    def loss(model: Reentrant, x: Tensor) -> Tensor:
+        model.what = next(each for i, each in enumerate(what) if torch.equal(x, batch(i)))
+        return model(x).square().mean()
+
+    return loss
+
+
+def the_loss(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    return out
+
+
+def frozen(model: Stack) -> None:
+    model.blocks[1].requires_grad_(False)
+
+
+REENTRANT = {
+    **{
+        f"{what}{', leaves' if policy else ''}": Case(partial(Reentrant, what), policy=policy)
+        for what in ("each", "all", "nested", "twice", "used outside")
+        for policy in (None, LEAVES)
+    },
+    **{
+        f"{what}{', leaves' if policy else ''}": Case(partial(Reentrant, what), the_loss, policy)
+        for what in ("loss", "tied loss")
+        for policy in (None, LEAVES)
+    },
+    "each, one frozen": Case(partial(Reentrant, "each", frozen)),
+    "all, one frozen": Case(partial(Reentrant, "all", frozen)),
+    "called by the loop": Case(Stack, parts_again),
+    "in later steps": Case(partial(Reentrant, ""), changing("plain", "each", "all", "nested"), departs=True),
+    "before, in later steps": Case(partial(Reentrant, ""), changing("plain", "used before", "plain", "each"), departs=True),
+    "in later steps, leaves": Case(partial(Reentrant, ""), changing("plain", "all", "nested", "plain"), LEAVES, departs=True),
+    "otherwise in later steps": Case(partial(Reentrant, ""), changing("nested", "all", "each", "plain"), departs=True),
+}
+
+
 def plan_of(case: Case, how: str, model: nn.Module, units: list[mdcs.ModelUnit], optimizer: Any) -> mdcs.Plan:
     profile = merge_profiles(
         measure_profile(
@@ -429,7 +545,13 @@ def found(group: str, how: str, only: str = "") -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("group", "how"),
-    few([("OUTSIDE", "random tight"), ("OUTPUTS", "fsdp"), *product(("OUTSIDE", "OUTPUTS"), ("dp", "sdp tight", "joint"))], 2),
+    few(
+        [
+            ("OUTSIDE", "random tight"), ("OUTPUTS", "fsdp"), ("REENTRANT", "random tight"),
+            *product(("OUTSIDE", "OUTPUTS", "REENTRANT"), ("dp", "sdp tight", "joint")),
+        ],
+        3,
+    ),
 )
 def test_they_train_as_with_ddp(two: Ranks, group, how):
     for each in two.run(found, group, how, timeout_s=240):

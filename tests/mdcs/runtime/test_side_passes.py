@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mdcs
 from mdcs.plan.worst_case import min_feasible_budget
@@ -187,6 +188,17 @@ def all_before_the_step(model: Any, step: int, no_sync: Context) -> None:
             loss(model(batch(step, i), depth=2)).backward()
 
 
+def in_reentrant_checkpoints(model: Any, step: int, no_sync: Context) -> None:
+    def again(number: int, depth: int) -> Tensor:
+        x = batch(step, number).requires_grad_()
+        return loss(checkpoint(model, x, depth, use_reentrant=True))
+
+    with no_sync():
+        again(0, 3).backward()
+    first, second = again(1, 2), loss(model(batch(step, 2)))
+    (first + second).backward()
+
+
 def of_some_weights(model: Any, step: int, no_sync: Context) -> None:
     loss(model(batch(step))).backward(inputs=[p for p in model.parameters() if p.requires_grad][2:])
 
@@ -197,7 +209,7 @@ LOOPS: dict[str, Loop] = {
         pseudo_labels, a_reference_between_the_passes, generation, one_on_each_rank_and_two_on_the_second, an_attack,
         an_attack_by_backward, a_penalty, a_penalty_on_gradients_of_weights, sharpness_aware, for_another_model, two_losses,
         two_forwards_then_two_backwards, one_pass_more_than_planned, as_many_as_the_rank_likes, all_before_the_step,
-        of_some_weights,
+        of_some_weights, in_reentrant_checkpoints,
     )
 }  # fmt: skip
 
@@ -299,7 +311,8 @@ def planned_in_the_loop(name: str, in_context: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "in_context"),
-    [("two_losses", False), ("two_forwards_then_two_backwards", False), ("a_penalty", False), ("pseudo_labels", False),
+    [("in_reentrant_checkpoints", False), ("in_reentrant_checkpoints", True), ("two_losses", False),
+     ("two_forwards_then_two_backwards", False), ("a_penalty", False), ("pseudo_labels", False),
      ("an_attack_by_backward", True), ("one_pass_more_than_planned", True), ("all_before_the_step", True)],
 )  # fmt: skip
 def test_the_first_step_tells_how_many_backward_passes_a_step_has(two: Ranks, name: str, in_context: bool):

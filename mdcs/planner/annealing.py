@@ -11,14 +11,14 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import cast
 
 from mdcs.plan.plan import Plan
 from mdcs.plan.validity import PlanError
 from mdcs.planner.candidates import Candidate, Candidates, Score
-from mdcs.planner.neighborhood import MOVES, PLAN_MOVES, Move, PlanMove, change_strategy
+from mdcs.planner.neighborhood import MOVES, PLAN_MOVES, RECOMPUTE_MOVES, Move, PlanMove, change_strategy
 
 _WARMTH = 1e-3  # initial temperature, as a fraction of the step
 _TRIES = 3  # candidates to try, per squared number of messages
@@ -32,6 +32,7 @@ def anneal(
     *,
     bound: float = 0.0,
     strategies: bool = True,
+    recompute: bool = False,
     stop: Callable[[], bool] = lambda: False,
     seed: int = 0,
 ) -> Plan:
@@ -40,6 +41,7 @@ def anneal(
     - ``seconds``: approximate time limit.
     - ``bound``: the search ends at this step time (seconds).
     - ``strategies``: whether strategies may change.
+    - ``recompute``: whether units may begin or cease to recompute their activations.
     - ``stop``: the search ends when it returns True.
     - ``seed``: seed of the search.
 
@@ -47,15 +49,17 @@ def anneal(
     the time suffices for all of them, the same ``seed`` gives the same plan.
     """
     among = Candidates(plan.job, plan.budget)
-    found = deque(_improvements(among, plan, seconds, bound, strategies, stop, random.Random(seed)), maxlen=1)
+    weights = {move: often for move, often in MOVES.items() if strategies or move is not change_strategy}
+    weights |= (RECOMPUTE_MOVES if recompute else {}) | PLAN_MOVES
+    found = deque(_improvements(among, plan, seconds, bound, weights, stop, random.Random(seed)), maxlen=1)
     return among.plan(found[0], plan) if found else plan
 
 
 def _improvements(
-    among: Candidates, plan: Plan, seconds: float, bound: float, strategies: bool, stop: Callable[[], bool], rng: random.Random
-) -> Iterator[Candidate]:
+    among: Candidates, plan: Plan, seconds: float, bound: float, weights: Mapping[Move | PlanMove, float],
+    stop: Callable[[], bool], rng: random.Random,
+) -> Iterator[Candidate]:  # fmt: skip
     began = time.monotonic()
-    weights = {move: often for move, often in MOVES.items() if strategies or move is not change_strategy} | PLAN_MOVES
     moves, often = list(weights), list(accumulate(weights.values()))
     now = among.of(plan)
     score = among.score(now, math.inf)

@@ -20,9 +20,11 @@ from mdcs.plan.lifetimes import bytes_between, message_rows, unit_rows
 from mdcs.plan.message import Message, windows
 from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
+from mdcs.plan.recompute import recomputing
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import Blocks
 from mdcs.profile.link import Kind
+from mdcs.profile.recompute import NONE
 from mdcs.simulator import arrange, kernel
 from mdcs.simulator.arrange import MessageTable
 from mdcs.simulator.engine import empty_replay, period_arrays
@@ -39,12 +41,27 @@ class Candidate(NamedTuple):
     - ``messages``: numbers of the messages in wire order.
     - ``slots``: slot at which each is issued.
     - ``strategies``, ``blocks``: the mix.
+    - ``recompute``: what each unit recomputes. Empty: nothing.
     """
 
     messages: list[int]
     slots: list[int]
     strategies: tuple[Strategy, ...]
     blocks: Blocks
+    recompute: tuple[str, ...] = ()
+
+
+class Activations(NamedTuple):
+    """What a recomputation changes, [slots].
+
+    - ``seconds``, ``live``, ``peak``: as in :class:`~mdcs.simulator.kernel.PeriodArrays`.
+    - ``grown``: seconds at the beginning of the slot in which it recomputes.
+    """
+
+    seconds: Any
+    live: Any
+    peak: Any
+    grown: Any
 
 
 class Score(NamedTuple):
@@ -64,11 +81,16 @@ class Score(NamedTuple):
 
 
 class Candidates:
-    """The candidates for one job and budget, with a cache of their messages."""
+    """The candidates for one job, with any recomputation, and one budget. They have a cache of their messages."""
 
     def __init__(self, job: Job, budget: int | None) -> None:
         compile_loops()
+        job = dataclasses.replace(job, recompute=()) if job.recompute else job
         self.job, self.budget, self.length = job, budget, job.period.length
+        self.options: dict[int, list[str]] = {}  # unit -> its choices of recomputation
+        for option in job.profile.recompute:
+            self.options.setdefault(option.unit, [NONE]).append(option.choice)
+        self._jobs = lru_cache(maxsize=64)(lambda recompute: dataclasses.replace(job, recompute=recompute))
         self.windows: list[tuple[int, int]] = []  # by message
         self.all: list[Message] = []  # by number; their slots are not used
         self._numbers: dict[tuple[Kind, tuple[tuple[int, int], ...], int, bool, Blocks], int] = {}
@@ -78,7 +100,8 @@ class Candidates:
         self._bytes = lru_cache(maxsize=256)(lambda strategies, blocks: AssignmentBytes(job.period, strategies, blocks))
         self._circle = lru_cache(maxsize=1000)(lambda *mix: for_loops(period_arrays(job, budget, self._bytes(*mix))))
         self._shape: MessageTable | None = None  # of all messages known so far
-        self._shapes: dict[tuple[Strategy, ...], MessageTable] = {}  # the same, completed for the strategies of a mix
+        self._shapes: dict[Any, MessageTable] = {}  # the same, completed for strategies and recomputation
+        self._activations = lru_cache(maxsize=1000)(self._slots_of)
         units = job.profile.units
         self._by_unit = {
             "trained": numbers([int(unit.trainable) for unit in units]),
@@ -91,13 +114,14 @@ class Candidates:
     def of(self, plan: Plan) -> Candidate:
         """Return the candidate of a plan of this job."""
         found = [self.number(m, plan.strategies, plan.blocks) for m in plan.messages]
-        return Candidate(found, [m.slot for m in plan.messages], plan.strategies, plan.blocks)
+        return Candidate(found, [m.slot for m in plan.messages], plan.strategies, plan.blocks, plan.recompute)
 
     def plan(self, candidate: Candidate, like: Plan) -> Plan:
         """Return the plan of a candidate, with the names of ``like``. Raises PlanError if the plan cannot run."""
         sent = zip(candidate.messages, candidate.slots, strict=True)
         return dataclasses.replace(
             like,
+            job=like.job if candidate.recompute == like.recompute else self._jobs(candidate.recompute),
             strategies=candidate.strategies,
             blocks=candidate.blocks,
             messages=tuple(dataclasses.replace(self.all[i], slot=slot) for i, slot in sent),
@@ -158,7 +182,10 @@ class Candidates:
         None if the candidate cannot run, does not fit the budget, or has an energy above ``limit`` seconds.
         """
         c: PeriodArrays = self._circle(candidate.strategies, candidate.blocks)
-        shape = self._shape_for(candidate.strategies)
+        if candidate.recompute:
+            changed = self._activations(candidate.recompute)
+            c = c._replace(seconds=changed.seconds, live=changed.live, peak=changed.peak)
+        shape = self._shape_for(candidate.strategies, candidate.recompute)
         sent, slots = numbers(candidate.messages), numbers(candidate.slots)
         if not arrange.place(shape, c.turn, sent, slots, self._issued, self._needed):
             return None
@@ -184,8 +211,22 @@ class Candidates:
         last = slice(end - self.length, end)
         return Score(step_s, energy, np.array(track.begin[last]) - np.array(track.arrival[last]), np.array(self._needed))
 
-    def _shape_for(self, strategies: tuple[Strategy, ...]) -> MessageTable:
-        """Return the values of all messages known so far, completed for the strategies of a mix."""
+    def _slots_of(self, recompute: tuple[str, ...]) -> Activations:
+        profile, places = recomputing(self.job.profile, recompute), [slot.place for slot in self.job.period.slots]
+        slots = [profile.slots[place] for place in places]
+        seconds = numbers([slot.seconds for slot in slots], seconds=True)
+        live, peak = numbers([slot.live for slot in slots]), numbers([slot.peak for slot in slots])
+        return Activations(seconds, live, peak, np.array(seconds) - np.array(self.job.period.seconds))
+
+    def _early(self, recompute: tuple[str, ...]) -> Any:
+        """Return when messages may leave within a slot that recomputes first: all gradients come later in it."""
+        changed, before = self._activations(recompute), (np.array(self._columns["first"]) - 1) % self.length
+        grown, seconds, early = changed.grown[before], np.array(changed.seconds)[before], np.array(self._columns["early"])
+        later = np.minimum(1.0, (grown + early * (seconds - grown)) / np.maximum(seconds, 1e-12))
+        return numbers(list(np.where(grown > 0, later, early)), seconds=True)
+
+    def _shape_for(self, strategies: tuple[Strategy, ...], recompute: tuple[str, ...]) -> MessageTable:
+        """Return the values of all messages known so far, completed for the strategies and the recomputation of a mix."""
         if self._shape is None:
             self._shape = for_loops(
                 MessageTable(
@@ -196,6 +237,11 @@ class Candidates:
             self._messages = for_loops(MessageArrays(*([0] * len(self.all) for _ in MessageArrays._fields)))
             self._track = for_loops(empty_replay(len(self.all), self.length))
             self._shapes.clear()
+        if recompute and self.job.profile.has_gradient_times:
+            if (strategies, recompute) not in self._shapes:
+                shape = self._shape_for(strategies, ())
+                self._shapes[strategies, recompute] = shape._replace(early=self._early(recompute))
+            return self._shapes[strategies, recompute]
         if strategies not in self._shapes:
             rows = [unit_rows(self.job.period, u, k) for u, k in enumerate(strategies)]
             full = [sum(r.bytes for r in rows[op.unit] if r.allocated and r.allocated.of == op) for op in self._buffers]

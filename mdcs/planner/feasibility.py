@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -20,10 +21,15 @@ from mdcs.sizes import GIB
 
 
 class StrategyDecision(NamedTuple):
-    """A strategy per unit. ``outcome``: status of the solver, empty if no solver was used."""
+    """A strategy per unit.
+
+    - ``outcome``: status of the solver. Empty if no solver was used.
+    - ``recompute``: a choice of recomputation per unit. None: those of the problem's job.
+    """
 
     strategies: tuple[Strategy, ...]
     outcome: str = ""
+    recompute: tuple[str, ...] | None = None
 
 
 class InfeasibleBudget(ValueError):
@@ -56,8 +62,8 @@ class InfeasibleBudget(ValueError):
 class PlanningProblem:
     """Judges mixes of one job within ``budget`` bytes (reserve included; None: unlimited).
 
-    - ``recomputes``: the plan decides which units recompute their activations. The job is then without recomputation, and
-      mixes are judged so; only the floor, and what starts from it, is with the recomputation of the smallest peak.
+    - ``recomputes``: the plan decides which units recompute their activations. The recomputation of the job is then a
+      start, with which mixes are judged. The floor is that of the recomputation with the smallest peak.
     """
 
     job: Job
@@ -68,6 +74,12 @@ class PlanningProblem:
     def profile(self) -> Profile:
         """The profile of the job, with the slots of its recomputation."""
         return self.job.planned_profile
+
+    def decided(self, recompute: Sequence[str] | None = None) -> PlanningProblem:
+        """Return the problem with these choices of recomputation, which stay. None: those of the job."""
+        if recompute is None or tuple(recompute) == self.job.recompute:
+            return dataclasses.replace(self, recomputes=False)
+        return PlanningProblem(dataclasses.replace(self.job, recompute=tuple(recompute)), self.budget)
 
     def mix(self, strategies: Sequence[Strategy]) -> StrategyAssignment:
         """Return the mix of these strategies, one per unit."""
@@ -100,7 +112,7 @@ class PlanningProblem:
         """Smallest feasible peak (bytes): the sequential peak of the :func:`~mdcs.planner.memory_floor.min_peak_strategies` mix.
         """
         if self.recomputes:
-            return PlanningProblem(min_peak_job(self.job), None).floor
+            return PlanningProblem(min_peak_job(dataclasses.replace(self.job, recompute=())), None).floor
         return self.peak(min_peak_strategies(self.job))
 
     def starts(self) -> list[tuple[Strategy, ...]]:

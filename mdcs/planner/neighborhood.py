@@ -23,6 +23,7 @@ from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.candidates import Candidate, Candidates, Score
 from mdcs.profile.layout import sections_of
 from mdcs.profile.link import Kind
+from mdcs.profile.recompute import NONE
 
 Move = Callable[[Candidates, Candidate, Score, random.Random], Candidate | None]
 """A change to a candidate. The score shows where the candidate stalls."""
@@ -136,7 +137,26 @@ def change_strategy(among: Candidates, now: Candidate, score: Score, rng: random
             place = rng.randint(bisect.bisect_left(slots, slot), bisect.bisect_right(slots, slot))
             blocks = blocks_by_readiness(profile, op.unit, now.blocks[op.unit])
             send([((op.unit, b),) for b in blocks], Message(op.kind, (), slot, micro=op.micro), slot, place)
-    return Candidate(messages, slots, mix.strategies, now.blocks)
+    return Candidate(messages, slots, mix.strategies, now.blocks, now.recompute)
+
+
+def change_recompute(among: Candidates, now: Candidate, score: Score, rng: random.Random) -> Candidate | None:
+    """Change what one unit recomputes.
+
+    Often another unit takes the first one's choice in exchange, which keeps the bytes about the same, or the strategy of
+    a unit changes, too: bytes that are freed buy strategies, and the other way round.
+    """
+    options = among.options
+    if not options:
+        return None
+    recompute = list(now.recompute) or [NONE] * len(now.strategies)
+    u = rng.choice(sorted(options))
+    before, recompute[u] = recompute[u], rng.choice([c for c in options[u] if c != recompute[u]])
+    others = [v for v, known in options.items() if v != u and recompute[v] == recompute[u] and before in known]
+    if others and rng.random() < 0.5:
+        recompute[rng.choice(others)] = before
+    changed = now._replace(recompute=() if set(recompute) == {NONE} else tuple(recompute))
+    return change_strategy(among, changed, score, rng) if rng.random() < 0.4 else changed
 
 
 def _moved(among: Candidates, now: Candidate, i: int, place: int, slot: int) -> Candidate | None:
@@ -205,6 +225,9 @@ def fuse_or_split(plan: Plan, rng: random.Random) -> Plan | None:
 
 MOVES: dict[Move, float] = {advance_blocking: 1, shift: 5, swap: 3, shift_run: 2, change_strategy: 3}
 """Moves of candidates, and the relative frequency of each."""
+
+RECOMPUTE_MOVES: dict[Move, float] = {change_recompute: 3}
+"""Moves of candidates whose recomputation is open."""
 
 PLAN_MOVES: dict[PlanMove, float] = {repartition: 0.2, fuse_or_split: 0.2}
 """Moves of plans, and the relative frequency of each. One takes as long as a dozen moves of candidates."""

@@ -91,8 +91,6 @@ def _made(
             raise ValueError(f"strategy {strategy.name} decides the schedule and divides the budget itself")
         plan = strategy.plan(_with_fastest_recompute(problem, Greedy(), Priority(), None))
         check(plan)
-        if problem.recomputes:  # a solver's bound and gap hold for one recomputation only
-            plan = refined(dataclasses.replace(plan, bound_s=None, outcome=f"{plan.outcome}, of this recomputation"))
         return _predicted(plan, strategy.name)
     strategy = cast(StrategyPlanner, strategy)
     if scheduler is None:
@@ -125,7 +123,7 @@ def _with_fastest_recompute(
             return math.inf
 
     job = fastest(problem.job, partial(step_s, fits=False), partial(step_s, fits=True))
-    return PlanningProblem(job, problem.budget)
+    return dataclasses.replace(problem, job=job)
 
 
 def _problem(job: Job, budget: int | None, rule: str | RecomputeRule | None) -> PlanningProblem:

@@ -7,6 +7,7 @@ draws new ones in every run, and trains more random models (``tests/mdcs/runtime
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -115,6 +116,23 @@ def recomputable(profile: Profile, *units: int, freed: int, seconds: float = 1.0
         if unit.backward is not None and (u in units or not units)
     )
     return replace(profile, recompute=profile.recompute + options)
+
+
+def with_options(profile: Profile, rng: random.Random, *, selective: bool = True) -> Profile:
+    """The profile with random options of recomputation for units with a backward."""
+    options = []
+    for u, unit in enumerate(profile.units):
+        if unit.backward is None:
+            continue
+        forward, backward = unit.forward[0], unit.backward[1]
+        between = profile.slots[forward + 1 : profile.forward_slots + backward + 1]
+        saved = min(slot.live for slot in between) // len(profile.units)
+        seconds = profile.slots[forward].seconds
+        for choice, part in [("full", 1.0), *([("selective", 0.5)] * selective)]:
+            freed, peak = int(part * saved), rng.randint(saved // 2, 3 * saved)
+            use = RecomputeUse(forward, backward, freed, part * seconds, peak, rng.choice([0, -rng.randint(0, freed)]))
+            options.append(RecomputeOption(u, choice, (use,)))
+    return replace(profile, recompute=tuple(options))
 
 
 def planned(profile: Profile, strategies: str | Sequence[str], scheduler: Scheduler | None = None, **more: Any) -> Plan:

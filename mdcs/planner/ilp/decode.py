@@ -61,7 +61,8 @@ class SearchRequest:
             mix = problem.mix([Strategy.fsdp] * len(problem.profile.units))
             sent = [m.transient for m in Ledger(Partitioning(self.block_bytes / 2 / MIB).schedule(mix)).messages]
             budget -= min(max_in_flight_bytes(sent, problem.profile.link.depth), max(0, budget - problem.floor) // 2)
-        return PlanningProblem(dataclasses.replace(problem.job, profile=linearize_costs(problem.job.profile)), budget)
+        job = dataclasses.replace(problem.job, profile=linearize_costs(problem.job.profile))
+        return dataclasses.replace(problem, job=job, budget=budget)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ class SolverResult:
 def solve_whole(request: SearchRequest, problem: PlanningProblem, known: EvaluatedPlan | None) -> SolverResult:
     """Solve the integer program of ``problem``, from the plan ``known`` if the model can express it."""
     model = SlotModel(problem, fixed=request.fixed)
-    start = None if known is None else model.values_of(dataclasses.replace(known.plan, job=problem.job))
+    start = None
+    if known is not None:
+        job = dataclasses.replace(problem.job, recompute=known.plan.recompute)
+        start = model.values_of(dataclasses.replace(known.plan, job=job))
     answer = _solved(request, model, start)
     bound = model.step_bound(answer.bound) if answer.bound is not None and problem is request.problem else None
     plans = [] if answer.values is None else decode(request, [model.decide(answer.values)])
@@ -142,6 +146,7 @@ def decode(request: SearchRequest, decisions: Sequence[SlotDecision]) -> list[Ev
 
 def messages_of(request: SearchRequest, decision: SlotDecision, sizes: Sequence[int]) -> Iterator[Plan]:
     """Yield the plans of a decision in blocks of these bytes, as far as they fit. 0: whole units."""
-    mix = request.problem.mix(decision.strategies)
+    problem = request.problem.decided(decision.recompute) if request.problem.recomputes else request.problem
+    mix = problem.mix(decision.strategies)
     for blocks in dict.fromkeys(mix.partition(size) if size else mix.unpartitioned_blocks() for size in sizes):
-        yield from fitted(request.problem, settled(mix, request.name, blocks, decision.windows(mix)))
+        yield from fitted(problem, settled(mix, request.name, blocks, decision.windows(mix)))

@@ -24,6 +24,7 @@ def race(
     until: float,
     *,
     strategies: bool,
+    recompute: bool,
     bound: float | None = None,
     stop: Callable[[], bool] = lambda: False,
     most: int = RACING,
@@ -31,7 +32,7 @@ def race(
     """Return the plans of searches that end at the time ``until``, by successive halving.
 
     Each of the ``most`` best plans is searched from in turn. The better half of the results is searched from again, and
-    so on (Karnin, Koren, Somekh, ICML 2013). ``strategies``, ``bound``, ``stop``: see :func:`anneal`.
+    so on (Karnin, Koren, Somekh, ICML 2013). ``strategies``, ``recompute``, ``bound``, ``stop``: see :func:`anneal`.
     """
     found: list[EvaluatedPlan] = []
     racing = most_promising(plans, most)
@@ -41,17 +42,20 @@ def race(
         better = []
         for i, (_, plan) in enumerate(racing):
             left = (ends - time.monotonic()) / (len(racing) - i)
-            better.append(evaluate(anneal(plan, left, bound=bound or 0.0, strategies=strategies, stop=stop, seed=r)))
+            found_here = anneal(
+                plan, left, bound=bound or 0.0, strategies=strategies, recompute=recompute, stop=stop, seed=r
+            )
+            better.append(evaluate(found_here))
         found += better
         racing = most_promising(better, len(racing) // 2)
     return found
 
 
 def most_promising(plans: Sequence[EvaluatedPlan], most: int) -> list[EvaluatedPlan]:
-    """Return the ``most`` best plans, at most one per mix and scheduler."""
-    first: dict[tuple[tuple[Strategy, ...], str], EvaluatedPlan] = {}
+    """Return the ``most`` best plans, at most one per mix, recomputation and scheduler."""
+    first: dict[tuple[tuple[Strategy, ...], tuple[str, ...], str], EvaluatedPlan] = {}
     for each in sorted(plans, key=lambda each: each.cost_s):
-        first.setdefault((each.plan.strategies, each.plan.scheduler), each)
+        first.setdefault((each.plan.strategies, each.plan.recompute, each.plan.scheduler), each)
     return list(first.values())[:most]
 
 

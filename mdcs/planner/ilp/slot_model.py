@@ -13,6 +13,9 @@ sent by the end of a stage in its window::
                 c[AG,u,R(q)] <= started[u,q] (+ z[u,zero2])        binary, monotone: the buffer is held from slot q on
                 Σ bytes at rest + full parameters + gradients not done <= budget - activations of q, for every slot q
 
+If the plan decides what is recomputed, a binary w[u,c] per unit and option adds its seconds to the objective and to the
+compute seconds of its backward slots, and changes the activations of slots (:mod:`mdcs.planner.ilp.recompute_columns`).
+
 A running slot slows down to 1/(1 + interference) of its speed while a message is in flight. Communication that does not
 overlap with compute is sent at arrivals and is exposed. A reduction whose gradients become ready while a slot runs
 (:mod:`mdcs.plan.gradient_readiness`) may be sent in that slot: the fraction that becomes ready before its end, in the time left
@@ -49,11 +52,13 @@ class SlotDecision:
 
     - ``earliest``: first slot at which an operation is issued.
     - ``latest``: slot at which it must be done.
+    - ``recompute``: a choice per unit. Empty: none, or the problem does not decide it.
     """
 
     strategies: tuple[Strategy, ...]
     earliest: dict[Op, int] = field(default_factory=dict)
     latest: dict[Op, int] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
 
     def windows(self, mix: StrategyAssignment) -> dict[Op, tuple[int, int]]:
         """Return the windows of the mix, narrowed by the decision."""
@@ -105,9 +110,11 @@ class SlotModel(SlotSchedule):
                 self._hold_gathered(u, rows, held)
                 self._hold_until_reduced(u, rows, held, base)
         for q in range(length):
-            left = cap - self.profile.slots[self.period.slots[q].place].peak - base[q]
-            scale = max(1.0, left)
-            self.program.at_most([(x, c / scale) for x, c in held[q]], left / scale)
+            place = self.period.slots[q].place
+            for terms, needed in self.recompute.peaks(place):
+                left = cap - needed - base[q]
+                scale = max(1.0, left + self.recompute.freed(place))
+                self.program.at_most([(x, c / scale) for x, c in (*held[q], *terms)], left / scale)
 
     def _surely_held(self, row: Row) -> range:
         """Return the slots (unrolled) in which a buffer is held whatever the schedule is."""
@@ -215,6 +222,7 @@ class SlotModel(SlotSchedule):
         values = [0.0] * len(self.program.costs)
         for u, strategy in enumerate(plan.strategies):
             values[self.assign[u][strategy]] = 1.0
+        self.recompute.set(values, plan.recompute)
         sent: dict[Op, dict[int, float]] = {}
         for op, stage, fraction in self._served(plan):
             at = sent.setdefault(op, {})
@@ -265,10 +273,16 @@ class SlotModel(SlotSchedule):
                     break
                 i += 1
 
-    def decide(self, values: Sequence[float], strategies: tuple[Strategy, ...] | None = None, sent: float = 0.5) -> SlotDecision:
+    def decide(
+        self,
+        values: Sequence[float],
+        strategies: tuple[Strategy, ...] | None = None,
+        sent: float = 0.5,
+        recompute: tuple[str, ...] | None = None,
+    ) -> SlotDecision:
         """Return the decision of a solution: strategies, and the slots in which memory allows each operation.
 
-        - ``strategies``: taken from the solution unless given.
+        - ``strategies``, ``recompute``: taken from the solution unless given.
         - ``sent``: threshold for fractional solutions. A buffer is held from the slot by which this fraction of its
           gather is sent.
         """
@@ -283,4 +297,5 @@ class SlotModel(SlotSchedule):
             if not op.kind.is_gather and self.problem.budget is not None:
                 last = self._window(op)[1]
                 closes[op] = min((q for q, x in self.done[op.unit].items() if values[x] > 1 - sent), default=last)
-        return SlotDecision(mix.strategies, opens, closes)
+        recompute = self.recompute.choices(values) if recompute is None else recompute
+        return SlotDecision(mix.strategies, opens, closes, recompute)

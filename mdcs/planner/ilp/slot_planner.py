@@ -1,7 +1,8 @@
 """Plans from the slot model: heuristics and solver find plans to start from, and a search by replays goes on from them.
 
-1. Heuristics (:mod:`mdcs.planner.ilp.portfolio`) give the first plans.
-2. The solver decides strategies and, under a budget, the slots in which buffers live. Within these windows blocks are
+1. Heuristics (:mod:`mdcs.planner.ilp.portfolio`) give the first plans. If the plan decides what is recomputed, they take
+   the recomputation that the problem starts from.
+2. The solver decides strategies, recomputation and, under a budget, the slots in which buffers live. Within these windows blocks are
    sent nearest deadline first (:mod:`mdcs.planner.ilp.decode`). Beside it, searches race from the first plans.
 3. The search continues from the best plan for the rest of the time (:mod:`mdcs.planner.ilp.refine`).
 
@@ -11,10 +12,11 @@ more than it costs. Among equally fast schedules the leanest one is returned.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +25,15 @@ from mdcs.options import option
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.plan.validity import PlanError
+from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.decode import DECODING, SOLVING, SearchRequest, SolverResult, solve_relaxed, solve_whole
-from mdcs.planner.ilp.portfolio import EvaluatedPlan, heuristics, while_time_remains
+from mdcs.planner.ilp.portfolio import EvaluatedPlan, evaluate, heuristics, while_time_remains
 from mdcs.planner.ilp.refine import merge_blocks, minimize_peak, race
 from mdcs.planner.ilp.solver import Solving
+from mdcs.planner.recompute import refined
+from mdcs.planner.schedulers.priority import Priority
+from mdcs.planner.strategies.greedy import Greedy
 from mdcs.simulator.machine_code import compile_loops
 from mdcs.sizes import MIB
 
@@ -55,7 +61,8 @@ class SlotPlanner(Solving):
         block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
         request = SearchRequest(problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic())
-        known = list(while_time_remains(request.at(_HEURISTICS), heuristics(problem, fixed)))
+        known = [evaluate(refined(each)) for each in _ladders_plan(problem)] if problem.recomputes else []
+        known += while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))
         found, raced = _solve_beside_race(request, known)
         candidates = [*found.plans, *raced, *known]
         if not candidates:
@@ -63,7 +70,9 @@ class SlotPlanner(Solving):
         before, best = math.inf, min(candidates, key=_cost_s)
         while (found.bound or 0.0) * (1 + _WORTH) < best.cost_s < before * (1 - _WORTH):  # the last search paid off
             before = best.cost_s
-            again = race([best], request.at(_SEARCH), strategies=fixed is None, bound=found.bound)
+            again = race(
+                [best], request.at(_SEARCH), strategies=fixed is None, recompute=problem.recomputes, bound=found.bound
+            )
             best = min([best, *again], key=_cost_s)
         best = merge_blocks(best, request.at(_MERGING))
         begun = best.plan.scheduler  # a search keeps the name of the plan that it started from
@@ -99,7 +108,7 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
         solving = [pool.submit(solve) for solve in solves]
         raced: list[EvaluatedPlan] = []
         if known:
-            search = partial(race, strategies=not fixed)
+            search = partial(race, strategies=not fixed, recompute=request.problem.recomputes)
             raced = search(known, request.at(SOLVING), stop=solving[0].done)
             starts = [*raced, *solving[0].result().plans]
             raced += search(starts, request.at(SOLVING + DECODING), stop=lambda: all(each.done() for each in solving), most=1)
@@ -108,6 +117,15 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
     bound = max((each.bound for each in found if each.bound is not None), default=None)
     status = "optimal" if "optimal" in said else said[0]
     return SolverResult(status, bound, [plan for each in found for plan in each.plans]), raced
+
+
+def _ladders_plan(problem: PlanningProblem) -> Iterator[Plan]:
+    """Yield the greedy plan of the recomputation that the problem starts from."""
+    start = problem.decided()
+    plan = Priority().schedule(start.mix(Greedy().choose(start).strategies))
+    if problem.budget is not None:
+        with contextlib.suppress(PlanError):
+            yield fastest_repair(plan, problem.budget)
 
 
 def _cost_s(each: EvaluatedPlan) -> float:

@@ -14,6 +14,7 @@ from mdcs.plan.gradient_readiness import ready_fraction_in_slot
 from mdcs.plan.period import Op
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.planner.feasibility import PlanningProblem
+from mdcs.planner.ilp.recompute_columns import RecomputeColumns
 from mdcs.planner.ilp.solver import IntegerProgram, Terms
 from mdcs.profile.link import REDUCTION
 
@@ -54,8 +55,11 @@ class SlotSchedule:
 
     def __init__(self, problem: PlanningProblem, *, fixed: Sequence[Strategy] | None = None, width: int = 1) -> None:
         self.problem, self.fixed = problem, fixed
-        self.profile = problem.profile
         self.program = IntegerProgram()
+        self.recompute = RecomputeColumns(self.program, problem)
+        if self.recompute.columns:  # rows are for the slots without recomputation, and the columns change them
+            self.problem = problem = problem.decided(())
+        self.profile = problem.profile
         units = range(len(self.profile.units))
         self.mixes = {k: problem.mix([k] * len(self.profile.units)) for k in choices(problem.profile)}
         self.ops = {k: frozenset(mix.ops) for k, mix in self.mixes.items()}
@@ -187,7 +191,6 @@ class SlotSchedule:
                 self.program.at_most([*gather.by(stage), *negative(reduction.by(stage + 1 if stage % 3 == 1 else stage))], 0.0)
 
     def _link(self) -> None:
-        seconds = [self.profile.slots[s.place].seconds for s in self.period.slots]
         rows: dict[int, Terms] = {}
         partial: dict[tuple[int, bool, int], Terms] = {}  # (bin, whether a suffix of it, boundary slot) -> terms
         for op, sending in self.sendings.items():
@@ -208,10 +211,15 @@ class SlotSchedule:
                     if last <= q + offset:  # sent before q
                         partial.setdefault((b, False, q), []).extend(terms)
         for b, terms in rows.items():
-            self.program.at_most(terms, self.slowdown * sum(seconds[q] for q in self._slots(b)))
+            self._fit_link(terms, self._slots(b))
         for (b, suffix, q), terms in partial.items():
-            covered = [s for s in self._slots(b) if (s >= q if suffix else s < q)]
-            self.program.at_most(terms, self.slowdown * sum(seconds[s] for s in covered))
+            self._fit_link(terms, [s for s in self._slots(b) if (s >= q if suffix else s < q)])
+
+    def _fit_link(self, terms: Terms, slots: Sequence[int]) -> None:
+        """Limit what is sent while these slots run to their seconds."""
+        places = [self.period.slots[q].place for q in slots]
+        grown = [(x, -self.slowdown * c) for place in places for x, c in self.recompute.grown(place)]
+        self.program.at_most([*terms, *grown], self.slowdown * sum(self.profile.slots[place].seconds for place in places))
 
     def _window(self, op: Op) -> tuple[int, int]:
         return self.mixes[Strategy.dp].window(op)
@@ -220,7 +228,7 @@ class SlotSchedule:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of compute in a period."""
+        """Seconds of compute in a period, without what the columns of recomputation add."""
         return sum(self.profile.slots[s.place].seconds for s in self.period.slots)
 
     def step_bound(self, bound: float) -> float:

@@ -18,13 +18,14 @@ from mdcs.plan.worst_case import min_feasible_budget, worst_case_bytes_by_slot
 from mdcs.planner.budget_repair import repair
 from mdcs.planner.candidates import Candidate, Candidates
 from mdcs.planner.feasibility import PlanningProblem
-from mdcs.planner.neighborhood import MOVES, PLAN_MOVES
+from mdcs.planner.neighborhood import MOVES, PLAN_MOVES, RECOMPUTE_MOVES
 from mdcs.planner.registry import SCHEDULERS
 from mdcs.profile.contention import Contention
 from mdcs.profile.schema import Unit
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import plans
 from tests.mdcs.planner.test_every_plan import job
+from tests.mdcs.profiles import with_options
 
 CHOICES = (Strategy.dp, Strategy.zero2, Strategy.sdp, Strategy.fsdp)
 NAMES = ("wfbp", "partitioning", "fusion", "dear", "priority", "sequential")
@@ -35,7 +36,7 @@ def walked(among: Candidates, plan: Plan, steps: int, rng: random.Random) -> lis
     out, now = [], among.of(plan)
     for _ in range(steps):
         score = among.score(now, math.inf)
-        move = rng.choice([*MOVES, *PLAN_MOVES])
+        move = rng.choice([*MOVES, *RECOMPUTE_MOVES, *PLAN_MOVES])
         try:
             if move in PLAN_MOVES:
                 made = move(among.plan(now, plan), rng)  # type: ignore[call-arg, arg-type]
@@ -51,8 +52,8 @@ def walked(among: Candidates, plan: Plan, steps: int, rng: random.Random) -> lis
 
 
 def asked_of(which: int) -> Job:
-    """Jobs with and without contention, gradients that come early, several micro-steps and a barrier."""
-    profile = job(which)
+    """Jobs with and without contention, gradients that come early, several micro-steps, a barrier, and recomputation."""
+    profile = with_options(job(which), random.Random(which))
     if which % 2:
         contention = Contention(1e-4, 1e-11, 0.1, 1e-4, 1e-10, 1e-4, 1e-3)
         units = tuple(replace(u, gradients=_early(u) if u.trainable else ()) for u in profile.units)

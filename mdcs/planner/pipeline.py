@@ -15,6 +15,7 @@ from mdcs.plan.validity import PlanError
 from mdcs.plan.worst_case import check
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.ilp.portfolio import COARSER
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.recompute import Planned, RecomputeRule, fastest, recompute_named, refined
 from mdcs.planner.registry import JointPlanner, Scheduler, StrategyDecision, StrategyPlanner, decides_schedule
@@ -23,6 +24,7 @@ from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.schema import Profile
 from mdcs.simulator.kernel import MAX_PERIODS
 from mdcs.simulator.simulate import replay
+from mdcs.sizes import MIB
 
 
 def floor_bytes(job: Job | Profile, recompute: str | RecomputeRule | None = None) -> int:
@@ -89,7 +91,8 @@ def _made(
     if decides_schedule(strategy):
         if scheduler is not None or schedule_share is not None:
             raise ValueError(f"strategy {strategy.name} decides the schedule and divides the budget itself")
-        plan = strategy.plan(_with_fastest_recompute(problem, Greedy(), Priority(), None))
+        few_messages = Priority(COARSER * problem.job.profile.block / MIB)
+        plan = strategy.plan(_with_fastest_recompute(problem, Greedy(), few_messages, None))
         check(plan)
         return _predicted(plan, strategy.name)
     strategy = cast(StrategyPlanner, strategy)

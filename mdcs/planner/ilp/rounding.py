@@ -2,8 +2,8 @@
 
 The relaxation mixes strategies within a unit, about alike in similar units. Rounded one by one, all such units would
 get the same strategy. Therefore the bytes by which rounding raises a strategy are subtracted from the strategy in the
-following units (Floyd, Steinberg, 1976, in one dimension). A buffer is held from the slot by which a given fraction of
-its gather has been sent.
+following units (Floyd, Steinberg, 1976, in one dimension), and so are the bytes that recomputation frees. A buffer is
+held from the slot by which a given fraction of its gather has been sent.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from collections.abc import Iterator, Sequence
 
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.ilp.slot_model import SlotDecision, SlotModel
+from mdcs.profile.recompute import NONE
 
 # Factors on the shares of strategies other than fsdp: whole buffers need more bytes than fractions of buffers.
 _KEPT = (0.94, 0.98, 0.92, 0.96, 0.9, 1.0, 0.93, 0.97, 0.95, 0.88, 0.85)
+_FREED = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2)  # factors on bytes that recomputation frees
 _SENT = (0.5, 0.4, 0.6)  # fraction of a gather from which its buffer is held
 
 
 def roundings(model: SlotModel, values: Sequence[float]) -> Iterator[SlotDecision]:
     """Yield decisions near a solution of the relaxed model, the most promising first. They may exceed the budget."""
-    mixes = dict.fromkeys(_diffused(model, values, kept) for kept in _KEPT)
+    mixes = dict.fromkeys(_with_recompute(model, values, _diffused(model, values, kept)) for kept in _KEPT)
     for sent in _SENT:
-        for strategies in mixes:
-            yield model.decide(values, strategies, sent)
+        for strategies, recompute in mixes:
+            yield model.decide(values, strategies, sent, recompute)
 
 
 def _diffused(model: SlotModel, values: Sequence[float], kept: float) -> tuple[Strategy, ...]:
@@ -38,4 +40,29 @@ def _diffused(model: SlotModel, values: Sequence[float], kept: float) -> tuple[S
         chosen = max(shares, key=owed.__getitem__)
         owed[chosen] -= unit.numel
         out.append(chosen)
+    return tuple(out)
+
+
+def _with_recompute(
+    model: SlotModel, values: Sequence[float], strategies: tuple[Strategy, ...]
+) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
+    """Return the strategies with the choices that free least and with which they fit the budget, or that free most."""
+    recompute: tuple[str, ...] = ()
+    for more in _FREED if model.recompute.columns else ():
+        recompute = _recomputed(model, values, more)
+        if model.problem.decided(recompute).fits(strategies):
+            break
+    return strategies, recompute
+
+
+def _recomputed(model: SlotModel, values: Sequence[float], more: float) -> tuple[str, ...]:
+    """Return choices that free about ``more`` times the bytes of the solution: what one unit lacks, the next ones free."""
+    out, owed = [NONE] * len(model.profile.units), 0.0
+    for u in range(len(out)):
+        own = {option: x for option, x in model.recompute.columns.items() if option.unit == u}
+        if own:
+            owed += more * sum(values[x] * option.freed for option, x in own.items())
+            freed = {NONE: 0, **{option.choice: option.freed for option in own}}
+            out[u] = min(freed, key=lambda choice: abs(freed[choice] - owed))
+            owed -= freed[out[u]]
     return tuple(out)

@@ -28,7 +28,7 @@ from mdcs.plan.validity import PlanError
 from mdcs.planner.budget_repair import fastest_repair
 from mdcs.planner.feasibility import PlanningProblem
 from mdcs.planner.ilp.decode import DECODING, SOLVING, SearchRequest, SolverResult, solve_relaxed, solve_whole
-from mdcs.planner.ilp.portfolio import EvaluatedPlan, evaluate, heuristics, while_time_remains
+from mdcs.planner.ilp.portfolio import COARSER, EvaluatedPlan, evaluate, heuristics, while_time_remains
 from mdcs.planner.ilp.refine import merge_blocks, minimize_peak, race
 from mdcs.planner.ilp.solver import Solving
 from mdcs.planner.recompute import refined
@@ -122,7 +122,7 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
 def _ladders_plan(problem: PlanningProblem) -> Iterator[Plan]:
     """Yield the greedy plan of the recomputation that the problem starts from."""
     start = problem.decided()
-    plan = Priority().schedule(start.mix(Greedy().choose(start).strategies))
+    plan = Priority(COARSER * start.profile.block / MIB).schedule(start.mix(Greedy().choose(start).strategies))
     if problem.budget is not None:
         with contextlib.suppress(PlanError):
             yield fastest_repair(plan, problem.budget)

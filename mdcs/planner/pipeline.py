@@ -100,14 +100,18 @@ def _made(
         raise ValueError(f"strategy {strategy.name} needs a scheduler")
     floor = problem.floor if schedule_share is not None else None
     quick = Greedy() if isinstance(strategy, Solving) else strategy, Priority() if isinstance(scheduler, Solving) else scheduler
-    decided = _with_fastest_recompute(problem, *quick, schedule_share)
-    plan, cap = _proposed(decided, strategy, scheduler, schedule_share, floor)
-    if cap is not None:
-        plan = fastest_repair(plan, cap)
-        if problem.recomputes and schedule_share is None:  # a share limits activations, too
-            plan = refined(plan)
-        check(plan)
-    return _predicted(plan, strategy.name)
+    problem = _with_fastest_recompute(problem, *quick, schedule_share)
+    found = []
+    # What a solver decides without a schedule is not always faster with one: the ladder's choice is tried, too.
+    for each in (problem.decided(), *([problem] * (problem.recomputes and isinstance(strategy, Solving)))):
+        plan, cap = _proposed(each, strategy, scheduler, schedule_share, floor)
+        if cap is not None:
+            plan = fastest_repair(plan, cap)
+            if problem.recomputes and schedule_share is None:  # a share limits activations, too
+                plan = refined(plan)
+            check(plan)
+        found.append(_predicted(plan, strategy.name))
+    return min(found, key=lambda plan: plan.prediction.step_s if plan.prediction else math.inf)
 
 
 def _with_fastest_recompute(
@@ -148,6 +152,7 @@ def _proposed(
         choice, cap = strategy.choose(problem), problem.budget
     else:
         choice, cap = _shared(strategy, problem, problem.budget, share, floor)
+    problem = problem.decided(choice.recompute)
     plan = scheduler.schedule(dataclasses.replace(problem.mix(choice.strategies), budget=cap))
     said = [f"strategies {choice.outcome}"] if choice.outcome else []
     said += [f"schedule {plan.outcome}"] if plan.outcome else []
@@ -175,7 +180,7 @@ def _shared(
         raise InfeasibleBudget(budget, smallest, e.what) from e
     if budget < floor:
         problem.starts()
-    return choice, problem.peak(choice.strategies) + budget - for_strategy(budget)
+    return choice, problem.decided(choice.recompute).peak(choice.strategies) + budget - for_strategy(budget)
 
 
 def _predicted(plan: Plan, strategy: str) -> Plan:

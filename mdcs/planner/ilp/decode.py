@@ -23,7 +23,7 @@ from mdcs.planner.schedulers.wfbp import Partitioning
 from mdcs.sizes import MIB
 
 _FINER = (2, 4, 8, 16)  # divisors of the block size that are also tried: smaller blocks need less staging
-_COARSE = 24  # bins of the first relaxation
+_COARSE, _COARSE_RECOMPUTING = 24, 48  # bins of the first relaxation; choices rounded from 24 bins make slow plans
 SOLVING, DECODING = 0.75, 0.06  # fractions of the time: when the solver ends, and how long making messages may take
 
 
@@ -99,7 +99,7 @@ def solve_relaxed(request: SearchRequest, problem: PlanningProblem, *, plans: bo
     proportion to the number of bins.
     """
     bound, status, solution = None, "no answer", None
-    width: int | None = -(-problem.job.period.length // _COARSE)
+    width: int | None = -(-problem.job.period.length // (_COARSE_RECOMPUTING if problem.recomputes else _COARSE))
     while width is not None:
         began = time.monotonic()
         model = SlotModel(problem, fixed=request.fixed, width=width)

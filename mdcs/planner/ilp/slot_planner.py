@@ -31,13 +31,13 @@ from mdcs.planner.ilp.decode import DECODING, SOLVING, SearchRequest, SolverResu
 from mdcs.planner.ilp.portfolio import COARSER, EvaluatedPlan, evaluate, heuristics, while_time_remains
 from mdcs.planner.ilp.refine import merge_blocks, minimize_peak, race
 from mdcs.planner.ilp.solver import Solving
-from mdcs.planner.recompute import refined
 from mdcs.planner.schedulers.priority import Priority
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.simulator.machine_code import compile_loops
 from mdcs.sizes import MIB
 
-# HiGHS solves up to 36 slots in seconds, and up to 60 often. Beyond, the relaxation gives the better plans.
+# HiGHS solves up to 36 slots in seconds, and up to 60 often (not if recomputation is open). Beyond, the relaxation gives
+# the better plans.
 _SMALL, _WHOLE = 36, 60
 _HEURISTICS, _SEARCH, _MERGING = 0.12, 0.92, 0.97  # fractions of the time at which these end
 _WORTH = 1e-3  # relative gain that makes another search worth its time
@@ -61,7 +61,7 @@ class SlotPlanner(Solving):
         block_bytes = problem.profile.block if self.block_mib is None else max(1, int(self.block_mib * MIB))
         strategies = None if fixed is None else tuple(fixed)
         request = SearchRequest(problem, name, strategies, self.seconds, block_bytes, self.block_mib is None, time.monotonic())
-        known = [evaluate(refined(each)) for each in _ladders_plan(problem)] if problem.recomputes else []
+        known = [evaluate(each) for each in _ladders_plan(problem)] if problem.recomputes else []
         known += while_time_remains(request.at(_HEURISTICS), heuristics(problem.decided(), fixed))
         found, raced = _solve_beside_race(request, known)
         candidates = [*found.plans, *raced, *known]
@@ -98,7 +98,7 @@ def _solve_beside_race(request: SearchRequest, known: list[EvaluatedPlan]) -> tu
     solves: list[Callable[[], SolverResult]] = []
     if slots > _SMALL:
         solves.append(partial(solve_relaxed, request, realistic, plans=True))
-    if slots <= (2 * _WHOLE if fixed else _WHOLE):
+    if slots <= (_SMALL if request.problem.recomputes else 2 * _WHOLE if fixed else _WHOLE):
         solves.append(partial(solve_whole, request, realistic, best))
     if slots <= _SMALL and realistic.job.profile is request.problem.job.profile:
         solves.append(partial(solve_whole, request, request.problem, best))

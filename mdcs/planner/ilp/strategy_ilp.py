@@ -1,5 +1,7 @@
 """Exact ILP for the mix with the least communication and update time whose sequential schedule fits the budget.
 
+If the plan decides what is recomputed, the time of recomputation counts, too.
+
 Binary z[u,k]: unit u uses strategy k, Σ_k z[u,k] = 1. Nothing overlaps in the sequential schedule, so a step takes
 compute plus Σ seconds[u,k]·z[u,k]. Units share only bytes. At every stage of the period (a message of the sequential
 schedule, or a slot) each unit holds its own bytes[stage,u,k]::
@@ -8,6 +10,7 @@ schedule, or a slot) each unit holds its own bytes[stage,u,k]::
     subject to  Σ_k z[u,k] = 1                                  every unit has one strategy
                 Σ_u,k bytes[stage,u,k] z[u,k] <= budget - rest  memory, for every stage
 
+Columns of recomputation (:mod:`mdcs.planner.ilp.recompute_columns`) add their seconds to the cost, and change the rest.
 The solver starts from the mix of greedy. Its answer is judged like any other mix and compared with that of greedy. The
 outcome says which mix is returned, and why.
 """
@@ -22,6 +25,7 @@ from mdcs.plan.ledger import Ledger
 from mdcs.plan.strategy import Strategy, choices
 from mdcs.plan.strategy_assignment import StrategyAssignment
 from mdcs.planner.feasibility import PlanningProblem, StrategyDecision
+from mdcs.planner.ilp.recompute_columns import Need, RecomputeColumns
 from mdcs.planner.ilp.solver import IntegerProgram, Solving, solve
 from mdcs.planner.schedulers.sequential import sequential
 from mdcs.planner.strategies.greedy import Greedy
@@ -43,24 +47,29 @@ class Ilp(Solving):
         The outcome is ``optimal``, ``feasible``, or ``greedy: <reason why the solver's mix was not taken>``.
         """
         greedy = Greedy().choose(problem).strategies
-        made, z = integer_program(problem)
-        answer = solve(made, seconds=self.seconds, start=_start(made, z, greedy))
+        made, z, recompute = integer_program(problem)
+        start = [0.0] * len(made.costs)
+        for unit, strategy in zip(z, greedy, strict=True):
+            start[unit[strategy]] = 1.0
+        recompute.set(start, problem.job.recompute)
+        answer = solve(made, seconds=self.seconds, start=start)
         if answer.values is None:
             return StrategyDecision(greedy, f"greedy: {answer.status}")
         values = answer.values
         mix = tuple(max(unit, key=lambda k: values[unit[k]]) for unit in z)
-        if not problem.fits(mix):
+        decided = problem.decided(recompute.choices(values)) if recompute.columns else problem
+        if not decided.fits(mix):
             return StrategyDecision(greedy, "greedy: the solver's mix does not fit")
-        if problem.seconds(greedy) < problem.seconds(mix):
+        if _step_s(problem, greedy) < _step_s(decided, mix):
             return StrategyDecision(greedy, f"greedy: faster than the solver's ({answer.status})")
-        return StrategyDecision(mix, answer.status)
+        return StrategyDecision(mix, answer.status, decided.job.recompute)
 
 
 # ---- the problem, in numbers
 
 
-def integer_program(problem: PlanningProblem) -> tuple[IntegerProgram, list[dict[Strategy, int]]]:
-    """Return the integer program, and its column for every unit and strategy.
+def integer_program(problem: PlanningProblem) -> tuple[IntegerProgram, list[dict[Strategy, int]], RecomputeColumns]:
+    """Return the integer program, its column for every unit and strategy, and those of recomputation.
 
     Costs and bytes are relative to the largest.
     """
@@ -70,21 +79,27 @@ def integer_program(problem: PlanningProblem) -> tuple[IntegerProgram, list[dict
     z = [{k: made.column(cost / scale, integer=True) for k, cost in unit.items()} for unit in costs]
     for unit in z:
         made.equal([(x, 1.0) for x in unit.values()], 1.0)
-    for held, left in memory_rows(problem):
-        size = max(1, left)
-        made.at_most([(x, held[u][k] / size) for u, unit in enumerate(z) for k, x in unit.items()], left / size)
-    return made, z
+    recompute = RecomputeColumns(made, problem, 1 / scale)
+    for held, cap, (terms, needed) in memory_rows(problem, recompute):
+        left = cap - needed
+        size = max(1.0, left - sum(min(0.0, c) for _, c in terms))
+        own = [(x, held[u][k] / size) for u, unit in enumerate(z) for k, x in unit.items()]
+        made.at_most([*own, *((x, c / size) for x, c in terms)], left / size)
+    return made, z, recompute
 
 
-def _start(made: IntegerProgram, z: list[dict[Strategy, int]], mix: tuple[Strategy, ...]) -> list[float]:
-    values = [0.0] * len(made.costs)
-    for unit, strategy in zip(z, mix, strict=True):
-        values[unit[strategy]] = 1.0
-    return values
+def _step_s(problem: PlanningProblem, mix: tuple[Strategy, ...]) -> float:
+    """Return the seconds of a step without overlap."""
+    return problem.seconds(mix) + sum(problem.job.period.seconds)
 
 
-def memory_rows(problem: PlanningProblem) -> list[tuple[list[dict[Strategy, int]], int]]:
-    """Return for every stage of the period the bytes per unit and strategy, and the bytes left for all units."""
+def memory_rows(
+    problem: PlanningProblem, recompute: RecomputeColumns
+) -> list[tuple[list[dict[Strategy, int]], int, Need]]:
+    """Return for every stage of the period the bytes per unit and strategy, the bytes of all, and those of activations.
+
+    A stage in which the peak is the largest of several terms has several rows.
+    """
     if problem.budget is None:
         return []
     profile = problem.profile
@@ -94,9 +109,9 @@ def memory_rows(problem: PlanningProblem) -> list[tuple[list[dict[Strategy, int]
     period = problem.job.period
     rows = []
     for stage in sorted(stages):
-        slot = profile.slots[period.slots[stage[0]].place]
+        place = period.slots[stage[0]].place
         held = [{k: _at(walk, stage) for k, walk in unit.items()} for unit in walks]
-        rows.append((held, cap - (slot.peak if stage[1] else slot.live)))
+        rows += [(held, cap, need) for need in (recompute.peaks(place) if stage[1] else [recompute.live(place)])]
     return rows
 
 

@@ -53,7 +53,8 @@ def sums(monkeypatch: pytest.MonkeyPatch, change: Change, barrier: bool) -> dict
         candidate = all_of.of(plan)
         score = all_of.score(candidate, float("inf"))
         assert score is not None
-        model = SlotModel(PlanningProblem(job, 10**6))
+        problem = PlanningProblem(job, 10**6)
+        model = SlotModel(problem)
         return {
             "curve": found.curve,
             "replay": [slot["total"] for slot in found.curve],
@@ -63,7 +64,7 @@ def sums(monkeypatch: pytest.MonkeyPatch, change: Change, barrier: bool) -> dict
             "at rest": own.rest_bytes,
             "candidates": ([*map(int, all_of._arrival), *map(int, all_of._running)], score.energy),
             "joint program": [sorted(terms) for terms, _, _ in model.program.rows],
-            "strategy program": memory_rows(PlanningProblem(job, 10**6)),
+            "strategy program": memory_rows(problem, model.recompute),
             "greedy": [lifetimes.extra_bytes_vs_fsdp(job.period, u, k) for u, k in enumerate(STRATEGIES)],
         }
 

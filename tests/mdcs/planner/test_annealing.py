@@ -21,6 +21,7 @@ from mdcs.planner.registry import SCHEDULERS
 from mdcs.simulator.simulate import replay
 from tests.mdcs.planner.ilp.test_slot_model import small_job
 from tests.mdcs.planner.test_every_plan import job
+from tests.mdcs.planner.test_recompute import deep
 
 
 def start(seed: int, name: str = "wfbp") -> Plan:
@@ -54,6 +55,19 @@ def test_it_ends_at_the_bound_when_told_to_and_when_there_is_no_time() -> None:
     assert anneal(plan, math.inf, bound=replay(plan).period_s) is plan
     assert anneal(plan, math.inf, stop=lambda: True) is plan
     assert anneal(plan, 0.0) is plan
+
+
+def test_what_is_recomputed_changes_only_if_it_may() -> None:
+    """Everything is recomputed at first, under a budget that needs half of it."""
+    profile = deep(9000, 7000, 8000, 9000)
+    asked = Job(profile, recompute=("full",) * 4)
+    problem = PlanningProblem(asked, None)
+    need = PlanningProblem(Job(profile, recompute=("full", "full", "none", "none")), None).peak((Strategy.fsdp,) * 4)
+    plan = repair(SCHEDULERS["wfbp"]().schedule(problem.mix((Strategy.fsdp,) * 4)), need)
+    kept, changed = anneal(plan, math.inf), anneal(plan, math.inf, recompute=True)
+    check(changed)
+    assert kept.recompute == plan.recompute != changed.recompute
+    assert replay(changed).period_s < replay(kept).period_s - 1
 
 
 def every(mix: StrategyAssignment) -> list[Plan]:

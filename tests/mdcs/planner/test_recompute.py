@@ -12,6 +12,7 @@ from mdcs.plan.strategy import choices
 from mdcs.planner.curve import front
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
 from mdcs.planner.ilp.joint import Joint
+from mdcs.planner.ilp.strategy_ilp import Ilp
 from mdcs.planner.pipeline import floor_bytes, make_plan, unsharded_bytes
 from mdcs.planner.recompute import Planned, Random, Uniform, ladder, recompute_named, refined
 from mdcs.planner.schedulers.priority import Priority
@@ -172,6 +173,26 @@ def test_joint_plans_with_recomputation_within_the_budget() -> None:
     plan = make_plan(DEEP, Joint(seconds=2), budget=budget, recompute=Planned())
     assert plan.recompute and plan.prediction is not None and plan.prediction.peak_bytes <= budget
     assert plan.prediction.step_s <= step_s(budget, "planned") * (1 + 1e-9)
+
+
+def test_joint_proves_a_bound_over_all_choices_and_says_the_gap() -> None:
+    budget = (floor_bytes(DEEP, Planned()) + floor_bytes(DEEP)) // 2
+    plan = make_plan(DEEP, Joint(seconds=6), budget=budget, recompute=Planned())
+    assert plan.prediction is not None and plan.bound_s is not None and ", gap " in plan.outcome
+    assert sum(slot.seconds for slot in DEEP.slots) < plan.bound_s <= plan.prediction.step_s
+    fixed = make_plan(Job(DEEP, recompute=plan.recompute), Joint(seconds=6), budget=budget)
+    assert plan.bound_s <= (fixed.bound_s or 0) * (1 + 1e-6)  # of these choices alone
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_the_strategy_ilp_decides_recomputation_and_is_never_slower_than_with_the_ladders(share: float | None) -> None:
+    low, high = floor_bytes(DEEP, Planned()), unsharded_bytes(DEEP)
+    for budget in (low, (low + high) // 2)[share is not None :]:
+        known = {"schedule_share": share, "budget": budget, "recompute": Planned()}
+        plan, ladders = (make_plan(DEEP, each, Priority(), **known) for each in (Ilp(), Greedy()))
+        assert plan.prediction is not None and ladders.prediction is not None
+        assert plan.prediction.peak_bytes <= budget
+        assert plan.prediction.step_s <= ladders.prediction.step_s * 1.001
 
 
 @pytest.mark.parametrize("profile", [DEEP, deep(4000, 2000, 3000, size=2000)])

@@ -11,10 +11,13 @@ from mdcs.plan.cost import CostModel
 from mdcs.plan.job import Job
 from mdcs.plan.strategy import Strategy
 from mdcs.planner.feasibility import InfeasibleBudget, PlanningProblem
+from mdcs.planner.ilp.recompute_columns import RecomputeColumns
+from mdcs.planner.ilp.solver import IntegerProgram
 from mdcs.planner.ilp.strategy_ilp import Ilp, memory_rows
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.profile.link import Link
 from mdcs.profile.schema import Optimizer, Profile, Slot, Unit
+from tests.mdcs.planner.test_recompute import deep
 
 KINDS = [k for k in Strategy if not k.in_node]
 
@@ -45,7 +48,7 @@ def test_the_tightest_memory_row_of_any_mix_is_its_ledger_peak(seed: int) -> Non
     rng = random.Random(seed)
     profile = chain(rng, rng.randint(1, 5), rng.choice([2, 3]))
     problem = PlanningProblem(Job(profile, micro_steps=rng.choice([1, 2])), 10**9)
-    rows = memory_rows(problem)
+    rows = [(held, cap - needed) for held, cap, (_, needed) in memory_rows(problem, RecomputeColumns(IntegerProgram(), problem))]
     for _ in range(25):
         mix = [rng.choice(KINDS) for _ in profile.units]
         slack = min(left - sum(held[u][k] for u, k in enumerate(mix)) for held, left in rows)
@@ -57,7 +60,7 @@ def test_the_mix_is_the_best_of_all_that_fit(cross_iteration: bool) -> None:
     profile = chain(random.Random(11), 4, 2)
     floor = PlanningProblem(Job(profile, cross_iteration=cross_iteration), None).floor
     problem = PlanningProblem(Job(profile, cross_iteration=cross_iteration), int(floor * 1.06))
-    mix, outcome = Ilp().choose(problem)
+    mix, outcome, _ = Ilp().choose(problem)
     best = min(time(profile, m) for m in itertools.product(KINDS, repeat=4) if problem.fits(m))
     assert problem.fits(mix)
     assert time(profile, mix) == pytest.approx(best, rel=1e-9)
@@ -67,7 +70,7 @@ def test_the_mix_is_the_best_of_all_that_fit(cross_iteration: bool) -> None:
 def test_it_beats_greedy_where_greedy_is_not_optimal() -> None:
     profile = chain(random.Random(1), 16, 2)
     problem = PlanningProblem(Job(profile), int(PlanningProblem(Job(profile), None).floor * 1.1))
-    mix, _ = Ilp().choose(problem)
+    mix, *_ = Ilp().choose(problem)
     assert time(profile, mix) < time(profile, Greedy().choose(problem).strategies) * 0.999
 
 
@@ -82,7 +85,7 @@ def test_a_solver_that_fails_is_said_and_greedy_is_used(monkeypatch: pytest.Monk
     monkeypatch.setattr("mdcs.planner.ilp.solver.sys.executable", "/bin/false")
     profile = chain(random.Random(5), 3, 2)
     problem = PlanningProblem(Job(profile), int(PlanningProblem(Job(profile), None).floor * 1.1))
-    mix, outcome = Ilp().choose(problem)
+    mix, outcome, _ = Ilp().choose(problem)
     assert mix == Greedy().choose(problem).strategies
     assert outcome.startswith("greedy: the solver failed")
 
@@ -90,6 +93,24 @@ def test_a_solver_that_fails_is_said_and_greedy_is_used(monkeypatch: pytest.Monk
 def test_a_solver_that_overruns_is_killed() -> None:
     profile = chain(random.Random(5), 3, 2)
     problem = PlanningProblem(Job(profile), int(PlanningProblem(Job(profile), None).floor * 1.1))
-    mix, outcome = Ilp(seconds=0.001).choose(problem)
+    mix, outcome, _ = Ilp(seconds=0.001).choose(problem)
     assert mix == Greedy().choose(problem).strategies
     assert "no answer within" in outcome
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_mix_and_recomputation_are_the_best_of_all_that_fit(seed: int) -> None:
+    """Whatever the recomputation that the problem starts from."""
+    rng = random.Random(seed)
+    profile = deep(*(rng.randint(500, 4000) for _ in range(3)), size=rng.randint(200, 400))
+    low, high = (PlanningProblem(Job(profile), None, recomputes=free).floor for free in (True, False))
+    problem = PlanningProblem(Job(profile, recompute=("full",) * 3), (low + high) // 2, recomputes=True)
+    mix, outcome, recompute = Ilp().choose(problem)
+
+    def step_s(recompute: tuple[str, ...], mix: tuple[Strategy, ...]) -> float:
+        return time(profile, mix) + sum(problem.decided(recompute).job.period.seconds)
+
+    assert outcome == "optimal" and recompute and problem.decided(recompute).fits(mix)
+    known = itertools.product(("none", "selective", "full"), repeat=3)
+    fitting = [(c, m) for c in known for m in itertools.product(KINDS, repeat=3) if problem.decided(c).fits(m)]
+    assert step_s(recompute, mix) == pytest.approx(min(step_s(*each) for each in fitting), rel=1e-9)

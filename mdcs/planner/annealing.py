@@ -49,8 +49,8 @@ def anneal(
     the time suffices for all of them, the same ``seed`` gives the same plan.
     """
     among = Candidates(plan.job, plan.budget)
-    weights = {move: often for move, often in MOVES.items() if strategies or move is not change_strategy}
-    weights |= (RECOMPUTE_MOVES if recompute else {}) | PLAN_MOVES
+    moves = {move: often for move, often in MOVES.items() if strategies or move is not change_strategy}
+    weights = moves | (RECOMPUTE_MOVES if recompute else {}) | PLAN_MOVES
     found = deque(_improvements(among, plan, seconds, bound, weights, stop, random.Random(seed)), maxlen=1)
     return among.plan(found[0], plan) if found else plan
 

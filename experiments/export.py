@@ -91,14 +91,15 @@ def show(made: dict[str, Any], console: Console) -> None:
     """Print the groups, the losses of the export, and the predictions for the plan and for FSDP2."""
     title = f"plan {made['plan']} for {made['ranks']} ranks, as calls of fully_shard"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("modules", "strategy", "mesh", "reshard_after_forward", "gathers ahead: forward", "backward"):
+    for heading in ("modules", "strategy", "mesh", "reshard_after_forward", "recompute", "gathers ahead: forward", "backward"):
         table.add_column(heading, overflow="fold")
     for group in made["groups"]:
         modules = ", ".join(name or "(the model)" for name in group["modules"])
         strategy = str(group["strategy"]) if group["units"] else "–"
         ahead = (", ".join(group[f"{phase}_prefetch"]) for phase in ("forward", "backward"))
+        recompute = ", ".join(dict.fromkeys(group["recompute"].values())) or "–"
         mesh = " x ".join(map(str, group["mesh"]))
-        table.add_row(modules, strategy, mesh, str(group["reshard_after_forward"]), *ahead)
+        table.add_row(modules, strategy, mesh, str(group["reshard_after_forward"]), recompute, *ahead)
     console.print(table)
     console.print("What the plan does and FSDP2 does not:", highlight=False)
     for each in made["lost"]:

@@ -12,15 +12,9 @@ from mdcs.plan.period import Op
 from mdcs.plan.plan import Plan
 from mdcs.plan.strategy import Strategy
 from mdcs.profile.link import Kind
-from mdcs.profile.recompute import FULL, NONE, SELECTIVE
+from mdcs.profile.recompute import NONE
 
-SCHEMA = 2
-
-_RECOMPUTED = {
-    FULL: "recomputes its activations: wrap its modules in torch's checkpoint_wrapper",
-    SELECTIVE: "recomputes all but the outputs of matrix products and attention: wrap its modules in torch's checkpoint_wrapper,"
-    " with a context_fn of create_selective_checkpoint_contexts",
-}
+SCHEMA = 3
 
 KEYS = {
     "ranks": "ranks that the plan is for; meshes have as many",
@@ -30,6 +24,8 @@ KEYS = {
     "groups.elements": "of the modules' parameters that no group before has, padding included; another number is another model",
     "groups.mesh": "its shape, of ranks in their order: all of them, or replicas x shards, with names for both dimensions",
     "groups.reshard_after_forward": "argument of fully_shard",
+    "groups.recompute": "modules to wrap in checkpoint_wrapper before any fully_shard, and what they keep until backward; "
+    "full: inputs; selective: outputs of matrix products and attention, too",
     "groups.forward_prefetch": "first modules of groups, for set_modules_to_forward_prefetch; empty: leave it",
     "groups.backward_prefetch": "first modules of groups, for set_modules_to_backward_prefetch; empty: leave it",
     "lost": "what the plan does and FSDP2 cannot, with the units; no units: the whole plan",
@@ -76,6 +72,10 @@ def _budget(plan: Plan, groups: tuple[Group, ...]) -> dict[str, Any] | None:
 
 def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:
     units = [plan.profile.units[u] for u in group.units]
+
+    def recomputes(unit: int) -> bool:
+        return bool(plan.recompute) and plan.recompute[unit] != NONE
+
     return {
         "modules": list(group.modules),
         "units": [unit.name for unit in units],
@@ -83,6 +83,7 @@ def _group(plan: Plan, group: Group, chosen: Steps) -> dict[str, Any]:
         "elements": sum(unit.numel for unit in units),
         "mesh": list(group.mesh(plan.profile)),
         "reshard_after_forward": group.reshard_after_forward,
+        "recompute": {name: plan.recompute[u] for u in group.units if recomputes(u) for name in modules_of(plan, u)},
         "forward_prefetch": list(chosen.forward.get(group.name, ())),
         "backward_prefetch": list(chosen.backward.get(group.name, ())),
     }
@@ -123,8 +124,6 @@ def _limitations_by_unit(plan: Plan, groups: tuple[Group, ...], chosen: Steps) -
             )
         elif fsdp2_strategy(strategy) is not g.strategy:
             yield u, f"{strategy} becomes {g.strategy}, that of the largest unit in its fully_shard group"
-        if plan.recompute and plan.recompute[u] != NONE:
-            yield u, f"{_RECOMPUTED[plan.recompute[u]]}, before fully_shard: what is predicted counts on it"
         if g.strategy is Strategy.dp:
             yield u, "dp is fully_shard on a mesh of shape (ranks, 1), with a second copy of parameters while they are used"
         uses = sum(s.unit == u and s.phase == "F" for s in plan.profile.slots)

@@ -1,25 +1,31 @@
-"""A plan applied to a model by torch's fully_shard (FSDP2), and the loop's work for groups on several meshes."""
+"""A plan applied to a model by torch's checkpoint_wrapper and fully_shard (FSDP2), and the loop's work for several meshes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mdcs.export.document import SCHEMA, describe_group, document
+from mdcs.model.recompute import checkpoint_contexts
 from mdcs.plan.plan import Plan
+from mdcs.profile.recompute import SELECTIVE
 from mdcs.sizes import aligned
 from mdcs.torch_compat import gather_on_cpu_ahead
 
 
 def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     """Call fully_shard on ``model`` as a plan, or its exported file, says; return the model. Collective.
+
+    Modules that recompute their activations are wrapped in torch's checkpoint_wrapper first, of which state dicts show nothing.
 
     - ``mesh``: all ranks, by default in one dimension; the ranks of a node are neighbours. Units that are replicated,
       in whole or across nodes, get meshes of (replicas, shards) of the same ranks.
@@ -35,7 +41,11 @@ def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMes
     mesh = mesh or init_device_mesh("cpu" if device == "meta" else device, (from_file["ranks"],))
     if mesh.size() != from_file["ranks"]:
         raise ValueError(f"the plan is for {from_file['ranks']} ranks, the mesh has {tuple(mesh.mesh.shape)}")
-    groups = [([model.get_submodule(name) for name in group["modules"]], group) for group in _checked(model, from_file)]
+    checked = _checked(model, from_file)
+    for group in checked:
+        for name, choice in group["recompute"].items():
+            _wrap(model, model.get_submodule(name), choice == SELECTIVE)
+    groups = [([model.get_submodule(name) for name in group["modules"]], group) for group in checked]
     meshes = _meshes(mesh, dict.fromkeys(tuple(group["mesh"]) for _, group in groups))
     made: dict[str, Any] = {}
     for modules, group in groups:
@@ -51,6 +61,14 @@ def apply_plan(model: nn.Module, plan: Plan | Mapping[str, Any], mesh: DeviceMes
     if mesh.device_type == "cpu":  # no streams on CPU: without async_op the host waits for every gather where it is issued
         gather_on_cpu_ahead(made[""])
     return model
+
+
+def _wrap(model: nn.Module, module: nn.Module, selective: bool) -> None:
+    """Put the module into a checkpoint_wrapper, wherever the model has it."""
+    places = [(outer, name) for outer in model.modules() for name, inner in outer._modules.items() if inner is module]
+    wrapper = checkpoint_wrapper(module, context_fn=functools.partial(checkpoint_contexts, module, selective))
+    for outer, name in places:
+        outer.register_module(name, wrapper)
 
 
 def _meshes(mesh: DeviceMesh, shapes: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], DeviceMesh]:

@@ -94,9 +94,9 @@ class CheckpointedForward:
     """
 
     def __init__(self, name: str, module: nn.Module, selective: bool, observer: Callable[[], Recomputing]) -> None:
-        self._name, self._module, self._selective, self._observer = name, module, selective, observer
+        self._name, self._module, self._observer = name, module, observer
         self._own, self._forward = vars(module).get("forward"), module.forward
-        self._statistics = [m for m in module.modules() if has_batch_statistics(m)]
+        self._contexts = functools.partial(checkpoint_contexts, module, selective)
         self._others = [m for m in module.modules() if m._buffers and not has_batch_statistics(m)]
         functools.update_wrapper(self, self._forward, updated=())  # so that inspect.signature finds the arguments
         self._call = run_not_compiled(self._checkpointed)
@@ -116,16 +116,12 @@ class CheckpointedForward:
         def run(*values: Any) -> Any:
             return self._forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            forward: AbstractContextManager[Any] = contextlib.nullcontext()
-            again = forward
-            if self._selective:
-                forward, again = create_selective_checkpoint_contexts(_policy)
-            return forward, _Again(lambda: self._again(recomputing, again))
-
         before = self._versions()
         # Keywords as positions: checkpoint() sees whether a tensor is changed in place before it is used again.
-        out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+        out = checkpoint(
+            run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True,
+            context_fn=functools.partial(self._contexts, recomputing),
+        )  # fmt: skip
         after = self._versions()
         if any(after.get(place) != seen for place, seen in before.items()):  # one that this forward has made is no change
             raise UnsupportedModel(
@@ -139,18 +135,33 @@ class CheckpointedForward:
         held = [((i, name), b) for i, m in enumerate(self._others) for name, b in m._buffers.items() if b is not None]
         return {place: (id(b), 0 if b.is_inference() else version_of(b)) for place, b in held}
 
-    @contextlib.contextmanager
-    def _again(self, recomputing: Recomputing, operators: AbstractContextManager[Any]) -> Iterator[None]:
-        """Compute again, with copies of running statistics, which the first forward has updated."""
-        kept = [(m, dict(m._buffers)) for m in self._statistics if m.training]
-        for module, buffers in kept:
-            module._buffers.update((name, None if b is None else b.clone()) for name, b in buffers.items())
-        try:
-            with recomputing(), operators:
-                yield
-        finally:
-            for module, buffers in kept:
-                module._buffers.update(buffers)
+
+def checkpoint_contexts(
+    module: nn.Module, selective: bool, recomputing: Recomputing = contextlib.nullcontext
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a module's forward, and of the same forward computed again: ``context_fn`` of torch's checkpoint.
+
+    - ``selective``: whether outputs of matrix products, convolutions and attention are kept.
+    """
+    forward: AbstractContextManager[Any] = contextlib.nullcontext()
+    again = forward
+    if selective:
+        forward, again = create_selective_checkpoint_contexts(_policy)
+    return forward, _Again(lambda: _computed_again(module, recomputing, again))
+
+
+@contextlib.contextmanager
+def _computed_again(module: nn.Module, recomputing: Recomputing, operators: AbstractContextManager[Any]) -> Iterator[None]:
+    """Compute again, with copies of running statistics, which the first forward has updated."""
+    kept = [(m, dict(m._buffers)) for m in module.modules() if m.training and has_batch_statistics(m)]
+    for of, buffers in kept:
+        of._buffers.update((name, None if b is None else b.clone()) for name, b in buffers.items())
+    try:
+        with recomputing(), operators:
+            yield
+    finally:
+        for of, buffers in kept:
+            of._buffers.update(buffers)
 
 
 class _Again(contextlib.ExitStack):

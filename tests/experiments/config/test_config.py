@@ -427,7 +427,7 @@ def test_what_is_no_profile_is_refused():
         composed("profile.path=setup.cfg")
 
 
-PLAN = {"schema": 2, "ranks": 2, "groups": [{"mesh": [2, 1]}]}
+PLAN = {"schema": 3, "ranks": 2, "groups": [{"mesh": [2, 1]}]}
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ PLAN = {"schema": 2, "ranks": 2, "groups": [{"mesh": [2, 1]}]}
     [
         ({}, "engine.reduce_scatter=all_to_all", "engine.reduce_scatter: must be own where a plan has dp or shards within nodes"),
         ({"ranks": 4}, "", "engine.plan: is for 4 ranks, cluster.ranks=2"),
-        ({"schema": 1, "groups": [{"replicate": True}]}, "", "has schema 1, not 2: export the plan again"),
+        ({"schema": 1, "groups": [{"replicate": True}]}, "", "has schema 1, not 3: export the plan again"),
         ({"groups": [{}]}, "", "engine.plan: is not a file of mdcs export: 'mesh'"),
     ],
 )

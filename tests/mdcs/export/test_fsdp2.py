@@ -10,7 +10,7 @@ from torch import nn
 
 from mdcs.export.document import document
 from mdcs.export.fsdp2 import apply_plan
-from tests.mdcs.export.training import as_ddp, by_the_loader, peak
+from tests.mdcs.export.training import as_ddp, by_the_loader, peak, recomputed, statistics_with_and_without
 from tests.mdcs.profiles import chain, planned
 from tests.mdcs.runtime.ranks import Ranks
 from tests.mdcs.runtime.training import How
@@ -53,8 +53,28 @@ def test_shards_within_nodes_train_as_ddp_does(nodes: Ranks, model: str, strateg
             assert got == pytest.approx(expected, rel=2e-6)
 
 
-def test_the_loader_of_the_docs_needs_torch_alone(two: Ranks) -> None:
-    for rank in two.run(by_the_loader, "gpt2", How("random", "random", seed=7, bytes=4000)):
+@pytest.mark.parametrize(
+    ("model", "strategy", "choice"),
+    [
+        ("gpt2", "random", "random"), ("llama", "fsdp", "full"), slow("bert", "sdp", "selective"), slow("tied", "random", "full"),
+        slow("twice", "fsdp", "selective"),
+    ],
+)  # fmt: skip
+def test_recomputation_is_that_of_ddp_with_checkpoint_in_the_same_modules(two: Ranks, model, strategy, choice) -> None:
+    """Losses are equal bit for bit: gradients of two ranks are summed, and not clipped."""
+    for rank in two.run(recomputed, model, How(strategy, "priority", seed=3, bytes=4000, recompute=choice)):
+        assert rank["fsdp2"] == rank["ddp"] and rank["choices"] >= ({choice} if choice != "random" else set())
+        assert rank["calls"] == ({2.0, 4.0} if model == "twice" else {2.0}) and rank["names"]
+
+
+def test_running_statistics_are_updated_once_a_step(two: Ranks) -> None:
+    for rank in two.run(statistics_with_and_without, "resnet"):
+        assert rank["again"] and rank["differing"] == []
+
+
+@pytest.mark.parametrize("recompute", ["", "random"])
+def test_the_loader_of_the_docs_needs_torch_alone(two: Ranks, recompute: str) -> None:
+    for rank in two.run(by_the_loader, "gpt2", How("random", "random", seed=7, bytes=4000, recompute=recompute)):
         assert rank["loader"] == rank["fsdp2"]
 
 
@@ -63,6 +83,17 @@ def test_the_loader_of_the_docs_needs_torch_alone(two: Ranks) -> None:
 def test_the_peak_is_near_the_prediction(measured: Ranks, model: str, strategy: str) -> None:
     for rank in measured.run(peak, model, How(strategy, "sequential", seed=7), LARGE[model]):
         assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "strategy"), [("gpt2", "fsdp"), ("gpt2", "sdp"), ("resnet", "random")])
+@pytest.mark.parametrize("choice", ["full", "selective"])
+def test_the_peak_with_recomputation_is_near_the_prediction(measured: Ranks, model: str, strategy: str, choice: str) -> None:
+    shape = LARGE[model] | {"samples": 4}
+    kept, again = (measured.run(peak, model, How(strategy, "sequential", seed=7, recompute=c), shape) for c in ("", choice))
+    for before, rank in zip(kept, again, strict=True):
+        assert rank["predicted"]["total"] == pytest.approx(rank["measured"]["total"], rel=0.05)
+        assert rank["measured"]["total"] < (0.9 if model == "gpt2" else 1.0) * before["measured"]["total"]
 
 
 @pytest.mark.slow
@@ -110,5 +141,5 @@ def test_a_plan_of_another_model_is_refused_by_unit(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_file_of_another_schema_is_refused() -> None:
-    with pytest.raises(ValueError, match="the file has schema 1, this mdcs reads 2: export the plan again"):
-        apply_plan(nn.Linear(3, 2), {"schema": 1})
+    with pytest.raises(ValueError, match="the file has schema 2, this mdcs reads 3: export the plan again"):
+        apply_plan(nn.Linear(3, 2), {"schema": 2})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import random
 import re
 import tempfile
 from pathlib import Path
@@ -13,17 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mdcs
 from mdcs.export.document import document
 from mdcs.export.fsdp2 import apply_plan, clip_grad_norm_, parameter_groups
 from mdcs.plan.plan import Plan
 from mdcs.profile.link import Link
+from mdcs.profile.recompute import CHOICES, FULL, uniform
 from mdcs.profiler.consensus import merge_profiles, on_rank_zero
 from mdcs.profiler.model_profile import measure_profile
 from mdcs.telemetry.memory_meter import ShimMeter
 from tests.mdcs.profiles import in_nodes
-from tests.mdcs.runtime.training import How, Setup, optimizer_for, scheduler_for, setup, strategy_for
+from tests.mdcs.runtime.training import How, Setup, optimizer_for, recomputing, scheduler_for, setup, strategy_for
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,9 +42,16 @@ def planned(made: Setup, how: How) -> Plan:
         measure_profile(
             made.model, units, lambda: made.loss(made.model, made.batch(0, 0, rank)), optimizer,
             world=world, link=in_nodes(link, world, how.per_node, 0.1) if how.per_node else link, iterations=2,
+            recompute=bool(how.recompute),
         )
     )  # fmt: skip
     job = mdcs.Job(profile)
+    if how.recompute and profile.recompute:
+        job = mdcs.Job(profile, recompute=uniform(profile.recompute, len(units), how.recompute))
+    elif how.recompute:  # memory is not measured
+        rng = random.Random(how.seed)
+        choices = [how.recompute if how.recompute != "random" else rng.choice(CHOICES) for _ in units]
+        job = recomputing(job, made.model, units, choices)
     return on_rank_zero(lambda: mdcs.make_plan(job, strategy_for(how), scheduler_for(how)))
 
 
@@ -70,6 +81,54 @@ def as_ddp(name: str, how: How) -> dict[str, Any]:
     apply_plan(made.model, file)
     got = losses(made, made.model, torch.optim.Adam(parameter_groups(made.model), lr=1e-2), clip_grad_norm_, 4)
     return {"ddp": expected, "fsdp2": got, "meshes": {tuple(group["mesh"]) for group in file["groups"]}}
+
+
+def recomputed(name: str, how: How) -> dict[str, Any]:
+    """Losses of FSDP2, and of DDP with checkpoint() in the same modules; how often these ran forward per step; their names."""
+    made = setup(name)
+    plan = planned(made, how)
+    file = json.loads(json.dumps(document(plan)))
+    chosen = {name: choice for group in file["groups"] for name, choice in group["recompute"].items()}
+    twin = copy.deepcopy(made.model)
+    for name, choice in chosen.items():
+        by_hand(twin.get_submodule(name), choice)
+    wrapped = DistributedDataParallel(twin)
+    adam = torch.optim.Adam(wrapped.parameters(), lr=1e-2)
+    expected = [loss for loss, _ in losses(made, wrapped, adam, lambda parameters, norm: 0.0, 3)]
+    inner = {name: made.model.get_submodule(name) for name in chosen}
+    names = [*made.model.state_dict()]
+    apply_plan(made.model, file)
+    calls = dict.fromkeys(chosen, 0)
+    for name, module in inner.items():
+        module.register_forward_pre_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
+    adam = torch.optim.Adam(parameter_groups(made.model), lr=1e-2)
+    got = [loss for loss, _ in losses(made, made.model, adam, lambda parameters, norm: 0.0, 3)]
+    return {
+        "ddp": expected, "fsdp2": got, "calls": {count / 3 for count in calls.values()}, "choices": {*chosen.values()},
+        "names": names == [*made.model.state_dict()],
+    }  # fmt: skip
+
+
+def statistics_with_and_without(name: str) -> dict[str, Any]:
+    """Buffers that differ between all activations kept and all computed again, by FSDP2; whether any were."""
+    found = []
+    for choice in ("", FULL):
+        made = setup(name)
+        plan = planned(made, How("fsdp", "priority", recompute=choice))
+        apply_plan(made.model, plan)
+        losses(made, made.model, torch.optim.Adam(parameter_groups(made.model)), lambda parameters, norm: 0.0, 2)
+        found.append({name.replace("_checkpoint_wrapped_module.", ""): b for name, b in made.model.named_buffers()})
+    differing = [name for name, buffer in found[0].items() if not torch.equal(buffer, found[1][name])]
+    return {"again": FULL in plan.recompute, "differing": differing}
+
+
+def by_hand(module: nn.Module, choice: str) -> None:
+    """Checkpointing as one writes it, with the operators that torch's documentation keeps."""
+    aten = torch.ops.aten
+    keep = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default]
+    kept = [*keep, aten._scaled_dot_product_flash_attention_for_cpu.default]
+    contexts = {} if choice == FULL else {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, **contexts)
 
 
 def peak(name: str, how: How, shape: dict[str, Any]) -> dict[str, Any]:

@@ -93,8 +93,7 @@ def autoplan(
             within = wanted - reserve if isinstance(wanted, int) else budget
             profile = autoprofile(
                 model, optimizer, units, step, batches=batches, master_dtype=master_dtype, grad_dtype=grad_dtype,
-                budget=within if rule == KEEP else None,  # what runs while profiling recomputes nothing
-                seconds=seconds / 2, progress=progress, recompute=rule != KEEP,
+                budget=within, seconds=seconds / 2, progress=progress, recompute=rule != KEEP,
             )  # fmt: skip
         if wanted is not None and not any(slot.peak for slot in profile.slots):
             warnings.warn(

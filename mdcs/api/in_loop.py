@@ -18,6 +18,7 @@ from mdcs.api.autoplan import autoplan
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
+from mdcs.planner.recompute import KEEP
 from mdcs.profile import cache
 from mdcs.profiler.consensus import on_rank_zero
 from mdcs.profiler.first_step import FirstStep
@@ -103,6 +104,7 @@ class PlannedInLoop(Parallel):
         if self._folder is None:
             return make()
         others = "".join(map(described, self._planning.get("batches", ())))
+        others += "" if self._planning["recompute"] == KEEP else "; recomputation"
         path = self._folder / f"{key_of_job(self.model, self.units, self._all, first.in_words() + others)}.json"
         known = on_rank_zero(lambda: cache.read(path))
         if known is not None and self.rank == 0 and self._planning["progress"]:

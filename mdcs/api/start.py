@@ -19,6 +19,7 @@ from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
 from mdcs.model.units import ModelUnit, partition
 from mdcs.model.wrappers import without_ddp
 from mdcs.plan.plan import Plan
+from mdcs.planner.recompute import KEEP, Planned, RecomputeRule, recompute_named
 from mdcs.profile import cache
 from mdcs.profiler.model_profile import refuse_meta
 from mdcs.runtime.engine import Engine
@@ -39,6 +40,7 @@ def parallelize(
     budget: int | str | None = None,
     over_budget: str = "warn",
     batches: Sequence[Any] | None = None,
+    recompute: str | RecomputeRule = "none",
     seconds: float = SECONDS,
     progress: bool = True,
     profiles: bool | str | Path = True,
@@ -70,7 +72,7 @@ def parallelize(
       about ``seconds``, and the plan is made (:func:`mdcs.autoplan`); random numbers, buffers and weights stay as they
       are. Until then the model is whole on every rank, above the budget if need be.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
-    - ``budget``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
+    - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
     - ``batches``: batches of other sizes than the first step's, for a plan that is made here: the plan has room for all of
       them. The model is called with a batch's keywords (dict), arguments (tuple or list), or with the batch. For a loop that
       calls parts of the model a batch is a function that runs the forward passes and returns the loss; then no profile is kept.
@@ -99,6 +101,7 @@ def parallelize(
     message, for later failures. The first step raises what :func:`mdcs.autoplan` raises.
     """
     limit = budget_of(budget)
+    rule = recompute_named(recompute) if isinstance(recompute, str) else recompute
     model, optimizers = without_ddp(model), Optimizers(optimizer)
     units = partition(model) if units is None else units
     options = RunOptions(
@@ -111,7 +114,10 @@ def parallelize(
             raise ValueError("the plan has a budget already: give plan= or budget=")
         if batches is not None:
             raise ValueError("batches= is for a plan that is made here: mdcs.autoplan(batches=)")
+        if rule != KEEP:
+            raise ValueError("recompute= is for a plan that is made here: mdcs.autoplan(recompute=)")
         planning: dict[str, Any] = {"budget": plan.budget, "reserve": plan.reserve, "cross_iteration": plan.cross_iteration}
+        planning["recompute"] = Planned() if plan.recompute else KEEP  # of a later plan
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
         run._run(Engine(model, optimizers, plan, units, group, options))
         return run
@@ -120,7 +126,7 @@ def parallelize(
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
     refuse_meta(model)
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
-    planning = {"budget": budget, "cross_iteration": not options.needs_norm}
+    planning = {"budget": budget, "cross_iteration": not options.needs_norm, "recompute": rule}
     if batches is not None:
         planning["batches"] = [None, *batches]  # None: the first step's own
     run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)

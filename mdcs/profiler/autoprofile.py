@@ -17,7 +17,7 @@ from mdcs.model.optimizers import GivenOptimizers
 from mdcs.model.units import ModelUnit
 from mdcs.planner.pipeline import floor_bytes, unsharded_bytes
 from mdcs.profile.schema import Profile
-from mdcs.profiler.batch_mix import mix, total_s, typical, with_slots_of
+from mdcs.profiler.batch_mix import largest, mix, total_s, typical, with_slots_of
 from mdcs.profiler.consensus import (
     all_gather_object,
     barrier,
@@ -89,21 +89,18 @@ def autoprofile(
       measured whole: a warning says how much that holds, if it is more.
     - ``seconds``: time budget of the phases. They measure more often while it lasts, and each thing once in any case.
     - ``recompute``: measure recomputation, too (:attr:`mdcs.Profile.recompute`): three times as many steps of the second phase.
-      A budget is refused if no plan with recomputation can keep it. Of one batch only.
+      A budget is refused if no plan with recomputation can keep it. Of several batches that of the largest is measured.
     - ``progress``: whether rank 0 writes a line to stderr for each phase, with a bar on a terminal.
 
     What one rank raises alone the others hear of at once: they raise RunError with its words, or with the rank that was killed.
-    Raises ValueError for a family that the backend does not have, for ``seconds`` that are not above 0, for ``recompute`` with
-    several batches, and what :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state
-    already is refused here.
+    Raises ValueError for a family that the backend does not have, for ``seconds`` that are not above 0, and what
+    :func:`mdcs.measure_profile` and :func:`mdcs.parallelize` raise: an optimizer that has state already is refused here.
     Raises InfeasibleBudget, see above.
     """
     wanted, until = budget_of(budget), end_of(seconds)
     limit = None if isinstance(wanted, Share) else wanted
     refuse_meta(model)  # before the link, whose backend has no such device
     steps = steps_of(step, batches)
-    if recompute and len(steps) > 1:
-        raise ValueError("recomputation is measured with one batch: give the largest")
     processes = dist.get_world_size() if dist.is_initialized() else 1
     world, is_first = emulate.world if emulate else processes, not dist.is_initialized() or dist.get_rank() == 0
     with on_all_ranks(tells=progress):
@@ -120,15 +117,20 @@ def autoprofile(
         if len(set(all_gather_object(len(steps)))) > 1:
             raise ValueError("ranks were given different numbers of batches")
         phase("measuring the model", _MODEL * seconds)
-        profiles = []
         with rank_zeros_random_state(units[0].parameters[0][1].device):
-            for each in steps:
+
+            def measured_with(each: Callable[[], Tensor], recompute: bool) -> Profile:
                 own = measure_profile(
                     model, units, each, optimizer, world=world, link=link.link,
                     collectives=link.collectives, iterations=iterations, about=about, master_dtype=master_dtype,
                     grad_dtype=grad_dtype, seconds=_MODEL * seconds / len(steps), recompute=recompute,
                 )  # fmt: skip
-                profiles.append(merge_profiles(dataclasses.replace(own, spread=own.spread | link.spread)))
+                return merge_profiles(dataclasses.replace(own, spread=own.spread | link.spread))
+
+            profiles = [measured_with(each, recompute and len(steps) == 1) for each in steps]
+            if recompute and len(steps) > 1:
+                most = largest(profiles)
+                profiles[most] = measured_with(steps[most], recompute=True)
         profile, middle = mix(profiles), typical(profiles)
         if is_first:
             warn_padding(profile)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from mdcs.model.inputs import INPUTS, from_words
+from mdcs.profile.recompute import RecomputeOption
 from mdcs.profile.schema import Profile, Slot
 
 Use = tuple[int, str, int]
@@ -17,9 +18,10 @@ Use = tuple[int, str, int]
 def mix(profiles: Sequence[Profile]) -> Profile:
     """Return the profile of a loop that draws these batches equally often: by slot mean seconds and most bytes.
 
-    Slots are those of the batch that needs the most memory. What only other batches use is a departure from them.
+    Slots are those of the :func:`largest` batch. What only other batches use is a departure from them. Recomputation is that
+    of the largest batch, too, with seconds in proportion to the slot's.
     """
-    base = max(profiles, key=lambda p: (max(slot.peak for slot in p.slots), total_s(p)))
+    base = profiles[largest(profiles)]
     by_use = [dict(uses(p.slots)) for p in profiles]
     slots = []
     for use, slot in uses(base.slots):
@@ -32,8 +34,29 @@ def mix(profiles: Sequence[Profile]) -> Profile:
                 peak=max(s.peak for s in found),
             )
         )
-    largest = max((p.about.get(INPUTS, "") for p in profiles), key=lambda words: math.prod(from_words(words) or (0,)))
-    return dataclasses.replace(base, slots=tuple(slots), about=base.about | ({INPUTS: largest} if largest else {}))
+    inputs = max((p.about.get(INPUTS, "") for p in profiles), key=lambda words: math.prod(from_words(words) or (0,)))
+    backward = zip(base.slots[base.forward_slots :], slots[base.forward_slots :], strict=True)
+    scales = [after.seconds / before.seconds if before.seconds else 1.0 for before, after in backward]
+    return dataclasses.replace(
+        base, slots=tuple(slots), about=base.about | ({INPUTS: inputs} if inputs else {}),
+        recompute=tuple(_scaled(option, scales) for option in base.recompute),
+    )  # fmt: skip
+
+
+def largest(profiles: Sequence[Profile]) -> int:
+    """Return the number of the batch that needs the most memory; of equal ones that with recomputation, or the slowest."""
+    numbers = range(len(profiles))
+    return max(numbers, key=lambda i: (_peak(profiles[i]), len(profiles[i].recompute), total_s(profiles[i])))
+
+
+def _peak(profile: Profile) -> int:
+    return max(slot.peak for slot in profile.slots)
+
+
+def _scaled(option: RecomputeOption, scales: Sequence[float]) -> RecomputeOption:
+    """Return the option with the seconds of each use times the scale of its backward slot."""
+    uses = (dataclasses.replace(use, seconds=use.seconds * scales[use.backward]) for use in option.uses)
+    return dataclasses.replace(option, uses=tuple(uses))
 
 
 def typical(profiles: Sequence[Profile]) -> int:
@@ -47,7 +70,8 @@ def with_slots_of(measured: Profile, before: Profile, mixed: Profile) -> Profile
     """Return what was ``measured`` from ``before`` on, the profile of one batch, with the slots of the mix, scaled alike."""
     scale = total_s(measured) / total_s(before) if total_s(before) else 1.0
     slots = tuple(dataclasses.replace(slot, seconds=scale * slot.seconds) for slot in mixed.slots)
-    return dataclasses.replace(measured, slots=slots, units=mixed.units, about=mixed.about)
+    recompute = tuple(_scaled(option, [scale] * mixed.backward_slots) for option in mixed.recompute)
+    return dataclasses.replace(measured, slots=slots, units=mixed.units, about=mixed.about, recompute=recompute)
 
 
 def total_s(profile: Profile) -> float:

@@ -427,3 +427,71 @@ def test_a_loop_that_calls_parts_of_the_model_gives_its_batches_as_functions():
     assert plan is not None and plan.profile.about[INPUTS] == "24 x 8"
     with pytest.raises(mdcs.RunError, match=r"the loop calls parts of the model, .* batches=\[lambda: loss_of\(model, batch\)\]"):
         of_several_batches([torch.rand(24, 8)])
+
+
+def deep(samples: int, seed: int) -> Tensor:
+    return torch.rand(samples, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def recomputing(recompute: str | None, options: dict[str, Any], replans: bool = False) -> Any:
+    """Losses and weights of a loop whose activations are most of its bytes; DDP's without ``recompute``. The plans made."""
+    torch.manual_seed(0)
+    model: Any = blocks()
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    parallel, plans = None, []
+    if recompute is None:
+        model = nn.parallel.DistributedDataParallel(model, process_group=dist.new_group())
+    else:
+        parallel = mdcs.parallelize(
+            model, optimizer, recompute=recompute, seconds=0.2, progress=False, timeout_s=30, profiles=False, **options
+        )
+    losses = []
+    for step in range(STEPS):
+        if parallel is not None and replans and step == 2:
+            parallel.replan()
+        loss = nn.functional.cross_entropy(model(deep(1000, 10 * step + dist.get_rank())), torch.arange(1000) % 5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if parallel is not None:
+            plans.append(parallel.plan)
+    if parallel is None:
+        return losses, {k: v.clone() for k, v in model.module.state_dict().items()}
+    state, peaks = parallel.state_dict(), [m.measured["total"] for m in parallel.memory_by_slot() if m.measured]
+    parallel.close()
+    return losses, state, plans, max(peaks)
+
+
+def as_ddp_recomputing(recompute: str, options: dict[str, Any], replans: bool) -> dict[str, Any]:
+    losses, state = recomputing(None, {})
+    found, ours, plans, peak = recomputing(recompute, options, replans)
+    last = plans[-1]
+    return {
+        "differs": [name for name, value in state.items() if not torch.equal(value, ours[name])] + ["losses"] * (losses != found),
+        "choices": {*last.recompute}, "plans": len({plan.hash for plan in plans}), "peak": peak, "budget": last.budget,
+        "inputs": last.profile.about[INPUTS],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recompute", "options", "replans"),
+    [
+        ("all", {}, False), ("planned", {"budget": "70%"}, True),
+        ("planned", {"budget": "70%", "batches": [torch.rand(1500, 8)]}, False),
+    ],
+)  # fmt: skip
+def test_activations_are_recomputed_as_the_plan_that_is_made_in_the_loop_says(measured, recompute, options, replans):
+    for rank in measured.run(as_ddp_recomputing, recompute, options, replans, timeout_s=200.0):
+        assert rank["differs"] == [] and "full" in rank["choices"] and rank["plans"] == 1 + replans
+        assert rank["budget"] is None or rank["peak"] <= rank["budget"]
+        assert rank["inputs"] == ("1500 x 8" if "batches" in options else "1000 x 8")
+
+
+def test_recomputation_is_not_for_a_plan_that_is_given():
+    model = blocks()
+    with pytest.raises(ValueError, match=r"recompute= is for a plan that is made here: mdcs\.autoplan\(recompute=\)"):
+        mdcs.parallelize(model, OPTIMIZERS["adam"](model.parameters()), object(), recompute="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown recompute 'some'"):
+        mdcs.parallelize(model, OPTIMIZERS["adam"](model.parameters()), recompute="some")

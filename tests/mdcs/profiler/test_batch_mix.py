@@ -10,7 +10,7 @@ from mdcs.model.inputs import INPUTS
 from mdcs.profile.schema import Profile, Slot
 from mdcs.profiler.autoprofile import steps_of
 from mdcs.profiler.batch_mix import mix, total_s, typical, with_slots_of
-from tests.mdcs.profiles import chain
+from tests.mdcs.profiles import chain, recomputable
 
 
 def of(*slots: tuple[int, str, float, int, int], inputs: str) -> Profile:
@@ -43,6 +43,16 @@ def test_what_messages_cost_is_measured_with_the_batch_next_to_the_mean() -> Non
     found, mixed = with_slots_of(measured, profiles[2], mix(profiles)), mix(profiles)
     assert total_s(found) == pytest.approx(1.5 * total_s(mixed)) and found.copy_seconds_per_byte == 1e-9
     assert [s.peak for s in found.slots] == [s.peak for s in mixed.slots] and found.about[INPUTS] == "4 x 32"
+
+
+def test_recomputation_of_the_largest_batch_counts_with_the_seconds_of_the_mix() -> None:
+    long = recomputable(LONG, 1, freed=60, seconds=4.0, peak=20)
+    mixed = mix([SHORT, long])
+    [use] = mixed.recompute[0].uses
+    assert (use.freed, use.peak, use.seconds) == (60, 20, 2.5)  # its backward takes 5 seconds of 8 in the mean
+    slots = tuple(dataclasses.replace(s, seconds=2 * s.seconds) for s in SHORT.slots)
+    found = with_slots_of(dataclasses.replace(SHORT, slots=slots), SHORT, mixed)
+    assert found.recompute[0].seconds == 5.0 and mix([long]) == long
 
 
 def test_a_step_is_given_each_batch_and_none_is_refused() -> None:

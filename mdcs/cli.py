@@ -27,6 +27,7 @@ PROGRAMS = {
     "memory": "experiments/memory.py",
     "collectives": "experiments/collectives.py",
     "gpu": "experiments/gpu.py",
+    "outside": "experiments/outside.py",
     "report": "analysis/__main__.py",
 }
 """File of each command, from the checkout's root."""

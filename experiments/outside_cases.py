@@ -1,0 +1,312 @@
+"""Runs that others have published, as ``published.yaml`` has them, and their prediction.
+
+A group of runs shares model, devices and loop. The first run of a group, the smallest, says how fast the device computes: the
+rate of operations with which the predicted step equals the published one. The other runs are predicted with this rate. The
+links come from what the publication says of the network and from constants of NCCL (:mod:`mdcs.profile.rings`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mdcs.plan.job import Job
+from mdcs.plan.plan import Plan
+from mdcs.planner.pipeline import make_plan
+from mdcs.planner.schedulers.wfbp import Wfbp
+from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.convolutions import inception_v3, resnet, vgg16
+from mdcs.profile.decoder import Decoder
+from mdcs.profile.layers import Layer, Precision, layers_profile
+from mdcs.profile.recompute import FULL, NONE, SELECTIVE
+from mdcs.profile.rings import Cluster
+from mdcs.profile.schema import Optimizer, Profile
+from mdcs.sizes import GIB, MIB
+
+PUBLISHED = Path(__file__).with_name("published.yaml")
+
+TCP_RATE = 13.7e9 / 8
+"""Bytes/s of one TCP stream, as iperf measured it between two virtual machines
+(https://github.com/bytedance/byteps/issues/29)."""
+TCP_EFFICIENCY = 0.949
+"""Payload of Ethernet frames of 1,500 bytes on the wire."""
+INTERFERENCE = 0.189
+"""Slowdown of compute while a collective runs: the average of https://arxiv.org/abs/2507.03114."""
+CONTEXT_BYTES = GIB // 2
+"""A CUDA context with the kernels of torch."""
+NCCL_BYTES = 32 * 2 * (4 * MIB + 2 * MIB + MIB // 2)
+"""Buffers of a communicator: 32 channels, two neighbours, a buffer for each protocol. The Simple protocol's is the documented
+4 MiB of NCCL_BUFFSIZE."""
+
+STATES = {"adam": 2, "momentum": 1}
+PRECISIONS = {
+    "fp32": Precision(4, 4),
+    "bf16": Precision(2, 2, 4),  # fp32 masters; gradients are reduced in bf16
+    "bf16-fp32": Precision(2, 4, 4),  # the same, reduced in fp32
+    "float8": Precision(1, 4, 4),  # parameters are gathered in 8 bit
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and the links within its node.
+
+    - ``memory_gib``: memory. ``memory_gbyte``: its rate, 10⁹ bytes/s.
+    - ``inside_gbyte``: rate of a ring within a node, 10⁹ bytes/s. ``nvlink``: else PCIe.
+    """
+
+    memory_gib: float
+    memory_gbyte: float
+    inside_gbyte: float
+    nvlink: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published run.
+
+    - ``devices``, ``per_node``, ``cards``, ``card_gbit``, ``tcp``: the cluster. ``cards`` of each node are shared.
+    - ``batch``: samples per device and micro-step. ``sequence``: tokens of a sample.
+    - ``strategy``: the strategy of all units that stands for the loop.
+    - ``recompute``: none, full, selective, or full for a number of blocks, or for ``half`` of them.
+    - ``seconds``: published seconds per step. None: only ``gib`` or ``fits`` are published.
+    - ``gib``: published memory that the allocator reserves. ``fits``: whether the run fits on the device.
+    - ``note``: what else the run has. ``why``: why its prediction is far off.
+    - ``interference``: slowdown of compute while a message is in flight.
+    """
+
+    model: str
+    device: Device
+    devices: int
+    batch: int
+    strategy: str
+    precision: str
+    optimizer: str = "adam"
+    per_node: int = 8
+    cards: int = 8
+    card_gbit: float = 200.0
+    tcp: bool = False
+    sequence: int = 0
+    micro_steps: int = 1
+    recompute: str | int = NONE
+    seconds: float | None = None
+    gib: float | None = None
+    fits: bool = True
+    note: str = ""
+    why: str = ""
+    interference: float = INTERFERENCE
+
+    @property
+    def mark(self) -> float:
+        """Wanted error of a step: 20 % over TCP, 10 % over other links."""
+        return 0.2 if self.tcp else 0.1
+
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers of the model for the batch."""
+        if self.model in CONVOLUTIONAL:
+            return CONVOLUTIONAL[self.model](self.batch)
+        return DECODERS[self.model].of_batch(self.batch, self.sequence, 2 if self.precision == "bf16" else 4)
+
+    def cluster(self) -> Cluster:
+        """Return the cluster. Several devices fill one node before the next."""
+        per_node = min(self.per_node, self.devices)
+        card = self.card_gbit * 1e9 / 8
+        if self.tcp:
+            card = min(card * TCP_EFFICIENCY, TCP_RATE)
+        rate = self.device.inside_gbyte * 1e9
+        return Cluster(self.devices // per_node, per_node, rate, card, self.cards, self.device.nvlink)
+
+    def profile(self, rate: float) -> Profile:
+        """Return the profile, if the device reaches ``rate`` operations per second."""
+        layers, precision, cluster = self.layers(), PRECISIONS[self.precision], self.cluster()
+        states = STATES[self.optimizer]
+        updated = precision.master or precision.parameter
+        traffic = updated * (2 * states + 2) + precision.gradient + precision.parameter  # read and written per element
+        optimizer = Optimizer(self.optimizer, states, seconds_per_element=traffic / (self.device.memory_gbyte * 1e9))
+        size = precision.parameter * sum(layer.parameters for layer in layers) // len(layers)
+        return layers_profile(
+            layers, rate, self.devices, cluster.link(size),
+            precision=precision, optimizer=optimizer, interference=self.interference,
+        )  # fmt: skip
+
+    def plan(self, rate: float) -> Plan:
+        """Return the plan that stands for the published loop: messages as ready, gathers one unit ahead, updates at the end."""
+        profile = self.profile(rate)
+        job = Job(profile, cross_iteration=False, recompute=self._choices(profile))
+        return make_plan(job, Uniform(self.strategy), Wfbp())
+
+    def _choices(self, profile: Profile) -> tuple[str, ...]:
+        blocks = [u for u, unit in enumerate(profile.units) if unit.name.startswith("block")]
+        chosen = {"none": 0, "half": len(blocks) // 2}.get(str(self.recompute), len(blocks))
+        if isinstance(self.recompute, int):
+            chosen = self.recompute
+        choice = SELECTIVE if self.recompute == SELECTIVE else FULL
+        return tuple(choice if u in blocks[:chosen] else NONE for u in range(len(profile.units)))
+
+
+CONVOLUTIONAL: dict[str, Callable[[int], tuple[Layer, ...]]] = {
+    "VGG-16": vgg16,
+    "Inception V3": inception_v3,
+    **{f"ResNet-{depth}": partial(resnet, depth) for depth in (50, 101, 152)},
+}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A published run and its prediction.
+
+    - ``step_s``: seconds per step.
+    - ``alone_s``: seconds of computing, if no message ever disturbed it.
+    - ``peak``: the most bytes that are allocated at once.
+    - ``reserved``: bytes that the allocator reserves.
+    """
+
+    case: Case
+    step_s: float
+    alone_s: float
+    peak: int
+    reserved: int
+
+    @property
+    def error(self) -> float:
+        """Error of the step time."""
+        assert self.case.seconds is not None
+        return self.step_s / self.case.seconds - 1
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the device without which the run cannot be: what is cached but not allocated is given back in time."""
+        return self.peak + CONTEXT_BYTES + NCCL_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits on the device."""
+        return self.needed <= self.case.device.memory_gib * GIB
+
+
+def predict(case: Case, rate: float) -> Predicted:
+    """Predict a run on devices that reach ``rate`` operations per second."""
+    plan = case.plan(rate)
+    told, precision, k = plan.prediction, PRECISIONS[case.precision], case.micro_steps
+    assert told is not None
+    # The caching allocator has a pool per stream. FSDP gathers, reduces and computes on different streams, so what one of them
+    # has freed is not free for the others: each category counts at its own peak. Gradient shards are as wide as the masters,
+    # and a shard of masters is copied into 16 bit before it is gathered.
+    memory = {name: size for name, size in told.memory.items() if name not in ("total", "update_scratch")}
+    memory["gradient_shards"] = memory["gradient_shards"] * max(precision.gradient, precision.master) // precision.gradient
+    if precision.master:
+        largest = max(unit.numel for unit in plan.profile.units)
+        memory["staging"] += largest // plan.profile.world * precision.parameter
+    # FSDP reduces in every micro-step, so a step of several is as long as several steps, with one update.
+    update = sum(cost.update for cost in plan.costs)
+    return Predicted(
+        case, k * told.step_s - (k - 1) * update, k * sum(plan.period.seconds), told.peak_bytes, sum(memory.values())
+    )  # fmt: skip
+
+
+def calibrated(case: Case) -> float:
+    """Return the rate of operations with which the predicted step of this run is the published one.
+
+    Without a published step any rate is as good: memory does not depend on it.
+    """
+    operations = predict(case, 1.0).alone_s
+    if case.seconds is None:
+        return operations
+    rate = operations / case.seconds
+    for _ in range(20):
+        told = predict(case, rate)
+        if abs(told.step_s - case.seconds) < 1e-4 * case.seconds:
+            break
+        rate = operations / max(0.1 * case.seconds, case.seconds - (told.step_s - told.alone_s))
+    return rate
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one publication that share how fast the device computes. The first is the smallest.
+
+    - ``network``: what is known of the network, in words.
+    - ``fits_link``: the network is not known, so the run after the first says how fast it is. This run is not judged either.
+    """
+
+    title: str
+    url: str
+    network: str
+    runs: tuple[Case, ...]
+    fits_link: bool = False
+
+    def predictions(self) -> list[Predicted]:
+        """Predict all runs with the rate of the smallest."""
+        runs = self._with_card(self._card_gbit()) if self.fits_link else self.runs
+        rate = calibrated(runs[0])
+        return [predict(case, rate) for case in runs]
+
+    def without_interference(self) -> Group:
+        """Return the same runs, if messages did not slow compute."""
+        return dataclasses.replace(self, runs=tuple(dataclasses.replace(case, interference=0.0) for case in self.runs))
+
+    @property
+    def judged(self) -> int:
+        """Index of the first run that is judged."""
+        return 2 if self.fits_link else 1
+
+    def _with_card(self, gbit: float) -> tuple[Case, ...]:
+        return tuple(dataclasses.replace(case, card_gbit=gbit) for case in self.runs)
+
+    def _card_gbit(self) -> float:
+        """Return the rate of a card with which the second run takes as long as published."""
+        low, high = 10.0, 400.0
+        for _ in range(10):
+            middle = (low * high) ** 0.5
+            first, second = self._with_card(middle)[:2]
+            told = predict(second, calibrated(first))
+            if second.seconds is not None and told.step_s > second.seconds:
+                low = middle
+            else:
+                high = middle
+        return (low * high) ** 0.5
+
+
+def _seconds(row: dict[str, Any]) -> float | None:
+    """Return the seconds per step of a run, whose speed is published in one of three units."""
+    samples = row["batch"] * row.get("micro_steps", 1)
+    if "tokens" in row:  # per second and device
+        return float(samples * row["sequence"] / row["tokens"])
+    if "images" in row:  # per second, all devices
+        return float(samples * row["devices"] / row["images"])
+    return row.get("seconds")
+
+
+_FIELDS = {field.name for field in dataclasses.fields(Case)}
+
+
+def _case(row: dict[str, Any], devices: dict[str, Device]) -> Case:
+    known = {key: value for key, value in row.items() if key in _FIELDS}
+    return Case(**known | {"device": devices[row["device"]], "seconds": _seconds(row)})
+
+
+def read(path: Path = PUBLISHED) -> list[Group]:
+    """Return all groups of the file."""
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    devices = {name: Device(**fields) for name, fields in data["devices"].items()}
+    groups = []
+    for table in data["tables"]:
+        for group in table["groups"]:
+            shared = table["all"] | {key: value for key, value in group.items() if key != "runs"}
+            runs = tuple(_case(shared | run, devices) for run in group["runs"])
+            groups.append(Group(table["title"], table["url"], table["network"], runs, table.get("fits_link", False)))
+    return groups
+
+
+def decoders(path: Path = PUBLISHED) -> dict[str, Decoder]:
+    """Return the decoders of the file by name."""
+    return {name: Decoder(**shape) for name, shape in yaml.safe_load(path.read_text(encoding="utf-8"))["decoders"].items()}
+
+
+DECODERS = decoders()

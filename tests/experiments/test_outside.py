@@ -1,0 +1,62 @@
+"""Published runs predicted: the page is what the command writes, and says why its worst predictions are bad."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import outside
+from experiments.outside_cases import Group, calibrated, predict, read
+from experiments.outside_page import steps_of
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "outside.md"
+
+
+@pytest.fixture(scope="module")
+def groups():
+    return [(group, group.predictions()) for group in read()]
+
+
+def test_the_page_is_what_the_command_writes(tmp_path, monkeypatch, capsys):
+    written = tmp_path / "page.md"
+    monkeypatch.setattr(sys, "argv", ["mdcs outside", "--out", str(written)])
+    assert outside.main() == 0
+    assert str(written) in capsys.readouterr().out
+    assert written.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8"), "mdcs outside writes another page"
+
+
+def test_the_smallest_run_takes_as_long_as_published(groups):
+    for _, told in groups:
+        if told[0].case.seconds:
+            assert told[0].error == pytest.approx(0.0, abs=1e-4)
+
+
+def test_no_run_is_judged_by_what_was_taken_from_it():
+    """Other published times in all runs but those that are taken change no prediction."""
+    for group in read()[:5]:
+        others = tuple(c if i < group.judged else _slower(c) for i, c in enumerate(group.runs))
+        changed = Group(group.title, group.url, group.network, others, group.fits_link)
+        assert [p.step_s for p in changed.predictions()] == [p.step_s for p in group.predictions()]
+
+
+def _slower(case):
+    from dataclasses import replace
+
+    return replace(case, seconds=2 * case.seconds if case.seconds else None)
+
+
+def test_every_step_beyond_its_mark_has_a_reason(groups):
+    beyond = [each.case for each, _ in steps_of(groups) if abs(each.error) > each.case.mark]
+    assert beyond and [case for case in beyond if not case.why] == []
+
+
+def test_most_steps_are_within_the_marks_and_more_than_without_a_model(groups):
+    within = [(abs(each.error) <= each.case.mark, abs(hidden) <= each.case.mark) for each, hidden in steps_of(groups)]
+    told, hidden = map(sum, zip(*within, strict=True))
+    assert len(within) >= 75 and told > 0.75 * len(within) and told > hidden + 10
+
+
+def test_memory_does_not_depend_on_how_fast_a_device_is():
+    case = next(group.runs[0] for group in read() if group.runs[0].gib)
+    rate = calibrated(case)
+    assert predict(case, rate).reserved == predict(case, 2 * rate).reserved

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from mdcs.plan.plan import Plan
 from mdcs.planner.pipeline import make_plan
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.uniform import Uniform
+from mdcs.profile.algorithms import Collectives
 from mdcs.profile.convolutions import inception_v3, resnet, vgg16
 from mdcs.profile.decoder import Decoder
 from mdcs.profile.layers import Layer, Precision, layers_profile
+from mdcs.profile.link import Kind
 from mdcs.profile.recompute import FULL, NONE, SELECTIVE
 from mdcs.profile.rings import Cluster
 from mdcs.profile.schema import Optimizer, Profile
@@ -44,6 +46,7 @@ NCCL_BYTES = 32 * 2 * (4 * MIB + 2 * MIB + MIB // 2)
 """Buffers of a communicator: 32 channels, two neighbours, a buffer for each protocol. The Simple protocol's is the documented
 4 MiB of NCCL_BUFFSIZE."""
 
+NCCL = Collectives.default("nccl")
 STATES = {"adam": 2, "momentum": 1}
 PRECISIONS = {
     "fp32": Precision(4, 4),
@@ -293,8 +296,8 @@ def _case(row: dict[str, Any], devices: dict[str, Device]) -> Case:
 
 def read(path: Path = PUBLISHED) -> list[Group]:
     """Return all groups of the file."""
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    devices = {name: Device(**fields) for name, fields in data["devices"].items()}
+    data = _load(path)
+    devices = _devices(data)
     groups = []
     for table in data["tables"]:
         for group in table["groups"]:
@@ -304,9 +307,54 @@ def read(path: Path = PUBLISHED) -> list[Group]:
     return groups
 
 
-def decoders(path: Path = PUBLISHED) -> dict[str, Decoder]:
-    """Return the decoders of the file by name."""
-    return {name: Decoder(**shape) for name, shape in yaml.safe_load(path.read_text(encoding="utf-8"))["decoders"].items()}
+@dataclass(frozen=True)
+class Collective:
+    """Published seconds of a collective in one node. ``seconds``: MiB of the message -> seconds."""
+
+    what: str
+    kind: Kind
+    device: str
+    url: str
+    cluster: Cluster
+    seconds: dict[int, float]
+
+    def compared(self) -> list[tuple[int, float, float]]:
+        """Return MiB, published and predicted seconds of each size."""
+        out = []
+        for mib, said in self.seconds.items():
+            size = mib * MIB
+            wire = NCCL.sent(self.kind, size, self.cluster.world)
+            out.append((mib, said, self.cluster.link(size).end(self.kind, wire, 0.0, 0.0)))
+        return out
 
 
-DECODERS = decoders()
+def read_collectives(path: Path = PUBLISHED) -> list[Collective]:
+    """Return the collectives of the file."""
+    data = _load(path)
+    out = []
+    for row in data["collectives"]:
+        device, kind, world = _devices(data)[row["device"]], Kind(row["kind"]), row["devices"]
+        seconds = {mib: each / 1e6 for mib, each in row.get("microseconds", {}).items()}
+        seconds |= {mib: NCCL.sent(kind, mib * MIB, world) / (each * 1e9) for mib, each in row.get("bus_gbyte", {}).items()}
+        cluster = Cluster(1, world, device.inside_gbyte * 1e9, 1.0, nvlink=device.nvlink)
+        out.append(Collective(row["what"], kind, row["device"], row["url"], cluster, seconds))
+    return out
+
+
+def read_layers(path: Path = PUBLISHED) -> tuple[dict[str, Any], tuple[Layer, ...]]:
+    """Return the published bytes of layers, and the layers that are calculated."""
+    data = _load(path)["layers"]
+    return data, DECODERS[data["model"]].of_batch(1, data["sequence"])
+
+
+@cache
+def _load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _devices(data: dict[str, Any]) -> dict[str, Device]:
+    return {name: Device(**fields) for name, fields in data["devices"].items()}
+
+
+DECODERS = {name: Decoder(**shape) for name, shape in _load(PUBLISHED)["decoders"].items()}

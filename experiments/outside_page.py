@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 from statistics import median
 
-from experiments.outside_cases import INTERFERENCE, Case, Group, Predicted, read
-from mdcs.sizes import GIB
+from experiments.outside_cases import INTERFERENCE, Case, Group, Predicted, read, read_collectives, read_layers
+from mdcs.sizes import GIB, MIB
 
 MEMORY_MARK = 0.08
 """Wanted error of a difference of memory."""
@@ -69,7 +69,7 @@ def page() -> str:
     timed = [(group, told) for group, told in groups if group.runs[0].seconds]
     for title, members in itertools.groupby(timed, lambda pair: pair[0].title):
         lines += _steps(title, list(members))
-    return "\n".join([*lines, *_memory(groups), *_verdicts(groups), _LEFT_OUT])
+    return "\n".join([*lines, *_memory(groups), *_verdicts(groups), *_collectives(), *_layers(), _LEFT_OUT])
 
 
 def steps_of(groups: Predictions) -> Iterator[tuple[Predicted, float]]:
@@ -158,6 +158,37 @@ def _verdicts(groups: Predictions) -> list[str]:
             needed, has = f"{each.needed / GIB:.1f}", f"{case.device.memory_gib:.0f}"
             lines.append(_row(case.model, case.devices, _run(case), needed, has, words[each.fits], words[case.fits]))
     return [*lines, ""]
+
+
+def _collectives() -> list[str]:
+    lines = ["## Collectives", "", "Single collectives on eight devices. Rings know no sums in the switch, as H200 do them. Not judged:", ""]
+    lines += _head("collective", "device", "MiB", "published µs", "predicted µs", "error")
+    for each in read_collectives():
+        of = f"[{each.what}]({each.url})"
+        lines += [
+            _row(of, each.device, mib, f"{said * 1e6:.1f}", f"{told * 1e6:.1f}", _percent(told / said - 1))
+            for mib, said, told in each.compared()
+        ]
+    return [*lines, ""]
+
+
+def _layers() -> list[str]:
+    data, layers = read_layers()
+    of = f"{data['model']} with {data['sequence']:,} tokens"
+    lines = ["## Layers", "", f"Bytes of {of}, as [Galvatron]({data['url']}) measured them. Not judged:", ""]
+    lines += _head("what", "published MiB", "predicted MiB", "error")
+    root, block, head = layers[0], layers[1], layers[-1]
+    predicted = {
+        "parameters": ("parameters of a block, 32 bit", 4 * block.parameters),
+        "kept": ("what a block keeps", block.kept),
+        "recomputed": ("what a block keeps if it recomputes", root.output),
+        "ends": ("states of embedding and head", 16 * (root.parameters + head.parameters)),
+        "logits": ("what embedding and head keep", root.output + head.kept),
+    }
+    for key, (what, size) in predicted.items():
+        said, told = data["mib"][key], size / MIB
+        lines.append(_row(what, f"{said:,.0f}", f"{told:,.0f}", _percent(told / said - 1)))
+    return [*lines, "", "What is measured of the head is about the logits in 32 bit alone; the prediction keeps them in 16 bit, too.", ""]
 
 
 def _head(*cells: str) -> list[str]:

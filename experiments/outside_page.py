@@ -161,7 +161,8 @@ def _verdicts(groups: Predictions) -> list[str]:
 
 
 def _collectives() -> list[str]:
-    lines = ["## Collectives", "", "Single collectives on eight devices. Rings know no sums in the switch, as H200 do them. Not judged:", ""]
+    about = "Single collectives on eight devices. Rings know no sums in the switch, as H200 do them. Not judged:"
+    lines = ["## Collectives", "", about, ""]
     lines += _head("collective", "device", "MiB", "published µs", "predicted µs", "error")
     for each in read_collectives():
         of = f"[{each.what}]({each.url})"
@@ -188,7 +189,8 @@ def _layers() -> list[str]:
     for key, (what, size) in predicted.items():
         said, told = data["mib"][key], size / MIB
         lines.append(_row(what, f"{said:,.0f}", f"{told:,.0f}", _percent(told / said - 1)))
-    return [*lines, "", "What is measured of the head is about the logits in 32 bit alone; the prediction keeps them in 16 bit, too.", ""]
+    why = "What is measured of the head is about the logits in 32 bit alone. The prediction keeps them in 16 bit, too."
+    return [*lines, "", why, ""]
 
 
 def _head(*cells: str) -> list[str]:

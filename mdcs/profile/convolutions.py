@@ -110,8 +110,8 @@ def inception_v3(batch: int) -> tuple[Layer, ...]:
         layers.append((f"mixed_5{'bcd'[i]}", block(inputs, 35, *branches)))
     layers.append(("mixed_6a", block(288, 17, (s(384, 3),)) + block(288, 35, (s(64), s(96, 3))) + block(96, 17, (s(96, 3),))))
     for i, c in enumerate((128, 160, 160, 192)):
-        branches = ((s(192),), (s(c), *_factored(c, 192)), (s(c), *_factored(c, c, c, 192)), (s(192),))
-        layers.append((f"mixed_6{'bcde'[i]}", block(768, 17, *branches)))
+        parts = block(768, 17, (s(192),), (s(c), *_factored(c, 192)), (s(c), *_factored(c, c, c, 192)), (s(192),))
+        layers.append((f"mixed_6{'bcde'[i]}", parts))
     reduced = block(768, 17, (s(192),), (s(192), *_factored(192, 192)))
     layers.append(("mixed_7a", reduced + block(192, 8, (s(320, 3),), (s(192, 3),))))
     for i, inputs in enumerate((1280, 2048)):

@@ -67,7 +67,7 @@ PARTS = (
     Part("overlap", 60, "overlap"),
     Part("allocator", 60, "allocator"),
     Part("allocator, expandable", 60, "allocator", EXPANDABLE),
-    Part("recompute", 150, "recompute"),
+    Part("recompute", 200, "recompute"),
     Part("fp16", 60, "fp16"),
     Part("checkpointing", 60, "checkpointing"),
     Part("compiled", 120, "compiled"),

@@ -39,7 +39,7 @@ class Scale:
     rates_gbit: tuple[float, ...] = (100.0, 200.0, 400.0)
     rounds: int = 3
     steps: int = 4
-    budgets: int = 6
+    budgets: int = 5
     solver_s: float = 10.0
 
 

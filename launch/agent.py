@@ -51,7 +51,7 @@ def main(folder: Path, parent: int, node: int | None) -> int:
             run_id=job["id"],
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
-            shutdown_timeout=_CLOSE_SECONDS,
+            **rendezvous.shutdown_within(_CLOSE_SECONDS),
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         rank = ("-m", "launch.rank", str(folder), job["module"], *job["arguments"])

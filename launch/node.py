@@ -44,7 +44,7 @@ def main(ranks: int, module: str, arguments: list[str]) -> int:
             run_id=f"{job}.{os.environ.get('SLURM_RESTART_COUNT', 0)}",
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
-            shutdown_timeout=_CLOSE_SECONDS,
+            **rendezvous.shutdown_within(_CLOSE_SECONDS),
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             signals_to_handle="SIGINT" if preemption.expected() else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -110,3 +111,10 @@ class Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """True: the store ends with the process."""
         return True
+
+
+def shutdown_within(seconds: int) -> dict[str, Any]:
+    """Return the option of torch's LaunchConfig that kills ranks so long after they were told to end, if it has one."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return {"shutdown_timeout": seconds} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}

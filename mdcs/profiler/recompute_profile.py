@@ -45,6 +45,7 @@ def measure_recomputation(
             able = [u for u, result in alone.items() if not isinstance(result, str)]
             found = _attempt(record, base, able, choice)
         if able and not isinstance(found, str):
+            base.keep(max(0, found.live[0] - base.live[0]))
             options += _options(base, found, able, choice)
     with_options = {option.unit for option in options}
     kept = [f"{units[u].name}: {reasons[u] or 'frees nothing'}" for u in range(len(units)) if u not in with_options]

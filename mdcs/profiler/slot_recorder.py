@@ -250,6 +250,10 @@ class SlotRecorder:
             self.live = [max(a, b) for a, b in zip(self.live, self._lives, strict=False)]
             self.peak = [max(a, b) for a, b in zip(self.peak, self._peaks[1:], strict=False)]
 
+    def keep(self, size: int) -> None:
+        """Count bytes that were taken after these passes and stay, such as a library's workspace on one more thread."""
+        self.live, self.peak = [n + size for n in self.live], [n + size for n in self.peak]
+
     def check_order(self) -> None:
         """Raise UnsupportedModel if the slots of this pass came in another order than before."""
         for now, before in itertools.zip_longest(self._now, self.order):

@@ -20,6 +20,7 @@ from mdcs.planner.schedulers.sequential import Sequential
 from mdcs.planner.schedulers.wfbp import Wfbp
 from mdcs.planner.strategies.greedy import Greedy
 from mdcs.planner.strategies.uniform import Uniform as Alike
+from mdcs.profile.analytic import Device, Network, Transformer, analytic_profile
 from mdcs.profile.recompute import RecomputeOption, RecomputeUse
 from mdcs.profile.schema import Profile, Slot, Unit
 from mdcs.simulator.simulate import replay
@@ -195,10 +196,17 @@ def test_the_strategy_ilp_decides_recomputation_and_is_never_slower_than_with_th
         assert plan.prediction.step_s <= ladders.prediction.step_s * 1.001
 
 
-@pytest.mark.parametrize("profile", [DEEP, deep(4000, 2000, 3000, size=2000)])
-def test_more_bytes_are_never_slower(profile: Profile) -> None:
+TRANSFORMER = analytic_profile(
+    Transformer(4, 768, 12, 1024, 8192, batch=2, checkpointing=False),
+    Device(312e12, 0.5, 1.6e12), Network(2, 4, 2e-6, 4e-12, 5e-6, 1.6e-10),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("profile", "count"), [(DEEP, 50), (deep(4000, 2000, 3000, size=2000), 50), (TRANSFORMER, 12)])
+def test_more_bytes_are_never_slower(profile: Profile, count: int) -> None:
+    """``mdcs planners --budgets 50`` does the same for models of usual size."""
     low, high = floor_bytes(profile, Planned()), unsharded_bytes(profile)
-    budgets = [low + i * (high - low) // 49 for i in range(50)]
+    budgets = [low + i * (high - low) // (count - 1) for i in range(count)]
     points = front(
         lambda budget, share: make_plan(profile, Greedy(), Sequential(), budget=budget, recompute=Planned()), budgets
     )

@@ -41,6 +41,13 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def innermost_dispatch_mode() -> Any:
+    """Return the ``TorchDispatchMode`` that sees operators first: only that one can be left; None if there is none."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode()
+
+
 def copy_all(into: list[Tensor], values: list[Tensor] | tuple[Tensor, ...]) -> None:
     """Copy tensor by tensor in one call: the host's time for a call counts in every message."""
     torch._foreach_copy_(into, values)

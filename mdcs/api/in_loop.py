@@ -15,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mdcs.api.autoplan import autoplan
+from mdcs.api.sharded_start import STEPS, plan_of_nothing, profile_of
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.units import ModelUnit
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import KEEP
 from mdcs.profile import cache
-from mdcs.profiler.consensus import on_rank_zero
+from mdcs.profiler.consensus import on_all_ranks, on_rank_zero
 from mdcs.profiler.first_step import FirstStep
 from mdcs.profiler.job_identity import described, key_of_job
+from mdcs.profiler.running_steps import RunningSteps
 from mdcs.runtime.buffers import broadcast
 from mdcs.runtime.departing_steps import DepartingSteps
 from mdcs.runtime.engine import Engine
@@ -32,13 +34,17 @@ from mdcs.runtime.optimizer_state import as_list
 from mdcs.runtime.parallel import Parallel
 from mdcs.runtime.step_trace import StepRecord
 from mdcs.runtime.validation import RunOptions
+from mdcs.sizes import budget_of
 
 if TYPE_CHECKING:
     from mdcs.runtime.checkpointing import ResumeInfo
 
 
 class PlannedInLoop(Parallel):
-    """A model in training, without a plan until the end of a step that is measured: until then it is whole on every rank."""
+    """A model in training, without a plan until the end of a step that is measured: until then it is whole on every rank.
+
+    One that does not fit whole is sharded while it is measured, under another plan: a provisional one, or the one before.
+    """
 
     def __init__(
         self, units: list[ModelUnit], options: RunOptions, replan_after: int | None, group: dist.ProcessGroup | None,
@@ -49,6 +55,8 @@ class PlannedInLoop(Parallel):
         self._replan_after = replan_after
         self._first: FirstStep | None = None
         self._first_norm: float | None = None
+        self._running: RunningSteps | None = None  # measures steps of a sharded model
+        self._is_sharded = False  # from the start
         self._folder: Path | None = None  # of profiles, for the first step
         self._resumed_after = 0
         self._earlier = 0  # steps of this run before the present plan
@@ -77,6 +85,49 @@ class PlannedInLoop(Parallel):
         )  # fmt: skip
         self._calls = OptimizerCalls(self.optimizers, self)
         self._calls.stepped = stepped
+
+    def _run_sharded(self, model: nn.Module, optimizers: Optimizers, micro_steps: int) -> None:
+        """Go on with a provisional plan, and measure the next steps."""
+        self._all, self._is_sharded = optimizers, True
+        device = self.units[0].parameters[0][1].device
+        budget = budget_of(self._planning["budget"])
+        with on_all_ranks(tells=self._planning["progress"]):
+            plan = plan_of_nothing(
+                self.units, optimizers, budget if isinstance(budget, int) else None, micro_steps=micro_steps,
+                cross_iteration=self._planning["cross_iteration"],
+                device=self._options.device if device.type == "meta" else device,
+            )  # fmt: skip
+        self._run(Engine(model, optimizers, plan, self.units, None, self._options))
+        self._running = RunningSteps(self._engine)
+
+    def _take_over(self, running: RunningSteps) -> None:
+        """Plan with the profile of the steps so far, and hand the units over to the new plan, one by one."""
+        engine = self._engine
+        self._stop_measuring()
+        engine.drain("replan()")
+        torch.compiler.reset()  # what was compiled while operators were watched
+        with torch.enable_grad(), on_all_ranks(tells=self._planning["progress"]):
+            profile = profile_of(running, engine)
+            plan = autoplan(
+                self.model, self.optimizers, self.units, _no_step, micro_steps=self.plan.micro_steps, profile=profile,
+                **self._planning,
+            )  # fmt: skip
+        watched = [engine.storages[u].name for u in engine.updates.captured_gradients]
+        self._unread += self._records(flush=True)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+        done = engine.sequencer.step - 1
+        self._calls.end()
+        before = engine.retire("replan()")
+        self._resumed_after += done
+        self._earlier += done
+        self._run(Engine(self.model, self._all, plan, self.units, None, self._options, before))
+        self.watch_gradients(*watched)
+
+    def _stop_measuring(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
 
     @property
     def _stepped(self) -> list[torch.optim.Optimizer]:
@@ -119,6 +170,10 @@ class PlannedInLoop(Parallel):
         if self._first is not None:
             return
         engine, options = self._engine, self._options
+        if self._is_sharded:
+            engine.drain("replan()")
+            self._running = self._running or RunningSteps(engine)
+            return
         if options.emulate is not None or self._group is not None or self.plan.profile.master_bytes:
             raise RunError(f"rank {self.rank}: replan() is not for runs with emulate=, group= or masters")
         engine.drain("replan()")
@@ -145,8 +200,14 @@ class PlannedInLoop(Parallel):
             self._begin(self._first)
             return
         super().step()
-        if self._departures.are_enough():
-            self.replan()
+        running = self._running
+        if running is None:
+            if self._departures.are_enough():
+                self.replan()
+            return
+        running.end_step()
+        if running.steps == STEPS:
+            self._take_over(running)
 
     def drain(self) -> None:
         """Finish all messages in flight."""
@@ -155,6 +216,8 @@ class PlannedInLoop(Parallel):
 
     def abandon(self) -> None:
         """Give up the current iteration on every rank."""
+        if self._running is not None:
+            self._running.give_up()
         if self._first is None:
             super().abandon()
         else:
@@ -275,6 +338,7 @@ class PlannedInLoop(Parallel):
             super().tell(error)
 
     def _end(self, why: str, *, failed: bool = False) -> None:
+        self._stop_measuring()
         if self._first is None:
             super()._end(why, failed=failed)
         else:
@@ -292,3 +356,7 @@ class PlannedInLoop(Parallel):
         resumed = resume_whole(path, self.model, self.optimizers, self.units[0].parameters[0][1].device)
         self._resumed_after = 0 if resumed is None else resumed.step
         return resumed
+
+
+def _no_step() -> Tensor:
+    raise AssertionError("the profile is known")

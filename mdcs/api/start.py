@@ -13,6 +13,7 @@ from torch import nn
 
 from mdcs.api.autoplan import SECONDS
 from mdcs.api.in_loop import PlannedInLoop
+from mdcs.api.sharded_start import must_shard
 from mdcs.emulation import Emulation
 from mdcs.model.blocks import in_words
 from mdcs.model.optimizers import GivenOptimizers, Optimizers, Updates
@@ -21,7 +22,6 @@ from mdcs.model.wrappers import without_ddp
 from mdcs.plan.plan import Plan
 from mdcs.planner.recompute import KEEP, Planned, RecomputeRule, recompute_named
 from mdcs.profile import cache
-from mdcs.profiler.model_profile import refuse_meta
 from mdcs.runtime.engine import Engine
 from mdcs.runtime.executor import with_index
 from mdcs.runtime.gradient_scaling import LossScale
@@ -45,6 +45,7 @@ def parallelize(
     progress: bool = True,
     profiles: bool | str | Path = True,
     replan_after: int | None = None,
+    micro_steps: int | None = None,
     group: dist.ProcessGroup | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -70,7 +71,9 @@ def parallelize(
 
     - ``plan``: its hash is compared. None: the first step runs as with DistributedDataParallel. It is then measured for
       about ``seconds``, and the plan is made (:func:`mdcs.autoplan`); random numbers, buffers and weights stay as they
-      are. Until then the model is whole on every rank, above the budget if need be.
+      are. Until then the model is whole on every rank. Where its parameters, gradients and optimizer state are more than the
+      budget in bytes, and for a model on the meta device, the first steps run under a provisional plan instead, all units
+      sharded, and are themselves what is measured.
     - ``units``: the units that the plan was made for. None: those of :func:`mdcs.partition`.
     - ``budget``, ``recompute``, ``seconds``, ``progress``: those of :func:`mdcs.autoplan`, for a plan that is made here.
     - ``batches``: batches of other sizes than the first step's, for a plan that is made here: the plan has room for all of
@@ -79,6 +82,7 @@ def parallelize(
     - ``profiles``: the folder in which profiles of first steps are kept, so that a later start of an equal job plans in seconds.
       True: ``~/.cache/mdcs/profiles`` (``$MDCS_CACHE/profiles``). False: none is kept or used.
     - ``replan_after``: calls :meth:`Parallel.replan` once a rank has departed from the plan in so many steps.
+    - ``micro_steps``: backward passes of a step, for a model that is sharded from the start (None: 1); else they are counted.
     - ``over_budget``: "warn" warns once of steps that take more than the budget, of larger batches for example, which go on;
       "raise" ends the run on every rank at such a step. On CPU the bytes are known where memory is measured
       (:func:`mdcs.autoplan`).
@@ -121,18 +125,27 @@ def parallelize(
         run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
         run._run(Engine(model, optimizers, plan, units, group, options))
         return run
-    for given, name in ((group, "group"), (emulate, "emulate"), (init, "init")):
+    sharded, why = must_shard(units, optimizers, limit if isinstance(limit, int) else None)
+    is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    for given, name in ((group, "group"), (emulate, "emulate"), (None if is_meta else init, "init")):
         if given is not None:
             raise ValueError(f"{name}= needs a plan, made before the loop: mdcs.autoplan")
-    refuse_meta(model)
     Updates(optimizers)  # refuses one that cannot run on shards before it has made a step
     planning = {"budget": budget, "cross_iteration": not options.needs_norm, "recompute": rule}
     if batches is not None:
         planning["batches"] = [None, *batches]  # None: the first step's own
     run = PlannedInLoop(units, options, replan_after, group, **planning, seconds=seconds, progress=progress)
+    if progress and run.rank == 0:
+        for line in (in_words([(u.name, u.modules) for u in units]), why):
+            print(f"mdcs: {line}", file=sys.stderr, flush=True) if line else None
+    if sharded:
+        if batches is not None:
+            raise ValueError("batches= needs a model that fits whole in the first step: begin with the largest batch")
+        if rule != KEEP:
+            raise ValueError("recompute= needs a model that fits whole in the first step, or a plan made before the loop")
+        run._run_sharded(model, optimizers, micro_steps or 1)
+        return run
     run._measure(model, optimizers)
     if profiles is not False and not any(map(callable, batches or ())):  # what a function does is not known before it is called
         run._folder = cache.cache_folder() if profiles is True else Path(profiles)
-    if progress and run.rank == 0:
-        print(f"mdcs: {in_words([(u.name, u.modules) for u in units])}", file=sys.stderr, flush=True)
     return run

@@ -69,7 +69,7 @@ class Listener(Protocol):
 
 
 class Hooks:
-    """Installed hooks that call ``listener``; :meth:`remove` removes them.
+    """Installed hooks that call ``listener``, which may be replaced; :meth:`remove` removes them.
 
     A forward pass is a side pass or not from its outermost module on, which is ``model`` or a unit's. ``updates``: the
     listener's owner counts here how often the parameters were updated. ``reentrant``: shared with the listener.
@@ -79,7 +79,7 @@ class Hooks:
         self, units: Sequence[ModelUnit], listener: Listener, model: nn.Module | None = None,
         reentrant: ReentrantPasses | None = None,
     ) -> None:  # fmt: skip
-        self._listener = listener
+        self.listener = listener
         self.updates = 0
         self._end_queued = False
         self._in_side_backward = False
@@ -123,7 +123,7 @@ class Hooks:
         elif is_reentrant:
             self._continue_slot(unit)
         if not self._in_side_backward:
-            self._listener.recomputed(unit)
+            self.listener.recomputed(unit)
 
     def used_outside(self, unit: int) -> None:
         """Note that a closed parameter of the unit is used without a call of the unit's modules."""
@@ -131,7 +131,7 @@ class Hooks:
             self.recomputed(unit)
         else:
             self.reentrant.note_forward(unit)
-            self._listener.used_outside(unit, self._side_depth > 0 or self._listener.accumulates)
+            self.listener.used_outside(unit, self._side_depth > 0 or self.listener.accumulates)
 
     def _model_begins(self, module: nn.Module, args: Any) -> None:
         if not self.in_backward:
@@ -149,7 +149,7 @@ class Hooks:
             is_side = self._side_depth > 0
         else:  # a frozen unit alone often runs without gradients, as part of the step
             has_gradients = not trained or trained[0].requires_grad and (torch.is_grad_enabled() or in_function_forward())
-            is_side = self._listener.accumulates or not has_gradients
+            is_side = self.listener.accumulates or not has_gradients
         self._side_depth, self._depth = self._side_depth + is_side, self._depth + (not is_side)
         return is_side
 
@@ -169,12 +169,12 @@ class Hooks:
             self._end_queued = False  # a backward that raised did not run its callback
             if self._enter(trained):
                 _refuse_transforms(of)
-                self._listener.side_begin(unit, False)
+                self.listener.side_begin(unit, False)
             else:
                 _refuse_transforms(of)
                 _refuse_compiled_autograd(of)
                 self.reentrant.note_forward(unit)
-                self._listener.forward_begin(unit)
+                self.listener.forward_begin(unit)
 
         return hook
 
@@ -187,9 +187,9 @@ class Hooks:
             is_side = self._leave()
             self._call_in_backward(output, of.name, lambda hooks: hooks._begin_slot(unit))
             if is_side:
-                self._listener.side_end(unit)
+                self.listener.side_end(unit)
             else:
-                self._listener.forward_end(unit)
+                self.listener.forward_end(unit)
 
         return hook
 
@@ -229,7 +229,7 @@ class Hooks:
                 )
             if unit not in self._begun:
                 self._begin_slot(unit)
-            self._listener.gradient(unit, index, p)
+            self.listener.gradient(unit, index, p)
 
         return hook
 
@@ -242,9 +242,9 @@ class Hooks:
         self._current = unit
         if is_of_step:
             self._begun.add(unit)
-            self._listener.backward_begin(unit)
+            self.listener.backward_begin(unit)
         else:
-            self._listener.side_begin(unit, True)
+            self.listener.side_begin(unit, True)
 
     def _begin_backward(self) -> bool:
         """Begin the backward pass that calls this; return whether it is one of the step's."""
@@ -252,7 +252,7 @@ class Hooks:
             self._end_queued = True
             self._begun.clear()
             self._current = None
-            self._in_side_backward = self._listener.accumulates or not self.reentrant.begin_backward()
+            self._in_side_backward = self.listener.accumulates or not self.reentrant.begin_backward()
             at_end_of_backward(self._end_backward)
         return not self._in_side_backward
 
@@ -260,9 +260,9 @@ class Hooks:
         self._end_queued = False
         self.reentrant.end_backward()
         if self._in_side_backward:
-            self._listener.side_backward_end()
+            self.listener.side_backward_end()
         else:
-            self._listener.backward_end()
+            self.listener.backward_end()
 
 
 def _refuse_transforms(unit: ModelUnit) -> None:

@@ -26,15 +26,33 @@ Used = Callable[[int, int], None]
 """Called with (unit, index of its parameter) when an operator reads or writes the parameter's memory."""
 
 
-class AliasTracker(TorchDispatchMode):
+class UseTracker(TorchDispatchMode):
+    """Context that sees the tensors that operators read or write, in forward and backward."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at an operator's arguments, unless the operator makes a view, which reads nothing."""
+        if any(kind.__torch_dispatch__ != Tensor.__torch_dispatch__ for kind in types):
+            # A wrapper subclass: operators on its inner tensors come here, too.
+            return NotImplemented
+        with without_torch_function():
+            if not _makes_a_view(func):
+                for tensor in _flat([args, kwargs]):
+                    self.see(tensor, func)
+            return func(*args, **(kwargs or {}))
+
+    def see(self, tensor: Tensor, func: Any) -> None:
+        """Look at an argument of the operator ``func``, which has not run yet."""
+
+
+class AliasTracker(UseTracker):
     """Context that calls ``used`` for every use of a parameter's memory in a step, forward and backward.
 
     Parameters have new storages meanwhile (on the same memory), as they will have when sharded. A tensor over a
     parameter's memory without the new storage is older than the step, and would not follow the parameter into a shard.
     Raises UnsupportedModel when the step uses such a tensor, and in :meth:`check`.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, units: Sequence[ModelUnit], used: Used) -> None:
         super().__init__()
@@ -54,7 +72,7 @@ class AliasTracker(TorchDispatchMode):
             for u, i, _, p in self._parameters:
                 self._before.append(p.data)
                 p.data = torch.from_dlpack(p.detach())
-                self._owners[_storage(p)] = u, i
+                self._owners[storage_of(p)] = u, i
         super().__enter__()
         self._exports = _ExportGuard(self._owners, self._names)
         self._exports.__enter__()
@@ -69,19 +87,9 @@ class AliasTracker(TorchDispatchMode):
                 p.data = data
         self._before.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check an operator's arguments, unless the operator makes a view, which reads nothing."""
-        if any(kind.__torch_dispatch__ != Tensor.__torch_dispatch__ for kind in types):
-            # A wrapper subclass: operators on its inner tensors come here, too.
-            return NotImplemented
-        with without_torch_function():
-            if not _makes_a_view(func):
-                for tensor in _flat([args, kwargs]):
-                    self._see(tensor, func)
-            return func(*args, **(kwargs or {}))
-
-    def _see(self, tensor: Tensor, func: Any) -> None:
-        owner = self._owners.get(_storage(tensor))
+    def see(self, tensor: Tensor, func: Any) -> None:
+        """Tell of a parameter's memory."""
+        owner = self._owners.get(storage_of(tensor))
         if owner is not None:
             self._used(*owner)
         elif (name := self._overlapped(tensor)) is not None:
@@ -110,8 +118,8 @@ class AliasTracker(TorchDispatchMode):
             for alias in attributes_over_parameters(model):
                 raise alias_refused(alias)
             for each in gc.get_objects():
-                if issubclass(type(each), Tensor) and id(each) not in own and _storage(each) in self._owners:
-                    name = self._names[self._owners[_storage(each)]]
+                if issubclass(type(each), Tensor) and id(each) not in own and storage_of(each) in self._owners:
+                    name = self._names[self._owners[storage_of(each)]]
                     raise UnsupportedModel(
                         f"{name}: a tensor that shares its memory is kept after the step, when the parameter may be in pieces: "
                         f"keep a copy (.clone())"
@@ -129,7 +137,7 @@ class _ExportGuard(TorchFunctionMode):
         """Check calls of ``numpy()`` and the like."""
         if func in (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
             with without_torch_function():
-                owner = self._owners.get(_storage(args[0]))
+                owner = self._owners.get(storage_of(args[0]))
             if owner is not None:
                 raise UnsupportedModel(
                     f"{self._names[owner]}: its memory is handed to numpy, or another library, which would keep it when the "
@@ -149,7 +157,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Return the identity of the tensor's storage; 0 if it has none."""
     try:
         return tensor.untyped_storage()._cdata

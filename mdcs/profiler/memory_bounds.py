@@ -39,6 +39,20 @@ def min_peak_bytes(
     return math.floor(rest + largest)
 
 
+def whole_bytes(units: Sequence[ModelUnit], optimizers: Optimizers) -> int:
+    """Return what a first step holds without shards: parameters, gradients, optimizer state, and one averaged gradient."""
+    updates, largest = Updates(optimizers), 0
+    size: float = 0
+    for unit in units:
+        for _, p in unit.parameters:
+            own = p.numel() * p.element_size()
+            size += own
+            if unit.trainable:
+                size += own + p.numel() * p.element_size() * updates.layout_of(p).tensors(p.element_size())
+                largest = max(largest, own)
+    return math.ceil(size) + largest
+
+
 def profiling_bytes(units: Sequence[ModelUnit], profile: Profile | None = None) -> int:
     """Return what measuring a model holds at least: parameters whole, the largest gradient, and activations once known."""
     parameters = [(p.numel() * p.element_size(), unit.trainable) for unit in units for _, p in unit.parameters]

@@ -120,6 +120,34 @@ def measure_profile(
             options, kept = measure_recomputation(model, units, recorder, record)
     finally:
         batch.remove()
+    about = (about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}) | kept
+    return assembled(
+        units, updates, recorder, device, world=world, link=link, collectives=collectives, master_dtype=master_dtype,
+        grad_dtype=grad_dtype, recompute=options, about=about, host=host,
+    )  # fmt: skip
+
+
+def assembled(
+    units: Sequence[ModelUnit],
+    updates: Updates,
+    recorder: SlotRecorder,
+    device: torch.device,
+    *,
+    world: int,
+    link: Link,
+    collectives: Collectives | None = None,
+    master_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    recompute: tuple[RecomputeOption, ...] = (),
+    about: dict[str, str] | None = None,
+    host: bool = True,
+) -> Profile:
+    """Return the profile of what was recorded; updates and copies are measured on ``device``.
+
+    Of a recorder without passes it has slots of no time, in the order of the units.
+    """
+    meter = current_meter(device)
+    weight = min((p for unit in units for _, p in unit.parameters), key=lambda p: p.element_size())
     updated = weight.dtype if master_dtype is None else master_dtype
     wider = {p.dtype for unit in units for _, p in unit.parameters if p.element_size() > updated.itemsize}
     widths = _Widths(
@@ -127,12 +155,12 @@ def measure_profile(
         (grad_dtype or weight.dtype).itemsize,
         0 if master_dtype in (None, weight.dtype) else master_dtype.itemsize,
     )
-    whole = WholeCosts(updated, meter)
+    whole = WholeCosts(updated, meter, device)
 
     def sections(ordered: Sequence[nn.Parameter], segments: Sequence[Segment]) -> tuple[Section, ...]:
-        return widths.sections(ordered, segments, lambda p, s: whole.of(p.detach(), updates.parts[s.part], s.group))
+        return widths.sections(ordered, segments, lambda p, s: whole.of(p, updates.parts[s.part], s.group))
 
-    like = weight.new_empty(0, dtype=master_dtype)
+    like = torch.empty(0, dtype=updated, device=device)
     costs = [_optimizer_costs(part, like, wider, meter) for part in updates.parts]
     return Profile(
         units=recorder.units(updates, sections),
@@ -145,10 +173,10 @@ def measure_profile(
         grad_bytes=widths.grad_bytes,
         master_bytes=widths.master_bytes,
         collectives=collectives or Collectives(),
-        execution=_execution(weight.device, host),
-        copy_seconds_per_byte=copy_seconds_per_byte(weight),
-        recompute=options,
-        about=(about or {}) | ({} if batch.sizes is None else {INPUTS: in_words(batch.sizes)}) | kept,
+        execution=_execution(device, host),
+        copy_seconds_per_byte=copy_seconds_per_byte(like.to(weight.dtype)),
+        recompute=recompute,
+        about=about or {},
         spread={f"slot {i}": p10_p90(samples) for i, samples in enumerate(zip(*recorder.seconds, strict=True))},
     )
 

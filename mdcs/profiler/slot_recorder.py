@@ -56,13 +56,18 @@ class SlotRecorder:
     recomputations: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)  # (unit, slot, slot again): seconds
 
     def begin(self, kept: Measures) -> None:
-        """Begin a pass over the model."""
-        self._kept = kept
+        """Begin a pass over the model, which has no gradients."""
         for unit in self.model_units:
             for _, p in unit.parameters:
                 p.grad = None
+        self.restart(kept)
+
+    def restart(self, kept: Measures) -> None:
+        """Forget the pass under way, and begin another."""
+        self._kept = kept
         self._now: list[tuple[int, str]] = []
         self._times: list[DeviceTimestamp] = []
+        self._waits: list[tuple[int, DeviceTimestamp, DeviceTimestamp]] = []  # (slot, begin, end) of what is not the model's time
         self._lives: list[int] = []
         self._peaks: list[int] = []
         self._highest = 0  # most bytes of activations in this slot so far
@@ -241,7 +246,10 @@ class SlotRecorder:
         self.check_order()
         if self._kept.seconds:
             self.processor.append(time.process_time() - self._used)
-            self.seconds.append([a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)])
+            seconds = [a.until(b) for a, b in zip(self._times, self._times[1:], strict=False)]
+            for slot, begin, end in self._waits:
+                seconds[slot] -= begin.until(end)
+            self.seconds.append(seconds)
             for use, begin, end in self._recomputed:
                 self.recomputations.setdefault(use, []).append(begin.until(end))
             for key, (slot, mark) in self._arrived.items():
@@ -336,7 +344,8 @@ class SlotRecorder:
         slots = [Slot(unit, phase, medians[i], self.live[i], self.peak[i]) for i, (unit, phase) in enumerate(self.order)]
         turn = sum(phase == "F" for _, phase in self.order)
         forward, backward = self.idle
-        between, after = self.live[turn], self.live[0]  # bytes of activations between the passes, and outside of them
+        # Bytes of activations between the passes, and outside of them.
+        between, after = (self.live[turn], self.live[0]) if slots else (0, 0)
         idle_forward = [Slot(u, "F", 0.0, between, between) for u in forward]
         idle_backward = [Slot(u, "B", 0.0, after, after) for u in backward]
         return (*slots[:turn], *idle_forward, *slots[turn:], *idle_backward)

@@ -95,11 +95,11 @@ def _measure(again: Callable[[], object], like: Tensor, meter: Meter, seconds: l
 class WholeCosts:
     """Costs of the updates of whole parameters. Parameters of one shape and one group are measured once.
 
-    ``dtype``: the type that is updated, unless the parameter's own is wider.
+    ``dtype``: the type that is updated, unless the parameter's own is wider. Of parameters only shape and type count.
     """
 
-    def __init__(self, dtype: torch.dtype, meter: Meter) -> None:
-        self._dtype, self._meter = dtype, meter
+    def __init__(self, dtype: torch.dtype, meter: Meter, device: torch.device) -> None:
+        self._dtype, self._meter, self._device = dtype, meter, device
         self._known: dict[tuple[torch.Size, torch.dtype, int], WholeParameter] = {}
 
     def of(self, p: Tensor, part: UpdatePart, group: int) -> WholeParameter:
@@ -107,7 +107,8 @@ class WholeCosts:
         dtype = p.dtype if p.element_size() > self._dtype.itemsize else self._dtype
         key = p.shape, dtype, group
         if key not in self._known:
-            like = torch.linspace(-1, 1, p.numel(), dtype=dtype, device=p.device).view(p.shape)
+            device = self._device
+            like = torch.linspace(-1, 1, p.numel(), dtype=dtype, device=device).view(p.shape)
             like.grad = like.flip(0) if like.dim() else like.clone()
             options = part.param_groups[part.groups.index(group)]
             run, again = later_step(same_options(part.optimizer, options, like), part.layout)

@@ -17,7 +17,7 @@ from torch import nn
 
 from mdcs.emulation import EmulatedCommunicator, pacer_for
 from mdcs.model.aliases import attributes_over_parameters, still_held
-from mdcs.model.hooks import Hooks
+from mdcs.model.hooks import Hooks, Listener
 from mdcs.model.inputs import BatchSizes
 from mdcs.model.optimizers import Optimizers
 from mdcs.model.recompute import Recomputation
@@ -40,6 +40,7 @@ from mdcs.runtime.evaluation import Evaluation
 from mdcs.runtime.executor import executor_for, run_on_comm_stream
 from mdcs.runtime.failure_channel import FailureChannel
 from mdcs.runtime.gradient_scaling import UpdateScale
+from mdcs.runtime.handover import Handover
 from mdcs.runtime.initialization import shard_units
 from mdcs.runtime.lending import Lending
 from mdcs.runtime.message_queue import MessageQueue, queued_messages
@@ -62,11 +63,14 @@ from mdcs.torch_compat import mark_stepped
 
 
 class Engine:
-    """The parts of a run. Hooks tell the sequencer of slots; it issues messages to the queue and waits for them."""
+    """The parts of a run. Hooks tell the sequencer of slots; it issues messages to the queue and waits for them.
+
+    ``before``: what has the units now; None: they are plain and whole.
+    """
 
     def __init__(
         self, model: nn.Module, optimizers: Optimizers, plan: Plan, units: list[ModelUnit],
-        group: dist.ProcessGroup | None, options: RunOptions,
+        group: dist.ProcessGroup | None, options: RunOptions, before: Handover | None = None,
     ) -> None:  # fmt: skip
         self.model, self.optimizers, self.plan, self.options = model, optimizers, plan, options
         world = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -102,14 +106,14 @@ class Engine:
         self.meter, self.executor = current_meter(device), executor_for(device)
         self.access = ParameterAccess(place)
         assert found.initialisation is not None and found.updates is not None
+
+        def make(u: int) -> UnitStorage:
+            with contextlib.nullcontext() if before is None else before.whole(u):
+                refuse = functools.partial(self.access.refuse, u)
+                return UnitStorage(plan, u, found.ordered[u], self.rank, self.meter, refuse, device)
+
         try:
-            self.storages = shard_units(
-                model, found.initialisation,
-                lambda u: UnitStorage(
-                    plan, u, found.ordered[u], self.rank, self.meter, functools.partial(self.access.refuse, u), device
-                ),
-                groups.message_group, place,
-            )  # fmt: skip
+            self.storages = shard_units(model, found.initialisation, make, groups.message_group, place)
         except BaseException:
             self.failures.end()
             groups.destroy(failed=True)
@@ -139,8 +143,6 @@ class Engine:
         pacer = pacer_for(plan, self.rank, groups.message_group, world)
         runs_ahead = self.executor.runs_ahead
         self.transport = (StreamTransport if runs_ahead else ThreadTransport)(self.queue, runner, pacer, options.timeout_s)
-        if plan.budget is not None:
-            self.executor.limit(plan.budget + (comm_stream_pool_bytes(ledger, self.queue.depth) if runs_ahead else 0))
         # Stops without end(), too: a thread that still waits in C++ would abort the process when it exits.
         self._stop_threads = weakref.finalize(self, _stop, self.transport, self.failures)
 
@@ -158,8 +160,8 @@ class Engine:
             plan, ledger, self.storages, self.transport, self.updates, self.account, self.executor, self.recorder,
             self.meter, self.excess, departures, side, reentrant,
         )  # fmt: skip
-        in_flat_order = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
-        self._hooks = Hooks(in_flat_order, self.sequencer, model, reentrant)
+        self.units = [dataclasses.replace(u, parameters=tuple(ps)) for u, ps in zip(units, found.ordered, strict=True)]
+        self._hooks = Hooks(self.units, self.sequencer, model, reentrant)
         self.access.follow(self.sequencer, self._hooks)
         chosen = {u: choice == SELECTIVE for u, choice in enumerate(plan.recompute) if choice != NONE}
         self._recomputation = Recomputation(units, chosen, self._recomputing)
@@ -169,8 +171,14 @@ class Engine:
 
         # State: units and the optimizer's state, whole, outside of the plan's messages.
         self.optimizer_state = OptimizerState(self.updates, self.storages, self.unsharder, groups.all_gather_object)
-        self.optimizer_state.load(optimizers.state)
-        optimizers.clear_state()  # the state is on shards from now on
+        if before is None:
+            self.optimizer_state.load(optimizers.state)
+            optimizers.clear_state()  # the state is on shards from now on
+        else:
+            before.give_state(self.optimizer_state)
+            before.end()
+        if plan.budget is not None:
+            self.executor.limit(plan.budget + (comm_stream_pool_bytes(ledger, self.queue.depth) if runs_ahead else 0))
 
         for storage in self.storages:
             if not storage.is_open_between_steps:
@@ -255,23 +263,6 @@ class Engine:
                 self.buffers.broadcast(self.groups, group, place)
         for optimizer in self.optimizers.members:
             mark_stepped(optimizer)
-
-    def wait_for_norm(self) -> bool:
-        """Wait until the gradients of this iteration are reduced; return False if the plan does so after this call only.
-
-        Raises RunError before backward has ended.
-        """
-        sequencer = self.sequencer
-        self.check("clip_grad_norm_()")
-        sequencer.end_short()
-        if not sequencer.at_turn or not sequencer.step_pending:
-            raise self.place.error("clip_grad_norm_() comes between backward and step()")
-        index = sequencer.periods * self.queue.n + self.runner.last_reduction
-        if index >= self.queue.issued:  # beside the next forward pass, of units that are not trained
-            return False
-        with self.account.lock:
-            self.transport.wait_for(index + 1, "the gradients' norm")
-        return True
 
     def drain(self, call: str, *, needs_ranks: bool = False) -> None:
         """Finish all messages and updates, for this ``call`` of the loop, which all ranks make now, in the same step."""
@@ -371,13 +362,28 @@ class Engine:
         self._stop_threads.detach()
         self.transport.stop()
         self.failures.end()
+        self._leave_model()
+        self.groups.destroy(failed=failed)
+
+    def retire(self, call: str) -> Handover:
+        """Stop between two steps, for this ``call`` of the loop; return what gives the units to the next run. Collective."""
+        problem = self._give_up("close()")
+        if problem is not None:
+            raise RunError(f"rank {self.rank}: {call}: {problem}")
+        self._leave_model()
+        return Handover(self.storages, self.unsharder, self.optimizer_state, functools.partial(self.end, "a new plan has them"))
+
+    def _leave_model(self) -> None:
         if self.plan.budget is not None:
             self.executor.limit(None)
         self._hooks.remove()
         self._recomputation.remove()
         for handle in self._handles:
             handle.remove()
-        self.groups.destroy(failed=failed)
+
+    def observe(self, listener: Listener | None) -> None:
+        """Let ``listener`` hear the hooks, and tell the sequencer; None: the sequencer hears them itself."""
+        self._hooks.listener = self.sequencer if listener is None else listener
 
 
 def _stop(transport: ThreadTransport | StreamTransport, failures: FailureChannel) -> None:

@@ -45,7 +45,21 @@ class Gradients:
         return torch.tensor(math.nan if norm is None else norm)
 
     def _reduced_norm(self) -> float | None:
-        return self.grad_norm if self._engine.wait_for_norm() else None
+        """Wait until the gradients of this iteration are reduced; return their norm, or None if the plan does so after this call.
+
+        Raises RunError before backward has ended.
+        """
+        engine, sequencer = self._engine, self._engine.sequencer
+        engine.check("clip_grad_norm_()")
+        sequencer.end_short()
+        if not sequencer.at_turn or not sequencer.step_pending:
+            raise engine.place.error("clip_grad_norm_() comes between backward and step()")
+        index = sequencer.periods * engine.queue.n + engine.runner.last_reduction
+        if index >= engine.queue.issued:  # beside the next forward pass, of units that are not trained
+            return None
+        with engine.account.lock:
+            engine.transport.wait_for(index + 1, "the gradients' norm")
+        return self.grad_norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Check that gradients are clipped at ``clip_value``, as they are when they are reduced: no rank waits for it.

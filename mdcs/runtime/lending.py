@@ -68,7 +68,9 @@ class Lending:
             asking, unit, number = map(int, store.get(key).split())
             storage = self._storages[unit]
             with torch.no_grad(), self._executor.on_comm_stream():  # behind the gather that followed the last update
-                parts = [storage.owned_shard(b).to(storage.flat_param(b).dtype).cpu() for b in range(len(storage.blocks))]
+                # Copies: memory that numpy has seen cannot be freed by resizing.
+                own = ((storage.owned_shard(b), storage.flat_param(b).dtype) for b in range(len(storage.blocks)))
+                parts = [shard.to("cpu", dtype, copy=True) for shard, dtype in own]
             data = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
             for key, at in zip(_keys(asking, number, self._rank, len(data)), itertools.count(0, _CHUNK)):
                 store.set(key, data[at : at + _CHUNK])  # type: ignore[arg-type]  # bytes are as good as text

@@ -22,6 +22,8 @@ from mdcs.runtime.unshard import Unsharder
 
 State = Mapping[Any, Mapping[str, Any]]
 """Parameter -> {key: value}."""
+Started = Mapping[nn.Parameter, tuple[dict[str, Any], list[str]]]
+"""Parameter -> (its replicated state, the keys of its state per element)."""
 History = dict[str, Any]
 """Key of a parameter's state -> number, or None for a state per element. Empty before the first update."""
 
@@ -88,14 +90,20 @@ class OptimizerState:
         trained = {p for storage in self._storages if storage.trainable for p in storage.parameters}
         self.kept = {p: {key: _made(v, p) for key, v in own.items()} for p, own in state.items() if p not in trained}
         self._updates.forget()
-        for u, b, run in list(self._runs()):
+        for u in range(len(self._storages)):
+            self._prepare(u, wanted, state)
+        self._updates.make_state()
+
+    def _prepare(self, unit: int, wanted: Mapping[tuple[int, int], History], state: State) -> None:
+        """Allocate zeros for a unit's state per element, and take over its other state."""
+        for u, b, run in list(self._runs(unit)):
             history: History | None = None
             for place, p in self._parameters(u, b, run):
                 own = wanted.get(self._places[p], {})
                 if history is not None and own != history:
                     self._updates.cut((u, b), [place])
                 history = own
-        for u, b, run in self._runs():
+        for u, b, run in self._runs(unit):
             group, layout = self._updates.optimizers.param_groups[run.group], self._updates.layout_of(run)
             for _, p in self._parameters(u, b, run)[:1]:
                 with self._updates.meter.tag("optimizer"):
@@ -104,7 +112,6 @@ class OptimizerState:
                             run.restore(key, self._replicated(layout, key, state[p][key], group, run.parameter))
                         else:
                             run.restore(key, torch.zeros_like(run.parameter, dtype=layout.per_element.get(key)))
-        self._updates.make_state()
 
     def _replicated(self, layout: StateLayout, key: str, value: Any, group: Mapping[str, Any], p: Tensor) -> Any:
         """Return a copy as torch's optimizers keep it: numbers on the host, unless a kernel reads them."""
@@ -120,16 +127,41 @@ class OptimizerState:
         for key, fragment in self.fragments():
             fragment.load(state[fragment.parameter][key])
 
+    def take_over(self, before: OptimizerState, started: Started) -> None:
+        """Take over another run's state of the same units, which loses it. One key of one unit is whole at a time. Collective.
+
+        ``started``: of :meth:`started`, as it was when the other run had all of its parameters.
+        """
+        self.kept = before.kept
+        self._updates.forget()
+        for u, storage in enumerate(self._storages):
+            own = {p: started[p] for p in storage.parameters if p in started}
+            state = {
+                p: copies | {key: torch.empty_like(p, device="meta") for key in keys} for p, (copies, keys) in own.items()
+            }
+            named = list(zip(storage.names, storage.parameters, strict=True))
+            found = histories([named], self._updates.updates, state)
+            self._prepare(u, {(u, i): history for (_, i), history in found.items()}, state)
+            for key in sorted({key for _, keys in own.values() for key in keys}):
+                wholes = before._unsharder.gather_flat(u, before._parts(u, key), "optimizer state")
+                for name, fragment in self.fragments(unit=u):
+                    if name == key:
+                        place = before._storages[u].places[before._places[fragment.parameter][1]]
+                        fragment.load(place.view(wholes))
+            for _, _, run in before._runs(u):
+                run.clear()
+        self._updates.make_state()
+
     # -- out
 
     def fragments(
-        self, within: Callable[[UnitStorage, int], slice] | None = None
+        self, within: Callable[[UnitStorage, int], slice] | None = None, unit: int | None = None
     ) -> Iterator[tuple[str, Fragment]]:
-        """Yield (key, fragment) of this rank's state per element.
+        """Yield (key, fragment) of this rank's state per element, of one ``unit`` or of all.
 
         ``within``: (unit, block) -> the slice of the section's flat buffer outside of which fragments are left out.
         """
-        for u, b, run in self._runs():
+        for u, b, run in self._runs(unit):
             storage = self._storages[u]
             start, limit = storage.owned_slice(b).start + run.place.start, None if within is None else within(storage, b)
             layout = self._updates.layout_of(run)
@@ -138,7 +170,7 @@ class OptimizerState:
                     for fragment in fragments(storage, storage.sections[b], start, run.flat(value), limit):
                         yield key, fragment
 
-    def started(self) -> dict[nn.Parameter, tuple[dict[str, Any], list[str]]]:
+    def started(self) -> Started:
         """Return by parameter its replicated state and the keys of its state per element, of all ranks. Collective."""
         here: list[tuple[dict[str, Any], list[str], list[tuple[int, int]]]] = []
         for u, b, run in self._runs():
@@ -164,21 +196,29 @@ class OptimizerState:
         """
         found = {p: {key: _copy(value, cpu) for key, value in own.items()} for p, own in self.kept.items()} if keep else {}
         started = {p: own for p, own in self.started().items() if of is None or p in of}
-        for u, storage in enumerate(self._storages):
-            for p in storage.parameters if keep else ():
-                if p in started:
-                    group, own = self._updates.optimizers.param_groups[self._groups[p]], started[p][0]
-                    found[p] = {
-                        key: _copy(value, cpu) if cpu else self._replicated(self.layout_of(p), key, value, group, p)
-                        for key, value in own.items()
-                    }
-            for key in sorted({key for p in storage.parameters for key in started.get(p, ({}, ()))[1]}):
-                values = self._unsharder.gather_by_parameter(u, self._parts(u, key), "optimizer state")
-                for name, p in zip(storage.names, storage.parameters, strict=True):
-                    if keep and key in started.get(p, ({}, ()))[1]:
-                        found[p][key] = values[name].cpu() if cpu else values[name]
+        for u in range(len(self._storages)):
+            found |= self._whole(u, started, keep=keep, cpu=cpu)
             for _, _, run in self._runs(u) if release else ():
                 run.clear()
+        return found
+
+    def _whole(
+        self, unit: int, started: Started, *, keep: bool, cpu: bool
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the whole state of a unit's parameters that are in ``started``, on ranks that ``keep`` it. Collective."""
+        storage, found = self._storages[unit], dict[nn.Parameter, dict[str, Any]]()
+        for p in storage.parameters if keep else ():
+            if p in started:
+                group, own = self._updates.optimizers.param_groups[self._groups[p]], started[p][0]
+                found[p] = {
+                    key: _copy(value, cpu) if cpu else self._replicated(self.layout_of(p), key, value, group, p)
+                    for key, value in own.items()
+                }
+        for key in sorted({key for p in storage.parameters for key in started.get(p, ({}, ()))[1]}):
+            values = self._unsharder.gather_by_parameter(unit, self._parts(unit, key), "optimizer state")
+            for name, p in zip(storage.names, storage.parameters, strict=True):
+                if keep and key in started.get(p, ({}, ()))[1]:
+                    found[p][key] = values[name].cpu() if cpu else values[name]
         return found
 
     def _parts(self, u: int, key: str) -> dict[int, Tensor]:
@@ -188,7 +228,9 @@ class OptimizerState:
         parts = {}
         for b, section in enumerate(storage.sections):
             dtype = kept[section].per_element.get(key) if section in kept else None
-            parts[b] = torch.zeros_like(storage.owned_shard(b), dtype=dtype)
+            own, like = storage.owned_slice(b), storage.shards[section]
+            dtype = dtype or (storage.flat_params[section] if like is None else like).dtype
+            parts[b] = torch.zeros(own.stop - own.start, dtype=dtype, device=storage.device)
         for _, b, run in self._runs(u):
             if key in run.saved and key not in self._updates.layout_of(run).replicated:
                 parts[b][run.place] = run.flat(run.saved[key])

@@ -213,6 +213,13 @@ class UnitStorage:
         for full in self.flat_params:
             full.untyped_storage().resize_(0)
 
+    def release(self) -> None:
+        """Free all parameters, whole and in shards, for good."""
+        self.free_full()
+        for shard in self.shards:
+            if shard is not None:
+                shard.untyped_storage().resize_(0)
+
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters, with padding."""

@@ -87,7 +87,12 @@ class Unsharder:
             storage.guard.close()
 
     def gather_by_parameter(self, unit: int, blocks: dict[int, Tensor], what: str = "gradient") -> dict[str, Tensor]:
-        """Return whole tensors by parameter name, gathered from this rank's part of each block.
+        """Return whole tensors by parameter name, gathered as by :meth:`gather_flat`."""
+        wholes, storage = self.gather_flat(unit, blocks, what), self._storages[unit]
+        return {name: place.view(wholes).clone() for name, place in zip(storage.names, storage.places, strict=True)}
+
+    def gather_flat(self, unit: int, blocks: dict[int, Tensor], what: str) -> list[Tensor]:
+        """Return whole flat tensors by section, gathered from this rank's part of each block.
 
         ``blocks``: block -> this rank's part, flat [elements of the block / parts].
         """
@@ -99,8 +104,7 @@ class Unsharder:
         if storage.strategy.value != "dp":
             with run_on_comm_stream(self._executor), self._during(f"gather of {storage.name}'s {what}"):
                 self._executor.wait_works(self._wire.unshard_flat(unit, wholes))
-        places = zip(storage.names, storage.places, strict=True)
-        return {name: place.view(wholes).clone() for name, place in places}
+        return wholes
 
     @contextmanager
     def _during(self, what: str) -> Iterator[None]:

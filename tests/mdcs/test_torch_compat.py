@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mdcs
 from mdcs import torch_compat
@@ -51,6 +52,14 @@ def test_calls_pass_a_subclass() -> None:
         tensor.add_(1)
     with torch_compat.without_torch_function():
         assert tensor.tolist() == [2, 2]
+
+
+def test_the_innermost_dispatch_mode_is_known() -> None:
+    assert torch_compat.innermost_dispatch_mode() is None
+    with TorchDispatchMode() as outer:
+        with TorchDispatchMode() as inner:
+            assert torch_compat.innermost_dispatch_mode() is inner
+        assert torch_compat.innermost_dispatch_mode() is outer
 
 
 def test_writes_are_counted_and_views_know_their_base() -> None:

@@ -197,10 +197,6 @@ def test_what_needs_a_plan_says_so() -> None:
         mdcs.parallelize(net, optimizer, budget="40 lbs")
     with pytest.raises(ValueError, match="the plan has a budget already"):
         mdcs.parallelize(net, optimizer, SimpleNamespace(), budget=1)  # type: ignore[arg-type]
-    with torch.device("meta"):
-        large = Net()
-    with pytest.raises(mdcs.UnsupportedModel, match="first.weight: is on the meta device"):
-        mdcs.parallelize(large, torch.optim.SGD(large.parameters(), lr=0.1))
 
 
 def test_until_the_first_step_the_model_is_plain_and_the_choice_of_units_is_said(capsys: pytest.CaptureFixture[str]) -> None:

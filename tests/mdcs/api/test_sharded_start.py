@@ -1,0 +1,306 @@
+"""A model that does not fit whole is sharded from its first step on, which is measured; every step is DDP's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mdcs
+from mdcs.api import sharded_start
+from mdcs.model.optimizers import Optimizers
+from mdcs.planner.feasibility import InfeasibleBudget
+from mdcs.profiler.link_timing import MeasuredLink
+from mdcs.profiler.memory_bounds import whole_bytes
+from mdcs.telemetry.memory_meter import ShimMeter
+from mdcs.torch_compat import innermost_dispatch_mode
+from tests.mdcs.api.test_in_loop import OPTIMIZERS, Autoencoder, Block, Skipping, methods, texts
+
+STEPS = 6
+
+
+class Shuffled(nn.Module):
+    """Blocks that run in another order than they are registered in, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(16, 5), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number in (2, 0, 1, 0):
+            x = self.blocks[number](x)
+        return self.last(x)
+
+
+class Queried(nn.Module):
+    """A unit returns views of its weight, which others use after it has been freed, in forward and in backward."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 16))
+
+        def forward(self, n: int) -> Tensor:
+            return self.weight[:n]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.first, self.block, self.last = self.Queries(), nn.Linear(8, 16), Block(16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries(6)
+        hidden = self.block(self.first(x))
+        return self.last(hidden * queries + queries)
+
+
+class Tied(nn.Module):
+    """The head is the first layer's weight, used at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 16), nn.Sequential(Block(16), Block(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.blocks(self.first(x)), self.first.weight.t())[:, :5]
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), *(Block(16) for _ in range(4)), nn.Linear(16, 5))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "blocks": blocks, "shuffled": Shuffled, "skipping": Skipping, "queried": Queried, "tied": Tied, "methods": Autoencoder,
+}  # fmt: skip
+
+
+def linked(device: torch.device, **_: Any) -> MeasuredLink:
+    """A link that is not measured."""
+    backend = mdcs.Collectives.default("gloo") if dist.is_initialized() and dist.get_world_size() > 1 else mdcs.Collectives()
+    return MeasuredLink(mdcs.Link.uniform(1.0, 50.0), backend, {})
+
+
+def train(
+    name: str, ours: bool, *, optimizer: str = "adam", micro_steps: int = 1, clip_norm: float | None = None, meta: bool = False,
+    budget: float | None = 0.8, replans: int = 0,
+) -> Any:  # fmt: skip
+    """The same lines for both. ``budget``: in parts of what the model takes whole."""
+    torch.manual_seed(0)
+    with torch.device("meta" if meta and ours else "cpu"):
+        model: Any = MODELS[name]()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    parallel: Any = None
+    if ours:
+        if meta:
+            torch.manual_seed(0)
+        units = mdcs.partition(model)
+        limit = None if budget is None else int(budget * whole_bytes(units, Optimizers(made)))
+        parallel = mdcs.parallelize(
+            model, made, budget=limit, clip_norm=clip_norm, seconds=0.5, progress=False, timeout_s=30, micro_steps=micro_steps
+        )
+        first = parallel.plan
+    else:
+        model = nn.parallel.DistributedDataParallel(
+            model, process_group=dist.new_group(), find_unused_parameters=name == "skipping", broadcast_buffers=False
+        )
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    torch.manual_seed(100 + dist.get_rank())
+    loss_of = methods if name == "methods" else texts
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.8**step)
+    losses = []
+    for step in range(STEPS):
+        if ours and step == replans > 0:
+            parallel.replan()
+        if name == "skipping":
+            inner.left_out = (step % 3,) if dist.get_rank() else ()
+        for micro in range(micro_steps):
+            if not ours:
+                model.require_backward_grad_sync = micro == micro_steps - 1
+            loss = loss_of(model, 1000 * step + 10 * micro + dist.get_rank()) / micro_steps
+            loss.backward()
+            losses.append(loss.item())
+        if not ours and clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        made.step()
+        schedule.step()
+        made.zero_grad()
+    numbers = torch.rand(3).tolist()
+    if not ours:
+        return losses, {k: v.clone() for k, v in model.module.state_dict().items()}, numbers, made.state_dict(), None
+    state, saved, plan = parallel.state_dict(), made.state_dict(), parallel.plan
+    assert parallel.steps == STEPS and [r.step for r in parallel.records(flush=True)] == list(range(1, STEPS + 1))
+    assert all(k.sharded for k in first.strategies) and first is not plan and plan.micro_steps == micro_steps
+    parallel.close()
+    assert all(torch.equal(v, state[name]) for name, v in model.state_dict().items())
+    return losses, state, numbers, saved, plan
+
+
+def differing(name: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What differs from DDP's, and the names of the units that the plan knows to be used elsewhere."""
+    warnings.simplefilter("ignore")
+    plain = {k: v for k, v in options.items() if k not in ("budget", "meta", "replans")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_start, "measure_link", linked)
+        wanted, found = train(name, False, **plain), train(name, True, **options)
+    out = [what for what, i in (("losses", 0), ("numbers", 2)) if wanted[i] != found[i]]
+    out += [key for key, value in wanted[1].items() if not torch.equal(value, found[1][key])]
+    for number, own in wanted[3]["state"].items():
+        theirs = found[3]["state"][number]
+        out += [f"{number} {key}" for key, value in own.items() if not torch.equal(torch.as_tensor(value), theirs[key])]
+    return out, [unit.name for unit in found[4].profile.units if unit.aliased]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "aliased"),
+    [
+        ("blocks", {}, []),
+        ("blocks", {"micro_steps": 2, "budget": 0.95}, []),
+        ("blocks", {"optimizer": "sgd", "clip_norm": 1e6, "replans": 4}, []),
+        ("blocks", {"meta": True, "budget": None}, []),
+        ("shuffled", {}, []),
+        ("skipping", {}, []),
+        ("queried", {}, ["queries"]),
+        ("tied", {"budget": 0.9}, ["first"]),
+        ("methods", {"budget": 0.9}, []),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_fit_whole_trains_as_with_ddp(two, name, options, aliased):
+    for rank, (out, used) in enumerate(two.run(differing, name, options, timeout_s=100.0)):
+        assert (out, used) == ([], aliased), rank
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(12)), nn.Linear(256, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def measured_bytes(share: float) -> dict[str, Any]:
+    """Peaks of the run that is measured, of the change of plans, and of the plan's first step; and the budget."""
+    warnings.simplefilter("ignore")
+    model = Wide()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    whole = whole_bytes(mdcs.partition(model), Optimizers(optimizer))
+    peaks: list[int] = []
+    said = io.StringIO()
+
+    def restarted(self: ShimMeter) -> None:
+        peaks.append(self.peaks()["total"])
+        self._reset_peaks()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_start, "measure_link", linked)
+        patch.setattr(ShimMeter, "reset", restarted)
+        with contextlib.redirect_stderr(said):
+            parallel = mdcs.parallelize(model, optimizer, budget=int(share * whole), seconds=0.5, timeout_s=30)
+        with parallel:
+            peaks.clear()
+            for step in range(4):
+                x = torch.rand(32, 256, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                parallel.step()
+            plan = parallel.plan
+            parallel.drain()
+            last = parallel.memory()["measured"]["total"]
+    return {
+        "measuring": max(peaks), "after": last, "budget": int(share * whole), "whole": whole, "said": said.getvalue(),
+        "activations": max(slot.peak for slot in plan.profile.slots), "seconds": min(slot.seconds for slot in plan.profile.slots),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.48, 0.6, 0.8])
+def test_it_takes_fewer_bytes_than_the_budget_while_it_is_measured_and_handed_over(measured, share):
+    for rank, found in enumerate(measured.run(measured_bytes, share, timeout_s=100.0)):
+        assert found["activations"] > 0 and found["seconds"] > 0
+        assert found["measuring"] <= found["budget"] and found["after"] <= found["budget"] < found["whole"], found
+        assert "state take 12.4 MiB of a budget of " in found["said"] and "MiB: sharded from the start" in found["said"] or rank
+
+
+def refused(budget: int) -> tuple[str, int | None]:
+    model = blocks()
+    with pytest.raises(InfeasibleBudget) as error:
+        mdcs.parallelize(model, torch.optim.Adam(model.parameters()), budget=budget, progress=False, timeout_s=30)
+    return str(error.value), error.value.smallest
+
+
+def test_a_budget_that_no_plan_can_keep_is_refused_on_every_rank(two):
+    """Of 22 kB of parameters and 45 of state each rank has a half, and the largest unit whole."""
+    for said, smallest in two.run(refused, 20_000):
+        assert said.startswith("the model (parameters and optimizer state alone) does not fit 20000 bytes: every plan needs more")
+        assert smallest is not None and smallest > 30_000
+
+
+def test_what_is_chosen_is_said():
+    model = blocks()
+    optimizers, units = Optimizers(torch.optim.Adam(model.parameters())), mdcs.partition(model)
+    assert sharded_start.must_shard(units, optimizers, None) == (False, "")
+    sharded, said = sharded_start.must_shard(units, optimizers, 1 << 30)
+    assert not sharded and said.endswith("MiB of a budget of 1024.0 MiB: whole in the first step")
+    with torch.device("meta"):
+        model = blocks()
+    sharded, said = sharded_start.must_shard(mdcs.partition(model), Optimizers(torch.optim.Adam(model.parameters())), None)
+    assert sharded and said == "the model is on the meta device: it is sharded from the start"
+
+
+@pytest.mark.parametrize("option", [{"batches": [torch.ones(2, 8)]}, {"recompute": "all"}])
+def test_what_is_measured_by_passes_of_its_own_needs_a_model_that_fits_whole(option):
+    with torch.device("meta"):
+        model = blocks()
+    with pytest.raises(ValueError, match=f"{next(iter(option))}= needs a model that fits whole in the first step"):
+        mdcs.parallelize(model, torch.optim.Adam(model.parameters()), progress=False, **option)
+
+
+def test_nothing_is_left_of_a_run_that_ends_before_its_plan():
+    with torch.device("meta"):
+        model = blocks()
+    with mdcs.parallelize(model, torch.optim.Adam(model.parameters()), progress=False) as parallel:
+        texts(model, 0)
+        assert innermost_dispatch_mode() is not None
+        parallel.abandon()
+        with pytest.raises(mdcs.RunError, match="cannot be used here"):
+            model[0].weight.norm()  # type: ignore[operator]
+    assert innermost_dispatch_mode() is None and not model[0]._forward_hooks
+
+
+class Keeping(nn.Module):
+    """Returns a view of a weight beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.first(x)), self.first.weight[:2]
+
+
+def keeping() -> str:
+    with torch.device("meta"):
+        model = Keeping()
+    optimizer = torch.optim.Adam(model.parameters())
+    with mdcs.parallelize(model, optimizer, progress=False, timeout_s=30):
+        out, kept = model(torch.ones(2, 8))
+        (out.sum() + kept.sum()).backward()
+        with pytest.raises(mdcs.UnsupportedModel) as error:
+            optimizer.step()
+        del kept
+    return str(error.value)
+
+
+def test_a_view_that_is_kept_after_the_step_is_refused_before_its_memory_is_used(two):
+    for said in two.run(keeping):
+        assert said == (
+            "first: a tensor that shares the memory of its parameters is kept after the step, when they are in pieces: keep a "
+            "copy (.clone())"
+        )
